@@ -1,0 +1,153 @@
+"""Talking to the other ranks. Every function also works without a process group, as a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from clip_train.errors import RemoteRankError
+
+T = TypeVar("T")
+
+
+def is_active() -> bool:
+    return torch_dist.is_available() and torch_dist.is_initialized()
+
+
+def rank() -> int:
+    return torch_dist.get_rank() if is_active() else 0
+
+
+def world_size() -> int:
+    return torch_dist.get_world_size() if is_active() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def comm_device() -> torch.device:
+    """Where a tensor must lie to be sent: NCCL sends from the GPU, gloo from memory."""
+    if is_active() and torch_dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def all_gather(x: Tensor) -> Tensor:
+    """[n, ...] on each rank -> [W n, ...] on all, in the order of the ranks. No gradient."""
+    if world_size() == 1:
+        return x
+    out = x.new_empty((world_size() * len(x), *x.shape[1:]))
+    torch_dist.all_gather_into_tensor(out, x.contiguous())
+    return out
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """Sum over ranks, in place; returns `x`."""
+    if world_size() > 1:
+        torch_dist.all_reduce(x)
+    return x
+
+
+def sum_scalars(*values: float) -> list[float]:
+    """Sums over ranks, in float64."""
+    if world_size() == 1:
+        return [float(v) for v in values]
+    return all_reduce_sum(torch.tensor(values, dtype=torch.float64, device=comm_device())).tolist()
+
+
+def max_scalar(value: float) -> float:
+    """The largest of one number per rank."""
+    if world_size() == 1:
+        return float(value)
+    x = torch.tensor([value], dtype=torch.float64, device=comm_device())
+    torch_dist.all_reduce(x, op=torch_dist.ReduceOp.MAX)
+    return x.item()
+
+
+def any_rank(flag: bool) -> bool:
+    """True on all ranks if it is true on one."""
+    return max_scalar(float(flag)) > 0
+
+
+def gather_objects(obj: T) -> list[T]:
+    """One small picklable object per rank -> the list of them, on every rank."""
+    if world_size() == 1:
+        return [obj]
+    out: list[Any] = [None] * world_size()
+    torch_dist.all_gather_object(out, obj)
+    return out
+
+
+def broadcast_object(obj: T) -> T:
+    """Rank 0's object, on every rank."""
+    if world_size() == 1:
+        return obj
+    box = [obj]
+    torch_dist.broadcast_object_list(box, src=0, device=comm_device())
+    return box[0]
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        all_reduce_sum(torch.zeros(1, device=comm_device()))
+
+
+def agreed(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if it fails on any, it fails on all, and nobody waits in a collective.
+
+    The rank that failed raises its own error; the others raise `RemoteRankError` naming that rank.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as e:
+        error = e
+    failed = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for other, message in enumerate(failed):
+        if message is not None:
+            raise RemoteRankError(f"rank {other} failed: {message}")
+    return result
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 only, and give its result, or its failure, to every rank."""
+    result: Any = None
+    error: Exception | None = None
+    if is_main():
+        try:
+            result = action()
+        except Exception as e:
+            error = e
+    kind, payload = broadcast_object(("error", f"{type(error).__name__}: {error}") if error else ("result", result))
+    if error is not None:
+        raise error
+    if kind == "error":
+        raise RemoteRankError(f"rank 0 failed: {payload}")
+    return payload
+
+
+__all__ = [
+    "agreed",
+    "all_gather",
+    "all_reduce_sum",
+    "any_rank",
+    "barrier",
+    "broadcast_object",
+    "comm_device",
+    "gather_objects",
+    "is_active",
+    "is_main",
+    "max_scalar",
+    "on_main",
+    "rank",
+    "sum_scalars",
+    "world_size",
+]

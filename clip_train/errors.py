@@ -1,0 +1,37 @@
+"""The errors a user can meet, and the exit status that each becomes."""
+
+from __future__ import annotations
+
+
+class ClipTrainError(Exception):
+    """Base of every error that is meant to be read by a user; `exit_status` is the process's."""
+
+    exit_status = 1
+
+
+class UserError(ClipTrainError, ValueError):
+    """A mistake in the recipe, the command or the data's place: names field, value and remedy."""
+
+    exit_status = 2
+
+
+class DataError(ClipTrainError):
+    """Shards that cannot be read, or too many bad samples."""
+
+
+class CheckpointError(ClipTrainError):
+    """A checkpoint that is incomplete, damaged, or does not fit this run."""
+
+
+class DivergedError(ClipTrainError):
+    """The loss or the gradient is no longer finite."""
+
+
+class RemoteRankError(ClipTrainError):
+    """Another rank failed and has printed why; this rank ends with it, silently."""
+
+
+class Preempted(ClipTrainError):
+    """Asked to stop (a signal, a time limit): the checkpoint is committed; run the same line again."""
+
+    exit_status = 75

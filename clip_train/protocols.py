@@ -1,0 +1,158 @@
+"""What the rooms of the house say to each other: batches, features, gradients, and the Engine.
+
+Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` samples on each rank,
+`n = k b` samples on a rank, `N = W n` in the global batch, `D` the width of the features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """One rank's share of a global batch, in the canonical order (see `clip_train.data`).
+
+    Rank r holds positions `[r n, (r + 1) n)` of the global batch, whatever the number of ranks.
+    """
+
+    images: Tensor  # uint8 [n, 3, H, W], not normalised: the model does that on the device
+    texts: Tensor  # int64 [n, context_length]
+    sample_seeds: Tensor  # int64 [n]: the key of everything random about a sample
+    keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
+    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> its position AFTER this batch
+    bad_samples: dict[str, int] = field(default_factory=dict)  # "reason\tshard" -> count, met making this batch
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
+        move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "texts", "sample_seeds")}
+        return Batch(**move, keys=self.keys, cursors=self.cursors, bad_samples=self.bad_samples)
+
+    def micro_batches(self, micro_size: int) -> list[MicroBatch]:
+        """Slices of `micro_size` samples; the last one may be shorter."""
+        return [
+            MicroBatch(self.images[i : i + micro_size], self.texts[i : i + micro_size], self.sample_seeds[i : i + micro_size])
+            for i in range(0, len(self), micro_size)
+        ]
+
+
+@dataclass
+class MicroBatch:
+    """What goes through the model at once."""
+
+    images: Tensor  # uint8 [b, 3, H, W]
+    texts: Tensor  # int64 [b, context_length]
+    sample_seeds: Tensor  # int64 [b]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@dataclass
+class Features:
+    """What the model returns for a micro-batch; float32 (or float64) whatever the model's precision."""
+
+    image: Tensor  # [b, D], normalised
+    text: Tensor  # [b, D], normalised
+    logit_scale: Tensor  # [1], the factor itself: exp of the parameter
+    logit_bias: Tensor | None = None  # [1]
+
+    def detach(self) -> Features:
+        return Features(*(None if t is None else t.detach() for t in (self.image, self.text, self.logit_scale, self.logit_bias)))
+
+
+@dataclass
+class FeatureGradients:
+    """This rank's share of d(global mean loss): summed over ranks and micro-batches it is the whole gradient."""
+
+    image: Tensor  # [b, D]
+    text: Tensor  # [b, D]
+    logit_scale: Tensor  # [1], with respect to the factor, not to its logarithm
+    logit_bias: Tensor | None = None  # [1]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the optimizer step tells."""
+
+    grad_norm: float  # global, before the clip
+    skipped: bool = False  # fp16 only: the gradients overflowed, nothing was updated
+
+
+@dataclass
+class Fragment:
+    """A contiguous piece of one parameter and of its optimizer state, as one rank holds it.
+
+    Checkpoints are made of these, so they do not depend on the number of ranks or the ZeRO stage.
+    """
+
+    name: str  # of the parameter, as in the model's state dict
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int  # first element, in the flattened parameter
+    tensors: dict[str, Tensor]  # "param" (fp32 master) and optimizer slots ("exp_avg", ...), each 1-d, equally long
+
+
+class FragmentSource(Protocol):
+    """Reads any range of any parameter's state, however the checkpoint was cut."""
+
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter in the checkpoint with its shape."""
+        ...
+
+    def slots(self) -> set[str]:
+        """What is stored per parameter: "param" and the optimizer's slots."""
+        ...
+
+    def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
+        """Elements `[start, start + numel)` of the flattened parameter; CheckpointError where a part is missing."""
+        ...
+
+
+class Engine(Protocol):
+    """One model with its optimizer on W ranks. `launcher.engine` builds it on DeepSpeed, `PlainEngine` on torch."""
+
+    device: torch.device
+
+    def train(self, mode: bool = True) -> None:
+        """Training (dropout on) or evaluation mode."""
+        ...
+
+    def forward(self, micro_batch: MicroBatch) -> Features:
+        """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often."""
+        ...
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """uint8 [b, 3, H, W] -> normalised [b, D]. All ranks call it equally often."""
+        ...
+
+    def encode_text(self, texts: Tensor) -> Tensor:
+        """int64 [b, context_length] -> normalised [b, D]. All ranks call it equally often."""
+        ...
+
+    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+        """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
+        ...
+
+    def step(self, lr: float) -> StepReport:
+        """Sum over ranks, clip by global norm, update, clear, clamp `logit_scale`."""
+        ...
+
+    def state_fragments(self) -> Iterator[Fragment]:
+        """What this rank has to save; over all ranks every element comes exactly once."""
+        ...
+
+    def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
+        """Take this rank's part of a checkpoint, written by any number of ranks at any ZeRO stage."""
+        ...
+
+    def extra_state(self) -> dict[str, Any]:
+        """Small JSON-able state beside the fragments: optimizer steps taken, loss scale."""
+        ...

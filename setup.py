@@ -1,0 +1,54 @@
+"""Installs both packages, `clip_train` and `launcher`, and the console script `clip-train`."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "clip_train" / "__init__.py").read_text())[1]
+
+# Why each one is here, and what it replaced: docs/dependencies.md.
+INSTALL = [
+    "torch>=2.6",
+    "deepspeed>=0.19.8",
+    "webdataset>=1.0.2",
+    "braceexpand",
+    "fsspec",
+    "s3fs>=2026.2",
+    "pyyaml",
+    "pydantic>=2.7",
+    "simplejpeg>=1.8",
+    "pillow",
+    "safetensors",
+    "ftfy",
+    "regex",
+    "rich",
+    "tensorboard",
+    "matplotlib",
+    "numpy",
+]
+
+TEST = ["pytest>=8", "ruff", "mypy", "import-linter>=2.0", "types-PyYAML", "scikit-learn"]
+
+setup(
+    name="clip-train",
+    version=VERSION,
+    description="A DeepSpeed trainer for CLIP whose result does not depend on how the global batch is computed",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["clip_train", "clip_train.*", "launcher", "launcher.*", "ds_configs"]),
+    package_data={
+        "clip_train": ["data/*.gz", "data/*.txt", "models/presets/*.json", "py.typed"],
+        "ds_configs": ["*.json"],
+    },
+    install_requires=INSTALL,
+    extras_require={
+        "demo": ["scikit-learn"],  # the digits of `clip-train demo --data digits`
+        "test": TEST,
+        "wandb": ["wandb"],
+    },
+    entry_points={"console_scripts": ["clip-train = launcher.cli:main"]},
+)
