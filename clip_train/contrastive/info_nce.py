@@ -1,0 +1,82 @@
+"""InfoNCE over the global batch: CLIP's loss (arXiv 2103.00020), in closed form over tiles.
+
+    L = 1/(2N) sum_i [ lse_j(S_ij) - S_ii ] + [ lse_j(S_ji) - S_ii ],     S = s I T^T
+
+Each rank computes the loss and the gradient of the *global mean* with respect to its own features:
+OpenCLIP's `--local-loss --gather-with-grad`, without its reduce-scatter in the backward and without
+an n x N matrix. What crosses the network: 2 N D features, N column sums, N row sums, once per step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from clip_train import dist
+from clip_train.contrastive.seam import LossOutcome
+from clip_train.contrastive.tiles import accumulation_dtype, add_softmax_gradient, exp_sums, row_logsumexp
+
+HEADROOM = 60.0  # exponents may reach +60: e^60 times a million columns is still far below float32's e^88
+SMALLEST_SUM = 1e-28  # of exponentials: below it, terms that matter may have underflowed
+
+
+class InfoNCE:
+    """The symmetric InfoNCE loss; see `ContrastiveLoss` for the contract.
+
+    `tile`: side of the largest piece of the logits that exists at once.
+    """
+
+    def __init__(self, tile: int = 2048):
+        self.tile = tile
+
+    @torch.no_grad()
+    def __call__(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+    ) -> LossOutcome:
+        if logit_bias is not None:
+            raise ValueError("InfoNCE has no logit_bias: its softmax would cancel it")
+        I, T = image_features, text_features  # noqa: E741  [n, D]
+        I_all, T_all = dist.all_gather(I), dist.all_gather(T)  # [N, D]
+        n, N, scale = len(I), len(I_all), logit_scale.item()
+        dtype = accumulation_dtype(I, T)
+        first = dist.rank() * n  # this rank's samples are [first, first + n) of the global batch
+        own = slice(first, first + n)
+
+        positive = (I_all.to(dtype) * T_all.to(dtype)).sum(1) * scale  # [N]
+        row_negatives, col_negatives, shift = self._negatives(I, T, I_all, T_all, scale, first)  # [N], [N]
+        # With the positive outside the sum, loss and gradient keep their digits when the loss is tiny.
+        row_gap, col_gap = row_negatives - positive, col_negatives - positive
+        loss = (softplus(row_gap.double()) + softplus(col_gap.double())).mean() / 2
+        row_lse, col_lse = positive + softplus(row_gap), positive + softplus(col_gap)
+
+        weight = 1 / (2 * N)
+        at_positive = -(row_gap.sigmoid() + col_gap.sigmoid())[own, None] * (weight * scale)  # [n, 1]
+        d_image, d_text = T.to(dtype) * at_positive, I.to(dtype) * at_positive
+        common = {"scale": scale, "weight": weight, "shift": shift, "first": first, "side": self.tile}
+        if N == n:  # one rank: the same tile serves both sides, 8 N^2 D flops in all
+            add_softmax_gradient(d_image, d_text, I, T, row_lse=row_lse, col_lse=col_lse, **common)
+        else:  # 10 n N D flops, and no collective
+            add_softmax_gradient(d_image, None, I, T_all, row_lse=row_lse[own], col_lse=col_lse, **common)
+            add_softmax_gradient(d_text, None, T, I_all, row_lse=col_lse[own], col_lse=row_lse, **common)
+        # S is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
+        d_scale = (I.double() * d_image.double()).sum().div(scale).to(dtype).reshape(1)
+        return LossOutcome(loss, d_image, d_text, d_scale)
+
+    def _negatives(
+        self, I: Tensor, T: Tensor, I_all: Tensor, T_all: Tensor, scale: float, first: int  # noqa: E741
+    ) -> tuple[Tensor, Tensor, float | None]:
+        """log-sum-exp of the negatives of every image [N] and every text [N], and the shift that worked.
+
+        |S_ij| <= s max|I| max|T| (Cauchy-Schwarz), so no pass over the logits is needed for a maximum.
+        All ranks see the same sums, so they take the same branch.
+        """
+        longest_image, longest_text = (x.norm(dim=1, dtype=torch.float32).max().item() for x in (I_all, T_all))
+        shift = scale * longest_image * longest_text - HEADROOM
+        rows, cols = exp_sums(I, T_all, scale, shift, first, self.tile)
+        rows, cols = dist.all_gather(rows), dist.all_reduce_sum(cols)
+        if torch.minimum(rows.min(), cols.min()).item() > SMALLEST_SUM:
+            return rows.log() + shift, cols.log() + shift, shift
+        rows = row_logsumexp(I, T_all, scale, first, self.tile)
+        cols = row_logsumexp(T, I_all, scale, first, self.tile)
+        return dist.all_gather(rows), dist.all_gather(cols), None

@@ -1,0 +1,35 @@
+"""The one seam through which every objective is reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass
+class LossOutcome:
+    """A global loss, and this rank's share of its gradient.
+
+    Shares sum, over the ranks, to the whole gradient of the mean loss over the global batch: an engine
+    that averages over ranks must undo the division.
+    """
+
+    loss: Tensor  # [], float64: the mean over the global batch, the same on all ranks
+    d_image: Tensor  # [n, D], with respect to this rank's image features
+    d_text: Tensor  # [n, D]
+    d_logit_scale: Tensor  # [1], with respect to the factor exp(logit_scale)
+    d_logit_bias: Tensor | None = None  # [1]
+
+
+class ContrastiveLoss(Protocol):
+    """`(image [n, D], text [n, D], logit_scale [1], logit_bias [1] | None) -> LossOutcome`.
+
+    Called on all ranks together, with equally many samples on each; row i of `image` belongs to row i of
+    `text`. Its gradients need no autograd graph and no collective after it has returned.
+    """
+
+    def __call__(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+    ) -> LossOutcome: ...

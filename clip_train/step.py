@@ -1,0 +1,85 @@
+"""One training step, in two passes. Read this to know what the project is about.
+
+Every sample of the global batch is every other's negative, so the batch cannot be cut in pieces and the
+pieces' losses added: the features are computed piece by piece, the loss once over all of them, and its
+gradient is pushed back through the pieces (GradCache, arXiv 2101.06983; with kept graphs, exact RNG replay
+and the loss in closed form).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from clip_train.contrastive import ContrastiveLoss, FeatureCache
+from clip_train.contrastive.rng import RngState
+from clip_train.errors import DivergedError
+from clip_train.protocols import Batch, Engine, FeatureGradients
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step tells; the same on all ranks."""
+
+    loss: float  # of the global batch, before the update
+    grad_norm: float  # global, before the clip
+    logit_scale: float  # the factor the loss was computed with
+    skipped: bool = False  # fp16: gradients overflowed, no update
+
+
+def train_step(
+    engine: Engine, batch: Batch, contrastive: ContrastiveLoss, *, micro_size: int, kept_graphs: int, lr: float
+) -> StepResult:
+    """Take one optimizer step on this rank's share `batch` of the global batch.
+
+    The result does not depend on `micro_size` or `kept_graphs` beyond rounding. All ranks must hold equally
+    many samples. DivergedError, on all ranks, before the update, if the loss is not finite.
+    """
+    engine.train()
+    cache = encode(engine, batch, micro_size, kept_graphs)  # pass 1: features; graphs of the last ones only
+    features = cache.features()  # [n, D] each
+    outcome = contrastive(features.image, features.text, features.logit_scale, features.logit_bias)  # once
+    loss = outcome.loss.item()
+    if not math.isfinite(loss):
+        raise DivergedError(f"the loss is {loss}")
+    replay(engine, cache, cache.split(outcome))  # pass 2: the cached gradients go back through the model
+    report = engine.step(lr)
+    if not math.isfinite(report.grad_norm) and not report.skipped:
+        raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
+    return StepResult(loss, report.grad_norm, features.logit_scale.item(), report.skipped)
+
+
+def encode(engine: Engine, batch: Batch, micro_size: int, kept_graphs: int) -> FeatureCache:
+    """Pass 1: every micro-batch's features, keeping the graphs of the last `kept_graphs` (at least one).
+
+    One kept graph costs no more memory than pass 2 needs anyway, and makes a single micro-batch an ordinary
+    step without a second forward.
+    """
+    cache = FeatureCache()
+    micro_batches = batch.to(engine.device).micro_batches(micro_size)
+    first_kept = len(micro_batches) - max(kept_graphs, 1)
+    for i, micro_batch in enumerate(micro_batches):
+        if i >= first_kept:
+            cache.add(micro_batch, engine.forward(micro_batch), rng=None)
+        else:
+            rng = RngState.capture(engine.device)
+            with torch.no_grad():
+                cache.add(micro_batch, engine.forward(micro_batch), rng)
+    return cache
+
+
+def replay(engine: Engine, cache: FeatureCache, gradients: list[FeatureGradients]) -> None:
+    """Pass 2: kept graphs first, which frees them; then each other micro-batch again, with its own randomness.
+
+    The random state afterwards is the one after pass 1, as if there had been one forward.
+    """
+    after = RngState.capture(engine.device)
+    while cache.entries and cache.entries[-1].graph_kept:
+        engine.backward(cache.entries.pop().features, gradients.pop())
+    for entry, gradient in zip(cache.entries, gradients, strict=True):
+        assert entry.rng is not None
+        entry.rng.restore()
+        engine.backward(engine.forward(entry.inputs), gradient)
+    after.restore()
