@@ -1,0 +1,41 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from clip_train.settings import Settings
+
+
+class ScheduleConfig(Settings):
+    """The `schedule` section: OpenCLIP's three schedules, all after a linear warm-up."""
+
+    name: Literal["cosine", "constant", "constant-with-cooldown"] = "cosine"
+    warmup_steps: NonNegativeInt = 2000
+    """Steps in which the rate rises linearly to its peak."""
+    cooldown_steps: NonNegativeInt = 0
+    """Of constant-with-cooldown: the last steps, in which the rate falls to `final_lr`."""
+    cooldown_power: PositiveFloat = 1.0
+    """Of constant-with-cooldown: 1 falls linearly."""
+    final_lr: NonNegativeFloat = 0.0
+    """The rate at the very end (of cosine and of the cooldown)."""
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
+    """The rate of step `step` (counted from 0) of a run of `steps` steps.
+
+    The same numbers as OpenCLIP's `cosine_lr`, `const_lr` and `const_lr_cooldown`.
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.name == "cosine":
+        progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+        return config.final_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (peak - config.final_lr)
+    start = steps - config.cooldown_steps
+    if config.name == "constant-with-cooldown" and step >= start:
+        remaining = (1 - (step - start) / config.cooldown_steps) ** config.cooldown_power
+        return config.final_lr + remaining * (peak - config.final_lr)
+    return peak

@@ -1,0 +1,97 @@
+"""The Engine protocol on plain torch: for tests, for evaluation and export, for reading.
+
+Every rank holds everything. It is also the specification of what `launcher.engine` makes DeepSpeed do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clip_train import dist
+from clip_train.errors import UserError
+from clip_train.protocols import FeatureGradients, Features, Fragment, FragmentSource, MicroBatch, StepReport
+
+MAX_LOGIT_SCALE = math.log(100)  # CLIP's ceiling on the parameter: the factor stays at most 100
+
+
+def surrogate(features: Features, gradients: FeatureGradients) -> Tensor:
+    """A scalar whose gradient with respect to the features is `gradients`: what a backward() can be called on."""
+    total = (features.image * gradients.image).sum() + (features.text * gradients.text).sum()
+    total = total + (features.logit_scale * gradients.logit_scale).sum()
+    if features.logit_bias is not None and gradients.logit_bias is not None:
+        total = total + (features.logit_bias * gradients.logit_bias).sum()
+    return total
+
+
+class PlainEngine:
+    """`model(images, texts, sample_seeds) -> (image, text, logit_scale, logit_bias)` with a torch optimizer."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, grad_clip_norm: float | None = None
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.grad_clip_norm = grad_clip_norm
+        self.device = next(model.parameters()).device
+        self.optimizer_steps = 0
+
+    def train(self, mode: bool = True) -> None:
+        self.model.train(mode)
+
+    def forward(self, micro_batch: MicroBatch) -> Features:
+        return Features(*self.model(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return self.model(images, None)[0]
+
+    def encode_text(self, texts: Tensor) -> Tensor:
+        return self.model(None, texts)[1]
+
+    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+        surrogate(features, gradients).backward()
+
+    def step(self, lr: float) -> StepReport:
+        if self.optimizer is None:
+            raise UserError("this engine was built without an optimizer: it evaluates, it does not train")
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        for p in parameters:
+            dist.all_reduce_sum(p.grad)  # the ranks' shares sum to the gradient of the global mean
+        limit = self.grad_clip_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(parameters, limit).item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            self.model.get_parameter("logit_scale").clamp_(0, MAX_LOGIT_SCALE)
+        self.optimizer_steps += 1
+        return StepReport(norm)
+
+    def state_fragments(self) -> Iterator[Fragment]:
+        for i, (name, p) in enumerate(self.model.named_parameters()):
+            if i % dist.world_size() == dist.rank():  # every rank holds everything; each saves a part
+                slots = self.optimizer.state.get(p, {}) if self.optimizer else {}
+                tensors = {slot: v.flatten() for slot, v in slots.items() if slot != "step" and v is not None}
+                yield Fragment(name, tuple(p.shape), 0, {"param": p.detach().flatten(), **tensors})
+
+    @torch.no_grad()
+    def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
+        self.optimizer_steps = int(extra.get("optimizer_steps", 0))
+        slots = source.slots() - {"param"}
+        for name, p in self.model.named_parameters():
+            p.copy_(source.read(name, "param", 0, p.numel()).view_as(p))
+            if self.optimizer is not None and slots:
+                state: dict[str, Any] = {
+                    slot: source.read(name, slot, 0, p.numel()).view_as(p).to(p).clone() for slot in slots
+                }
+                if isinstance(self.optimizer, torch.optim.AdamW):
+                    state["step"] = torch.tensor(float(self.optimizer_steps))
+                self.optimizer.state[p] = state
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"optimizer_steps": self.optimizer_steps}
