@@ -1,0 +1,1 @@
+"""Base configurations for DeepSpeed, one for each ZeRO stage; `engine.ds_config` names another."""

@@ -1,0 +1,1 @@
+"""From a command line or a SLURM job to a running trainer."""

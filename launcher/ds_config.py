@@ -1,0 +1,150 @@
+"""The recipe and a base JSON from ds_configs/ become DeepSpeed's configuration; conflicts are refused.
+
+What DeepSpeed gets wrong, and what would silently change the result, is handled or refused HERE, each with
+its reason (measured on DeepSpeed 0.19.8; tests/engine/ checks them).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from clip_train.errors import UserError
+from clip_train.settings import Settings
+
+SHIPPED = Path(__file__).resolve().parent.parent / "ds_configs"
+
+# The recipe owns the optimizer and the schedule; the others are gone from DeepSpeed and raise there.
+REFUSED_SECTIONS = {
+    "optimizer": "use the recipe's optim section",
+    "scheduler": "use the recipe's schedule section",
+    "elasticity": "any number of ranks gives the same result here without it",
+    "amp": "use engine.precision",
+    "nebula": "use the recipe's checkpoint section",
+    "compression_training": "DeepSpeed removed it",
+    "curriculum_learning": "DeepSpeed removed it",
+    "data_efficiency": "use the recipe's data section",
+    "pipeline": "a contrastive batch cannot be pipelined: every sample needs every other",
+}
+
+
+class EngineConfig(Settings):
+    """The `engine` section: how the model is held and computed. It never changes the result beyond rounding."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always."""
+    activation_checkpointing: bool = False
+    """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory."""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
+    compile: bool = False
+    """torch.compile the model through DeepSpeed."""
+    ds_config: str | None = None
+    """A base JSON: a path, or a name in ds_configs/. null: ds_configs/zero<stage>.json."""
+
+    @model_validator(mode="after")
+    def _supported(self) -> EngineConfig:
+        if self.zero_stage == 0 and self.precision != "fp32":
+            # DeepSpeed's fp16 at stage 0 does not scale the loss, and its bf16 takes a first Adam step of 0.744x.
+            raise ValueError(
+                f"engine.precision ({self.precision}) is wrong in DeepSpeed at engine.zero_stage 0; "
+                "use engine.zero_stage=1 (as fast) or engine.precision=fp32"
+            )
+        if self.zero_stage == 0 and self.offload != "none":
+            raise ValueError(f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)")
+        return self
+
+
+def base_config_path(config: EngineConfig) -> Path:
+    """Where the base JSON lies; UserError if it is nowhere."""
+    if config.ds_config is None:
+        return SHIPPED / f"zero{config.zero_stage}.json"
+    names = sorted(p.stem for p in SHIPPED.glob("*.json"))
+    for candidate in (Path(config.ds_config), SHIPPED / config.ds_config, SHIPPED / f"{config.ds_config}.json"):
+        if candidate.is_file():
+            return candidate
+    raise UserError(f"engine.ds_config ({config.ds_config}): no such file; shipped ones are {', '.join(names)}")
+
+
+def load_base(config: EngineConfig) -> dict[str, Any]:
+    path = base_config_path(config)
+    try:
+        base = json.loads(path.read_text())
+    except json.JSONDecodeError as e:
+        raise UserError(f"engine.ds_config ({path}) is not JSON: {e}; mend the file") from None
+    if not isinstance(base, dict):
+        raise UserError(f"engine.ds_config ({path}) must hold a JSON object, not {type(base).__name__}")
+    return base
+
+
+def build_ds_config(config: EngineConfig, *, micro_size: int, world_size: int, grad_clip_norm: float | None) -> dict[str, Any]:
+    """DeepSpeed's configuration dict. UserError, listing every one, where recipe and JSON disagree."""
+    base = load_base(config)
+    path = base_config_path(config)
+    mistakes = [
+        f"{path.name} has a section {key!r}: {remedy}; take it out" for key, remedy in REFUSED_SECTIONS.items() if key in base
+    ]
+    out = _merge(base, _owned_by_recipe(config, micro_size, world_size, grad_clip_norm), "", path.name, mistakes)
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return out
+
+
+def _owned_by_recipe(config: EngineConfig, micro_size: int, world_size: int, grad_clip_norm: float | None) -> dict[str, Any]:
+    stage = config.zero_stage
+    owned: dict[str, Any] = {
+        # step() IS the accumulation boundary, so k may change from step to step, and nothing divides by k.
+        "managed_gradient_accumulation": False,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": micro_size,  # for DeepSpeed's own counters only
+        "train_batch_size": micro_size * world_size,
+        # Said explicitly: DeepSpeed's default has been 1.0 since PR #8068. Stage 0 is clipped by the engine.
+        "gradient_clipping": 0.0 if stage == 0 else grad_clip_norm or 0.0,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": config.precision == "bf16"},
+        "fp16": {"enabled": config.precision == "fp16"},
+        "zero_allow_untested_optimizer": True,  # torch's own AdamW and SGD: exact at every stage
+        # torch.optim on the offloaded state instead of DeepSpeedCPUAdam, which JIT-builds for minutes.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if config.precision == "bf16":
+        owned["data_types"] = {"grad_accum_dtype": "fp32"}  # bf16 accumulation loses 2-3% of the update
+    if config.offload == "optimizer":
+        owned["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return owned
+
+
+FIELD_OF = {
+    "zero_optimization.stage": "engine.zero_stage",
+    "zero_optimization.offload_optimizer": "engine.offload",
+    "bf16.enabled": "engine.precision",
+    "fp16.enabled": "engine.precision",
+    "gradient_clipping": "optim.grad_clip_norm",
+    "train_micro_batch_size_per_gpu": "batch.micro_size",
+    "train_batch_size": "batch.global_size",
+    "gradient_accumulation_steps": "batch.global_size and batch.micro_size",
+}
+
+
+def _merge(base: dict[str, Any], owned: dict[str, Any], prefix: str, file: str, mistakes: list[str]) -> dict[str, Any]:
+    """`base` with `owned` laid over it; a value that both name and that differs is a mistake."""
+    out = dict(base)
+    for key, value in owned.items():
+        path = f"{prefix}{key}"
+        theirs = base.get(key)
+        if isinstance(value, dict):
+            out[key] = _merge(theirs if isinstance(theirs, dict) else {}, value, f"{path}.", file, mistakes)
+            continue
+        if theirs not in (None, "auto", value):
+            field = next((FIELD_OF[p] for p in (path, path.rsplit(".", 1)[0]) if p in FIELD_OF), "the trainer")
+            mistakes.append(
+                f"{file} says {path} = {theirs!r}, but {field} in the recipe makes it {value!r}: "
+                f"take it out of the JSON (or write \"auto\"), and set {field}"
+            )
+        out[key] = value
+    return out
