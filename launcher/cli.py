@@ -1,0 +1,135 @@
+"""`clip-train VERB ...`: the command line, and what each error becomes as an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+
+from clip_train import __version__
+from clip_train.errors import ClipTrainError, RemoteRankError
+
+EPILOG = """\
+exit status: 0 done; 75 preempted after a commit (run the same line again); 2 a mistake in the recipe
+or the command; 1 anything else.
+
+examples:
+  clip-train demo                                        train on captioned shapes, 4 minutes on a laptop
+  clip-train train recipes/vit_b32.yaml optim.lr=1e-3    one process; resumes by itself when run again
+  torchrun --nproc-per-node 8 -m launcher train recipes/vit_b32.yaml engine.precision=bf16
+  clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
+"""
+
+RECIPE_HELP = "a recipe (YAML); examples lie in recipes/"
+OVERRIDE_HELP = "overrides of the recipe, such as batch.global_size=4096 optim.lr=1e-3"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="clip-train",
+        description="Train CLIP so that the result depends on the global batch alone, not on how it is computed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"clip-train {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def add(verb: str, help: str, description: str, recipe: bool = True) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(
+            verb, help=help, description=textwrap.dedent(description), formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if recipe:
+            sub.add_argument("recipe", help=RECIPE_HELP)
+        sub.add_argument("overrides", nargs="*", metavar="key.path=value", help=OVERRIDE_HELP)
+        return sub
+
+    train = add(
+        "train",
+        "train, or go on training",
+        """\
+        Train the recipe; if its run directory has a checkpoint, go on from the newest complete one.
+        Under torchrun, the deepspeed launcher or srun, every rank runs this same line.""",
+    )
+    train.add_argument("--keys", action="store_true", help="print every key of a recipe with its default, and exit")
+    train.set_defaults(recipe_optional=True)
+
+    plan = add("plan", "batch arithmetic, memory and length, without a GPU", "Print what a run would do; touches no GPU.")
+    plan.add_argument("--world-size", type=int, help="ranks (default: WORLD_SIZE, else 1)")
+    plan.add_argument("--samples-per-second", type=float, help="over all ranks, for the ETA (default: from the run's metrics)")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
+    evaluate = add("evaluate", "zero-shot and retrieval of a run's checkpoint", "Evaluate a checkpoint on data.val.")
+    evaluate.add_argument("--weights", help="an exported folder or a weights file instead of the run's newest checkpoint")
+
+    export = add("export", "weights for OpenCLIP, as safetensors", "Write a folder that open_clip loads, without a GPU.")
+    export.add_argument("--output", help="folder to write (default: <run.dir>/export)")
+    export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+
+    demo = add(
+        "demo",
+        "train a small CLIP in minutes and see it work",
+        """\
+        Build a small data set, train on it with micro-batches and the feature cache, and evaluate zero-shot.
+        shapes: captioned drawings, tested on colour-shape-size-background combinations never seen in training.
+        digits: the real handwritten digits of scikit-learn.""",
+        recipe=False,
+    )
+    demo.add_argument("--data", choices=["shapes", "digits"], default="shapes")
+    demo.add_argument("--dir", default="runs", help="where data and runs go (default: runs)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit status. Messages for the user go to stderr, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"] and "--keys" in arguments:
+        from launcher.show import print_keys
+
+        return print_keys()
+    # torch's and DeepSpeed's own launchers may append --local_rank=N; the environment says it already.
+    arguments = [a for a in arguments if not a.startswith(("--local_rank", "--local-rank"))]
+    args = build_parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except RemoteRankError as e:
+        # The failing rank prints the cause, once; the others only end.
+        return e.exit_status
+    except ClipTrainError as e:
+        _say(f"error: {e}")
+        return e.exit_status
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+
+
+def _say(message: str) -> None:
+    rank = os.environ.get("RANK")
+    where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    print(f"clip-train: {where}{message}", file=sys.stderr, flush=True)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.verb == "demo":
+        from launcher.demo import run_demo
+
+        return run_demo(args.data, args.dir, args.overrides)
+
+    from launcher.config import load_config
+
+    config = load_config(args.recipe, args.overrides)
+    if args.verb == "train":
+        from launcher.train import train
+
+        return train(config)
+    if args.verb == "plan":
+        from launcher.plan import print_plan
+
+        return print_plan(config, args.world_size, args.samples_per_second, as_json=args.json)
+    if args.verb == "evaluate":
+        from launcher.inspect_run import evaluate_run
+
+        return evaluate_run(config, args.weights)
+    from launcher.inspect_run import export_run
+
+    return export_run(config, args.output, args.step)

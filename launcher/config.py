@@ -1,0 +1,205 @@
+"""The recipe: YAML and `key.path=value` overrides into one frozen, fully checked RunConfig.
+
+All mistakes are reported at once, each with its path, its value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from clip_train.batch import BatchConfig
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.contrastive.config import LossConfig
+from clip_train.data.config import DataConfig
+from clip_train.errors import UserError
+from clip_train.evaluate.config import EvaluateConfig
+from clip_train.metrics.config import LogConfig
+from clip_train.models.config import ModelConfig
+from clip_train.optim import OptimConfig, ScheduleConfig
+from clip_train.settings import Settings
+from launcher.ds_config import EngineConfig
+
+
+class RunSection(Settings):
+    """The `run` section: where and how long."""
+
+    name: str = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Letters, digits, dots, dashes and underscores."""
+    dir: str | None = None
+    """Everything the run writes lies here; null: runs/<run.name>. All ranks must see it."""
+    seed: NonNegativeInt = 0
+    """Of the initial weights, the order of the data, augmentation and dropout."""
+    steps: PositiveInt | None = None
+    """Optimizer steps in all. Give this or run.epochs."""
+    epochs: PositiveFloat | None = None
+    """An alternative to run.steps; needs data.num_samples."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RunSection:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"give exactly one of run.steps (it is {self.steps}) and run.epochs (it is {self.epochs})")
+        return self
+
+
+class RunConfig(Settings):
+    """A whole recipe."""
+
+    run: RunSection
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    @model_validator(mode="after")
+    def _epochs_need_a_size(self) -> RunConfig:
+        if self.run.epochs is not None and self.data.num_samples is None:
+            raise ValueError(f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch; or give run.steps")
+        if self.schedule.warmup_steps >= self.steps and self.schedule.warmup_steps > 0:
+            raise ValueError(
+                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be less than the run's {self.steps} steps; "
+                "lower it, or raise run.steps"
+            )
+        if self.schedule.cooldown_steps > self.steps:
+            raise ValueError(
+                f"schedule.cooldown_steps ({self.schedule.cooldown_steps}) must be at most the run's {self.steps} steps"
+            )
+        return self
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.run.steps is not None:
+            return self.run.steps
+        assert self.run.epochs is not None and self.data.num_samples is not None
+        return max(1, round(self.run.epochs * self.data.num_samples / self.batch.global_size))
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir) if self.run.dir is not None else Path("runs") / self.run.name
+
+    def to_yaml(self) -> str:
+        """The recipe as resolved: every key, defaults included."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """YAML in which `1e-4` is a number (YAML 1.1 takes it for a string) and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = {str(key) for key in keys if keys.count(key) > 1}
+        if repeated:
+            raise yaml.constructor.ConstructorError(None, None, f"repeated key: {', '.join(sorted(repeated))}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.\d*|\.\d+)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)
+
+
+def parse_value(text: str, where: str) -> Any:
+    """One YAML value, as on a command line."""
+    try:
+        return yaml.load(text, Loader=RecipeLoader)
+    except yaml.YAMLError as e:
+        raise UserError(f"{where}: {text!r} is not a YAML value: {' '.join(str(e).split())}; quote it") from None
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """A recipe file as nested dicts, unchecked."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"cannot read the recipe {path}: {e.strerror}; examples lie in recipes/") from None
+    try:
+        raw = yaml.load(text, Loader=RecipeLoader)
+    except yaml.YAMLError as e:
+        raise UserError(f"the recipe {path} is not YAML: {' '.join(str(e).split())}; mend that line") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"the recipe {path} must hold sections (run:, data:, ...), not {type(raw).__name__}; see recipes/")
+    return raw
+
+
+def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """`raw` with each `key.path=value` laid over it."""
+    out = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        parts = path.split(".")
+        if not equals or not all(parts):
+            raise UserError(f"{override!r} is not an override; write key.path=value, for example optim.lr=1e-3")
+        node = out
+        for part in parts[:-1]:
+            inner = node.get(part)
+            node[part] = inner = dict(inner) if isinstance(inner, dict) else {}
+            node = inner
+        node[parts[-1]] = parse_value(text, path)
+    return out
+
+
+def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
+    """The recipe at `path` with overrides, checked. UserError lists every mistake."""
+    return check_config(apply_overrides(read_recipe(path), overrides or []), path)
+
+
+def check_config(raw: dict[str, Any], source: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as e:
+        lines = [_explain(error) for error in e.errors(include_url=False)]
+        head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
+        raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error as: field (value): what is wrong; what to do."""
+    path = ".".join(str(part) for part in error["loc"])
+    value = error["input"]
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{path} ({value!r}): there is no such key; {_nearest(path)}"
+        case "missing":
+            return f"{path} is missing; add it to the recipe, or {path}=... to the command"
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case _:
+            remedy = " (an empty section? delete it)" if value is None and "." not in path else ""
+            return f"{path} ({value!r}): {error['msg'][0].lower()}{error['msg'][1:]}{remedy}; set {path}=<a valid value>"
+
+
+def _nearest(path: str) -> str:
+    known = [key for key, _ in known_keys()]
+    sections = sorted({key.split(".")[0] for key in known})
+    near = difflib.get_close_matches(path, known if "." in path else sections, n=1, cutoff=0.5)
+    if not near and "." in path:  # the right name in the wrong section
+        near = [key for key in known if key.split(".")[-1] == path.split(".")[-1]][:1]
+    if near:
+        return f"did you mean {near[0]}?"
+    section = path.split(".")[0]
+    inside = [key for key in known if key.startswith(f"{section}.")] or sections
+    return f"known ones are {', '.join(inside)}"
+
+
+def known_keys() -> Iterator[tuple[str, Any]]:
+    """Every `section.key` of a recipe with its pydantic field."""
+    for section, info in RunConfig.model_fields.items():
+        kinds = [info.annotation, *get_args(info.annotation)]
+        model = next(k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
+        for key, field in model.model_fields.items():
+            yield f"{section}.{key}", field

@@ -1,0 +1,188 @@
+"""The Engine protocol on DeepSpeed, ZeRO 0 to 3. The only module that imports DeepSpeed.
+
+DeepSpeed's own accumulation is switched off (`launcher.ds_config`): `backward` only accumulates, `step` is
+the boundary, so the number of micro-batches is free. The two factors it would bring in are undone here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clip_train import dist
+from clip_train.plain_engine import MAX_LOGIT_SCALE, surrogate
+from clip_train.protocols import FeatureGradients, Features, Fragment, FragmentSource, MicroBatch, StepReport
+from launcher.fragments import OwnedSlice, owned_slices, start_optimizer_state
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed, quiet, and without the C++ extension that it would build on a CPU for minutes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        import deepspeed.comm.torch as ds_torch_backend
+        from deepspeed.utils import logger
+    logger.setLevel(logging.ERROR)
+    if not torch.cuda.is_available():
+        # A killed build leaves a lock on which every later run hangs; gloo does the same work.
+        ds_torch_backend.build_shm_op = lambda: None
+    return deepspeed
+
+
+def build_engine(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    ds_config: dict[str, Any],
+    *,
+    device: torch.device,
+    compile: bool = False,
+) -> DeepSpeedEngine:
+    """A DeepSpeed engine around `make_model()`; at stage 3 the model is born partitioned (`zero.Init`).
+
+    `make_optimizer` takes (name, parameter) pairs. Weights at this point are whatever `make_model` drew:
+    load the initial or resumed ones with `load_fragments`, so that they are the same at every stage.
+    """
+    deepspeed = _import_deepspeed()
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
+    stage = ds_config["zero_optimization"]["stage"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with deepspeed.zero.Init(enabled=stage == 3, config_dict_or_path=ds_config):
+            model = make_model()
+        _refuse_scalars(model)
+        optimizer = make_optimizer(model.named_parameters())
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+        if compile:
+            engine.compile()
+    return DeepSpeedEngine(engine, optimizer, device, stage)
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if len(getattr(p, "ds_shape", p.shape)) == 0 or not p.is_contiguous():
+            # DeepSpeed's _broadcast_model views every parameter as bytes, which such a tensor cannot be.
+            raise ValueError(f"DeepSpeed cannot hold the parameter {name}: it is 0-d or not contiguous; give it shape [1]")
+
+
+class DeepSpeedEngine:
+    """See `clip_train.protocols.Engine`."""
+
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, device: torch.device, stage: int):
+        self.engine = engine
+        self.optimizer = optimizer  # torch's own, which DeepSpeed drives on its flat partitions
+        self.device = device
+        self.stage = stage
+        self.optimizer_steps = 0
+        self.slices: list[OwnedSlice] = owned_slices(engine, stage)
+        self._stage0_norm = math.nan
+        if stage == 0:
+            optimizer.register_step_pre_hook(self._clip_at_stage_0)
+            self._stage0_limit = math.inf
+
+    # -- computing ----------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> None:
+        self.engine.train(mode)
+
+    # Always through engine(...): engine.module(...) silently loses ZeRO-3's accumulated gradients.
+    def forward(self, micro_batch: MicroBatch) -> Features:
+        return Features(*self.engine(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return self.engine(images, None)[0]
+
+    def encode_text(self, texts: Tensor) -> Tensor:
+        return self.engine(None, texts)[1]
+
+    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+        # Each rank's gradient is averaged over world_size by the engine: undo it, once, here.
+        loss = surrogate(features, gradients) * dist.world_size()
+        self.engine.backward(loss, scale_wrt_gas=False)  # and never divide by accumulation steps
+
+    def set_grad_clip(self, limit: float | None) -> None:
+        """Stage 0 only: the largest global gradient norm (the other stages clip inside DeepSpeed)."""
+        self._stage0_limit = limit or math.inf
+
+    def _clip_at_stage_0(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Runs between the gradients' all-reduce and the update: DeepSpeed tells no norm at fp32 stage 0."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._stage0_norm = nn.utils.clip_grad_norm_(parameters, self._stage0_limit).item()
+
+    def step(self, lr: float) -> StepReport:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        norm = self._stage0_norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
+        if not skipped:
+            self.optimizer_steps += 1
+            self._clamp_logit_scale()
+        return StepReport(norm, skipped)
+
+    @torch.no_grad()
+    def _clamp_logit_scale(self) -> None:
+        """Master copy and model copy together: clamping the model's alone is undone by the next step."""
+        for piece in self.slices:
+            if piece.name == "logit_scale":
+                piece.flat.narrow(0, piece.offset, piece.numel).clamp_(0, MAX_LOGIT_SCALE)
+        p = self.engine.module.get_parameter("logit_scale")
+        if self.stage == 3:
+            p.ds_tensor.clamp_(0, MAX_LOGIT_SCALE)  # this rank's part
+            if p.numel():  # a parameter below the persistence threshold stays gathered as well
+                p.data.clamp_(0, MAX_LOGIT_SCALE)
+        else:
+            p.data.clamp_(0, MAX_LOGIT_SCALE)
+
+    # -- saving and loading -------------------------------------------------------------------------------
+
+    def state_fragments(self) -> Iterator[Fragment]:
+        for i, piece in enumerate(self.slices):
+            if self.stage == 0 and i % dist.world_size() != dist.rank():
+                continue  # every rank holds everything; each saves a part
+            yield Fragment(piece.name, piece.shape, piece.start, piece.tensors(self.optimizer))
+
+    @torch.no_grad()
+    def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
+        self.optimizer_steps = int(extra.get("optimizer_steps", 0))
+        slots = source.slots() - {"param"}
+        if slots:
+            start_optimizer_state(self.optimizer, self.slices, slots, self.optimizer_steps)
+        for piece in self.slices:
+            for slot, target in piece.tensors(self.optimizer, only=slots).items():
+                target.copy_(source.read(piece.name, slot, piece.start, piece.numel))
+        self._load_model_copy(source)
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        if scaler is not None and "loss_scaler" in extra:
+            for key, value in extra["loss_scaler"].items():
+                setattr(scaler, key, value)
+
+    def _load_model_copy(self, source: FragmentSource) -> None:
+        """The model's own (low-precision) weights: whole at stages 0-2, this rank's part at stage 3."""
+        for name, p in self.engine.module.named_parameters():
+            if self.stage < 3:
+                p.data.copy_(source.read(name, "param", 0, p.numel()).view_as(p))
+        if self.stage == 3:
+            for piece in self.slices:
+                p = self.engine.module.get_parameter(piece.name)
+                p.ds_tensor.narrow(0, 0, piece.numel).copy_(piece.flat.narrow(0, piece.offset, piece.numel))
+            for name, p in self.engine.module.named_parameters():
+                if p.numel():  # kept gathered (below the persistence threshold): refresh that copy too
+                    p.data.copy_(source.read(name, "param", 0, p.numel()).view_as(p))
+
+    def extra_state(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"optimizer_steps": self.optimizer_steps}
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        if scaler is not None and getattr(scaler, "dynamic", False):
+            keys = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+            out["loss_scaler"] = {key: getattr(scaler, key) for key in keys if hasattr(scaler, key)}
+        return out
+
+    def close(self) -> None:
+        """Free DeepSpeed's hooks and buffers."""
+        self.engine.destroy()
