@@ -1,1 +1,20 @@
-""""""
+"""One I/O interface for local disk and remote stores. The only place that imports fsspec.
+
+`open_storage(url)` gives a `Storage` (a checkpoint folder, a bucket); `open_read` and `expand_glob` are
+for single files, such as shards. Remote stores are read-only so far.
+"""
+
+from clip_train.storage.base import Entry, Storage
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read, open_storage
+
+__all__ = [
+    "Entry",
+    "LocalStorage",
+    "Storage",
+    "expand_glob",
+    "is_remote",
+    "local_path",
+    "open_read",
+    "open_storage",
+]

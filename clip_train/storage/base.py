@@ -1,0 +1,74 @@
+"""The interface: what every store can do, and what each call raises."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One stored file."""
+
+    name: str  # relative to the storage's root, with "/"
+    size: int  # bytes
+
+
+class Storage(Protocol):
+    """Files by name under one root. Names are relative, with "/", without "..".
+
+    Two answers are kept apart everywhere: *it is not there* (`FileNotFoundError`, `False`, an empty list)
+    and *it cannot be told* (permission, network, a broken disk), which always raises another `OSError`.
+    So a store that cannot be read is never taken for an empty one. A name that leaves the root is a
+    programmer's mistake: `ValueError`. Writing to a read-only store is a `UserError`.
+    """
+
+    url: str  # where the root is, for messages
+
+    def open_read(self, name: str) -> BinaryIO:
+        """A seekable stream. FileNotFoundError; OSError."""
+        ...
+
+    def read_bytes(self, name: str) -> bytes:
+        """The whole of a small file. FileNotFoundError; OSError."""
+        ...
+
+    def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
+        """Store a local file: it appears under `name` whole or not at all, replacing what was there.
+
+        move: the caller has no more use for the local file; a local store renames it rather than copy it.
+        FileNotFoundError (the local file); OSError (no space, no permission): then nothing was published.
+        """
+        ...
+
+    def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
+        """Store a small file, whole or not at all; True when it was stored.
+
+        if_absent: only if there is none by that name; of several racing writers exactly one gets True.
+        OSError: then nothing was published.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """All files at any depth below the folder `prefix`, sorted by name, as of now (never cached).
+
+        Empty when there is no such folder. Unfinished writes are not listed. OSError.
+        """
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes. FileNotFoundError; OSError."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """False only if it is certainly not there; OSError where that cannot be told."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove one file; it is no error if there is none. OSError."""
+        ...
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove the folder `prefix` with all in it; it is no error if there is none. OSError."""
+        ...

@@ -1,0 +1,184 @@
+"""Local disk, or a mounted shared file system. What it reports as written survives a power cut."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from clip_train.storage.base import Entry
+
+# File systems without hard links answer with one of these.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
+
+
+class LocalStorage:
+    """`Storage` over a folder. The folder is made by the first write; reading never makes it.
+
+    A write goes to a hidden file beside its target, is fsynced, renamed, and the folder is fsynced.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self.url = str(self.root)
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self.url!r})"
+
+    def path(self, name: str) -> Path:
+        """Where `name` lies on disk. ValueError for a name that leaves the root."""
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise ValueError(f"storage name must be relative and without '..': {name!r}")
+        return self.root / pure
+
+    def open_read(self, name: str) -> BinaryIO:
+        return self.path(name).open("rb")
+
+    def read_bytes(self, name: str) -> bytes:
+        return self.path(name).read_bytes()
+
+    def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
+        source, target = Path(local_path), self.path(name)
+        _make_folder(target.parent)
+        if move and source.stat().st_dev == target.parent.stat().st_dev:
+            fsync_file(source)
+            os.replace(source, target)
+        else:
+            part = _part_beside(target)
+            try:
+                shutil.copyfile(source, part)
+                fsync_file(part)
+                os.replace(part, target)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+            if move:
+                source.unlink()
+        fsync_folder(target.parent)
+
+    def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
+        target = self.path(name)
+        _make_folder(target.parent)
+        part = _part_beside(target)
+        try:
+            with part.open("xb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            if not if_absent:
+                os.replace(part, target)
+            elif not _publish_if_absent(part, target):
+                return False
+        finally:
+            part.unlink(missing_ok=True)
+        fsync_folder(target.parent)
+        return True
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        entries: list[Entry] = []
+        folders = [self.path(prefix)]
+        while folders:  # not os.walk: it takes an unreadable folder for an empty one
+            folder = folders.pop()
+            try:
+                with os.scandir(folder) as found:
+                    items = list(found)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # not there, or gone since
+            for item in items:
+                if item.is_dir():
+                    folders.append(Path(item.path))
+                elif not _is_part(item.name):
+                    try:
+                        size = item.stat().st_size
+                    except FileNotFoundError:
+                        continue  # deleted since
+                    entries.append(Entry(Path(item.path).relative_to(self.root).as_posix(), size))
+        return sorted(entries)
+
+    def size(self, name: str) -> int:
+        return self.path(name).stat().st_size
+
+    def exists(self, name: str) -> bool:
+        try:
+            os.stat(self.path(name))  # not os.path.exists: it answers False when it may not look
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def delete(self, name: str) -> None:
+        target = self.path(name)
+        try:
+            target.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        fsync_folder(target.parent)
+
+    def delete_tree(self, prefix: str) -> None:
+        target = self.path(prefix)
+        if target == self.root:
+            raise ValueError("delete_tree needs a folder below the root")
+        try:
+            shutil.rmtree(target)
+        except FileNotFoundError:
+            if target.exists():  # another process removed a file under our hands; it is still our job
+                shutil.rmtree(target, ignore_errors=True)
+            return
+        fsync_folder(target.parent)
+
+
+def _part_beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
+
+
+def _is_part(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".part")
+
+
+def _publish_if_absent(part: Path, target: Path) -> bool:
+    """Give the finished file its name unless that is taken: one system call, so only one racer can win."""
+    try:
+        os.link(part, target)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as e:
+        if e.errno not in _NO_LINKS:
+            raise
+    try:  # without hard links: claim the name with an empty file, which readers take for a torn one
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError:
+        return False
+    os.replace(part, target)
+    return True
+
+
+def _make_folder(folder: Path) -> None:
+    """mkdir -p that also survives a power cut: every folder that gained an entry is fsynced."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        fsync_folder(each.parent)
+
+
+def fsync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable. Some network file systems cannot: they order renames themselves."""
+    try:
+        fsync_file(folder)
+    except OSError as e:
+        if e.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOENT}:
+            raise
