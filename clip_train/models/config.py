@@ -1,0 +1,312 @@
+"""Which model: OpenCLIP's JSON schema, the presets, and the recipe's `model` section."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from clip_train.errors import UserError
+from clip_train.settings import Settings
+
+# OpenAI's CLIP statistics of the pixels, in [0, 1].
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+
+# Keys of OpenCLIP's schema that this model does not implement, with the value at which they change
+# nothing. Another value is refused by name: a silently ignored key is another model than was asked for.
+_CUSTOM_BLOCK: dict[str, Any] = {
+    "ls_init_value": None,
+    "final_ln_after_pool": False,
+    "output_tokens": False,
+    "act_kwargs": None,
+    "norm_kwargs": None,
+    "block_type": None,
+    "qk_norm": False,
+    "scaled_cosine_attn": False,
+    "scale_heads": False,
+    "scale_attn_inner": False,
+    "scale_attn": False,
+    "scale_fc": False,
+}
+_NOT_IMPLEMENTED: dict[str, dict[str, Any]] = {
+    "": {"custom_text": False, "nonscalar_logit_scale": False, "output_dict": False, "multimodal_cfg": None},
+    "vision_cfg": {
+        **_CUSTOM_BLOCK,
+        "attentional_pool": False,
+        "attn_pooler_queries": 256,
+        "attn_pooler_heads": 8,
+        "no_ln_pre": False,
+        "pos_embed_type": "learnable",
+        "pool_type": "tok",
+        "timm_model_name": None,
+        "timm_model_pretrained": False,
+        "timm_pool": "avg",
+        "timm_proj": "linear",
+        "timm_proj_bias": False,
+        "timm_drop": 0.0,
+        "timm_drop_path": None,
+    },
+    "text_cfg": {
+        **_CUSTOM_BLOCK,
+        "hf_tokenizer_name": None,
+        "tokenizer_mode": None,
+        "tokenizer_kwargs": None,
+        "embed_cls": False,
+        "pad_id": 0,
+        "eos_id": 2,
+        "no_causal_mask": False,
+        "pool_type": "argmax",
+        "proj_bias": False,
+        "proj_type": "linear",
+        "hf_model_name": None,
+        "hf_model_pretrained": True,
+        "hf_proj_type": "mlp",
+        "hf_pooler_type": "mean_pooler",
+    },
+}
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class VisionConfig(_Schema):
+    """`vision_cfg` of OpenCLIP's schema: a vision transformer."""
+
+    image_size: int = Field(224, gt=0)
+    """Side of the square image, in pixels."""
+    layers: int = Field(12, gt=0)
+    """Number of blocks."""
+    width: int = Field(768, gt=0)
+    """Width of the residual stream."""
+    head_width: int = Field(64, gt=0)
+    """Width of one attention head."""
+    mlp_ratio: float = Field(4.0, gt=0)
+    """Hidden width of the MLP, as a multiple of `width`."""
+    patch_size: int = Field(16, gt=0)
+    """Side of a patch, in pixels."""
+    patch_dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of the patches left out in training."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> VisionConfig:
+        if self.width % self.head_width:
+            raise ValueError(f"width ({self.width}) must be a multiple of head_width ({self.head_width})")
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size})"
+            )
+        return self
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_width
+
+    @property
+    def mlp_width(self) -> int:
+        return int(self.width * self.mlp_ratio)
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    def kept_patches(self, patch_dropout: float) -> int:
+        """How many patches go through the blocks in training."""
+        return max(1, int(self.num_patches * (1 - patch_dropout)))
+
+
+class TextConfig(_Schema):
+    """`text_cfg` of OpenCLIP's schema: a causal transformer, read at the end-of-text token."""
+
+    context_length: int = Field(77, gt=0)
+    """Number of tokens, start and end of text included."""
+    vocab_size: int = Field(49408, gt=0)
+    """Number of token ids; the highest of a text is its end."""
+    width: int = Field(512, gt=0)
+    """Width of the residual stream."""
+    heads: int = Field(8, gt=0)
+    """Number of attention heads."""
+    layers: int = Field(12, gt=0)
+    """Number of blocks."""
+    mlp_ratio: float = Field(4.0, gt=0)
+    """Hidden width of the MLP, as a multiple of `width`."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> TextConfig:
+        if self.width % self.heads:
+            raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
+        return self
+
+    @property
+    def mlp_width(self) -> int:
+        return int(self.width * self.mlp_ratio)
+
+
+class Architecture(_Schema):
+    """Both towers, in OpenCLIP's schema, and the pixel statistics that the weights expect."""
+
+    embed_dim: int = Field(gt=0)
+    """D, the width of the features."""
+    vision_cfg: VisionConfig
+    text_cfg: TextConfig
+    quick_gelu: bool = False
+    """`x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU."""
+    init_logit_scale: float = math.log(1 / 0.07)
+    """Logarithm of the factor on the cosines at the start."""
+    init_logit_bias: float | None = None
+    """Bias on the logits at the start (SigLIP: -10); none: the model has no such parameter."""
+    image_mean: tuple[float, float, float] = IMAGE_MEAN
+    """Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: it is in `preprocess_cfg`."""
+    image_std: tuple[float, float, float] = IMAGE_STD
+    """Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: it is in `preprocess_cfg`."""
+
+    def model_cfg(self) -> dict[str, Any]:
+        """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
+        out = self.model_dump(exclude={"image_mean", "image_std"})
+        if not self.vision_cfg.patch_dropout:
+            del out["vision_cfg"]["patch_dropout"]
+        for key in ("quick_gelu", "init_logit_scale", "init_logit_bias"):
+            if out[key] == Architecture.model_fields[key].default:
+                del out[key]
+        return out
+
+    def preprocess_cfg(self) -> dict[str, Any]:
+        """OpenCLIP's `preprocess_cfg`."""
+        return {
+            "mean": list(self.image_mean),
+            "std": list(self.image_std),
+            "interpolation": "bicubic",
+            "resize_mode": "shortest",
+        }
+
+
+class ModelConfig(Settings):
+    """The recipe's `model` section."""
+
+    name: str = "ViT-B-32"
+    """A preset (tiny, ViT-B-32, ViT-B-16, ViT-L-14, ...) or the path of a JSON in OpenCLIP's schema."""
+    patch_dropout: float | None = Field(None, ge=0, lt=1)
+    """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON says."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout after attention and MLP in every block of both towers. OpenCLIP has none."""
+    init_from: str | None = None
+    """Start from these weights: an export folder, or a .safetensors / .pt file in OpenCLIP's layout."""
+    init_logit_scale: float | None = None
+    """Logarithm of the logits' factor at the start; none: as the model's JSON says (ln 1/0.07)."""
+    init_logit_bias: float | None = None
+    """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON says."""
+
+    def architecture(self) -> Architecture:
+        """The preset or JSON, with this section's overrides. Raises UserError."""
+        architecture = load_architecture(self.name)
+        update: dict[str, Any] = {
+            key: getattr(self, key)
+            for key in ("init_logit_scale", "init_logit_bias")
+            if getattr(self, key) is not None
+        }
+        if self.patch_dropout is not None:
+            vision = architecture.vision_cfg.model_copy(update={"patch_dropout": self.patch_dropout})
+            update["vision_cfg"] = vision
+        return architecture.model_copy(update=update)
+
+
+def preset_names() -> list[str]:
+    """The names that `load_architecture` knows."""
+    return sorted(f.name[: -len(".json")] for f in _presets().iterdir() if f.name.endswith(".json"))
+
+
+def load_architecture(name: str) -> Architecture:
+    """A preset, or a JSON file in OpenCLIP's schema (a model config, or an export's `open_clip_config.json`).
+
+    Raises UserError where the name is unknown or the JSON asks for what this model does not implement.
+    """
+    if name in preset_names():
+        return parse_architecture(json.loads((_presets() / f"{name}.json").read_text()), f"preset {name}")
+    path = Path(name).expanduser()
+    if path.is_dir() and (path / "open_clip_config.json").is_file():
+        path = path / "open_clip_config.json"
+    if path.is_file():
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as e:
+            raise UserError(f"model.name: {name} is not JSON: {e}") from e
+        return parse_architecture(content, name)
+    if path.suffix == ".json" or "/" in name:
+        raise UserError(f"model.name: there is no file {name}")
+    known = preset_names()
+    by_lower = {k.lower(): k for k in known}
+    near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ";"
+    raise UserError(
+        f"model.name: unknown model {name!r}{hint} known: {', '.join(known)}, "
+        "or the path of a JSON file in OpenCLIP's schema"
+    )
+
+
+def parse_architecture(content: Any, source: str) -> Architecture:
+    """OpenCLIP's JSON -> Architecture. Raises UserError naming `source` and every bad key."""
+    if not isinstance(content, dict):
+        raise UserError(f"{source}: expected an object in OpenCLIP's schema, found {type(content).__name__}")
+    preprocess: dict[str, Any] = {}
+    if "model_cfg" in content:
+        preprocess = content.get("preprocess_cfg") or {}
+        content = content["model_cfg"]
+    problems: list[str] = []
+    cleaned = _drop_defaults(content, "", problems)
+    for tower in ("vision_cfg", "text_cfg"):
+        if isinstance(cleaned.get(tower), dict):
+            cleaned[tower] = _drop_defaults(cleaned[tower], tower, problems)
+    for ours, theirs in (("image_mean", "mean"), ("image_std", "std")):
+        if theirs in preprocess:
+            cleaned[ours] = tuple(preprocess[theirs])
+    try:
+        architecture = Architecture.model_validate(cleaned)
+    except ValidationError as e:
+        for error in e.errors():
+            where = ".".join(str(p) for p in error["loc"])
+            if not any(p.startswith(f"{where} ") for p in problems):
+                problems.append(_explain(where, error))
+        raise UserError(f"{source}: " + "; ".join(problems)) from None
+    if problems:
+        raise UserError(f"{source}: " + "; ".join(problems))
+    return architecture
+
+
+def _drop_defaults(section: dict[str, Any], name: str, problems: list[str]) -> dict[str, Any]:
+    """`section` without the keys that change nothing; those that would are written to `problems`."""
+    out = {}
+    for key, value in section.items():
+        if key not in _NOT_IMPLEMENTED[name]:
+            out[key] = value
+        elif value != _NOT_IMPLEMENTED[name][key]:
+            where = f"{name}.{key}" if name else key
+            problems.append(
+                f"{where} = {value!r} is not implemented here (only {_NOT_IMPLEMENTED[name][key]!r}): "
+                "the towers are OpenCLIP's plain ViT and text transformer"
+            )
+    if name == "vision_cfg" and isinstance(out.get("layers"), list):
+        problems.append(
+            "vision_cfg.layers is a list, which means a ResNet: only vision transformers are implemented"
+        )
+        out["layers"] = 1
+    return out
+
+
+def _explain(where: str, error: Any) -> str:
+    if error["type"] != "extra_forbidden":
+        return f"{where}: {error['msg']}"
+    section, _, key = where.rpartition(".")
+    schemas: dict[str, type[_Schema]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
+    fields = schemas.get(section, Architecture).model_fields
+    near = difflib.get_close_matches(key, list(fields), n=1)
+    return f"{where} is no key of OpenCLIP's schema" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _presets() -> Any:
+    return resources.files("clip_train.models") / "presets"

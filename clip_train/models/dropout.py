@@ -1,0 +1,91 @@
+"""Dropout whose randomness belongs to the sample.
+
+Every mask is an integer hash of (sample seed, layer, position), computed in wrapping int64 arithmetic:
+the same on CPU and GPU, in any precision, in either pass over a sample, under recomputation, and
+however the samples are cut into micro-batches. `b` is the number of samples in a micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# splitmix64 (Steele, Lea and Flood, 2014), its unsigned constants written as int64.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX2 = 0x94D049BB133111EB - 2**64
+
+
+def splitmix64(x: Tensor) -> Tensor:
+    """int64 -> int64, a bijection that looks random."""
+    z = x + _GAMMA
+    # `>>` copies the sign bit: mask it away for the unsigned shift of the original
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * _MIX1
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * _MIX2
+    return z ^ ((z >> 31) & (2**33 - 1))
+
+
+def random_bits(sample_seeds: Tensor, layer_id: int, count: int) -> Tensor:
+    """int64 [b] -> [b, count] int64, uniform over all 64 bits."""
+    key = splitmix64(splitmix64(sample_seeds) + layer_id)  # [b]: one stream for each (sample, layer)
+    return splitmix64(key[:, None] + torch.arange(count, device=key.device) * _GAMMA)
+
+
+def _seeds_for(sample_seeds: Tensor | None, batch: int, what: str) -> Tensor:
+    if sample_seeds is None:
+        raise ValueError(f"{what} needs sample_seeds in training: int64 [{batch}], one for each sample")
+    if sample_seeds.shape != (batch,):
+        raise ValueError(
+            f"sample_seeds must be [{batch}], one for each sample, not {list(sample_seeds.shape)}"
+        )
+    return sample_seeds
+
+
+class SampleDropout(nn.Module):
+    """Zeroes elements with probability `p` (in steps of 1/65536) and scales the others to keep the mean."""
+
+    def __init__(self, p: float, layer_id: int) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout must be in [0, 1), not {p}")
+        self.p, self.layer_id = p, layer_id
+        self.dropped = min(round(p * 65536), 65535)  # of the 65536 values that 16 bits can have
+
+    def forward(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor:
+        """[b, ...], int64 [b] -> [b, ...]"""
+        if not self.training or self.dropped == 0:
+            return x
+        seeds = _seeds_for(sample_seeds, len(x), "dropout")
+        size = x[0].numel()
+        # four elements from each hash: 16 bits decide one, which costs a fourth of the time and memory
+        bits = random_bits(seeds, self.layer_id, (size + 3) // 4).view(torch.int16)[:, :size]  # [b, size]
+        keep = (bits >= self.dropped - 32768).view(x.shape)
+        return torch.where(keep, x * (65536 / (65536 - self.dropped)), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, layer_id={self.layer_id}"
+
+
+class PatchDropout(nn.Module):
+    """Keeps `max(1, int(T (1 - p)))` of T patches, and always the class token (FLIP, 2212.00794)."""
+
+    def __init__(self, p: float, layer_id: int) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"patch_dropout must be in [0, 1), not {p}")
+        self.p, self.layer_id = p, layer_id
+
+    def forward(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor:
+        """[b, 1 + T, width], int64 [b] -> [b, 1 + kept, width], the kept ones in their order in the image"""
+        if not self.training or self.p == 0:
+            return x
+        seeds = _seeds_for(sample_seeds, len(x), "patch dropout")
+        num_patches = x.shape[1] - 1
+        keep = max(1, int(num_patches * (1 - self.p)))
+        # the hash is a bijection of the position: two patches of an image never tie
+        patches = random_bits(seeds, self.layer_id, num_patches).topk(keep, dim=1).indices.sort(dim=1).values
+        patches = patches[:, :, None].expand(-1, -1, x.shape[2])
+        return torch.cat([x[:, :1], x[:, 1:].gather(1, patches)], dim=1)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, layer_id={self.layer_id}"
