@@ -1,0 +1,232 @@
+"""The names and the small files of a checkpoint, and nothing that touches a disk.
+
+    ckpt/s0000001200/e000000-1f2e3d4c/rank00000.safetensors   fragments and random state of one rank
+                                     /_rank00000.json         size and sha256 of that rank's files
+                                     /_MANIFEST.json          all ranks' files, and the trainer's state
+    commit/e000000-s0000001200.json                           written last: without it there is no checkpoint
+
+An attempt to save has a folder of its own, never written twice. `e` is the epoch of the writer, not of the
+data: a run that leaves commits behind (damaged ones, or those of a run that it does not continue) takes the
+next epoch, and the newest checkpoint is the one with the highest (epoch, step).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+FORMAT_VERSION = 1
+
+_COMMIT_NAME = re.compile(r"commit/e(\d{6,})-s(\d{10,})\.json")
+_PREFIX = re.compile(r"ckpt/s(\d{10,})/e(\d{6,})-[0-9a-f]{8}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+# -- names
+
+
+class CommitRef(NamedTuple):
+    """A commit marker by its name; they sort by age."""
+
+    epoch: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        return f"commit/e{self.epoch:06d}-s{self.step:010d}.json"
+
+    @classmethod
+    def parse(cls, name: str) -> CommitRef | None:
+        """None for a file that is no commit marker."""
+        match = _COMMIT_NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+def new_prefix(epoch: int, step: int) -> str:
+    """The folder of a new attempt to save."""
+    return f"ckpt/s{step:010d}/e{epoch:06d}-{uuid.uuid4().hex[:8]}"
+
+
+def parse_prefix(prefix: str) -> CommitRef | None:
+    """Which commit an attempt's folder was meant for; None if it is no such folder."""
+    match = _PREFIX.fullmatch(prefix)
+    return CommitRef(int(match[2]), int(match[1])) if match else None
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
+def rank_manifest(rank: int) -> str:
+    return f"_rank{rank:05d}.json"
+
+
+MANIFEST = "_MANIFEST.json"
+
+# -- tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for what belongs to the rank
+
+_RANK_KEY = "@rank|"
+
+
+def fragment_key(name: str, slot: str, start: int) -> str:
+    if "|" in slot or slot.startswith("@"):
+        raise ValueError(f"an optimizer slot cannot be called {slot!r}")
+    return f"{slot}|{start}|{name}"
+
+
+def parse_fragment_key(key: str) -> tuple[str, str, int] | None:
+    """(name, slot, start), or None for a tensor that belongs to the rank."""
+    if key.startswith(_RANK_KEY):
+        return None
+    slot, start, name = key.split("|", 2)
+    return name, slot, int(start)
+
+
+def rank_tensor_key(name: str) -> str:
+    return _RANK_KEY + name
+
+
+def parse_rank_tensor_key(key: str) -> str | None:
+    return key[len(_RANK_KEY) :] if key.startswith(_RANK_KEY) else None
+
+
+# -- small files
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file must be."""
+
+    name: str  # within the attempt's folder
+    size: int  # bytes
+    sha256: str
+    rank: int  # who wrote it
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint consists of."""
+
+    step: int
+    epoch: int
+    world_size: int
+    files: list[FileEntry]
+    state: dict[str, Any]  # the trainer's: counters, cursors, recipe, ...
+    created: str = ""  # ISO 8601, UTC
+
+    def to_bytes(self) -> bytes:
+        body = {**asdict(self), "format": FORMAT_VERSION, "state": encode_state(self.state)}
+        return json.dumps(body, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """ValueError for anything but a manifest of this format."""
+        body = _parse(data)
+        try:
+            files = [FileEntry(**entry) for entry in body["files"]]
+            manifest = cls(
+                step=int(body["step"]),
+                epoch=int(body["epoch"]),
+                world_size=int(body["world_size"]),
+                files=files,
+                state=decode_state(body["state"]),
+                created=str(body.get("created", "")),
+            )
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a manifest: {type(e).__name__} {e}") from e
+        for entry in files:
+            if not _FILE_NAME.fullmatch(entry.name):
+                raise ValueError(f"not a file name: {entry.name!r}")
+        return manifest
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a commit marker says."""
+
+    epoch: int
+    step: int
+    prefix: str
+    manifest_sha256: str
+
+    @property
+    def ref(self) -> CommitRef:
+        return CommitRef(self.epoch, self.step)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({**asdict(self), "format": FORMAT_VERSION}, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Commit:
+        """ValueError for anything but a commit marker of this format."""
+        body = _parse(data)
+        try:
+            commit = cls(
+                epoch=int(body["epoch"]),
+                step=int(body["step"]),
+                prefix=str(body["prefix"]),
+                manifest_sha256=str(body["manifest_sha256"]),
+            )
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a commit marker: {type(e).__name__} {e}") from e
+        if parse_prefix(commit.prefix) != commit.ref:
+            raise ValueError(f"it names the folder {commit.prefix!r}")
+        return commit
+
+
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class NewerFormatError(Exception):
+    """Written by a newer version of this program: not damage, and not to be stepped over."""
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    body = json.loads(data)  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    if not isinstance(body, dict):
+        raise ValueError("not a JSON object")
+    version = body.get("format")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise NewerFormatError(f"format {version}; this program reads formats up to {FORMAT_VERSION}")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format {version!r}")
+    return body
+
+
+# -- state
+
+_INT_KEYS = "__int_keys__"
+
+
+def encode_state(value: Any, where: str = "state") -> Any:
+    """`value` as JSON can hold it, deeply copied. Tuples become lists; a dict whose keys are all integers
+    (cursors by lane) is tagged, so that `decode_state` gives integers back. TypeError for anything else."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [encode_state(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        if value and all(isinstance(key, int) and not isinstance(key, bool) for key in value):
+            return {
+                _INT_KEYS: {str(key): encode_state(item, f"{where}[{key}]") for key, item in value.items()}
+            }
+        for key in value:
+            if not isinstance(key, str) or key == _INT_KEYS:
+                raise TypeError(f"{where}: a key must be a string, or all of them integers: {key!r}")
+        return {key: encode_state(item, f"{where}.{key}") for key, item in value.items()}
+    raise TypeError(f"{where}: cannot be kept as JSON: {type(value).__name__}")
+
+
+def decode_state(value: Any) -> Any:
+    """The inverse of `encode_state`."""
+    if isinstance(value, list):
+        return [decode_state(item) for item in value]
+    if isinstance(value, dict):
+        if set(value) == {_INT_KEYS}:
+            return {int(key): decode_state(item) for key, item in value[_INT_KEYS].items()}
+        return {key: decode_state(item) for key, item in value.items()}
+    return value
