@@ -9,6 +9,7 @@ from clip_train.models.config import (
     load_architecture,
     preset_names,
 )
+from clip_train.models.convert import check_state, expected_shapes, export_openclip, load_openclip
 
 __all__ = [
     "CLIP",
@@ -16,8 +17,12 @@ __all__ = [
     "IMAGE_STD",
     "Architecture",
     "ModelConfig",
+    "check_state",
     "count_parameters",
+    "expected_shapes",
+    "export_openclip",
     "flops_per_sample",
     "load_architecture",
+    "load_openclip",
     "preset_names",
 ]
