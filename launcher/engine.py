@@ -6,6 +6,7 @@ the boundary, so the number of micro-batches is free. The two factors it would b
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import warnings
@@ -26,12 +27,13 @@ def _import_deepspeed() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
-        import deepspeed.comm.torch as ds_torch_backend
         from deepspeed.utils import logger
     logger.setLevel(logging.ERROR)
     if not torch.cuda.is_available():
         # A killed build leaves a lock on which every later run hangs; gloo does the same work.
-        ds_torch_backend.build_shm_op = lambda: None
+        # (deepspeed.comm.torch as an attribute is torch itself, hence importlib.)
+        backend: Any = importlib.import_module("deepspeed.comm.torch")
+        backend.build_shm_op = lambda: None
     return deepspeed
 
 
@@ -104,6 +106,10 @@ class DeepSpeedEngine:
         # Each rank's gradient is averaged over world_size by the engine: undo it, once, here.
         loss = surrogate(features, gradients) * dist.world_size()
         self.engine.backward(loss, scale_wrt_gas=False)  # and never divide by accumulation steps
+        if self.stage:
+            # DeepSpeed does this at the next forward. With kept graphs there is none between two backwards,
+            # and ZeRO-3 would overwrite the first one's gradient with the second's, silently.
+            self.engine.optimizer.clear_backward_seen_flag()
 
     def set_grad_clip(self, limit: float | None) -> None:
         """Stage 0 only: the largest global gradient norm (the other stages clip inside DeepSpeed)."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from clip_train import dist
 from clip_train.contrastive.seam import LossOutcome
@@ -19,6 +18,11 @@ from clip_train.contrastive.tiles import accumulation_dtype, add_softmax_gradien
 
 HEADROOM = 60.0  # exponents may reach +60: e^60 times a million columns is still far below float32's e^88
 SMALLEST_SUM = 1e-28  # of exponentials: below it, terms that matter may have underflowed
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x) for every x; torch's own turns linear at 20, which is 2e-9 off."""
+    return torch.logaddexp(x, x.new_zeros(()))
 
 
 class InfoNCE:
@@ -71,7 +75,7 @@ class InfoNCE:
         |S_ij| <= s max|I| max|T| (Cauchy-Schwarz), so no pass over the logits is needed for a maximum.
         All ranks see the same sums, so they take the same branch.
         """
-        longest_image, longest_text = (x.norm(dim=1, dtype=torch.float32).max().item() for x in (I_all, T_all))
+        longest_image, longest_text = (x.to(accumulation_dtype(x)).norm(dim=1).max().item() for x in (I_all, T_all))
         shift = scale * longest_image * longest_text - HEADROOM
         rows, cols = exp_sums(I, T_all, scale, shift, first, self.tile)
         rows, cols = dist.all_gather(rows), dist.all_reduce_sum(cols)

@@ -1,0 +1,68 @@
+"""Run a function on several real ranks over gloo: a process each, a FileStore, no fixed ports."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+import torch.multiprocessing as mp
+
+
+def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)
+    # DeepSpeed insists on these even where the group exists already.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR="cpu")
+    store = torch_dist.FileStore(f"{folder}/store", world_size)
+    torch_dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=120)
+    )
+    try:
+        outcome = ("result", fn(*args))
+    except Exception as e:
+        outcome = ("error", (type(e).__name__, str(e), traceback.format_exc()))
+    # Written before the group ends: a rank that failed must not be mistaken for one that never answered.
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(outcome))
+    if outcome[0] == "result":
+        torch_dist.barrier()
+    torch_dist.destroy_process_group()
+
+
+class RankFailedError(AssertionError):
+    """A rank raised; `.errors` is {rank: (type name, message)}."""
+
+    def __init__(self, errors: dict[int, tuple[str, str, str]]):
+        self.errors = {rank: error[:2] for rank, error in errors.items()}
+        super().__init__("\n".join(f"rank {rank}:\n{error[2]}" for rank, error in errors.items()))
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`fn(*args)` on every rank (a module-level function); returns the ranks' results in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, folder, fn, args)) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(300)
+            if process.is_alive():
+                process.kill()
+        outcomes = {}
+        for rank in range(world_size):
+            file = Path(folder, f"rank{rank}")
+            lost = ("error", ("NoAnswer", f"rank {rank} ended without an answer", ""))
+            outcomes[rank] = pickle.loads(file.read_bytes()) if file.exists() else lost
+    errors = {rank: payload for rank, (kind, payload) in outcomes.items() if kind == "error"}
+    if errors:
+        raise RankFailedError(errors)
+    return [outcomes[rank][1] for rank in range(world_size)]

@@ -1,0 +1,65 @@
+"""A two-tower model small enough for every test, with torch's own dropout so that RNG replay matters."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clip_train.protocols import Batch
+
+WIDTH, FEATURES = 24, 16
+
+
+class Tower(nn.Module):
+    def __init__(self, inputs: int, dropout: float):
+        super().__init__()
+        self.into = nn.Linear(inputs, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(dropout)
+        self.out = nn.Linear(WIDTH, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.out(self.drop(F.gelu(self.norm(self.into(x)))))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.normalize(x.to(dtype), dim=-1)
+
+
+class ToyCLIP(nn.Module):
+    """images uint8 [b, 3, 2, 2], texts int64 [b, 6]; the interface of clip_train.models.CLIP."""
+
+    def __init__(self, dropout: float = 0.0, logit_scale: float = 2.0):
+        super().__init__()
+        self.visual = Tower(12, dropout)
+        self.text = Tower(6, dropout)
+        self.logit_scale = nn.Parameter(torch.tensor([logit_scale]))
+
+    def forward(self, images, texts, sample_seeds=None):
+        dtype = self.visual.into.weight.dtype
+        image = None if images is None else self.visual(images.flatten(1).to(dtype) / 128 - 1)
+        text = None if texts is None else self.text(texts.to(dtype) / 8)
+        return image, text, self.logit_scale.to(torch.promote_types(dtype, torch.float32)).exp(), None
+
+
+def toy_batch(N: int, seed: int = 0) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    return Batch(
+        images=torch.randint(0, 256, (N, 3, 2, 2), generator=g, dtype=torch.uint8),
+        texts=torch.randint(0, 16, (N, 6), generator=g),
+        sample_seeds=torch.arange(N) + 1000 * seed,
+        keys=[f"{seed}-{i}" for i in range(N)],
+    )
+
+
+def share(batch: Batch, rank: int, world_size: int) -> Batch:
+    """Rank `rank`'s contiguous part of a global batch."""
+    n = len(batch) // world_size
+    own = slice(rank * n, (rank + 1) * n)
+    return Batch(batch.images[own], batch.texts[own], batch.sample_seeds[own], batch.keys[own])
+
+
+def oracle_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """Ten words of textbook InfoNCE: full logits, autograd."""
+    logits = scale * image @ text.T
+    target = torch.arange(len(logits))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
