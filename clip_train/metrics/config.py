@@ -1,0 +1,29 @@
+"""The recipe's `log` section."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from clip_train.settings import Settings
+
+
+class LogConfig(Settings):
+    """What is shown and recorded. `metrics.jsonl` and `report.html` are always written."""
+
+    progress: bool = True
+    """A progress bar; a line every 10 seconds where the output is no terminal."""
+
+    every_steps: int = Field(1, ge=1)
+    """The progress line is renewed after so many steps; every step is recorded all the same."""
+
+    tensorboard: bool = True
+    """Write TensorBoard's files to `events/` in the run's folder."""
+
+    wandb: bool = False
+    """Send the metrics to Weights & Biases; needs `pip install wandb`."""
+
+    wandb_project: str | None = None
+    """The project there; null: `clip-train`."""
+
+    batch_digest: bool = False
+    """Record the sha256 of each global batch's sorted sample keys: equal digests, equal batches."""

@@ -1,0 +1,90 @@
+"""What is measured in a step, and the record that it goes into."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as `metrics.jsonl` has it."""
+
+    step: int  # counted from 1
+    samples: int  # seen since the beginning of the run
+    loss: float  # of the global batch
+    grad_norm: float  # global, before the clip
+    logit_scale: float  # its exp: the factor itself
+    lr: float
+    samples_per_second: float  # over all ranks
+    step_seconds: float  # the whole step, waiting for data included
+    data_wait_seconds: float
+    micro_size: int
+    accum_steps: int
+    kept_graphs: int
+    peak_memory_bytes: int
+    batch_digest: str | None = None  # left out unless `log.batch_digest`
+
+    def to_dict(self) -> dict[str, Any]:
+        record = asdict(self)
+        if self.batch_digest is None:
+            del record["batch_digest"]
+        return record
+
+
+class StepTimes(NamedTuple):
+    """Of one step, in seconds; `data_wait` is a part of `step`."""
+
+    step: float
+    data_wait: float
+
+
+class StepTimer:
+    """Where a step's time goes. A step lasts from one `finish` (or the timer's making) to the next.
+
+    Work on a GPU is not waited for here: read a number from it (the loss) before `finish`.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step now: after a pause that is no part of it, such as saving or evaluating."""
+        self._started = time.perf_counter()
+        self._waited = 0.0
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Around fetching the next batch."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - started
+
+    def finish(self) -> StepTimes:
+        """The step that ends here; the next one begins."""
+        times = StepTimes(time.perf_counter() - self._started, self._waited)
+        self.restart()
+        return times
+
+
+def batch_digest(keys: Iterable[str]) -> str:
+    """The sha256, in hex, of the sorted sample keys joined by newlines (UTF-8): the same for any order."""
+    return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
+
+
+def peak_memory_bytes(device: torch.device | None = None) -> int:
+    """The most that PyTorch has held on the GPU so far; on a CPU the most that the process has held."""
+    if (device is None or device.type == "cuda") and torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,0 +1,111 @@
+"""The line that a user watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+_SMOOTHING = 0.9  # of the step's time: what the ETA is made from
+
+
+class ProgressLine:
+    """A progress bar in a terminal; elsewhere (a job's log) a plain line every so many seconds.
+
+    enabled: pass False on all ranks but 0; then every call does nothing.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        enabled: bool = True,
+        every_steps: int = 1,
+        stream: TextIO | None = None,
+        plain_every_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total_steps
+        self._every = every_steps
+        self._stream = stream or sys.stderr
+        self._plain_every = plain_every_seconds
+        self._clock = clock
+        self._printed: float | None = None  # when the last plain line was, in seconds
+        self._seconds: float | None = None  # per step, smoothed
+        self._enabled = enabled
+        self._bar: Any = None
+        if enabled and self._stream.isatty():
+            self._start_bar(start_step)
+
+    def _start_bar(self, start_step: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._bar = Progress(
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}", markup=False),
+            console=Console(file=self._stream),
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("starting", total=self._total, completed=start_step)
+        self._bar.start()
+
+    def update(self, record: dict[str, Any]) -> None:
+        """After each step, with its record (see `StepRecord`)."""
+        if not self._enabled:
+            return
+        step, seconds = record["step"], record["step_seconds"]
+        self._seconds = (
+            seconds if self._seconds is None else _SMOOTHING * self._seconds + (1 - _SMOOTHING) * seconds
+        )
+        last = step >= self._total
+        if step % self._every and not last:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=self._describe(record))
+            return
+        now = self._clock()
+        if self._printed is None or now - self._printed >= self._plain_every or last:
+            self._printed = now
+            print(f"step {step}/{self._total}  {self._describe(record)}", file=self._stream, flush=True)
+
+    def _describe(self, record: dict[str, Any]) -> str:
+        assert self._seconds is not None
+        wait = 100 * record["data_wait_seconds"] / max(record["step_seconds"], 1e-9)
+        left = max(self._total - record["step"], 0) * self._seconds
+        return (
+            f"loss {record['loss']:.4f}  {record['samples_per_second']:,.0f} samples/s  "
+            f"data wait {wait:.0f}%  ETA {format_seconds(left)}"
+        )
+
+    def message(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._enabled = False
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def format_seconds(seconds: float) -> str:
+    """`1:02:03`, or `2d 03:04:05`."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return f"{days}d {h:02}:{m:02}:{s:02}" if days else f"{h}:{m:02}:{s:02}"

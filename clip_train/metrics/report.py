@@ -1,0 +1,210 @@
+"""`report.html`: one file that shows how a run went, to open anywhere; and `loss.png`."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clip_train.metrics.progress import format_seconds
+from clip_train.metrics.sinks import read_jsonl
+from clip_train.storage import LocalStorage
+
+Records = list[dict[str, Any]]
+_COLOUR, _PALE, _GRID = "#2f5d8a", "#b9cde0", "#e4e4e4"
+_SMOOTH_FROM = 50  # records from which on a smoothed line is drawn over the raw one
+
+
+def write_report(run_dir: Path | str, *, bad_samples: Mapping[str, int] | None = None) -> Path:
+    """Write `report.html` and `loss.png` into `run_dir`; returns the report's path.
+
+    Reads `metrics.jsonl` and, where they exist, `eval.jsonl`, `recipe.yaml` and `VERDICT`.
+    bad_samples: "reason<TAB>shard" -> count, as `Batch.bad_samples` has them. OSError.
+    """
+    run_dir = Path(run_dir)
+    records = _records(run_dir / "metrics.jsonl")
+    evals = _records(run_dir / "eval.jsonl")
+    loss_png = _draw([("loss", *_column(records, "loss"))], width=8.0, height=4.0)
+    charts = [
+        ("loss", _column(records, "loss")),
+        ("learning rate", _column(records, "lr")),
+        ("gradient norm", _column(records, "grad_norm")),
+        ("logit scale", _column(records, "logit_scale")),
+        ("samples per second", _column(records, "samples_per_second")),
+        ("waiting for data, % of the step", _column(records, _wait_percent)),
+    ]
+    parts = [f"<h1>{html.escape(run_dir.resolve().name)}</h1>", _summary(run_dir, records)]
+    parts.append(_image("training", _draw([(title, *xy) for title, xy in charts])))
+    names = _numeric_names(evals)
+    if names:
+        parts.append("<h2>Validation</h2>")
+        parts.append(
+            _image("validation", _draw([(name, *_column(evals, name)) for name in names], dots=True))
+        )
+        last = {name: _column(evals, name)[1][-1] for name in names}
+        parts.append(_table(("metric", "last value"), [(k, f"{v:.6g}") for k, v in last.items()]))
+    if bad_samples:
+        parts.append("<h2>Bad samples</h2>" + _bad_samples(bad_samples))
+    recipe = run_dir / "recipe.yaml"
+    if recipe.exists():
+        import yaml
+
+        rows = list(_flatten(yaml.safe_load(recipe.read_text(encoding="utf-8"))))
+        parts.append("<h2>Recipe</h2>" + _table(("key", "value"), rows))
+    storage = LocalStorage(run_dir)
+    storage.put_bytes("loss.png", loss_png)
+    storage.put_bytes("report.html", _page(run_dir.resolve().name, "\n".join(parts)).encode())
+    return run_dir / "report.html"
+
+
+# -- numbers
+
+
+def _records(path: Path) -> Records:
+    return [r for r in read_jsonl(path) if "step" in r] if path.exists() else []
+
+
+def _column(
+    records: Records, name: str | Callable[[dict[str, Any]], float | None]
+) -> tuple[list[int], list[float]]:
+    """Steps and values, where there is a value (not-a-number was written as null)."""
+    get = name if callable(name) else lambda record: record.get(name)
+    pairs = [(record["step"], value) for record in records if (value := get(record)) is not None]
+    return [step for step, _ in pairs], [float(value) for _, value in pairs]
+
+
+def _wait_percent(record: dict[str, Any]) -> float | None:
+    seconds, wait = record.get("step_seconds"), record.get("data_wait_seconds")
+    return 100 * wait / seconds if seconds and wait is not None else None
+
+
+def _numeric_names(records: Records) -> list[str]:
+    names: dict[str, None] = {}  # in the order of appearance
+    for record in records:
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                names[name] = None
+    return list(names)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """An exponential mean over about a fiftieth of the run, corrected for its start."""
+    keep = 1 - 1 / max(len(values) / 50, 2)
+    out, mean, weight = [], 0.0, 0.0
+    for value in values:
+        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        out.append(mean / weight)
+    return out
+
+
+def _flatten(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flatten(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, "" if value is None else str(value)
+
+
+# -- pictures
+
+
+def _draw(
+    charts: Sequence[tuple[str, list[int], list[float]]],
+    *,
+    dots: bool = False,
+    width: float = 10.0,
+    height: float | None = None,
+) -> bytes:
+    """A PNG of line charts over the step, two in a row. `Figure` draws by Agg: it needs no display."""
+    from matplotlib.figure import Figure
+
+    columns = min(2, len(charts))
+    rows = -(-len(charts) // columns)
+    figure = Figure(figsize=(width, height or 2.6 * rows), dpi=110, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis in axes[len(charts) :]:
+        axis.set_visible(False)
+    for axis, (title, steps, values) in zip(axes, charts, strict=False):
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(color=_GRID, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        if len(values) >= _SMOOTH_FROM and not dots:
+            axis.plot(steps, values, color=_PALE, linewidth=0.8)
+            axis.plot(steps, _smooth(values), color=_COLOUR, linewidth=1.4)
+        else:
+            axis.plot(steps, values, color=_COLOUR, linewidth=1.4, marker="o" if dots else None, markersize=3)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+# -- HTML
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222 }
+body { max-width: 1000px; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.5em; margin-bottom: 0.2em } h2 { font-size: 1.1em; margin-top: 2em }
+img { width: 100%; height: auto } table { border-collapse: collapse; font-size: 0.9em }
+th, td { text-align: left; vertical-align: top; padding: 0.2em 1.2em 0.2em 0 }
+td { border-bottom: 1px solid #e4e4e4 }
+td:first-child { font-family: ui-monospace, monospace } th { font-weight: 600 }
+"""
+
+
+def _page(title: str, body: str) -> str:
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>\n" + row(header, "th") + "\n" + "\n".join(row(each, "td") for each in rows) + "\n</table>"
+
+
+def _image(alt: str, png: bytes) -> str:
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+
+
+def _summary(run_dir: Path, records: Records) -> str:
+    if not records:
+        return "<p>No step has been recorded yet.</p>"
+    last = records[-1]
+    rows = []
+    verdict = run_dir / "VERDICT"
+    if verdict.exists():
+        rows.append(("verdict", verdict.read_text(encoding="utf-8").split("\n")[0]))
+    rows.append(("steps", f"{last['step']:,}"))
+    if "samples" in last:
+        rows.append(("samples seen", f"{last['samples']:,}"))
+    losses = _column(records, "loss")[1]
+    if losses:
+        rows.append(("loss, first and last", f"{losses[0]:.4f}, {losses[-1]:.4f}"))
+    seconds = sum(_column(records, "step_seconds")[1])
+    waited = sum(_column(records, "data_wait_seconds")[1])
+    if seconds > 0:
+        rows.append(("time in steps", format_seconds(seconds)))
+        rows.append(("waiting for data", f"{100 * waited / seconds:.1f}% of it"))
+    rates = sorted(_column(records, "samples_per_second")[1])
+    if rates:
+        rows.append(("samples per second, median", f"{rates[len(rates) // 2]:,.1f}"))
+    peaks = _column(records, "peak_memory_bytes")[1]
+    if peaks:
+        rows.append(("peak memory", f"{max(peaks) / 2**30:.2f} GiB"))
+    return _table(("", ""), rows)
+
+
+def _bad_samples(counts: Mapping[str, int]) -> str:
+    rows = []
+    for key, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        reason, _, shard = key.partition("\t")
+        rows.append((reason, shard, f"{count:,}"))
+    return _table(("reason", "shard", "samples"), rows)
