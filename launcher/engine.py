@@ -6,7 +6,9 @@ the boundary, so the number of micro-batches is free. The two factors it would b
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import logging
 import math
 import warnings
@@ -29,6 +31,8 @@ def _import_deepspeed() -> Any:
         import deepspeed
         from deepspeed.utils import logger
     logger.setLevel(logging.ERROR)
+    # DeepSpeed calls collectives by names that newer torch deprecates, at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if not torch.cuda.is_available():
         # A killed build leaves a lock on which every later run hangs; gloo does the same work.
         # (deepspeed.comm.torch as an attribute is torch itself, hence importlib.)
@@ -53,7 +57,8 @@ def build_engine(
     deepspeed = _import_deepspeed()
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
     stage = ds_config["zero_optimization"]["stage"]
-    with warnings.catch_warnings():
+    # DeepSpeed prints its memory use while it sets up, whatever the log level: nobody needs it.
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         with deepspeed.zero.Init(enabled=stage == 3, config_dict_or_path=ds_config):
             model = make_model()

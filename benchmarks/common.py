@@ -1,0 +1,78 @@
+"""What the benchmarks share: targets, tables, the environment they ran in."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--json", metavar="FILE", help="write rows, targets and environment there")
+    out.add_argument("--quick", action="store_true", help="end within a minute, with fewer rows")
+    return out
+
+
+def environment() -> dict[str, str]:
+    """Where the numbers come from."""
+
+    def package(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "not installed"
+
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": package("deepspeed"),
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores",
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def commit() -> str:
+    out = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return out.stdout.strip() or "unknown"
+
+
+def finish(name: str, rows: list[dict[str, Any]], targets: dict[str, str], missed: list[str], args: argparse.Namespace) -> int:
+    """Print the table, write the JSON, and tell the exit status: 1 where a target was missed."""
+    table = Table(title=f"{name} ({commit()}, {environment()['device']}, torch {torch.__version__})")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(format_cell(value) for value in row.values()))
+    Console(width=150 if not sys.stdout.isatty() else None).print(table)
+    for target, meaning in targets.items():
+        print(f"target: {target}: {meaning}")
+    if args.json:
+        content = {"name": name, "rows": rows, "targets": targets, "environment": environment(), "commit": commit()}
+        Path(args.json).write_text(json.dumps(content, indent=2) + "\n")
+    for line in missed:
+        print(f"MISSED: {line}")
+    print("all targets met" if not missed else f"{len(missed)} targets missed")
+    return 1 if missed else 0
+
+
+def format_cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1e}" if value != 0 and (abs(value) < 1e-2 or abs(value) >= 1e4) else f"{value:.3g}"
+    return str(value)

@@ -1,0 +1,227 @@
+"""The promise, measured: how a global batch is computed does not change what is learned.
+
+Each row trains a small CLIP (vision and text transformer, dropout and patch dropout on) for 5 SGD steps on
+a global batch of 64 through the real DeepSpeed engine, and compares it with an oracle: the same model in
+float64, one process, the full batch at once, textbook cross-entropy, autograd, torch.optim.SGD.
+
+fp32 targets: parameters within 1e-5, loss within 1e-6 (relative, worst of the 5 steps).
+bf16 targets: the error of the update, beside that of the un-accumulated bf16 step, at most 1.25 times it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from common import finish, parser
+
+from clip_train import dist
+from clip_train.contrastive import InfoNCE
+from clip_train.models import CLIP
+from clip_train.models.config import parse_architecture
+from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.protocols import Batch
+from clip_train.step import train_step
+from launcher.ds_config import EngineConfig, build_ds_config
+from tests.ranks import run_ranks
+
+N, STEPS, LR = 64, 5, 0.2
+ARCHITECTURE = parse_architecture(
+    {
+        "embed_dim": 32,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
+        "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
+    },
+    "benchmarks/invariance.py",
+)
+TARGETS = {
+    "fp32 parameters": "relative error at most 1e-5",
+    "fp32 loss": "relative error at most 1e-6",
+    "bf16": "error of the update at most 1.25 x that of the un-accumulated bf16 step",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of computing the same five steps."""
+
+    world: int  # W
+    micro: int  # b; the last micro-batch takes what is left
+    kept: int  # m
+    stage: int
+    checkpointing: bool = False
+    precision: str = "fp32"
+
+    @property
+    def sizes(self) -> str:
+        n = N // self.world
+        sizes = [min(self.micro, n - i) for i in range(0, n, self.micro)]
+        return f"{self.micro}x{len(sizes)}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+
+
+# On one rank 64x1, 16x4, 8x8, 24+24+16; on two, half of each: 32x1, 8x4, 4x8, 12+12+8. Every (b, k), every
+# kept-graph count and checkpointing on and off meets every ZeRO stage and both numbers of ranks.
+FP32 = [
+    Row(1, 64, 1, 0), Row(1, 16, 1, 0, True), Row(1, 8, 8, 0), Row(1, 24, 2, 0),
+    Row(1, 64, 1, 1, True), Row(1, 16, 2, 1), Row(1, 8, 1, 1), Row(1, 24, 3, 1, True),
+    Row(1, 64, 1, 2), Row(1, 16, 4, 2), Row(1, 8, 2, 2, True), Row(1, 24, 1, 2),
+    Row(1, 64, 1, 3, True), Row(1, 16, 4, 3, True), Row(1, 8, 1, 3), Row(1, 24, 2, 3),
+    Row(2, 32, 1, 0, True), Row(2, 8, 2, 0), Row(2, 4, 1, 0), Row(2, 12, 3, 0),
+    Row(2, 32, 1, 1), Row(2, 8, 4, 1, True), Row(2, 4, 2, 1), Row(2, 12, 1, 1),
+    Row(2, 32, 1, 2, True), Row(2, 8, 1, 2), Row(2, 4, 8, 2, True), Row(2, 12, 2, 2),
+    Row(2, 32, 1, 3), Row(2, 8, 2, 3, True), Row(2, 4, 8, 3), Row(2, 12, 1, 3, True),
+]  # fmt: skip
+BF16 = [
+    Row(1, 64, 1, 1, precision="bf16"), Row(1, 16, 1, 1, precision="bf16"), Row(1, 8, 8, 2, precision="bf16"),
+    Row(1, 24, 2, 3, precision="bf16"), Row(2, 8, 1, 1, precision="bf16"), Row(2, 12, 2, 2, True, precision="bf16"),
+    Row(2, 4, 8, 3, precision="bf16"),
+]  # fmt: skip
+QUICK = [FP32[i] for i in (1, 6, 15, 17, 27, 31)] + [BF16[i] for i in (0, 4)]
+
+
+def make_model(checkpointing: bool = False) -> CLIP:
+    torch.manual_seed(7)
+    return CLIP(ARCHITECTURE, dropout=0.1, patch_dropout=0.25, activation_checkpointing=checkpointing)
+
+
+def global_batch(step: int) -> Batch:
+    g = torch.Generator().manual_seed(step)
+    return Batch(
+        images=torch.randint(0, 256, (N, 3, 32, 32), generator=g, dtype=torch.uint8),
+        texts=torch.randint(1, 64, (N, 12), generator=g),
+        sample_seeds=torch.randint(0, 2**62, (N,), generator=g),
+    )
+
+
+def oracle() -> tuple[list[float], list[float], torch.Tensor]:
+    """Losses, gradient norms, and the final parameters in float64: no step, no engine, no loss of ours."""
+    model = make_model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = global_batch(step)
+        image, text, scale, _ = model(batch.images, batch.texts, batch.sample_seeds)
+        logits = scale * image @ text.T
+        target = torch.arange(N)
+        loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+        optimizer.step()
+    return losses, norms, flatten(dict(model.named_parameters()))
+
+
+def flatten(tensors: dict) -> torch.Tensor:
+    return torch.cat([tensors[name].detach().double().flatten() for name in sorted(tensors)])
+
+
+class Initial:
+    """The same float32 weights for every row, whatever DeepSpeed did to the model when it took it."""
+
+    def __init__(self):
+        self.state = {name: p.detach().clone() for name, p in make_model().named_parameters()}
+
+    def names(self):
+        return {name: tuple(p.shape) for name, p in self.state.items()}
+
+    def slots(self):
+        return {"param"}
+
+    def read(self, name, slot, start, numel):
+        return self.state[name].flatten()[start : start + numel]
+
+
+def run_row(row: Row) -> tuple[list[float], list[float], list]:
+    """On one rank: losses, norms, and this rank's fragments of the master weights."""
+    from launcher.engine import build_engine
+
+    ds_config = build_ds_config(
+        EngineConfig(zero_stage=row.stage, precision=row.precision),
+        micro_size=row.micro,
+        world_size=dist.world_size(),
+        grad_clip_norm=None,
+    )
+    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
+    engine = build_engine(
+        lambda: make_model(row.checkpointing),
+        lambda named: build_optimizer(optim, named),
+        ds_config,
+        device=torch.device("cpu"),
+    )
+    engine.load_fragments(Initial(), {})
+    losses, norms = [], []
+    n = N // dist.world_size()
+    own = slice(dist.rank() * n, (dist.rank() + 1) * n)
+    for step in range(STEPS):
+        whole = global_batch(step)
+        batch = Batch(whole.images[own], whole.texts[own], whole.sample_seeds[own])
+        result = train_step(engine, batch, InfoNCE(tile=40), micro_size=row.micro, kept_graphs=row.kept, lr=LR)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    fragments = [(f.name, f.shape, f.start, f.tensors["param"].clone()) for f in engine.state_fragments()]
+    engine.close()
+    return losses, norms, fragments
+
+
+def run_rows(rows: list[Row]) -> list:
+    return [run_row(row) for row in rows]
+
+
+def assemble(per_rank: list[list]) -> torch.Tensor:
+    whole: dict[str, torch.Tensor] = {}
+    for name, shape, start, values in (f for fragments in per_rank for f in fragments):
+        target = whole.setdefault(name, torch.full((torch.Size(shape).numel(),), torch.nan))
+        target[start : start + len(values)] = values.float()
+    return flatten(whole)
+
+
+def main() -> int:
+    args = parser(__doc__ or "").parse_args()
+    rows = QUICK if args.quick else FP32 + BF16
+    losses, norms, final = oracle()
+    start = flatten(dict(make_model().named_parameters()))
+    outcomes = {}
+    for world in (1, 2):
+        chosen = [row for row in rows if row.world == world]
+        per_rank = run_ranks(run_rows, world, chosen)
+        outcomes.update({row: [results[i] for results in per_rank] for i, row in enumerate(chosen)})
+
+    table, missed, plain_bf16 = [], [], 0.0
+    for row in rows:
+        ours = outcomes[row]
+        parameters = assemble([r[2] for r in ours])
+        loss_error = max(abs(a / b - 1) for a, b in zip(ours[0][0], losses, strict=True))
+        norm_error = max(abs(a / b - 1) for a, b in zip(ours[0][1], norms, strict=True))
+        error = ((parameters - final).norm() / final.norm()).item()
+        update = ((parameters - final).norm() / (final - start).norm()).item()
+        if row == BF16[0]:
+            plain_bf16 = update
+        table.append(
+            {
+                "precision": row.precision,
+                "ranks": row.world,
+                "micro-batches": row.sizes,
+                "kept graphs": row.kept,
+                "ZeRO": row.stage,
+                "act. ckpt": "on" if row.checkpointing else "off",
+                "loss": loss_error,
+                "grad norm": norm_error,
+                "parameters": error,
+                "update": update,
+                "x un-accumulated bf16": update / plain_bf16 if row.precision == "bf16" else "",
+            }
+        )
+        if row.precision == "fp32" and (error > 1e-5 or loss_error > 1e-6):
+            missed.append(f"{row}: parameters {error:.1e}, loss {loss_error:.1e}")
+        if row.precision == "bf16" and update > 1.25 * plain_bf16:
+            missed.append(f"{row}: update {update:.1e} against {plain_bf16:.1e}")
+        if len({tuple(r[0]) for r in ours}) != 1:
+            missed.append(f"{row}: the ranks disagree on the loss")
+    return finish("invariance", table, TARGETS, missed, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
