@@ -4,15 +4,17 @@ from __future__ import annotations
 
 
 class ClipTrainError(Exception):
-    """Base of every error that is meant to be read by a user; `exit_status` is the process's."""
+    """Base of every error that is meant to be read by a user."""
 
-    exit_status = 1
+    exit_status = 1  # of the process
+    everywhere = False  # all ranks raise it together, so that rank 0 alone prints it
 
 
 class UserError(ClipTrainError, ValueError):
     """A mistake in the recipe, the command or the data's place: names field, value and remedy."""
 
     exit_status = 2
+    everywhere = True
 
 
 class DataError(ClipTrainError):
@@ -22,9 +24,13 @@ class DataError(ClipTrainError):
 class CheckpointError(ClipTrainError):
     """A checkpoint that is incomplete, damaged, or does not fit this run."""
 
+    everywhere = True
+
 
 class DivergedError(ClipTrainError):
     """The loss or the gradient is no longer finite."""
+
+    everywhere = True
 
 
 class RemoteRankError(ClipTrainError):
@@ -35,3 +41,4 @@ class Preempted(ClipTrainError):
     """Asked to stop (a signal, a time limit): the checkpoint is committed; run the same line again."""
 
     exit_status = 75
+    everywhere = True

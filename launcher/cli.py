@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 from clip_train import __version__
-from clip_train.errors import ClipTrainError, RemoteRankError
+from clip_train.errors import ClipTrainError, Preempted, RemoteRankError
 
 EPILOG = """\
 exit status: 0 done; 75 preempted after a commit (run the same line again); 2 a mistake in the recipe
@@ -92,11 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     try:
         return _run(args)
-    except RemoteRankError as e:
-        # The failing rank prints the cause, once; the others only end.
-        return e.exit_status
     except ClipTrainError as e:
-        _say(f"error: {e}")
+        # Once for all ranks: rank 0 prints what all raise together, else the failing rank prints its own.
+        if not isinstance(e, RemoteRankError) and (not e.everywhere or os.environ.get("RANK", "0") == "0"):
+            _say(str(e) if isinstance(e, Preempted) else f"error: {e}")
         return e.exit_status
     except KeyboardInterrupt:
         _say("interrupted")

@@ -1,0 +1,47 @@
+"""The weights a run starts from, the same at every ZeRO stage and number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from clip_train.errors import CheckpointError
+from clip_train.models.clip import CLIP
+from clip_train.models.config import ModelConfig
+from clip_train.models.convert import check_state, load_openclip
+
+
+class WholeState:
+    """A FragmentSource over whole parameters in memory: initial weights, or those of an export."""
+
+    def __init__(self, state: Mapping[str, Tensor]):
+        self._state = state
+
+    def names(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in self._state.items()}
+
+    def slots(self) -> set[str]:
+        return {"param"}
+
+    def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
+        if name not in self._state or slot != "param":
+            raise CheckpointError(f"these weights hold no {slot} of {name}")
+        return self._state[name].flatten()[start : start + numel]
+
+
+def initial_weights(config: ModelConfig, seed: int) -> WholeState:
+    """What `model.init_from` holds, else OpenCLIP's initialisation drawn on the CPU from `seed`.
+
+    Drawn in float32 and on the CPU for every precision, device and ZeRO stage, so that none of them changes
+    where a run starts. It holds the whole model in memory until it is dropped.
+    """
+    if config.init_from is not None:
+        state, _ = load_openclip(Path(config.init_from))
+        check_state(state, config.architecture(), f"model.init_from ({config.init_from})")
+        return WholeState(state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return WholeState(dict(CLIP(config.architecture()).named_parameters()))

@@ -1,0 +1,260 @@
+"""The composition root: a checked recipe becomes a running trainer. READ THIS FIRST.
+
+    recipe -> checks -> ranks -> resume? -> engine (DeepSpeed) + weights -> loader -> Trainer.run -> verdict
+
+Nothing below this file knows more than its own part; nothing here computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from clip_train import dist
+from clip_train.batch import BatchPlan, plan_batch
+from clip_train.checkpoint.manager import CheckpointManager, Resumed
+from clip_train.contrastive import build_loss
+from clip_train.data import Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
+from clip_train.errors import UserError
+from clip_train.evaluate import evaluate
+from clip_train.metrics import ProgressLine, Sinks, write_report
+from clip_train.models import CLIP, Architecture
+from clip_train.models.weights import initial_weights
+from clip_train.optim import build_optimizer, learning_rate
+from clip_train.protocols import Engine
+from clip_train.trainer import Trainer
+from launcher import env as ranks
+from launcher.config import RunConfig
+from launcher.ds_config import build_ds_config
+from launcher.verdict import clear_verdict, word_for, write_verdict
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks before launch have found out."""
+
+    plan: BatchPlan
+    architecture: Architecture
+    ds_config: dict[str, Any]
+    lanes: int
+
+
+def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Checked:
+    """Every mistake that can be found without a process group. UserError, all of them at once."""
+    problems: list[str] = []
+
+    def collect(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except UserError as e:
+            problems.append(str(e))
+            return None
+
+    architecture = collect(config.model.architecture)
+    plan = collect(lambda: plan_batch(config.batch, world_size))
+    micro_size = plan.micro_size if plan else 1
+    clip = config.optim.grad_clip_norm
+    ds_config = collect(
+        lambda: build_ds_config(config.engine, micro_size=micro_size, world_size=world_size, grad_clip_norm=clip)
+    )
+    lanes = collect(lambda: resolve_lanes(config.data.lanes, config.batch.global_size, world_size)) if plan else None
+    if read_data:
+        collect(lambda: check_source(config.data))
+    if problems:
+        raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
+    return Checked(plan, architecture, ds_config, lanes)
+
+
+def train(config: RunConfig) -> int:
+    """The `train` verb, on every rank; returns the exit status 0 or raises what `launcher.cli` explains."""
+    env = ranks.detect(os.environ)
+    # One rank looks at the shards: a mistake is then told once, and the launcher ends the others.
+    checked = check(config, env.world_size, read_data=env.rank == 0)
+    device = ranks.start(env)
+    run_dir = config.run_dir
+    trainer: Trainer | None = None
+    try:
+        dist.on_main(partial(prepare_run_dir, config, checked))
+        trainer = build_trainer(config, checked, device)
+        evaluated = run(config, trainer)
+        if dist.is_main():
+            write_verdict(run_dir, "DONE", trainer.position.step, "trained to the last step")
+            say_done(config, evaluated)
+        dist.barrier()
+        return 0
+    except BaseException as e:
+        if dist.is_main() and run_dir.is_dir():
+            step = trainer.position.step if trainer else 0
+            write_verdict(run_dir, word_for(e), step, " ".join(str(e).split()) or type(e).__name__)
+        raise
+    finally:
+        ranks.stop()
+
+
+def prepare_run_dir(config: RunConfig, checked: Checked) -> None:
+    """Rank 0: the recipe as resolved and DeepSpeed's configuration, beside what will be written."""
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        clear_verdict(config.run_dir)
+        (config.run_dir / "recipe.yaml").write_text(config.to_yaml())
+        (config.run_dir / "ds_config.json").write_text(json.dumps(checked.ds_config, indent=2) + "\n")
+    except OSError as e:
+        raise UserError(f"run.dir ({config.run_dir}) cannot be written: {e}; choose another") from e
+
+
+def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> Trainer:
+    """Build every part, resume if there is something to resume from, and put them together."""
+    steps = config.steps
+    torch.manual_seed(config.run.seed * 1_000_003 + dist.rank())  # what is random beside the counter-based draws
+    checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
+    resumed = checkpoints.resume()
+    if resumed is not None:
+        refuse_another_run(config, checked, resumed)
+    start = resumed.state["step"] if resumed else 0
+    engine = build_engine_for(config, checked, device)
+    if resumed is None:
+        engine.load_fragments(initial_weights(config.model, config.run.seed), {})
+    loader = TrainLoader(
+        config.data,
+        image_size=checked.architecture.vision_cfg.image_size,
+        context_length=checked.architecture.text_cfg.context_length,
+        global_size=checked.plan.global_size,
+        seed=config.run.seed,
+        rank=dist.rank(),
+        world_size=dist.world_size(),
+        cursors=resumed.state["cursors"] if resumed else None,
+        pin_memory=device.type == "cuda",
+    )
+    trainer = Trainer(
+        engine=engine,
+        contrastive=build_loss(config.loss),
+        batches=loader,
+        plan=checked.plan,
+        steps=steps,
+        learning_rate=lambda step: learning_rate(config.schedule, config.optim.lr, step, steps),
+        checkpoints=checkpoints,
+        sinks=Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json")),
+        progress=ProgressLine(
+            steps, start_step=start, enabled=dist.is_main() and config.log.progress, every_steps=config.log.every_steps
+        ),
+        evaluate=evaluation(config, checked, engine),
+        evaluate_every=config.evaluate.every_steps,
+        digest=config.log.batch_digest,
+        run_state={"recipe": config.model_dump(mode="json"), "lanes": checked.lanes},
+    )
+    if resumed is not None:
+        trainer.resume(resumed)
+    if dist.is_main():
+        describe_start(config, checked, device, resumed)
+    return trainer
+
+
+def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
+    from launcher.engine import build_engine
+
+    engine = build_engine(
+        lambda: CLIP(
+            checked.architecture,
+            dropout=config.model.dropout,
+            activation_checkpointing=config.engine.activation_checkpointing,
+        ),
+        lambda named: build_optimizer(config.optim, named),
+        checked.ds_config,
+        device=device,
+        compile=config.engine.compile,
+    )
+    engine.set_grad_clip(config.optim.grad_clip_norm)
+    return engine
+
+
+def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[[], dict[str, float]] | None:
+    """A closure that evaluates on `data.val`, or None where there is none."""
+    url = config.data.val
+    if url is None:
+        return None
+    tokenizer = Tokenizer(checked.architecture.text_cfg.context_length)
+
+    def run_once() -> dict[str, float]:
+        batches = ValLoader(
+            url,
+            image_size=checked.architecture.vision_cfg.image_size,
+            context_length=checked.architecture.text_cfg.context_length,
+            batch_size=config.evaluate.batch_size,
+            rank=dist.rank(),
+            world_size=dist.world_size(),
+            caption_key=config.data.caption_key,
+        )
+        return evaluate(engine, batches, config.evaluate, tokenizer)
+
+    return run_once
+
+
+# What makes it another run: the gradient, the data or its order would not go on as they began.
+IDENTITY = (
+    "run.seed", "model.name", "model.dropout", "model.patch_dropout", "data.train", "data.shuffle_block",
+    "data.caption_key", "data.aug_scale", "batch.global_size", "loss.kind", "optim.name",
+)  # fmt: skip
+
+
+def refuse_another_run(config: RunConfig, checked: Checked, resumed: Resumed) -> None:
+    """UserError where the checkpoint belongs to a run that this recipe does not continue."""
+
+    def at(recipe: dict[str, Any], path: str) -> Any:
+        section, key = path.split(".")
+        return recipe.get(section, {}).get(key)
+
+    now, then = config.model_dump(mode="json"), resumed.state["recipe"]
+    changed = [f"{path} was {at(then, path)!r}, is {at(now, path)!r}" for path in IDENTITY if at(now, path) != at(then, path)]
+    if checked.lanes != resumed.state["lanes"]:
+        changed.append(f"data.lanes was {resumed.state['lanes']}, is {checked.lanes}")
+    if changed:
+        raise UserError(
+            f"the checkpoint of step {resumed.step} ({resumed.path}) belongs to another run: {'; '.join(changed)}. "
+            "Restore the recipe, or begin anew with another run.name, or with checkpoint.resume=never"
+        )
+
+
+def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
+    """Run the trainer with signals caught; leave sinks closed and the report written, however it ends."""
+    trainer.stop.listen()
+    try:
+        return trainer.run()
+    finally:
+        trainer.progress.close()
+        trainer.sinks.close()
+        if isinstance(trainer.batches, TrainLoader):
+            trainer.batches.close()
+        if dist.is_main() and trainer.position.step:
+            write_report(config.run_dir, bad_samples=trainer.bad_samples)
+
+
+def describe_start(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> None:
+    plan = checked.plan
+    say(ranks.detect(os.environ).describe())
+    say(
+        f"{config.model.name}: global batch {plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
+        f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; ZeRO {config.engine.zero_stage}, "
+        f"{config.engine.precision}, {device.type}; {checked.lanes} lanes; {config.steps} steps into {config.run_dir}"
+    )
+    if resumed is not None:
+        say(resumed.describe())
+
+
+def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:
+    for name, value in evaluated.items():
+        say(f"{name}: {value:.4g}")
+    run_dir = config.run_dir
+    say(f"done. Run directory: {run_dir}; plot: {run_dir / 'loss.png'}; report: {run_dir / 'report.html'}")
+    say(f"next: clip-train export {run_dir / 'recipe.yaml'}")
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
