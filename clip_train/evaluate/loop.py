@@ -90,8 +90,8 @@ def evaluate(
             labelled, top1, top5 = dist.sum_scalars(*count_hits(encoded.image, encoded.labels, embeddings))
             if not labelled:
                 raise UserError(
-                    f"evaluate.zero_shot_classes: none of {num_samples:.0f} validation samples has a label; give "
-                    f"them a .cls member, {classes.label_key!r} in their .json, or class names as captions"
+                    f"evaluate.zero_shot_classes: none of {num_samples:.0f} validation samples has a label: "
+                    f"they need a .cls member, {classes.label_key!r} in .json, or captions that name a class"
                 )
             out |= {
                 "zero_shot_top1": top1 / labelled,

@@ -1,0 +1,79 @@
+"""An engine whose features are easy to compute, and a validation set with labels, duplicates and gaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clip_train.evaluate import ZeroShotClasses
+
+CLASSES = ZeroShotClasses(
+    classnames=["red", "green", "blue", "a cat", "dog", "owl", "fox"],
+    templates=["a photo of a {}.", "{}", "an old picture of {}"],
+    captions={"the grass": "green", "the sky": 2},
+)
+
+
+def tokenize(texts: list[str]) -> Tensor:
+    """int64 [b, 32]: character codes"""
+    return torch.tensor([[ord(c) for c in text.ljust(32, "\0")] for text in texts])
+
+
+class FakeEngine:
+    """Random projections, normalised. Counts its calls, which under ZeRO-3 must agree between ranks."""
+
+    def __init__(self) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.device = torch.device("cpu")
+        self.training = True
+        self.calls: list[str] = []
+        self._image = torch.randn(48, 6, generator=g)
+        self._text = torch.randn(256, 6, generator=g)
+
+    def train(self, mode: bool = True) -> None:
+        self.training = mode
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        self.calls.append("image")
+        return F.normalize(images.flatten(1).float() @ self._image + 1e-3, dim=1)
+
+    def encode_text(self, texts: Tensor) -> Tensor:
+        assert not self.training
+        self.calls.append("text")
+        weights = 1 + torch.arange(texts.shape[1])
+        return F.normalize((self._text[texts] * weights[None, :, None]).sum(1), dim=1)
+
+
+@dataclass
+class Batch:
+    images: Tensor
+    texts: Tensor
+    captions: list[str]
+    metadata: list[dict[str, Any]]
+
+
+def samples(num: int) -> Batch:
+    """The whole validation set in one batch."""
+    g = torch.Generator().manual_seed(7)
+    captions: list[str] = []
+    metadata: list[dict[str, Any]] = []
+    for i in range(num):
+        name = CLASSES.classnames[i * 5 % 7]
+        captions.append([f"nothing {i}", name, f"a photo of a {name}.", "the sky", f"number {i}"][i % 5])
+        label: dict[str, Any] = {"json": {"label": name}}
+        metadata.append([{}, {}, {"cls": i % 7}, label, {"json": {"other": 1}}][(i + i // 5) % 5])
+    images = torch.randint(0, 256, (num, 3, 4, 4), dtype=torch.uint8, generator=g)
+    return Batch(images, tokenize(captions), captions, metadata)
+
+
+def batches(whole: Batch, start: int, end: int, size: int) -> list[Batch]:
+    return [
+        Batch(whole.images[i:j], whole.texts[i:j], whole.captions[i:j], whole.metadata[i:j])
+        for i, j in ((i, min(i + size, end)) for i in range(start, end, size))
+    ]
