@@ -1,0 +1,57 @@
+# Everything that a fresh machine needs, in .venv: Python 3.10-3.13, a C compiler and make are enough.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MARK ?= not peer
+
+.PHONY: help demo test check format clean invariance peers
+
+help:
+	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
+	@echo "make test        all tests (MARK='not peer and not engine' for a quick look)"
+	@echo "make check       lint, types, import contracts"
+	@echo "make invariance  the table in README: nothing that should not matter does"
+	@echo "make peers       the same weights in OpenCLIP (sets up .venv-peers)"
+	@echo "Set TORCH='torch==2.13.0 --index-url ...' for another build, PYTHON=python3.12 for another Python."
+
+$(READY): setup.py pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else f"Python 3.10 to 3.13 is needed, this is {v[0]}.{v[1]}: run make PYTHON=python3.12")'
+	@echo "== setting up $(VENV) (once; 2 to 5 minutes)"
+	$(PYTHON) -m venv $(VENV)
+	@echo "== 1/2: $(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "== 2/2: the project with its dependencies"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,test]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/clip-train demo
+
+test: $(READY)
+	@echo "== tests ($(MARK))"
+	$(BIN)/python -m pytest -m "$(MARK)"
+
+check: $(READY)
+	@echo "== ruff"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@echo "== mypy"
+	$(BIN)/mypy
+	@echo "== import contracts"
+	$(BIN)/lint-imports --no-cache
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+invariance: $(READY)
+	$(BIN)/python benchmarks/invariance.py
+
+peers:
+	PYTHON=$(PYTHON) bash scripts/setup_peers.sh .venv-peers
+	.venv-peers/bin/python -m pytest -m peer tests/peers
+
+clean:
+	rm -rf $(VENV) .venv-peers build *.egg-info .pytest_cache .mypy_cache .ruff_cache
