@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Builds the environment in which the tests marked `peer` and the comparing benchmarks run OpenCLIP.
+#
+#   scripts/setup_peers.sh [VENV]        default: .venv-peers
+#   PYTHON=python3.12 scripts/setup_peers.sh
+#
+# Run it again at any time: what is there already is left alone.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:-.venv-peers}
+
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+pip "torch==2.13.0"
+# Without dependencies: it would replace a CPU torch by the CUDA one it was built with. Its Python half
+# runs beside either (tests/peers/torchvision_shim.py).
+pip --no-deps "torchvision==0.28.0" "open_clip_torch==3.3.0" "timm>=1.0.17"
+pip ftfy huggingface-hub regex safetensors tqdm pyyaml numpy pillow "pytest>=8"
+# This project runs from its checkout: only what the compared packages import is added.
+pip "pydantic>=2.7" simplejpeg webdataset braceexpand fsspec
+
+PYTHONPATH=. "$venv/bin/python" - <<'PY'
+import tests.peers.torchvision_shim
+import open_clip, torch, torchvision
+print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, open_clip {open_clip.__version__}")
+PY
+echo "ready: $venv/bin/python -m pytest -m peer tests/peers"
