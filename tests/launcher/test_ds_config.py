@@ -1,0 +1,77 @@
+"""DeepSpeed's configuration: what the recipe owns, what is refused, what conflicts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from clip_train.errors import UserError
+from launcher.ds_config import SHIPPED, EngineConfig, build_ds_config
+
+
+def built(config: EngineConfig, clip: float | None = 1.0) -> dict:
+    return build_ds_config(config, micro_size=8, world_size=4, grad_clip_norm=clip)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_shipped_files_give_the_settings_the_step_relies_on(stage):
+    config = built(EngineConfig(zero_stage=stage))
+    assert config["managed_gradient_accumulation"] is False
+    assert config["gradient_accumulation_steps"] == 1
+    assert config["zero_optimization"]["stage"] == stage
+    assert config["gradient_clipping"] == (0.0 if stage == 0 else 1.0)  # said, since DeepSpeed's default is 1.0
+    assert built(EngineConfig(zero_stage=stage), clip=None)["gradient_clipping"] == 0.0
+
+
+def test_every_shipped_file_is_of_a_stage():
+    assert sorted(p.name for p in SHIPPED.glob("*.json")) == [f"zero{stage}.json" for stage in range(4)]
+
+
+def test_bf16_accumulates_in_fp32():
+    assert built(EngineConfig(zero_stage=1, precision="bf16"))["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_at_stage_0_is_refused(precision):
+    with pytest.raises(ValidationError, match=r"engine.precision \(.*zero_stage=1"):
+        EngineConfig(zero_stage=0, precision=precision)
+
+
+def test_a_conflict_names_both_sides(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.3, "bf16": {"enabled": "auto"}}))
+    with pytest.raises(UserError) as e:
+        built(EngineConfig(zero_stage=2, ds_config=str(file)))
+    message = str(e.value)
+    assert "mine.json says zero_optimization.stage = 3, but engine.zero_stage in the recipe makes it 2" in message
+    assert "gradient_clipping = 0.3, but optim.grad_clip_norm in the recipe makes it 1.0" in message
+    assert "bf16" not in message
+
+
+def test_a_base_file_keeps_its_own_keys(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1234}}))
+    assert built(EngineConfig(zero_stage=2, ds_config=str(file)))["zero_optimization"]["reduce_bucket_size"] == 1234
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler", "amp", "elasticity", "curriculum_learning"])
+def test_sections_that_would_fight_the_recipe_are_refused(tmp_path, section):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({section: {}}))
+    with pytest.raises(UserError, match=f"section '{section}'"):
+        built(EngineConfig(ds_config=str(file)))
+
+
+@pytest.mark.parametrize("content, said", [("{", "not JSON"), ("[]", "JSON object")])
+def test_a_bad_file(tmp_path, content, said):
+    file = tmp_path / "mine.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=said):
+        built(EngineConfig(ds_config=str(file)))
+
+
+def test_a_missing_file_lists_the_shipped_ones():
+    with pytest.raises(UserError, match="zero0, zero1, zero2, zero3"):
+        built(EngineConfig(ds_config="zero9"))
