@@ -1,0 +1,96 @@
+"""A look at the training data before any process group forms: most mistakes show in the first sample."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from clip_train.data import raw
+from clip_train.data.bad_samples import BadSample
+from clip_train.data.config import DataConfig
+from clip_train.data.sources import expand, missing_files, open_shard
+from clip_train.data.tar import RawSample, TarError, iter_samples
+from clip_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class SourceSummary:
+    """What `check_source` found."""
+
+    num_shards: int
+    first_shard: str
+    first_key: str
+    first_caption: str
+
+
+def check_source(config: DataConfig) -> SourceSummary:
+    """Expands `data.train` and reads the first sample of the first shard.
+
+    Raises:
+        UserError: nothing matches, a file is missing or cannot be opened, no sample in the first shard,
+            no image or no caption in it; each names the field, the value and the remedy.
+    """
+    shards = expand(config.train)
+    missing = missing_files(shards)
+    if missing:
+        raise UserError(
+            f"data.train ({config.train}): {len(missing)} of {len(shards)} shards are not there, "
+            f"the first is {missing[0]}; correct the path or the range in braces"
+        )
+    sample = _first_sample(shards[0], "data.train")
+    where = f"data.train ({shards[0]}): the first sample, {sample.key},"
+    if sample.duplicate:
+        raise UserError(
+            f"{where} has two members of one kind: keys end at the first dot of the file name, so "
+            "names such as a.1.jpg, a.2.jpg are one sample; rename them without dots"
+        )
+    try:
+        raw.image_bytes(sample.members)
+    except BadSample as e:
+        raise UserError(
+            f"{where} cannot be used: {e.reason}. Its members are {_members(sample)}; an image is one of "
+            f"{', '.join(raw.IMAGE_EXTENSIONS)}"
+        ) from e
+    try:
+        caption = raw.caption(sample.members, config.caption_key)
+    except BadSample as e:
+        raise UserError(
+            f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, config.caption_key)}"
+        ) from e
+    return SourceSummary(len(shards), shards[0], sample.key, caption)
+
+
+def _first_sample(shard: str, field: str) -> RawSample:
+    try:
+        with open_shard(shard) as file:
+            for sample in iter_samples(file):
+                return sample
+    except TarError as e:
+        raise UserError(f"{field} ({shard}) is no readable tar file: {e}; write it again") from e
+    except OSError as e:
+        raise UserError(f"{field} ({shard}) cannot be opened ({type(e).__name__}: {e})") from e
+    raise UserError(
+        f"{field} ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar"
+    )
+
+
+def _caption_remedy(sample: RawSample, caption_key: str | None) -> str:
+    text = f"Its members are {_members(sample)}"
+    if caption_key is None and "json" in sample.members:
+        return f"{text}; set data.caption_key to one of the .json's keys: {_json_keys(sample)}"
+    if caption_key is None:
+        return f"{text}; put the caption into a .txt member, or into a .json and set data.caption_key"
+    if "json" not in sample.members:
+        return f"{text}; data.caption_key ({caption_key}) needs a .json member: remove it to use the .txt"
+    return f"data.caption_key is {caption_key}; the .json has {_json_keys(sample)}"
+
+
+def _members(sample: RawSample) -> str:
+    return ", ".join(f".{extension}" for extension in sample.members)
+
+
+def _json_keys(sample: RawSample) -> str:
+    try:
+        return ", ".join(map(str, raw.metadata(sample.members))) or "no keys"
+    except (BadSample, json.JSONDecodeError):
+        return "no readable JSON"

@@ -1,0 +1,230 @@
+"""A worker's part of each step, as a `webdataset.DataPipeline`: slots -> (user stages) -> decoded -> a piece.
+
+This module runs inside the loader's workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import webdataset
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from clip_train.data import raw
+from clip_train.data.bad_samples import Bad, BadSample, BadTable
+from clip_train.data.lanes import Cursor, Lane, LanePlan, Raw, Slot
+from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.transforms import TrainTransform, decode_image
+from clip_train.errors import ClipTrainError, DataError, UserError
+
+Sample = dict[str, Any]
+Stage = Callable[[Iterable[Sample]], Iterable[Sample]]  # such as webdataset.map(f)
+MAX_SUBSTITUTES = 10_000  # as many samples in a row that do not decode are no accident
+
+
+@dataclass(frozen=True)
+class LaneShare:
+    """The samples [first, last) of the q that each step takes from a lane."""
+
+    lane: int
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+def rank_shares(global_size: int, lanes: int, rank: int, world_size: int) -> list[LaneShare]:
+    """What rank r decodes: positions [r n, (r + 1) n), n = N / W; lane l fills positions [l q, (l + 1) q)."""
+    n, q = global_size // world_size, global_size // lanes
+    begin, end = rank * n, (rank + 1) * n
+    return [
+        LaneShare(lane, max(0, begin - lane * q), min(q, end - lane * q))
+        for lane in range(begin // q, -(-end // q))
+    ]
+
+
+def deal_to_workers(shares: list[LaneShare], workers: int) -> list[list[LaneShare]]:
+    """Neighbouring lanes to each worker, so that the workers' pieces in turn are in canonical order."""
+    workers = max(1, min(workers, len(shares)))
+    cuts = [len(shares) * w // workers for w in range(workers + 1)]
+    return [shares[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+@dataclass
+class Piece:
+    """One worker's part of one step."""
+
+    images: Tensor  # uint8 [p, 3, S, S]
+    texts: Tensor  # int64 [p, context_length]
+    seeds: Tensor  # int64 [p]
+    keys: list[str]  # p
+    cursors: dict[int, dict[str, Any]]  # lane -> cursor after this step
+    bads: list[Bad] = field(default_factory=list)
+
+
+@dataclass
+class Failure:
+    """An error in a worker, on its way to the trainer."""
+
+    error: Exception
+    traceback: str  # empty where the error speaks for itself
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        if isinstance(error, ClipTrainError):
+            return cls(error, "")
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # an error that cannot travel would hang the queue
+            error = DataError(f"{type(error).__name__}: {error}")
+        return cls(error, traceback.format_exc())
+
+
+@dataclass
+class _StepSlot:
+    """A slot, numbered; the last of a step carries the cursors behind it."""
+
+    number: int
+    slot: Slot
+    cursors: dict[int, dict[str, Any]] | None = None
+
+
+class SlotSource:
+    """The first stage: samples in canonical order, raw, each with its slot under "__slot__"."""
+
+    def __init__(
+        self, plan: LanePlan, q: int, workers: list[list[LaneShare]], cursors: dict[int, Cursor]
+    ) -> None:
+        self.plan, self.q, self.workers, self.cursors = plan, q, workers, cursors
+
+    def __call__(self) -> Iterator[Sample]:
+        info = get_worker_info()
+        shares = self.workers[info.id if info else 0]
+        lanes = [(Lane(self.plan, share.lane, self.cursors.get(share.lane)), share) for share in shares]
+        fingerprint = self.plan.fingerprint()
+        number = 0
+        while True:
+            waiting: _StepSlot | None = None
+            for lane, share in lanes:
+                for j in range(self.q):
+                    if not share.first <= j < share.last:
+                        lane.skip()
+                        continue
+                    slot = lane.take()
+                    if waiting is not None:
+                        yield {**waiting.slot.sample.fields, "__slot__": waiting}
+                    waiting = _StepSlot(number, slot)
+                    number += 1
+            assert waiting is not None
+            waiting.cursors = {
+                lane.number: {**lane.cursor.to_dict(), "source": fingerprint} for lane, _ in lanes
+            }
+            yield {**waiting.slot.sample.fields, "__slot__": waiting}
+
+
+@dataclass
+class _Decoded:
+    image: Tensor  # uint8 [3, S, S]
+    caption: str
+    key: str
+    slot: _StepSlot
+    bads: list[Bad]
+
+
+class Decode:
+    """The second stage: decodes and augments; what does not decode is replaced, always by the same sample."""
+
+    def __init__(self, transform: TrainTransform, caption_key: str | None, stages: tuple[Stage, ...]) -> None:
+        self.transform, self.caption_key, self.stages = transform, caption_key, stages
+
+    def __call__(self, samples: Iterable[Sample]) -> Iterator[_Decoded]:
+        for sample in samples:
+            if "__slot__" not in sample:
+                raise UserError(f"a data stage must keep the fields whose names begin with __, of {sample}")
+            step_slot: _StepSlot = sample["__slot__"]
+            slot = step_slot.slot
+            bads = list(slot.sample.skipped)
+            try:
+                image, text = self._decode(sample, slot.seed)
+            except BadSample as e:
+                bads.append(Bad(e.reason, slot.sample.fields["__url__"], slot.sample.fields["__key__"]))
+                sample, image, text = self._substitute(slot)  # noqa: PLW2901
+            yield _Decoded(image, text, sample["__key__"], step_slot, bads)
+
+    def _decode(self, sample: Sample, seed: int) -> tuple[Tensor, str]:
+        image = decode_image(raw.image_bytes(sample))
+        return self.transform(image, seed), raw.caption(sample, self.caption_key)
+
+    def _substitute(self, slot: Slot) -> tuple[Sample, Tensor, str]:
+        """The first that decodes. Those that do not are not counted here: they have slots of their own."""
+        table = BadTable()
+        for tried, other in enumerate(slot.substitutes()):
+            try:
+                sample = self._through_stages(other)
+                return sample, *self._decode(sample, slot.seed)
+            except BadSample as e:
+                table.add([Bad(e.reason, other.fields["__url__"], other.fields["__key__"])])
+            if tried == MAX_SUBSTITUTES:
+                break
+        raise DataError(f"{MAX_SUBSTITUTES} samples in a row do not decode\n{table}")
+
+    def _through_stages(self, other: Raw) -> Sample:
+        samples: Iterable[Sample] = [dict(other.fields)]
+        for stage in self.stages:
+            samples = stage(samples)
+        return next(iter(samples))
+
+
+class Collate:
+    """The last stage: one piece per step."""
+
+    def __init__(self, context_length: int) -> None:
+        self.tokenizer = Tokenizer(context_length)
+
+    def __call__(self, decoded: Iterable[_Decoded]) -> Iterator[Piece]:
+        step: list[_Decoded] = []
+        for number, sample in enumerate(decoded):
+            if sample.slot.number != number:
+                raise UserError(
+                    "a data stage dropped, repeated or reordered samples: each must map one sample to one, "
+                    "or the order would depend on the number of workers"
+                )
+            step.append(sample)
+            if sample.slot.cursors is not None:
+                yield self._piece(step, sample.slot.cursors)
+                step = []
+
+    def _piece(self, step: list[_Decoded], cursors: dict[int, dict[str, Any]]) -> Piece:
+        return Piece(
+            images=torch.stack([s.image for s in step]),
+            texts=self.tokenizer([s.caption for s in step]),
+            seeds=torch.tensor([s.slot.slot.seed for s in step], dtype=torch.int64),
+            keys=[s.key for s in step],
+            cursors=cursors,
+            bads=[bad for s in step for bad in s.bads],
+        )
+
+
+class PieceStream(IterableDataset):
+    """The pipeline in a worker: pieces without end, or one `Failure`, with the error as it was raised."""
+
+    def __init__(
+        self, source: SlotSource, stages: tuple[Stage, ...], decode: Decode, collate: Collate
+    ) -> None:
+        self.pipeline = webdataset.DataPipeline(source, *stages, decode, collate)
+
+    def __iter__(self) -> Iterator[Piece | Failure]:
+        if get_worker_info() is not None:
+            torch.set_num_threads(1)
+        try:
+            yield from self.pipeline
+        except Exception as e:
+            yield Failure.of(e)

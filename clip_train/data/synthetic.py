@@ -1,0 +1,353 @@
+"""Data sets made on the spot: captioned shapes, handwritten digits, and stand-ins for photographs.
+
+Each function is deterministic by its seed, writes a folder that appears whole or not at all, and returns at
+once when the folder already holds what it would write.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+from clip_train.data.writer import write_shards
+from clip_train.errors import UserError
+
+Progress = Callable[[int, int], None]  # (images written, images in all)
+Sample = dict[str, Any]
+MARKER = "dataset.json"
+VERSION = 1  # of what these functions draw: folders of another one are written anew
+
+
+@dataclass(frozen=True)
+class SyntheticData:
+    """Where a synthetic data set lies."""
+
+    train: str  # for `data.train`
+    val: str | None  # for `data.val`
+    classes: str | None  # {"classnames": [...], "templates": ["a photo of a {}", ...]}, for zero-shot
+    num_train: int
+    num_val: int
+
+
+def shapes(
+    folder: str | os.PathLike[str],
+    num_train: int = 20_000,
+    *,
+    size: int = 64,
+    per_shard: int = 2000,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> SyntheticData:
+    """Coloured shapes: 2 sizes x 8 colours x 6 shapes x 4 backgrounds = 384 captions, 76 only in `val`.
+
+    Args:
+        size: of the JPEGs, pixels. 20,000 of 64 px take 16 CPU-seconds and 50 MB.
+    """
+    seen, held_out = split_combinations(seed)
+    val = [combination for combination in held_out for _ in range(8)]
+    total = num_train + len(val)
+
+    def write(root: Path) -> None:
+        rng = random.Random(seed + 1)
+        train = ((c, rng.choice(TEMPLATES)) for c in (rng.choice(seen) for _ in range(num_train)))
+        steps = _Steps(progress, total)
+        write_shards(root / "train", steps(_shape_samples(train, size, seed + 2)), per_shard)
+        samples = _shape_samples(((c, EVAL_TEMPLATE) for c in val), size, seed + 3)
+        write_shards(root / "val", steps(samples), per_shard)
+        _write_classes(root, [PHRASE.format(*c) for c in held_out], [EVAL_TEMPLATE.replace(PHRASE, "{}")])
+
+    parameters = {
+        "kind": "shapes",
+        "num_train": num_train,
+        "size": size,
+        "per_shard": per_shard,
+        "seed": seed,
+    }
+    return _build(Path(folder), parameters, write, num_train, len(val))
+
+
+def digits(
+    folder: str | os.PathLike[str],
+    *,
+    size: int = 32,
+    per_shard: int = 500,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> SyntheticData:
+    """scikit-learn's 1,797 handwritten digits: real images, no download. 36 of each digit are only in `val`.
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as e:
+        raise UserError("the digits data set needs scikit-learn: pip install scikit-learn") from e
+    data = load_digits()
+    rng = random.Random(seed)
+    order = rng.sample(range(len(data.target)), len(data.target))
+    by_class = {d: [i for i in order if data.target[i] == d] for d in range(10)}
+    val = sorted(i for members in by_class.values() for i in members[:36])
+    train = [i for i in order if i not in set(val)]
+
+    def samples(indices: list[int], templates: list[str]) -> Iterator[Sample]:
+        for i in indices:
+            name = DIGITS[data.target[i]]
+            image = Image.fromarray(np.round(data.images[i] * (255 / 16)).astype(np.uint8), "L")
+            image = image.resize((size, size), Image.Resampling.BICUBIC)
+            caption = rng.choice(templates).format(name)
+            yield _sample(f"digit{i:05d}", image, caption, {"classname": name})
+
+    def write(root: Path) -> None:
+        steps = _Steps(progress, len(data.target))
+        write_shards(root / "train", steps(samples(train, DIGIT_TEMPLATES)), per_shard)
+        write_shards(root / "val", steps(samples(val, DIGIT_TEMPLATES[:1])), per_shard)
+        _write_classes(root, DIGITS, DIGIT_TEMPLATES)
+
+    parameters = {"kind": "digits", "size": size, "per_shard": per_shard, "seed": seed}
+    return _build(Path(folder), parameters, write, len(train), len(val))
+
+
+def random_images(
+    folder: str | os.PathLike[str],
+    num_images: int = 1000,
+    *,
+    size: int = 512,
+    per_shard: int = 500,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> SyntheticData:
+    """JPEGs as heavy as photographs (512 px: about 80 kB) with captions of 5 to 20 words, for benchmarks."""
+
+    def samples() -> Iterator[Sample]:
+        words = [w for template in TEMPLATES for w in template.split() if w.isalpha()]
+        for i in range(num_images):
+            rng = np.random.default_rng((seed, i))
+            chosen = rng.choice(words, int(rng.integers(5, 21)))
+            yield _sample(f"{i:08d}", _noise_image(size, rng), " ".join(chosen), {})
+
+    def write(root: Path) -> None:
+        write_shards(root / "train", _Steps(progress, num_images)(samples()), per_shard)
+
+    parameters = {
+        "kind": "random",
+        "num_images": num_images,
+        "size": size,
+        "per_shard": per_shard,
+        "seed": seed,
+    }
+    return _build(Path(folder), parameters, write, num_images, 0)
+
+
+# ---------------------------------------------------------------- shapes
+
+SIZES = {"small": (0.15, 0.19), "large": (0.29, 0.34)}  # radius, as a fraction of the image's side
+COLORS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 220),
+    "yellow": (235, 215, 40),
+    "purple": (150, 60, 190),
+    "orange": (245, 140, 30),
+    "black": (25, 25, 25),
+    "white": (245, 245, 245),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+BACKGROUNDS = {
+    "gray": (128, 128, 128),
+    "pink": (250, 170, 190),
+    "brown": (120, 75, 40),
+    "cyan": (120, 220, 230),
+}
+HELD_OUT = 76
+
+PHRASE = "{} {} {} on a {} background"  # size, colour, shape, background
+EVAL_TEMPLATE = f"a photo of a {PHRASE}"
+TEMPLATES = [
+    f"a {PHRASE}",
+    EVAL_TEMPLATE,
+    "{1} {2}, {0}, {3} background",
+    "there is a {} {} {} in front of a {} background",
+    "a picture of one {} {} {} on {}",
+]
+
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+DIGIT_TEMPLATES = [
+    "a photo of the handwritten digit {}",
+    "the digit {}",
+    "a scan of a handwritten {}",
+    "the number {} written by hand",
+    "{}",
+]
+
+Combination = tuple[str, str, str, str]  # size, colour, shape, background
+
+
+def split_combinations(seed: int) -> tuple[list[Combination], list[Combination]]:
+    """The 308 combinations to train on and the 76 held out."""
+    everything = list(itertools.product(SIZES, COLORS, SHAPES, BACKGROUNDS))
+    random.Random(seed).shuffle(everything)
+    return everything[HELD_OUT:], everything[:HELD_OUT]
+
+
+def _shape_samples(items: Iterable[tuple[Combination, str]], size: int, seed: int) -> Iterator[Sample]:
+    rng = random.Random(seed)
+    for i, (combination, template) in enumerate(items):
+        caption = template.format(*combination)
+        metadata = dict(zip(("size", "color", "shape", "background"), combination, strict=True))
+        metadata["classname"] = PHRASE.format(*combination)
+        yield _sample(f"{i:08d}", draw_shape(combination, size, rng), caption, metadata)
+
+
+def draw_shape(combination: Combination, size: int, rng: random.Random) -> Image.Image:
+    """One shape, near the middle, on a mottled background. Drawn at twice the size and reduced."""
+    size_name, color_name, shape, background_name = combination
+    side = 2 * size
+    background = _vary(BACKGROUNDS[background_name], 14, rng)
+    image = Image.new("RGB", (side, side), background)
+    draw = ImageDraw.Draw(image)
+    for _ in range(4):
+        x, y, r = rng.random() * side, rng.random() * side, rng.uniform(0.1, 0.4) * side
+        draw.ellipse((x - r, y - r, x + r, y + r), fill=_vary(background, 15, rng))
+    image = image.filter(ImageFilter.GaussianBlur(4))
+    draw = ImageDraw.Draw(image)
+    r = rng.uniform(*SIZES[size_name]) * side
+    x, y = (side * (0.5 + rng.uniform(-0.1, 0.1)) for _ in range(2))
+    color = _vary(COLORS[color_name], 20, rng)
+    box = (x - r, y - r, x + r, y + r)
+    if shape == "circle":
+        draw.ellipse(box, fill=color)
+    elif shape == "ring":
+        draw.ellipse(box, outline=color, width=max(2, int(r * 0.38)))
+    else:
+        draw.polygon(_outline(shape, x, y, r, rng.uniform(-0.25, 0.25)), fill=color)
+    return image.resize((size, size), Image.Resampling.BILINEAR)
+
+
+def _outline(shape: str, x: float, y: float, r: float, angle: float) -> list[tuple[float, float]]:
+    """Corners of a polygon about (x, y), turned by `angle` radians."""
+    if shape == "cross":
+        w, length = r * 0.38, r * 1.2
+        arm = [(-w, -length), (w, -length), (w, -w)]
+        corners = []
+        for _ in range(4):  # the same three corners, turned by a quarter each time
+            corners += arm
+            arm = [(-b, a) for a, b in arm]
+    else:
+        corner_count, radii, first = {
+            "square": (4, (1.25,), math.pi / 4),
+            "triangle": (3, (1.3,), -math.pi / 2),
+            "star": (10, (1.35, 0.55), -math.pi / 2),
+        }[shape]
+        turns = [
+            (first + 2 * math.pi * i / corner_count, radii[i % len(radii)] * r) for i in range(corner_count)
+        ]
+        corners = [(radius * math.cos(t), radius * math.sin(t)) for t, radius in turns]
+    cos, sin = math.cos(angle), math.sin(angle)
+    return [(x + a * cos - b * sin, y + a * sin + b * cos) for a, b in corners]
+
+
+def _vary(color: tuple[int, int, int], by: int, rng: random.Random) -> tuple[int, int, int]:
+    red, green, blue = (max(0, min(255, channel + rng.randint(-by, by))) for channel in color)
+    return red, green, blue
+
+
+# ---------------------------------------------------------------- common parts
+
+
+def _noise_image(size: int, rng: np.random.Generator) -> Image.Image:
+    """Noise at several scales, as natural images have it: its amplitude halves as the scale does."""
+    image = np.full((size, size, 3), 128.0)
+    cells = 4
+    while cells <= size:
+        noise = (rng.standard_normal((cells, cells, 3)) * 40 + 128).clip(0, 255).astype(np.uint8)
+        scaled = Image.fromarray(noise).resize((size, size), Image.Resampling.BICUBIC)
+        image += (np.asarray(scaled, dtype=np.float64) - 128) * min(1.0, 3 * (4 / cells) ** 0.5)
+        cells *= 4
+    return Image.fromarray(image.clip(0, 255).astype(np.uint8))
+
+
+def _sample(key: str, image: Image.Image, caption: str, metadata: dict[str, Any]) -> Sample:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=90)
+    sample = {"__key__": key, "jpg": buffer.getvalue(), "txt": caption.encode()}
+    return {**sample, "json": json.dumps(metadata).encode()} if metadata else sample
+
+
+class _Steps:
+    """Passes samples through and tells `progress` how many there were, over several calls."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def __call__(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        for sample in samples:
+            yield sample
+            self.done += 1
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+
+
+def _write_classes(root: Path, classnames: list[str], templates: list[str]) -> None:
+    (root / "classes.json").write_text(
+        json.dumps({"classnames": classnames, "templates": templates}, indent=1)
+    )
+
+
+def _build(
+    folder: Path, parameters: dict[str, Any], write: Callable[[Path], None], num_train: int, num_val: int
+) -> SyntheticData:
+    """Runs `write` into a folder beside, and renames it once it is whole.
+
+    Raises:
+        UserError: `folder` holds something that is not ours to replace.
+    """
+    parameters = {**parameters, "version": VERSION}
+    if _parameters_of(folder) != parameters:
+        if (
+            folder.exists()
+            and _parameters_of(folder) is None
+            and (not folder.is_dir() or any(folder.iterdir()))
+        ):
+            raise UserError(f"{folder} is not empty and holds no synthetic data set; name another folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
+        try:
+            write(part)
+            (part / MARKER).write_text(json.dumps(parameters))
+            if folder.exists():
+                shutil.rmtree(folder)
+            part.rename(folder)
+        except OSError:
+            if _parameters_of(folder) != parameters:  # else another process was faster, with the same
+                raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    has_val = (folder / "val").is_dir()
+    return SyntheticData(
+        train=str(folder / "train" / "*.tar"),
+        val=str(folder / "val" / "*.tar") if has_val else None,
+        classes=str(folder / "classes.json") if has_val else None,
+        num_train=num_train,
+        num_val=num_val,
+    )
+
+
+def _parameters_of(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / MARKER).read_text())
+    except (OSError, ValueError):
+        return None
