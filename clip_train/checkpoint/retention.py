@@ -22,7 +22,8 @@ def apply_retention(
     """Rank 0, after a commit: keep the `keep_last` newest checkpoints; returns those removed. OSError.
 
     protect: never removed (the one resumed from). damaged: not counted as kept; they go when older ones do.
-    The marker goes first and the data second, so a kill in between leaves rubbish, not a broken checkpoint.
+    The marker goes first and the data second, so a kill in between leaves rubbish for the next time (at
+    worst an empty folder for good), not a broken checkpoint.
     """
     commits = list_commits(storage)
     good = [ref for ref in commits if ref not in damaged]

@@ -1,0 +1,89 @@
+import json
+import math
+
+import pytest
+
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.layout import (
+    Commit,
+    CommitRef,
+    FileEntry,
+    Manifest,
+    NewerFormatError,
+    decode_state,
+    encode_state,
+    new_prefix,
+    parse_prefix,
+)
+
+
+def test_names() -> None:
+    assert CommitRef(0, 1200).name == "commit/e000000-s0000001200.json"
+    assert CommitRef.parse("commit/e000007-s0000001200.json") == CommitRef(7, 1200)
+    assert CommitRef.parse("commit/.e000007-s0000001200.json.part") is None
+    assert parse_prefix(new_prefix(7, 1200)) == CommitRef(7, 1200)
+    assert new_prefix(7, 1200) != new_prefix(7, 1200)
+    assert CommitRef(1, 10) > CommitRef(0, 99)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"cursors": {0: {"block": 3}, 12: {"block": 4}}, "samples": 10**15},
+        {"loss": 0.1 + 0.2, "best": math.inf, "none": None, "flag": True, "list": [1, [2.5, "é"]]},
+        {"empty": {}, "digits are a string": {"0": 1}},
+    ],
+)
+def test_state_comes_back(state: dict) -> None:
+    through_json = json.loads(json.dumps(encode_state(state)))
+    back = decode_state(through_json)
+    assert back == state
+    assert [type(v) for v in back.values()] == [type(v) for v in state.values()]
+
+
+@pytest.mark.parametrize("value", [{1: 0, "a": 0}, {(1,): 0}, {"x": object()}, {"x": {1, 2}}, {True: 1}])
+def test_state_that_json_cannot_hold(value: object) -> None:
+    with pytest.raises(TypeError, match="state"):
+        encode_state(value)
+
+
+def test_manifest_and_commit_come_back() -> None:
+    manifest = Manifest(3, 0, 2, [FileEntry("rank00000.safetensors", 7, "ab", 0)], {"cursors": {0: 1}}, "now")
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    commit = Commit(0, 3, new_prefix(0, 3), "ff")
+    assert Commit.from_bytes(commit.to_bytes()) == commit
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0", b"[]", b"{}", b'{"format": 1}', b'{"format": 1, "files": [{}]}']
+)
+def test_rubbish_is_a_value_error(data: bytes) -> None:
+    for kind in (Manifest, Commit):
+        with pytest.raises(ValueError):
+            kind.from_bytes(data)
+
+
+def test_a_newer_format_is_not_rubbish() -> None:
+    with pytest.raises(NewerFormatError, match="format 2"):
+        Commit.from_bytes(b'{"format": 2}')
+
+
+def test_a_manifest_cannot_point_elsewhere() -> None:
+    evil = Manifest(3, 0, 1, [FileEntry("../../etc/passwd", 7, "ab", 0)], {})
+    with pytest.raises(ValueError, match="not a file name"):
+        Manifest.from_bytes(evil.to_bytes())
+    with pytest.raises(ValueError, match="names the folder"):
+        Commit.from_bytes(Commit(0, 3, "../ckpt", "ff").to_bytes())
+
+
+def test_config_checks_itself() -> None:
+    config = CheckpointConfig()
+    assert (config.every_steps, config.every_minutes, config.keep_last, config.resume) == (
+        1000,
+        None,
+        3,
+        "auto",
+    )
+    for wrong in ({"keep_last": 0}, {"every_steps": 0}, {"every_minutes": 0}, {"remote": "s3://b"}):
+        with pytest.raises(ValueError):
+            CheckpointConfig(**wrong)

@@ -1,0 +1,108 @@
+"""Several real ranks: they save together, fail together, and resume alike."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint import manager as manager_module
+from clip_train.checkpoint import writer as writer_module
+from clip_train.errors import CheckpointError
+from tests.checkpoint.parts import bits, committed, cut, whole
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def own_tensors(rank: int) -> dict[str, torch.Tensor]:
+    return {"rng": torch.tensor([rank, 7], dtype=torch.uint8)}
+
+
+def life(folder: Path) -> dict[str, Any]:
+    """On two ranks: saves that succeed, saves that fail on one rank only, a resume past damage."""
+    rank, world_size = dist.rank(), dist.world_size()
+    said: list[str] = []
+    seen: dict[str, Any] = {"said": said}
+    manager = CheckpointManager(CheckpointConfig(max_failed_saves=3), folder, log=said.append)
+
+    def save(step: int, fail_on: int | None = None) -> bool:
+        def fragments() -> Any:
+            yield from cut(whole(step), rank, world_size)
+            if rank == fail_on:
+                raise MemoryError("no host memory for the snapshot")
+
+        state = {"step": step, "by": rank}
+        return manager.save(step, fragments(), own_tensors(rank), state)
+
+    seen["first"] = [manager.resume() is None, save(1), save(2)]
+    seen["snapshot fails on 1"] = save(3, fail_on=1)
+
+    real_write = writer_module.write_rank
+
+    def no_space_on_1(*args: Any) -> Any:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        time.sleep(0.3)  # the other one is in the middle of its own
+        return real_write(*args)
+
+    manager_module.write_rank = no_space_on_1
+    seen["write fails on 1"] = save(4)
+    manager_module.write_rank = real_write
+    real_commit = manager_module.commit
+
+    def no_commit(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    manager_module.commit = no_commit
+    try:
+        save(5)
+    except CheckpointError as e:
+        seen["third failure"] = str(e)
+    manager_module.commit = real_commit
+    seen["last good"] = manager.last_good
+
+    seen["then"] = save(6)
+    if rank == 0:  # rank 1's file, which rank 1 verifies
+        path = committed(folder)[6] / "rank00001.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    resumed = CheckpointManager(CheckpointConfig(), folder).resume()
+    assert resumed is not None and resumed.rank_tensors is not None
+    seen["resumed"] = (resumed.step, resumed.state, [each.ref.step for each in resumed.skipped])
+    seen["rng"] = resumed.rank_tensors["rng"].tolist()
+    return seen
+
+
+def on_other_ranks(folder: Path) -> tuple[int, bool, bool]:
+    resumed = CheckpointManager(CheckpointConfig(resume="must"), folder).resume()
+    assert resumed is not None
+    same = True
+    for fragment in cut(whole(resumed.step), dist.rank(), dist.world_size()):
+        for slot, want in fragment.tensors.items():
+            got = resumed.reader.read(fragment.name, slot, fragment.start, want.numel())
+            same &= bits(got) == bits(want)
+    return resumed.step, same, resumed.rank_tensors is None
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    zero, one = run_ranks(life, 2, tmp_path)
+    for seen in (zero, one):
+        assert seen["first"] == [True, True, True]
+        assert seen["snapshot fails on 1"] is False and seen["write fails on 1"] is False
+        assert "step 5 failed (3 in a row): rank 0: OSError: [Errno 5]" in seen["third failure"]
+        assert seen["last good"].step == 2
+        assert seen["then"] is True
+        assert seen["resumed"] == (2, {"step": 2, "by": 0}, [6])
+    assert (zero["rng"], one["rng"]) == ([0, 7], [1, 7])
+    assert len(zero["said"]) == 2 and one["said"] == []
+    assert "rank 1: MemoryError: no host memory" in zero["said"][0]
+    assert "rank 1: OSError: [Errno 28] No space left" in zero["said"][1]
+    # and on three ranks, and on one
+    assert run_ranks(on_other_ranks, 3, tmp_path) == [(2, True, True)] * 3
+    assert on_other_ranks(tmp_path) == (2, True, True)

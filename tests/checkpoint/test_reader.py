@@ -1,0 +1,123 @@
+"""Any cut is read back at any other cut, bitwise."""
+
+import random
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from clip_train.checkpoint import FragmentReader
+from clip_train.checkpoint.writer import take_snapshot, write_rank, write_safetensors
+from clip_train.errors import CheckpointError
+from clip_train.protocols import Fragment
+from clip_train.storage import LocalStorage
+from tests.checkpoint.parts import SHAPES, SLOTS, bits, cut, whole
+
+
+def write(folder: Path, seed: int, world_size: int) -> FragmentReader:
+    storage, files = LocalStorage(folder), []
+    for rank in range(world_size):
+        own = {"cpu": torch.tensor([rank, 255], dtype=torch.uint8)}
+        snapshot = take_snapshot(1, rank, cut(whole(seed), rank, world_size), own, {})
+        files += write_rank(storage, folder / "tmp", "data", snapshot)
+    assert not list((folder / "tmp").iterdir())
+    return FragmentReader(folder / "data", [entry.name for entry in files])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_range_at_any_cut(tmp_path: Path, world_size: int) -> None:
+    state, reader = whole(5), write(tmp_path, 5, world_size)
+    assert reader.names() == SHAPES
+    assert reader.slots() == set(SLOTS)
+    for other_world in (1, 2, 3, 4):  # as a run on another number of ranks would ask
+        for rank in range(other_world):
+            for fragment in cut(state, rank, other_world):
+                for slot, want in fragment.tensors.items():
+                    got = reader.read(fragment.name, slot, fragment.start, want.numel())
+                    assert got.dtype == torch.float32 and bits(got) == bits(want)
+    rng = random.Random(0)
+    for _ in range(200):
+        name, slot = rng.choice(list(state))
+        start = rng.randrange(state[name, slot].numel())
+        numel = rng.randrange(state[name, slot].numel() - start + 1)
+        got = reader.read(name, slot, start, numel)
+        assert bits(got) == bits(state[name, slot][start : start + numel])
+
+
+def test_whole_parameters_for_export(tmp_path: Path) -> None:
+    state, full = whole(1), write(tmp_path, 1, 3).full_state()
+    assert {name: tuple(t.shape) for name, t in full.items()} == SHAPES
+    assert all(bits(full[name]) == bits(state[name, "param"]) for name in SHAPES)
+
+
+def test_rank_tensors_are_each_ranks_own(tmp_path: Path) -> None:
+    reader = write(tmp_path, 1, 2)
+    assert [reader.rank_tensors(rank)["cpu"].tolist() for rank in (0, 1)] == [[0, 255], [1, 255]]
+    with pytest.raises(CheckpointError, match="rank00002"):
+        reader.rank_tensors(2)
+
+
+def test_a_gap_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, 1, 3)
+    reader = FragmentReader(tmp_path / "data", ["rank00000.safetensors", "rank00002.safetensors"])
+    with pytest.raises(
+        CheckpointError, match=r"'param' of visual.conv1.weight \[5, 3, 2, 2\] lacks element 33"
+    ):
+        reader.read("visual.conv1.weight", "param", 0, 60)
+    assert reader.read("visual.conv1.weight", "param", 0, 33).numel() == 33
+    with pytest.raises(CheckpointError, match="lacks element 33"):
+        reader.read("odd|name", "param", 0, 34)  # past its end
+    with pytest.raises(CheckpointError, match="momentum"):
+        reader.read("logit_scale", "momentum", 0, 1)
+    with pytest.raises(CheckpointError, match="no parameter"):
+        reader.read("absent", "param", 0, 1)
+
+
+def test_a_snapshot_is_a_copy(tmp_path: Path) -> None:
+    state = whole(1)
+    cursors = {0: {"block": 1}}
+    snapshot = take_snapshot(1, 0, cut(state, 0, 1), {}, {"cursors": cursors})
+    state["logit_scale", "param"].fill_(9)
+    cursors[0]["block"] = 2
+    assert snapshot.tensors["param|0|logit_scale"].item() == whole(1)["logit_scale", "param"].item()
+    assert snapshot.state == {"cursors": {0: {"block": 1}}}
+    assert snapshot.num_bytes == sum(t.numel() * 4 for t in state.values())
+
+
+@pytest.mark.parametrize(
+    ("start", "tensors", "says"),
+    [
+        (0, {"param": torch.zeros(2, 2)}, "no range"),
+        (3, {"param": torch.zeros(2)}, "no range"),
+        (0, {"param": torch.zeros(4), "exp_avg": torch.zeros(3)}, "different lengths"),
+        (0, {"a|b": torch.zeros(4)}, "cannot be called"),
+    ],
+)
+def test_a_snapshot_refuses_nonsense(start: int, tensors: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        take_snapshot(1, 0, [Fragment("w", (2, 2), start, tensors)], {}, {})
+
+
+def test_the_library_reads_our_files(tmp_path: Path) -> None:
+    tensors = {
+        "bf16": torch.randn(3, 5).bfloat16(), "f64": torch.randn(2).double(), "i64": torch.tensor(-3),
+        "u8": torch.arange(7, dtype=torch.uint8), "bool": torch.tensor([True, False]),
+        "empty": torch.zeros(0), "é|\"\\": torch.ones(1),
+        "f16": torch.randn(1, 1).half(), "big": torch.randn(5_000_000),
+    }  # fmt: skip
+    size, _ = write_safetensors(tmp_path / "f", tensors, {"key": "value"})
+    assert size == (tmp_path / "f").stat().st_size
+    back = safetensors.torch.load_file(tmp_path / "f")
+    assert set(back) == set(tensors)
+    for key, tensor in tensors.items():
+        assert back[key].dtype == tensor.dtype and torch.equal(back[key], tensor)
+    with safetensors.safe_open(tmp_path / "f", framework="pt") as f:
+        assert f.metadata() == {"key": "value"}
+
+
+def test_we_read_the_librarys_files(tmp_path: Path) -> None:
+    tensors = {"param|0|w": torch.arange(3.0), "param|3|w": torch.arange(3.0, 6.0)}
+    safetensors.torch.save_file(tensors, tmp_path / "f", {"shapes": '{"w": [2, 3]}'})
+    assert FragmentReader(tmp_path, ["f"]).full_state()["w"].tolist() == [[0, 1, 2], [3, 4, 5]]

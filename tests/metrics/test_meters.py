@@ -1,0 +1,41 @@
+import hashlib
+import resource
+import time
+
+import torch
+
+from clip_train.metrics import StepRecord, StepTimer, batch_digest, peak_memory_bytes
+
+
+def test_batch_digest_is_of_the_set() -> None:
+    keys = ["shard-1/0002", "shard-1/0001", "é/3"]
+    want = hashlib.sha256("shard-1/0001\nshard-1/0002\né/3".encode()).hexdigest()
+    assert batch_digest(keys) == batch_digest(reversed(keys)) == want
+    assert batch_digest(k for k in keys) == want
+    assert batch_digest(keys[:2]) != want
+
+
+def test_step_timer_splits_the_step() -> None:
+    timer = StepTimer()
+    with timer.data_wait():
+        time.sleep(0.02)
+    with timer.data_wait():
+        time.sleep(0.01)
+    time.sleep(0.02)
+    first, second = timer.finish(), timer.finish()
+    assert 0.03 <= first.data_wait < first.step and first.step >= 0.05
+    assert second.data_wait == 0 and second.step < 0.05
+
+
+def test_record_without_digest() -> None:
+    record = StepRecord(1, 8, 2.0, 1.0, 14.0, 1e-3, 10.0, 0.8, 0.1, 4, 2, 1, 100)
+    assert list(record.to_dict()) == [
+        "step", "samples", "loss", "grad_norm", "logit_scale", "lr", "samples_per_second", "step_seconds",
+        "data_wait_seconds", "micro_size", "accum_steps", "kept_graphs", "peak_memory_bytes",
+    ]  # fmt: skip
+
+
+def test_peak_memory_on_a_cpu_is_in_bytes() -> None:
+    peak = peak_memory_bytes(torch.device("cpu"))
+    assert peak == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert 50e6 < peak < 100e9  # torch is loaded

@@ -1,0 +1,56 @@
+import io
+
+import pytest
+
+from clip_train.metrics import ProgressLine
+from clip_train.metrics.progress import format_seconds
+
+
+def record(step: int) -> dict:
+    return {
+        "step": step,
+        "loss": 2.5,
+        "samples_per_second": 1234.5,
+        "step_seconds": 2.0,
+        "data_wait_seconds": 0.5,
+    }
+
+
+def test_plain_lines_come_by_time_and_at_the_end() -> None:
+    out, now = io.StringIO(), [0.0]
+    with ProgressLine(100, stream=out, clock=lambda: now[0]) as progress:
+        for step in range(1, 101):
+            progress.update(record(step))
+            now[0] += 1.0
+        progress.message("saved [bold]")
+    text = out.getvalue().splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in text[:-1]] == [*range(1, 100, 10), 100]
+    assert text[1] == "step 11/100  loss 2.5000  1,234 samples/s  data wait 25%  ETA 0:02:58"
+    assert text[-1] == "saved [bold]"
+
+
+def test_nothing_on_other_ranks() -> None:
+    out = io.StringIO()
+    with ProgressLine(2, stream=out, enabled=False) as progress:
+        progress.update(record(1))
+        progress.message("x")
+    assert out.getvalue() == ""
+
+
+def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    out = Terminal()
+    with ProgressLine(4, start_step=1, stream=out, every_steps=2) as progress:
+        for step in (2, 3, 4):
+            progress.update(record(step))
+        progress.message("saved [bold]")
+    assert "4/4" in out.getvalue() and "loss 2.5000" in out.getvalue() and "saved [bold]" in out.getvalue()
+
+
+def test_format_seconds() -> None:
+    assert [format_seconds(s) for s in (0.4, 3723, 2 * 86400 + 3723)] == ["0:00:00", "1:02:03", "2d 01:02:03"]

@@ -1,0 +1,126 @@
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.errors import UserError
+from clip_train.metrics import JsonlSink, LogConfig, Sinks, read_jsonl
+
+
+def lines(path: Path) -> list[dict]:
+    """Strict JSON: a bare NaN is an error."""
+
+    def refuse(token: str) -> None:
+        raise AssertionError(f"bare {token}")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_each_line_is_there_at_once_with_every_digit(tmp_path: Path) -> None:
+    path, value = tmp_path / "m.jsonl", 0.1 + 0.2
+    sink = JsonlSink(path)
+    sink.write({"step": 1, "loss": value, "tensor": torch.tensor(0.5), "text": "é"})
+    assert lines(path) == [{"step": 1, "loss": value, "tensor": 0.5, "text": "é"}]  # before any close
+    sink.write({"step": 2, "loss": math.nan, "nested": {"x": [math.inf, 1.0]}})
+    sink.close()
+    assert lines(path)[1] == {"step": 2, "loss": None, "nested": {"x": [None, 1.0]}}
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 8, "lo', '{"step": 3, "lo', "\0\0\0"])
+def test_resume_drops_what_the_checkpoint_does_not_know(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(f'{{"step": {s}, "loss": {s / 7!r}}}\n' for s in range(1, 8)) + torn)
+    sink = JsonlSink(path, resume_step=4)
+    assert [r["step"] for r in lines(path)] == [1, 2, 3, 4]
+    sink.write({"step": 5, "loss": 9.0})
+    sink.close()
+    assert [(r["step"], r["loss"]) for r in lines(path)] == [*((s, s / 7) for s in range(1, 5)), (5, 9.0)]
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_resume_completes_a_last_line_without_a_newline(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')  # whole, but the newline was lost
+    sink = JsonlSink(path, resume_step=2)
+    sink.write({"step": 3})
+    sink.close()
+    assert [r["step"] for r in lines(path)] == [1, 2, 3]
+
+
+def test_a_fresh_start_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n')
+    JsonlSink(path).close()
+    assert path.read_text() == "" and read_jsonl(path) == []
+
+
+def test_all_sinks_of_rank_0(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Sinks.open(LogConfig(), tmp_path) as sinks:
+        sinks.write({"step": 1, "loss": 0.25})
+        sinks.write({"step": 1, "zero_shot/top1": 0.5}, "eval")
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.25}]
+    assert lines(tmp_path / "eval.jsonl") == [{"step": 1, "zero_shot/top1": 0.5}]
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25)]
+    assert [e.value for e in events.Scalars("eval/zero_shot/top1")] == [0.5]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    with Sinks.open(LogConfig(wandb=True), tmp_path / "run") as sinks:
+        sinks.write({"step": 1})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failing_chart_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        calls = 0
+
+        def write(self, record: dict, kind: str = "train") -> None:
+            self.calls += 1
+            raise RuntimeError("no network")
+
+        def close(self) -> None: ...
+
+    broken = Broken()
+    path = tmp_path / "metrics.jsonl"
+    with Sinks(JsonlSink(path), None, [broken]) as sinks:
+        sinks.write({"step": 1})
+        sinks.write({"step": 2})
+    assert (len(lines(path)), broken.calls) == (2, 1)
+    assert "Broken failed and is off from now on: no network" in caplog.text
+
+
+def test_wandb_that_is_missing_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        Sinks.open(LogConfig(tensorboard=False, wandb=True), tmp_path)
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, logged = [], []
+
+    class Wandb:
+        @staticmethod
+        def init(**kwargs: object) -> type:
+            started.append(kwargs)
+            return Wandb
+
+        define_metric = staticmethod(lambda *_, **__: None)
+        log = staticmethod(logged.append)
+        finish = staticmethod(lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    config = LogConfig(tensorboard=False, wandb=True, wandb_project="p")
+    for resume_step in (0, 1):
+        with Sinks.open(config, tmp_path / "run", resume_step=resume_step, recipe={"a": 1}) as sinks:
+            sinks.write({"step": resume_step + 1, "loss": 1.0})
+    assert started[0]["id"] == started[1]["id"]
+    assert (started[0]["project"], started[0]["config"]) == ("p", {"a": 1})
+    assert [record["step"] for record in logged] == [1, 2]
