@@ -19,6 +19,7 @@ from clip_train.models import (
     flops_per_sample,
     load_architecture,
 )
+from clip_train.models.dropout import PatchDropout, SampleDropout
 from tests.models.small import inputs, small_architecture, small_model
 
 _BLOCK = {
@@ -235,6 +236,12 @@ def test_dropout_does_not_depend_on_the_micro_batch(cuts: tuple[int, ...]):
     torch.testing.assert_close(
         model(images[order], texts[order], seeds[order])[0], whole[0][order], rtol=0, atol=1e-13
     )
+
+
+def test_every_dropout_of_the_model_has_random_bits_of_its_own():
+    model = small_model(dropout=0.2, patch_dropout=0.5)
+    ids = [m.layer_id for m in model.modules() if isinstance(m, (SampleDropout, PatchDropout))]
+    assert len(ids) == len(set(ids)) == 2 * 2 * 2 + 1
 
 
 def test_dropout_sleeps_in_evaluation_and_asks_for_seeds_in_training():

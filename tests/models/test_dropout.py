@@ -87,3 +87,11 @@ def test_a_probability_out_of_range_is_refused(layer):
 def test_seeds_must_be_one_for_each_sample():
     with pytest.raises(ValueError, match=r"sample_seeds must be \[3\], one for each sample, not \[2\]"):
         SampleDropout(0.5, 0)(torch.ones(3, 4), torch.arange(2))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: its masks were not compared with the CPU's")
+def test_a_gpu_draws_the_same_masks():
+    seeds = torch.arange(-8, 8) * 2**59
+    x = torch.ones(16, 50, 33)
+    for layer in (SampleDropout(0.3, 5), PatchDropout(0.5, 1)):
+        assert torch.equal(layer(x, seeds), layer(x.cuda(), seeds.cuda()).cpu())
