@@ -15,6 +15,7 @@ from clip_train.storage import LocalStorage
 
 Records = list[dict[str, Any]]
 _COLOUR, _PALE, _GRID = "#2f5d8a", "#b9cde0", "#e4e4e4"
+_EXACT = {"learning rate", "logit scale"}  # charts without noise: a smoothed line would only be wrong
 _SMOOTH_FROM = 50  # records from which on a smoothed line is drawn over the raw one
 
 
@@ -133,7 +134,7 @@ def _draw(
         axis.tick_params(labelsize=8)
         axis.grid(color=_GRID, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
-        if len(values) >= _SMOOTH_FROM and not dots:
+        if len(values) >= _SMOOTH_FROM and not dots and title not in _EXACT:
             axis.plot(steps, values, color=_PALE, linewidth=0.8)
             axis.plot(steps, _smooth(values), color=_COLOUR, linewidth=1.4)
         else:

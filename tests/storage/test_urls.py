@@ -1,0 +1,88 @@
+"""Paths and URLs of shards. `memory://` stands for every fsspec protocol."""
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clip_train.errors import UserError
+from clip_train.storage import Entry, expand_glob, is_remote, local_path, open_read, open_storage
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    import fsspec
+
+    fs, name = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
+    fs.pipe({f"{name}/shards/{i:05d}.tar": bytes([i]) * (i + 1) for i in range(3)})
+    fs.pipe(f"{name}/other.txt", b"text")
+    yield f"memory:/{name}"
+    fs.rm(name, recursive=True)
+
+
+def test_is_remote() -> None:
+    assert [is_remote(u) for u in ("s3://b/k", "https://h/p", "simplecache::s3://b/k")] == [True] * 3
+    assert [is_remote(u) for u in ("/a/b", "a:b", "file:///a", "~/x", "pipe:cat x")] == [False] * 5
+    with pytest.raises(ValueError, match="not a local path"):
+        local_path("s3://b/k")
+
+
+def test_local_glob(tmp_path: Path) -> None:
+    for name in ("b-1.tar", "b-0.tar", "c.txt", "odd[1].tar"):
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "dir.tar").mkdir()
+    assert expand_glob(str(tmp_path / "b-*.tar")) == [str(tmp_path / f"b-{i}.tar") for i in (0, 1)]
+    assert expand_glob(f"file://{tmp_path}/b-?.tar") == [str(tmp_path / f"b-{i}.tar") for i in (0, 1)]
+    assert expand_glob(str(tmp_path / "absent.tar")) == [
+        str(tmp_path / "absent.tar")
+    ]  # no pattern: not looked for
+    assert expand_glob(tmp_path / "odd[1].tar") == [str(tmp_path / "odd[1].tar")]
+    assert len(expand_glob(str(tmp_path / "*.tar"))) == 3  # not the folder
+    with pytest.raises(UserError, match="no file matches"):
+        expand_glob(str(tmp_path / "z-*.tar"))
+    with open_read(tmp_path / "b-0.tar") as f:
+        assert f.read() == b"b-0.tar"
+    with pytest.raises(FileNotFoundError):
+        open_read(str(tmp_path / "absent.tar"))
+
+
+def test_remote_is_read_and_seeked(bucket: str) -> None:
+    urls = expand_glob(f"{bucket}/shards/*.tar")
+    assert [u.rsplit("/", 1)[1] for u in urls] == ["00000.tar", "00001.tar", "00002.tar"]
+    with open_read(urls[2]) as f:
+        f.seek(1)
+        assert f.read() == b"\2\2"
+    with pytest.raises(UserError, match="no file matches"):
+        expand_glob(f"{bucket}/shards/*.zip")
+    with pytest.raises(FileNotFoundError):
+        open_read(f"{bucket}/absent")
+
+
+def test_remote_storage_reads(bucket: str) -> None:
+    storage = open_storage(bucket)
+    assert storage.list("shards") == [Entry(f"shards/{i:05d}.tar", i + 1) for i in range(3)]
+    assert Entry("other.txt", 4) in storage.list()
+    assert storage.list("absent") == []
+    assert storage.read_bytes("other.txt") == b"text" and storage.size("other.txt") == 4
+    assert storage.exists("other.txt") and not storage.exists("absent")
+    with storage.open_read("other.txt") as f:
+        assert f.read(2) == b"te"
+
+
+def test_remote_storage_refuses_to_write(bucket: str, tmp_path: Path) -> None:
+    storage = open_storage(bucket)
+    calls = (
+        lambda: storage.put_bytes("x", b""),
+        lambda: storage.put_file(tmp_path / "x", "x"),
+        lambda: storage.delete("other.txt"),
+        lambda: storage.delete_tree("shards"),
+    )
+    for call in calls:
+        with pytest.raises(UserError, match="read-only"):
+            call()
+
+
+def test_an_unknown_protocol_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="not a URL that fsspec can open"):
+        open_read("s4://bucket/key")
