@@ -41,7 +41,7 @@ class EvaluationBatch(Protocol):
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """b dictionaries: "cls" and "json" where the sample has such members."""
+        """b dictionaries: the `.json` members, {} where there is none; "cls" for a `.cls` member."""
         ...
 
 
@@ -91,7 +91,7 @@ def evaluate(
             if not labelled:
                 raise UserError(
                     f"evaluate.zero_shot_classes: none of {num_samples:.0f} validation samples has a label: "
-                    f"they need a .cls member, {classes.label_key!r} in .json, or captions that name a class"
+                    f"they need 'cls' or {classes.label_key!r} in their .json, or captions that name a class"
                 )
             out |= {
                 "zero_shot_top1": top1 / labelled,

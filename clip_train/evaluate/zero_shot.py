@@ -25,9 +25,9 @@ Tokenize = Callable[[list[str]], Tensor]  # b captions -> int64 [b, context_leng
 class ZeroShotClasses(BaseModel):
     """The content of `evaluate.zero_shot_classes`.
 
-    A validation sample's label is, in this order: its `.cls` member; `label_key` of its `.json` (an
-    index or a class name); its caption, if that is a class name, a prompt, or in `captions`. A sample
-    for which none of these is there is left out.
+    A validation sample's label is, in this order: its `cls`, an index (of the `.cls` member or the
+    `.json`); `label_key` of its `.json`, an index or a class name; its caption, if that is in `captions`,
+    a class name or a prompt. A sample that has none of these is left out.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,11 +82,9 @@ class ZeroShotClasses(BaseModel):
 
         def label(caption: str, metadata: dict[str, Any]) -> int:
             if metadata.get("cls") is not None:
-                cls = metadata["cls"]
-                return self._index(int(cls), "a sample's .cls")
-            content = metadata.get("json")
-            if isinstance(content, dict) and content.get(self.label_key) is not None:
-                return self._index(content[self.label_key], f"a sample's {self.label_key}")
+                return self._index(_number(metadata["cls"]), "a sample's cls")
+            if metadata.get(self.label_key) is not None:
+                return self._index(metadata[self.label_key], f"a sample's {self.label_key}")
             return by_caption.get(caption.strip(), -1)
 
         return label
@@ -97,6 +95,14 @@ class ZeroShotClasses(BaseModel):
         if isinstance(target, str) and target in self.classnames:
             return self.classnames.index(target)
         raise ValueError(f"{where} is {target!r}, none of the {len(self.classnames)} classes")
+
+
+def _number(cls: Any) -> Any:
+    """`.cls` members are written as text."""
+    try:
+        return int(cls)
+    except (TypeError, ValueError):
+        return cls
 
 
 def class_embeddings(engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int) -> Tensor:

@@ -31,9 +31,9 @@ def _write_classes(folder: Path) -> str:
 def _expected_label(caption: str, metadata: dict[str, Any]) -> int | None:
     names = CLASSES.classnames
     if "cls" in metadata:
-        return metadata["cls"]
-    if "label" in metadata.get("json", {}):
-        return names.index(metadata["json"]["label"])
+        return int(metadata["cls"])
+    if "label" in metadata:
+        return names.index(metadata["label"])
     if caption == "the sky":
         return 2
     for i, name in enumerate(names):
@@ -121,7 +121,7 @@ def test_a_bad_label_on_one_rank_ends_all(tmp_path: Path):
     with pytest.raises(RankFailedError) as e:
         run_ranks(_bad_label_on_one_rank, 2, _write_classes(tmp_path))
     assert e.value.errors[1][0] == "UserError"
-    assert "a sample's .cls is 99, none of the 7 classes" in e.value.errors[1][1]
+    assert "a sample's cls is 99, none of the 7 classes" in e.value.errors[1][1]
     assert e.value.errors[0][0] == "RemoteRankError"
 
 
