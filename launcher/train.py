@@ -81,6 +81,8 @@ def train(config: RunConfig) -> int:
     run_dir = config.run_dir
     trainer: Trainer | None = None
     try:
+        if dist.is_main():
+            say(env.describe())
         dist.on_main(partial(prepare_run_dir, config, checked))
         trainer = build_trainer(config, checked, device)
         evaluated = run(config, trainer)
@@ -237,7 +239,6 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
 
 def describe_start(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> None:
     plan = checked.plan
-    say(ranks.detect(os.environ).describe())
     say(
         f"{config.model.name}: global batch {plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; ZeRO {config.engine.zero_stage}, "
