@@ -6,9 +6,7 @@ import io
 import os
 from typing import BinaryIO
 
-from braceexpand import (
-    braceexpand,
-)
+from braceexpand import braceexpand
 
 from clip_train.errors import UserError
 from clip_train.storage import expand_glob, is_remote, local_path, open_read

@@ -17,7 +17,7 @@ MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
 MAX_NAME_BYTES = 1 << 20  # of a long name or pax header; more is damage
 MAX_MEMBERS = 64  # kept of one sample: a shard whose file names share a dot would become one huge sample
 
-_METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's own members, such as __index__.json
+_METADATA = re.compile(r"(^|/)__[^/]*__([./]|$)")  # what webdataset keeps beside samples: __index__.json
 
 
 class TarError(Exception):
@@ -140,6 +140,8 @@ def _check_end(file: BinaryIO, offset: int) -> None:
     file.seek(offset)
     rest = file.read(MAX_PADDING_BYTES + 1)
     if len(rest) < BLOCK:
+        if file.seek(0, 2) >= offset + BLOCK:
+            raise OSError(f"short read: {len(rest)} bytes at {offset}")
         raise TarError("truncated shard: no end mark", offset + len(rest))
     if rest.count(0) != len(rest) or len(rest) > MAX_PADDING_BYTES:
         raise TarError("damaged shard: a hole of zeros", offset)
@@ -162,7 +164,7 @@ def _read(file: BinaryIO, count: int, offset: int, reason: str) -> bytes:
 def _verify(header: bytes, offset: int) -> None:
     expected = _number(header[148:156], offset)
     if sum(header) - sum(header[148:156]) + 8 * ord(" ") != expected:
-        raise TarError("damaged shard: bad header checksum", offset)
+        raise TarError("damaged shard: bad header", offset)
 
 
 def _number(digits: bytes, offset: int) -> int:

@@ -1,0 +1,62 @@
+"""Shards for the tests, written by Python's tarfile: no code of the package under test."""
+
+from __future__ import annotations
+
+import functools
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+@functools.cache
+def jpeg(number: int, size: int = 24) -> bytes:
+    """A small image that differs from every other number's."""
+    rng = np.random.default_rng(number)
+    pixels = np.kron(rng.integers(0, 256, (3, 3, 3)), np.ones((size // 3, size // 3, 1))).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=92)
+    return buffer.getvalue()
+
+
+def tar_bytes(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def sample(key: str, number: int) -> list[tuple[str, bytes]]:
+    return [(f"{key}.jpg", jpeg(number)), (f"{key}.txt", f"caption {number}".encode())]
+
+
+def write_shard(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    path.write_bytes(tar_bytes(members))
+    return path
+
+
+def write_dataset(folder: Path, sizes: list[int]) -> str:
+    """Shards of so many samples each, with keys "s<shard>n<number>". Returns what `data.train` would say."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 0
+    for shard, size in enumerate(sizes):
+        members = []
+        for i in range(size):
+            members += sample(f"s{shard}n{i}", number)
+            number += 1
+        write_shard(folder / f"{shard:03d}.tar", members)
+    return str(folder / "*.tar")
+
+
+def keys_in(folder: Path) -> set[str]:
+    """All sample keys, as tarfile sees them."""
+    keys = set()
+    for path in folder.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            keys |= {name.split(".")[0] for name in tar.getnames()}
+    return keys

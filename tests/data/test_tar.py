@@ -1,0 +1,146 @@
+"""The tar reader against Python's tarfile, and on damaged archives."""
+
+import io
+import tarfile
+
+import pytest
+
+from clip_train.data.tar import TarError, iter_samples
+from tests.data.shards import tar_bytes
+
+MEMBERS = [(f"dir/{i:03d}.{ext}", bytes([i]) * (i * 37 % 1500)) for i in range(20) for ext in ("jpg", "txt")]
+
+
+def by_tarfile(data: bytes) -> list[tuple[str, bytes]]:
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return [(m.name, tar.extractfile(m).read()) for m in tar if m.isfile()]
+
+
+def by_us(data: bytes, start: int = 0, wanted=None) -> list[tuple[str, bytes]]:
+    samples = iter_samples(io.BytesIO(data), start, wanted)
+    return [(f"{s.key}.{ext}", content) for s in samples for ext, content in s.members.items()]
+
+
+LONG = [
+    ("a" * 90 + "/" + "b" * 90 + ".jpg", b"long"),
+    ("c" * 300 + "é.png", b"longer"),
+    ("ü.txt", b"x"),
+]
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_equals_tarfile(format):
+    members = MEMBERS + (LONG if format != tarfile.USTAR_FORMAT else LONG[:1])
+    data = tar_bytes(members, format)
+    assert by_us(data) == by_tarfile(data) == members
+
+
+def test_pax_and_base256_sizes():
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a.jpg")
+        info.size, info.pax_headers = 5, {"size": "5", "path": "renamed.jpg", "comment": "x" * 700}
+        tar.addfile(info, io.BytesIO(b"hello"))
+    assert by_us(buffer.getvalue()) == [("renamed.jpg", b"hello")]
+    header = bytearray(tar_bytes([("b.jpg", b"hello")]))
+    header[124:136] = b"\x80" + (5).to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header[:512])
+    assert by_us(bytes(header)) == [("b.jpg", b"hello")]
+
+
+def test_directories_hidden_files_and_metadata_are_no_samples():
+    buffer = io.BytesIO(
+        tar_bytes([("._a.jpg", b"1"), ("a.jpg", b"2"), ("README", b"3"), ("__index__.json", b"4")])
+    )
+    with tarfile.open(fileobj=buffer, mode="a") as tar:
+        folder = tarfile.TarInfo("folder.d")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        link = tarfile.TarInfo("link.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "a.jpg"
+        tar.addfile(link)
+    assert by_us(buffer.getvalue()) == [("a.jpg", b"2")]
+
+
+def test_reading_goes_on_at_the_end_of_any_sample():
+    for format in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        data = tar_bytes(MEMBERS[:6] + LONG + MEMBERS[6:12], format)
+        samples = list(iter_samples(io.BytesIO(data)))
+        for i, sample in enumerate(samples):
+            assert [s.key for s in iter_samples(io.BytesIO(data), sample.end)] == [
+                s.key for s in samples[i + 1 :]
+            ]
+            assert next(iter_samples(io.BytesIO(data), sample.start)).key == sample.key
+
+
+def test_unwanted_samples_are_skipped_without_reading():
+    data = tar_bytes([(f"{i}.jpg", b"x" * 5000) for i in range(50)])
+
+    class Counting(io.BytesIO):
+        count = 0
+
+        def read(self, n=-1):
+            out = super().read(n)
+            self.count += len(out)
+            return out
+
+    starts = [s.start for s in iter_samples(io.BytesIO(data))]
+    file = Counting(data)
+    kept = list(iter_samples(file, 0, lambda start: start in (starts[3], starts[40])))
+    assert [s.key for s in kept] == ["3", "40"]
+    assert file.count < 60_000  # of 276,000: two samples and the headers
+
+
+def test_a_repeated_member_marks_the_sample():
+    data = tar_bytes([("a.jpg", b"1"), ("a.txt", b"2"), ("a.jpg", b"3"), ("b.jpg", b"4")])
+    assert [(s.key, s.duplicate) for s in iter_samples(io.BytesIO(data))] == [("a", True), ("b", False)]
+
+
+def test_extensions_are_lower_case_and_may_hold_dots():
+    data = tar_bytes([("x.JPG", b"1"), ("x.seg.PNG", b"2")])
+    assert list(next(iter_samples(io.BytesIO(data))).members) == ["jpg", "seg.png"]
+
+
+def collect(data: bytes) -> tuple[list[str], str]:
+    keys = []
+    try:
+        for sample in iter_samples(io.BytesIO(data)):
+            keys.append(sample.key)
+    except TarError as e:
+        return keys, e.reason
+    return keys, ""
+
+
+def test_every_cut_is_noticed():
+    whole = tar_bytes([(f"{i}.jpg", b"x" * 700) for i in range(4)])
+    end = 4 * (512 + 1024)
+    for cut in range(0, end + 1, 128):
+        keys, reason = collect(whole[:cut])
+        assert "truncated" in reason, cut
+        assert keys == [str(i) for i in range(4)][: len(keys)]
+        assert len(keys) >= cut // 1536 - 1
+    assert collect(whole) == (["0", "1", "2", "3"], "")
+
+
+def test_damage_is_noticed():
+    whole = tar_bytes([(f"{i}.jpg", b"x" * 700) for i in range(4)])
+    garbage = whole[:1536] + b"\xaa" * 512 + whole[2048:]
+    assert collect(garbage) == ([], "damaged shard: bad header")
+    hole = whole[:1536] + bytes(1536) + whole[3072:]  # a download with a hole
+    assert collect(hole) == (["0"], "damaged shard: a hole of zeros")
+    assert "hole" in collect(whole[:1536] + bytes(3 << 20))[1]
+    assert collect(b"<html>not found</html>" * 100)[1].startswith("damaged")
+    assert collect(b"")[1].startswith("truncated")
+
+
+def test_a_short_read_of_a_whole_file_is_an_io_error():
+    data = tar_bytes([("a.jpg", b"x" * 5000)])
+
+    class Broken(io.BytesIO):
+        def read(self, n=-1):
+            return b"" if self.tell() >= broken_from else super().read(n)
+
+    for broken_from in (0, 512, 5632):
+        with pytest.raises(OSError, match="short read"):
+            list(iter_samples(Broken(data)))

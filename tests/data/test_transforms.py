@@ -1,0 +1,177 @@
+"""Decoding and resizing against Pillow, which OpenCLIP uses."""
+
+import io
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFilter
+
+from clip_train.data.bad_samples import BadSample
+from clip_train.data.transforms import EvalTransform, TrainTransform, decode_image
+
+
+def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth areas with edges and some noise."""
+    rng = np.random.default_rng(seed)
+    image = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize(
+        (width, height), Image.BICUBIC
+    )
+    draw = ImageDraw.Draw(image)
+    for _ in range(6):
+        x, y = rng.integers(0, width), rng.integers(0, height)
+        draw.ellipse(
+            (x, y, x + width // 4, y + height // 3), fill=tuple(int(v) for v in rng.integers(0, 256, 3))
+        )
+    image = image.filter(ImageFilter.GaussianBlur(1))
+    noisy = np.asarray(image).astype(float) + rng.normal(0, 4, (height, width, 3))
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def array(image: torch.Tensor) -> np.ndarray:
+    return image.permute(1, 2, 0).numpy()
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    error = np.mean((a.astype(float) - b.astype(float)) ** 2)
+    return 99.0 if error == 0 else 10 * np.log10(255**2 / error)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("width,height", [(300, 200), (128, 170), (512, 512)])
+def test_train_crop_equals_pillow(width, height, seed):
+    data = encoded(photograph(width, height, seed), quality=90)
+    transform = TrainTransform(96, (0.3, 1.0))
+    ours = transform(decode_image(data), seed)
+    top, left, h, w = transform.crop(height, width, random.Random(seed))
+    pillow = Image.open(io.BytesIO(data)).convert("RGB").crop((left, top, left + w, top + h))
+    assert ours.shape == (3, 96, 96) and ours.dtype == torch.uint8 and ours.is_contiguous()
+    assert psnr(array(ours), np.asarray(pillow.resize((96, 96), Image.BICUBIC))) >= 54
+
+
+@pytest.mark.parametrize("width,height", [(300, 200), (201, 333), (96, 96), (97, 500), (40, 30)])
+def test_eval_equals_pillow(width, height):
+    data = encoded(photograph(width, height), quality=90)
+    ours = EvalTransform(96)(decode_image(data))
+    # torchvision's Resize and CenterCrop, written out
+    new = (96, int(96 * height / width)) if width <= height else (int(96 * width / height), 96)
+    pillow = Image.open(io.BytesIO(data)).convert("RGB").resize(new, Image.BICUBIC)
+    left, top = round((new[0] - 96) / 2.0), round((new[1] - 96) / 2.0)
+    assert psnr(array(ours), np.asarray(pillow.crop((left, top, left + 96, top + 96)))) >= 54
+
+
+def test_crop_is_drawn_as_torchvision_does():
+    transform = TrainTransform(32, (0.5, 0.9))
+    areas, ratios = [], []
+    for seed in range(2000):
+        top, left, h, w = transform.crop(480, 640, random.Random(seed))
+        assert 0 <= top <= 480 - h and 0 <= left <= 640 - w
+        areas.append(h * w / (480 * 640))
+        ratios.append(np.log(w / h))
+    assert 0.49 < min(areas) < 0.51 and 0.88 < max(areas) < 0.91
+    assert abs(np.mean(areas) - 0.7) < 0.02
+    assert min(ratios) > np.log(3 / 4) - 0.01 and max(ratios) < np.log(4 / 3) + 0.01
+    assert transform.crop(480, 640, random.Random(7)) == transform.crop(480, 640, random.Random(7))
+
+
+@pytest.mark.parametrize(
+    "height,width,expected", [(10, 1000, (10, 13)), (1000, 10, (13, 10)), (1, 1, (1, 1))]
+)
+def test_fallback_is_the_middle(height, width, expected):
+    top, left, h, w = TrainTransform(32, (0.9, 1.0)).crop(height, width, random.Random(0))
+    assert (h, w) == expected
+    assert abs(top - (height - h) / 2) < 1 and abs(left - (width - w) / 2) < 1
+
+
+def test_extreme_shapes_do_not_explode():
+    assert EvalTransform(32)(torch.zeros(3, 1, 60_000, dtype=torch.uint8)).shape == (3, 32, 32)
+    assert EvalTransform(32)(torch.zeros(3, 5000, 2, dtype=torch.uint8)).shape == (3, 32, 32)
+    assert TrainTransform(32)(torch.zeros(3, 1, 5000, dtype=torch.uint8), 0).shape == (3, 32, 32)
+
+
+def test_jpeg_decodes_as_pillow_does():
+    for mode in ("RGB", "L"):
+        for options in ({"quality": 85}, {"quality": 95, "progressive": True}):
+            data = encoded(photograph(90, 61).convert(mode), **options)
+            assert (
+                psnr(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))) > 50
+            )
+
+
+def test_cmyk_jpeg_goes_through_pillow():
+    data = encoded(photograph(40, 30).convert("CMYK"), quality=95)
+    assert np.array_equal(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_other_kinds(kind):
+    image = photograph(40, 30).convert("P").convert("RGB")
+    data = encoded(image, kind, **({"lossless": True} if kind == "WEBP" else {}))
+    assert psnr(array(decode_image(data)), np.asarray(image)) > 30
+
+
+def test_transparency_is_laid_over_white():
+    image = Image.new("RGBA", (4, 1))
+    for x, pixel in enumerate([(200, 0, 0, 255), (200, 0, 0, 0), (0, 0, 0, 128), (255, 255, 255, 0)]):
+        image.putpixel((x, 0), pixel)
+    out = array(decode_image(encoded(image, "PNG")))[0].astype(int)
+    assert np.abs(out - [[200, 0, 0], [255, 255, 255], [127, 127, 127], [255, 255, 255]]).max() <= 1
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 0, 0, 0])
+    palette.putpixel((1, 0), 1)
+    out = array(decode_image(encoded(palette, "PNG", transparency=1)))[0]
+    assert out.tolist() == [[10, 20, 30], [255, 255, 255]]
+
+
+def test_sixteen_bits_are_scaled():
+    values = np.array([[0, 257, 128 * 257, 65535, 300]], dtype=np.uint16)
+    out = array(decode_image(encoded(Image.fromarray(values), "PNG")))[0]
+    assert out.tolist() == [[v, v, v] for v in (0, 1, 128, 255, 1)]
+
+
+def bomb(side: int) -> bytes:
+    """The header of a PNG of side x side pixels."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        )
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
+
+
+def jpeg_bomb() -> bytes:
+    data = bytearray(encoded(photograph(16, 16)))
+    at = data.index(b"\xff\xc0") + 5  # height and width in the frame header
+    data[at : at + 4] = struct.pack(">HH", 20_000, 20_000)
+    return bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    "data,reason",
+    [
+        (b"", "empty"),
+        (b"not an image", "decode"),
+        (b"\xff\xd8\xff", "decode"),
+        (encoded(photograph(64, 64))[:-200], "decode"),
+        (encoded(photograph(64, 64), "PNG")[:-200], "decode"),
+        (encoded(photograph(64, 64), "GIF")[:60], "decode"),
+        (bomb(12_000), "too many pixels"),
+        (bomb(60_000), "too many pixels"),
+        (jpeg_bomb(), "too many pixels"),
+    ],
+)
+def test_bad_images_have_a_reason(data, reason):
+    with pytest.raises(BadSample, match=reason):
+        decode_image(data)
