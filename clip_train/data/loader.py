@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
 from types import TracebackType
 from typing import Any
 
@@ -125,6 +128,7 @@ class TrainLoader:
         _check_picklable(self._stream)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
+        _start_fork_server()
         return iter(
             DataLoader(
                 self._stream,
@@ -167,6 +171,18 @@ class TrainLoader:
             batch.images, batch.texts = batch.images.pin_memory(), batch.texts.pin_memory()
             batch.sample_seeds = batch.sample_seeds.pin_memory()
         return batch
+
+
+def _start_fork_server() -> None:
+    """With SIGTERM ignored, which it inherits: a launcher sends it to the group, and the trainer must outlive it."""
+    if threading.current_thread() is not threading.main_thread():  # no signals to be set from here
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(cursors: dict[int, dict[str, Any]] | None, plan: LanePlan) -> dict[int, Cursor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -224,7 +225,18 @@ class PieceStream(IterableDataset):
     def __iter__(self) -> Iterator[Piece | Failure]:
         if get_worker_info() is not None:
             torch.set_num_threads(1)
+            outlive_the_first_signal()
         try:
             yield from self.pipeline
         except Exception as e:
             yield Failure.of(e)
+
+
+def outlive_the_first_signal() -> None:
+    """In a worker: Ctrl-C and a launcher's SIGTERM go to the whole process group, but only the trainer may act.
+
+    It still wants batches until its checkpoint is committed, and then ends the workers, by a second SIGTERM
+    where need be.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))

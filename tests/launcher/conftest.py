@@ -1,0 +1,112 @@
+"""Runs of the real command, in processes of their own, on a small real data set."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clip_train.data.synthetic import SyntheticData, shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RECIPE = """\
+run: {{name: small, dir: {run_dir}, steps: 40, seed: 3}}
+model: {{name: {model}, dropout: 0.1, patch_dropout: 0.25}}
+data: {{train: "{train}", workers: 0, lanes: 4, shuffle_block: 64}}
+batch: {{global_size: 32, micro_size: 12}}
+optim: {{lr: 1e-3}}
+schedule: {{warmup_steps: 5}}
+checkpoint: {{every_steps: 7}}
+log: {{batch_digest: true, tensorboard: false}}
+"""
+MODEL = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> SyntheticData:
+    return shapes(tmp_path_factory.mktemp("data") / "shapes", 600, per_shard=150)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("model") / "small.json"
+    file.write_text(json.dumps(MODEL))
+    return file
+
+
+@pytest.fixture
+def recipe(tmp_path, data, model) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE.format(run_dir=tmp_path / "run", train=data.train, model=model))
+    return file
+
+
+def start(recipe: Path, *overrides: str, ranks: int = 1, verb: str = "train") -> subprocess.Popen:
+    """`clip-train VERB recipe overrides`, under torchrun where there is more than one rank."""
+    line = ["-m", "launcher", verb, str(recipe), *overrides]
+    if ranks > 1:
+        line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *line]
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *line],
+        env=environ,
+        cwd=recipe.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str]:
+    """Its exit status and output; nothing of it is left running, however it ends."""
+    try:
+        out, _ = process.communicate(timeout=timeout)
+        return process.returncode, out
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to the whole group: every rank, the launcher, loader workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def run(recipe: Path, *overrides: str, ranks: int = 1, verb: str = "train") -> tuple[int, str]:
+    return finish(start(recipe, *overrides, ranks=ranks, verb=verb))
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, timeout: float = 120) -> None:
+    """Until metrics.jsonl has that step."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and process.poll() is None:
+        if any(line["step"] >= step for line in metrics(run_dir)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {finish(process)[1]}")
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """Whole lines of metrics.jsonl."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

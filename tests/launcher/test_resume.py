@@ -1,0 +1,97 @@
+"""Kill and resume through the real command: on the same layout bitwise, on another within rounding."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from launcher.verdict import read_verdict
+from tests.launcher.conftest import finish, kill, metrics, run, start, wait_for_step
+
+pytestmark = pytest.mark.engine
+SAME = ("step", "loss", "grad_norm", "batch_digest", "lr", "logit_scale", "samples")
+
+
+def told(lines: list[dict]) -> list[tuple]:
+    return [tuple(line[key] for key in SAME) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, data, model):
+    from tests.launcher.conftest import RECIPE
+
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(run_dir=folder / "run", train=data.train, model=model))
+    status, out = run(recipe)
+    assert status == 0, out
+    assert read_verdict(folder / "run")[0] == "DONE"
+    return metrics(folder / "run")
+
+
+def test_a_run_killed_with_sigkill_goes_on_bitwise(recipe, tmp_path, uninterrupted):
+    process = start(recipe)
+    wait_for_step(tmp_path / "run", 17, process)  # checkpoints are at 7, 14, ...: some steps are lost
+    kill(process)
+    assert read_verdict(tmp_path / "run") is None
+    status, out = run(recipe)
+    assert status == 0, out
+    assert "resuming from step" in out
+    assert told(metrics(tmp_path / "run")) == told(uninterrupted)
+
+
+def test_other_ranks_stage_workers_and_micro_batches_change_nothing_but_rounding(recipe, tmp_path, uninterrupted):
+    process = start(recipe)
+    wait_for_step(tmp_path / "run", 9, process)
+    kill(process)
+    layout = ("engine.zero_stage=3", "data.workers=2", "batch.micro_size=5", "batch.kept_graphs=2")
+    status, out = run(recipe, *layout, ranks=2)
+    assert status == 0, out
+    lines = metrics(tmp_path / "run")
+    assert [line["batch_digest"] for line in lines] == [line["batch_digest"] for line in uninterrupted]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in uninterrupted], rel=1e-5)
+    assert lines[-1]["accum_steps"] == 4 and lines[-1]["kept_graphs"] == 2
+
+
+def test_sigterm_saves_at_the_next_step_and_exits_75(recipe, tmp_path, uninterrupted):
+    process = start(recipe, "data.workers=1", ranks=2)
+    wait_for_step(tmp_path / "run", 10, process)
+    process.send_signal(signal.SIGTERM)  # torchrun hands it to both ranks
+    _, out = finish(process)
+    word, why = read_verdict(tmp_path / "run")
+    assert word == "PREEMPTED", out
+    assert out.count("stopped by SIGTERM after step") == 1
+    assert metrics(tmp_path / "run")[-1]["step"] == why["step"] < 40
+    status, out = run(recipe)
+    assert status == 0, out
+    assert f"resuming from step {why['step']}" in out
+    lines = metrics(tmp_path / "run")
+    assert [line["batch_digest"] for line in lines] == [line["batch_digest"] for line in uninterrupted]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in uninterrupted], rel=1e-5)
+
+
+def test_one_process_exits_75_itself(recipe, tmp_path):
+    process = start(recipe)
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGINT)
+    status, out = finish(process)
+    assert status == 75, out
+
+
+def test_another_recipe_is_not_gone_on_with(recipe, tmp_path):
+    assert run(recipe, "run.steps=8")[0] == 0
+    status, out = run(recipe, "batch.global_size=64", "run.seed=4", ranks=2)
+    assert status != 0
+    assert out.count("batch.global_size was 32, is 64") == 1
+    assert "run.seed was 3, is 4" in out and "checkpoint.resume=never" in out
+    assert read_verdict(tmp_path / "run")[0] == "FATAL"
+
+
+def test_a_loss_that_diverges_stops_all_ranks_and_names_the_last_good_checkpoint(recipe, tmp_path):
+    status, out = run(recipe, "optim.lr=1e30", "optim.grad_clip_norm=null", "checkpoint.every_steps=1", ranks=2)
+    assert status != 0
+    assert out.count("error: step") == 1, out
+    assert "the last good checkpoint is that of step" in out
+    word, why = read_verdict(tmp_path / "run")
+    assert word == "FATAL" and "step" in why["reason"]
