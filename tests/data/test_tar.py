@@ -141,6 +141,7 @@ def test_a_short_read_of_a_whole_file_is_an_io_error():
         def read(self, n=-1):
             return b"" if self.tell() >= broken_from else super().read(n)
 
-    for broken_from in (0, 512, 5632):
+    for start in (0, 512, 5632):
+        broken_from = start
         with pytest.raises(OSError, match="short read"):
             list(iter_samples(Broken(data)))

@@ -70,15 +70,15 @@ def test_eval_equals_pillow(width, height):
 
 
 def test_crop_is_drawn_as_torchvision_does():
-    transform = TrainTransform(32, (0.5, 0.9))
+    transform = TrainTransform(32, (0.3, 0.7))  # never larger than a square image: no draw is rejected
     areas, ratios = [], []
     for seed in range(2000):
-        top, left, h, w = transform.crop(480, 640, random.Random(seed))
-        assert 0 <= top <= 480 - h and 0 <= left <= 640 - w
-        areas.append(h * w / (480 * 640))
+        top, left, h, w = transform.crop(640, 640, random.Random(seed))
+        assert 0 <= top <= 640 - h and 0 <= left <= 640 - w
+        areas.append(h * w / 640**2)
         ratios.append(np.log(w / h))
-    assert 0.49 < min(areas) < 0.51 and 0.88 < max(areas) < 0.91
-    assert abs(np.mean(areas) - 0.7) < 0.02
+    assert 0.29 < min(areas) < 0.31 and 0.69 < max(areas) < 0.71
+    assert abs(np.mean(areas) - 0.5) < 0.02
     assert min(ratios) > np.log(3 / 4) - 0.01 and max(ratios) < np.log(4 / 3) + 0.01
     assert transform.crop(480, 640, random.Random(7)) == transform.crop(480, 640, random.Random(7))
 

@@ -1,0 +1,110 @@
+"""Every mistake about the data is named before the job starts."""
+
+import json
+
+import pytest
+
+from clip_train.data import DataConfig, check_source
+from clip_train.data.sources import expand
+from clip_train.errors import UserError
+from tests.data.shards import jpeg, sample, write_dataset, write_shard
+
+
+def check(train, **settings):
+    return check_source(DataConfig(train=str(train), **settings))
+
+
+def test_good_data_is_summed_up(tmp_path):
+    train = write_dataset(tmp_path, [2, 3])
+    summary = check(train)
+    assert (summary.num_shards, summary.first_key, summary.first_caption) == (2, "s0n0", "caption 0")
+    assert check(f"{tmp_path}/{{000..001}}.tar::{tmp_path}/001.tar").num_shards == 3
+    assert check(f"file://{tmp_path}/000.tar").num_shards == 1
+
+
+def test_order_of_shards(tmp_path):
+    write_dataset(tmp_path, [1, 1, 1])
+    names = [path.rsplit("/", 1)[1] for path in expand(f"{tmp_path}/{{002,000}}.tar::{tmp_path}/*.tar")]
+    assert names == ["002.tar", "000.tar", "000.tar", "001.tar", "002.tar"]
+
+
+@pytest.mark.parametrize(
+    "train,message",
+    [
+        ("{folder}/none/*.tar", r"data\.train \(.*none/\*\.tar\).*matches no"),
+        ("{folder}/{{000..005}}.tar", r"data\.train.*4 of 6 shards are not there.*002\.tar"),
+        ("{folder}/{{000..001.tar", r"data\.train.*braces"),
+        ("pipe:cat {folder}/000.tar", r"data\.train.*pipe:.*shell"),
+        ("{folder}/000.tar::pipe:curl x", r"pipe:"),
+        ("", r"data\.train.*empty"),
+        ("{folder}/000.tar::", r"empty part"),
+        ("nosuch://bucket/000.tar", r"nosuch"),
+    ],
+)
+def test_shards_that_are_not_there(tmp_path, train, message):
+    write_dataset(tmp_path, [1, 1])
+    with pytest.raises(UserError, match=message):
+        check(train.format(folder=tmp_path))
+
+
+META = json.dumps({"text": "a cat", "url": "x", "number": 3}).encode()
+
+
+@pytest.mark.parametrize(
+    "members,settings,message",
+    [
+        ([("a.txt", b"x"), ("a.npy", b"y")], {}, r"first sample, a, .*no image.*\.txt, \.npy"),
+        ([("a.jpg", b""), ("a.txt", b"y")], {}, r"image is empty"),
+        ([("a.jpg", jpeg(0)), ("a.cls", b"3")], {}, r"no caption.*\.jpg, \.cls.*\.txt"),
+        ([("a.jpg", jpeg(0)), ("a.json", META)], {}, r"no caption.*data\.caption_key.*text, url, number"),
+        (
+            [("a.jpg", jpeg(0)), ("a.json", META)],
+            {"caption_key": "caption"},
+            r"caption_key is caption.*text, url",
+        ),
+        ([("a.jpg", jpeg(0)), ("a.json", META)], {"caption_key": "number"}, r"caption is not a text"),
+        ([("a.jpg", jpeg(0)), ("a.json", b"{")], {"caption_key": "text"}, r"json does not parse"),
+        (sample("a", 0), {"caption_key": "text"}, r"needs a \.json"),
+        ([("a.jpg", jpeg(0)), ("a.txt", b"  ")], {}, r"caption is empty"),
+        ([("a.1.jpg", b"x"), ("a.2.jpg", b"x"), ("a.1.jpg", b"x")], {}, r"first dot"),
+        ([("README", b"x")], {}, r"holds no sample"),
+    ],
+)
+def test_first_sample_is_looked_at(tmp_path, members, settings, message):
+    write_shard(tmp_path / "a.tar", members)
+    with pytest.raises(UserError, match=message) as caught:
+        check(tmp_path / "a.tar", **settings)
+    assert "data.train" in str(caught.value)
+
+
+def test_captions_from_json(tmp_path):
+    write_shard(tmp_path / "a.tar", [("a.jpg", jpeg(0)), ("a.json", META)])
+    assert check(tmp_path / "a.tar", caption_key="text").first_caption == "a cat"
+
+
+def test_not_a_tar(tmp_path):
+    (tmp_path / "a.tar").write_bytes(b"<html>" * 500)
+    with pytest.raises(UserError, match="no readable tar"):
+        check(tmp_path / "a.tar")
+    (tmp_path / "empty.tar").write_bytes(b"")
+    with pytest.raises(UserError, match="no readable tar"):
+        check(tmp_path / "empty.tar")
+
+
+def test_config_checks_itself():
+    with pytest.raises(ValueError, match="aug_scale"):
+        DataConfig(train="x", aug_scale=(0.9, 0.5))
+    for bad in ({"workers": -1}, {"lanes": 0}, {"lanes": "many"}, {"shuffle_block": 0}, {"unknown": 1}):
+        with pytest.raises(ValueError):
+            DataConfig(train="x", **bad)
+
+
+def test_remote_urls_are_read_through_the_storage(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    from tests.data.shards import tar_bytes
+
+    with fsspec.open("memory://shards/000.tar", "wb") as file:
+        file.write(tar_bytes(sample("a", 0)))
+    assert check("memory://shards/*.tar").first_key == "a"
+    with pytest.raises(UserError, match="cannot be opened"):
+        check("memory://shards/999.tar")

@@ -1,0 +1,290 @@
+"""The loader's promise: ranks, workers and resumes change nothing about the global batch."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import webdataset
+
+from clip_train.data import DataConfig, TrainLoader
+from clip_train.data.lanes import Lane, hash64
+from clip_train.errors import DataError, UserError
+from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
+
+N = 24  # global batch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Unequal shards with what the world brings: 55 samples of which 3 do not decode, 1 has no caption."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_dataset(folder, [21, 9, 14])
+    members = [m for i in range(8) for m in sample(f"mixed{i}", 500 + i)]
+    for bad in ("broken0", "broken1"):
+        members += [(f"{bad}.jpg", jpeg(0)[:200]), (f"{bad}.txt", b"a broken image")]
+    members += [("text.png", b"no image at all"), ("text.txt", b"text"), ("silent.jpg", jpeg(1))]
+    write_shard(folder / "mixed.tar", members)
+    return folder
+
+
+def config_of(folder: Path, **settings) -> DataConfig:
+    defaults = {
+        "workers": 0,
+        "lanes": 12,
+        "shuffle_block": 7,
+        "aug_scale": (0.3, 1.0),
+        "bad_sample_limit": 1.0,
+    }
+    return DataConfig(train=str(folder / "*.tar"), **{**defaults, **settings})
+
+
+def loader_of(config: DataConfig, **arguments) -> TrainLoader:
+    return TrainLoader(
+        config, **{"image_size": 16, "context_length": 8, "global_size": N, "seed": 5, **arguments}
+    )
+
+
+def global_batches(config: DataConfig, steps: int, world_size: int = 1, **arguments):
+    """Per step: (keys, seeds, images, texts) of all ranks in turn, and the cursors merged, as JSON."""
+    loaders = [loader_of(config, rank=r, world_size=world_size, **arguments) for r in range(world_size)]
+    steps_out, bads = [], collections.Counter()
+    for _ in range(steps):
+        batches = [next(loader) for loader in loaders]
+        assert all(len(batch) == N // world_size for batch in batches)
+        cursors = {lane: c for batch in batches for lane, c in batch.cursors.items()}
+        for batch in batches:
+            bads.update(batch.bad_samples)
+        steps_out.append(
+            {
+                "keys": [key for batch in batches for key in batch.keys],
+                "seeds": [seed for batch in batches for seed in batch.sample_seeds.tolist()],
+                "images": b"".join(batch.images.numpy().tobytes() for batch in batches),
+                "texts": torch.cat([batch.texts for batch in batches]).tolist(),
+                "cursors": json.dumps(cursors, sort_keys=True),
+            }
+        )
+    for loader in loaders:
+        loader.close()
+    return steps_out, bads
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return global_batches(config_of(folder), 12)
+
+
+@pytest.mark.parametrize(
+    "world_size,workers,prefetch",
+    [(1, 2, 2), (2, 0, 1), (2, 1, 3), (4, 0, 1), (3, 0, 1), (8, 0, 1), (24, 0, 1)],
+)
+def test_global_batches_are_the_same(folder, reference, world_size, workers, prefetch):
+    config = config_of(folder, workers=workers, prefetch=prefetch)
+    assert global_batches(config, 12, world_size) == reference
+
+
+@pytest.mark.parametrize("world_size,lanes", [(2, 3), (8, 6), (24, 1), (3, 8), (4, 24)])
+def test_lanes_that_do_not_divide_among_ranks(folder, world_size, lanes):
+    config = config_of(folder, lanes=lanes)
+    assert global_batches(config, 6, world_size) == global_batches(config, 6)
+
+
+@pytest.mark.parametrize("stop,world_size,workers", [(0, 2, 0), (4, 1, 2), (5, 3, 0), (8, 4, 0), (10, 1, 0)])
+def test_resume_on_another_layout_is_exact(folder, reference, stop, world_size, workers):
+    cursors = json.loads(reference[0][stop]["cursors"])  # JSON makes texts of the lanes
+    config = config_of(folder, workers=workers)
+    resumed, _ = global_batches(config, 11 - stop, world_size, cursors=cursors)
+    assert resumed == reference[0][stop + 1 :]
+
+
+def test_every_bad_sample_is_counted_once_per_epoch(folder):
+    config = config_of(folder, lanes=1, shuffle_block=6)
+    loader = loader_of(config, global_size=11)
+    counts = collections.Counter()
+    for _ in range(15):  # three epochs of 55: 44 good ones, 8 good and 3 broken in mixed.tar
+        counts.update(next(loader).bad_samples)
+    mixed = str(folder / "mixed.tar")
+    assert counts == {f"image does not decode\t{mixed}": 9, f"no caption\t{mixed}": 3}
+
+
+def test_what_does_not_decode_is_replaced_by_a_good_one(folder, reference):
+    keys = {key for step in reference[0] for key in step["keys"]}
+    good = keys_in(folder) - {"broken0", "broken1", "text", "silent"}
+    assert keys == good
+    assert all(len(set(step["images"])) > 2 for step in reference[0])
+
+
+def test_a_block_without_a_decodable_sample_takes_what_follows(tmp_path):
+    members = [m for i in range(4) for m in ((f"bad{i}.jpg", jpeg(0)[:150]), (f"bad{i}.txt", b"x"))]
+    write_shard(tmp_path / "a.tar", members + sample("good", 1))
+    config = config_of(tmp_path, lanes=1, shuffle_block=1)
+    runs = [global_batches(config, 2, world_size)[0] for world_size in (1, 3)]
+    assert runs[0] == runs[1]
+    assert set(runs[0][0]["keys"]) == {"good"}
+
+
+def test_augmentation_differs_between_visits(tmp_path):
+    write_dataset(tmp_path, [1])
+    batch = next(loader_of(config_of(tmp_path, lanes=1)))
+    assert set(batch.keys) == {"s0n0"}
+    assert len({image.numpy().tobytes() for image in batch.images}) > N // 2
+    assert batch.sample_seeds.tolist() == [hash64(5, 0, count) for count in range(N)]
+
+
+def test_batch_fields(folder):
+    batch = next(loader_of(config_of(folder)))
+    assert batch.images.shape == (N, 3, 16, 16) and batch.images.dtype == torch.uint8
+    assert batch.texts.shape == (N, 8) and batch.texts.dtype == torch.int64
+    assert batch.sample_seeds.shape == (N,) and batch.sample_seeds.dtype == torch.int64
+    assert sorted(batch.cursors) == list(range(12))
+    assert all(len(json.dumps(cursor)) < 150 for cursor in batch.cursors.values())
+
+
+def test_image_and_caption_stay_together(tmp_path):
+    """One plain colour per caption: the pairs must survive shuffling, workers and replacement."""
+    import io
+
+    from PIL import Image
+
+    from clip_train.data.tokenizer import Tokenizer
+
+    members = []
+    for i in range(30):
+        buffer = io.BytesIO()
+        Image.new("RGB", (8, 8), (i * 8, i * 8, i * 8)).save(buffer, "PNG")
+        members += [(f"k{i}.png", buffer.getvalue()), (f"k{i}.txt", f"{i}".encode())]
+    write_shard(tmp_path / "a.tar", members)
+    batch = next(loader_of(config_of(tmp_path, lanes=4)))
+    tokenizer = Tokenizer(8)
+    for image, text, key in zip(batch.images, batch.texts, batch.keys, strict=True):
+        number = int(key[1:])
+        assert (image == number * 8).all()
+        assert torch.equal(text, tokenizer([str(number)])[0])
+
+
+# ------------------------------------------------------------ stages
+
+
+def shout(fields: dict) -> dict:
+    return {**fields, "txt": fields["txt"].upper() + b" !"}
+
+
+def drop_some(samples):
+    for i, fields in enumerate(samples):
+        if i % 5:
+            yield fields
+
+
+def test_user_stages_see_every_sample_replacements_too(folder, reference):
+    stages = (webdataset.map(shout),)
+    plain = reference[0]
+    for workers in (0, 2):
+        shouted, _ = global_batches(config_of(folder, workers=workers), 3, stages=stages)
+        assert [s["keys"] for s in shouted] == [s["keys"] for s in plain[:3]]
+        # "caption 7 !": every text has one token more, before the end
+        for text, before in zip(shouted[0]["texts"], plain[0]["texts"], strict=True):
+            end = before.index(49407)
+            assert text[:end] == before[:end] and text[end : end + 2] == [256, 49407]
+
+
+def test_a_stage_that_drops_samples_is_refused(folder):
+    with pytest.raises(UserError, match="one sample to one"):
+        next(loader_of(config_of(folder), stages=(drop_some,)))
+
+
+def test_a_stage_that_cannot_travel_is_refused(folder):
+    with pytest.raises(UserError, match=r"data\.workers=0"):
+        next(loader_of(config_of(folder, workers=1), stages=(lambda samples: samples,)))
+
+
+# ------------------------------------------------------------ errors
+
+
+def test_worker_errors_arrive_as_they_were(tmp_path):
+    write_shard(tmp_path / "a.tar", [("a.jpg", jpeg(0))])
+    loader = loader_of(config_of(tmp_path, workers=2))
+    with pytest.raises(DataError, match="no caption"):
+        next(loader)
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_a_killed_worker_is_an_error_not_a_hang(folder):
+    loader = loader_of(config_of(folder, workers=2))
+    next(loader)
+    os.kill(loader._pieces._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="worker died"):
+        for _ in range(100):
+            next(loader)
+
+
+def test_close_ends_the_workers(folder):
+    with loader_of(config_of(folder, workers=2)) as loader:
+        next(loader)
+        workers = list(loader._pieces._workers)
+        assert all(worker.is_alive() for worker in workers)
+    assert not any(worker.is_alive() for worker in workers)
+    assert list(loader) == []
+
+
+def test_workers_are_no_more_than_lanes(folder):
+    with loader_of(config_of(folder, workers=2, lanes=2), rank=1, world_size=2) as loader:
+        assert next(loader).keys
+        assert len(loader._pieces._workers) == 1
+
+
+def test_too_many_bad_samples_stop_the_run_with_a_table(tmp_path):
+    members = []
+    for i in range(100):
+        content = jpeg(i) if i % 10 else b"\xff\xd8 broken"
+        members += [(f"k{i:03d}.jpg", content), (f"k{i:03d}.txt", b"x")]
+    write_shard(tmp_path / "a.tar", members)
+    loader = loader_of(config_of(tmp_path, lanes=1, bad_sample_limit=0.05, shuffle_block=50))
+    seen = 0
+    with pytest.raises(DataError, match=r"data\.bad_sample_limit \(0\.05\)") as caught:
+        for _ in range(1000):
+            next(loader)
+            seen += N
+    assert 150 < seen < 260  # 20 bad ones are there after 200 samples
+    assert (
+        "image does not decode" in str(caught.value)
+        and "a.tar" in str(caught.value)
+        and "k0" in str(caught.value)
+    )
+    patient = loader_of(config_of(tmp_path, lanes=1, bad_sample_limit=0.2))
+    for _ in range(30):
+        next(patient)
+    assert "image does not decode" in patient.bad_sample_table()
+
+
+def test_cursors_of_another_order_are_refused(folder, reference, tmp_path):
+    cursors = json.loads(reference[0][3]["cursors"])
+    with pytest.raises(UserError, match=r"data\.lanes \(6\).*12 lanes.*data\.lanes=12"):
+        loader_of(config_of(folder, lanes=6), cursors=cursors)
+    for other in ({"shuffle_block": 8}, {"caption_key": "c"}):
+        with pytest.raises(UserError, match=r"data\.shuffle_block"):
+            loader_of(config_of(folder, **other), cursors=cursors)
+    with pytest.raises(UserError, match=r"run\.seed"):
+        loader_of(config_of(folder), seed=6, cursors=cursors)
+    write_dataset(tmp_path, [40, 30])
+    with pytest.raises(UserError, match=r"data\.train"):
+        loader_of(config_of(tmp_path), cursors=cursors)
+
+
+def test_decoding_cannot_move_a_cursor(folder, monkeypatch):
+    """Cursors are the raw lane's, whatever decodes."""
+    config = config_of(folder)
+    loader = loader_of(config)
+    plan = loader.plan
+    lane = Lane(plan, 4)
+    for _ in range(9):
+        cursor = next(loader).cursors[4]
+        lane.skip()
+        lane.skip()
+        cursor.pop("source")
+        assert cursor == lane.cursor.to_dict()

@@ -1,0 +1,60 @@
+"""Every validation sample comes once, on one rank."""
+
+import json
+
+import pytest
+import torch
+
+from clip_train.data import ValLoader
+from clip_train.errors import DataError, UserError
+from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
+
+
+def load(train, rank=0, world_size=1, **arguments):
+    defaults = {"image_size": 16, "context_length": 8, "batch_size": 4}
+    return ValLoader(str(train), rank=rank, world_size=world_size, **{**defaults, **arguments})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_no_repeat_no_drop(tmp_path, world_size):
+    val = write_dataset(tmp_path, [5, 1, 8])
+    order = [key for batch in load(val) for key in batch.keys]
+    assert len(order) == 14 and set(order) == keys_in(tmp_path)
+    for rank in range(world_size):
+        keys = [key for batch in load(val, rank, world_size) for key in batch.keys]
+        assert keys == order[rank::world_size]
+
+
+def test_batches_and_repetition(tmp_path):
+    loader = load(write_dataset(tmp_path, [10]))
+    first, second = list(loader), list(loader)
+    assert [len(batch) for batch in first] == [4, 4, 2]
+    assert all(torch.equal(a.images, b.images) for a, b in zip(first, second, strict=True))
+    assert first[0].images.shape == (4, 3, 16, 16) and first[0].images.dtype == torch.uint8
+    assert first[0].texts.shape == (4, 8)
+    assert first[0].captions == [f"caption {i}" for i in range(4)]
+
+
+def test_threads_change_nothing(tmp_path):
+    val = write_dataset(tmp_path, [9])
+    one, many = list(load(val, workers=0)), list(load(val, workers=3))
+    assert all(torch.equal(a.images, b.images) and a.keys == b.keys for a, b in zip(one, many, strict=True))
+
+
+def test_metadata_and_bad_samples(tmp_path):
+    members = [*sample("a", 0), ("a.json", json.dumps({"classname": "cat"}).encode())]
+    members += [("b.jpg", jpeg(0)[:100]), ("b.txt", b"x"), ("c.jpg", jpeg(1)), *sample("d", 2)]
+    loader = load(write_shard(tmp_path / "a.tar", members))
+    (batch,) = list(loader)
+    assert batch.keys == ["a", "d"]
+    assert batch.metadata == [{"classname": "cat"}, {}]
+    assert loader.num_bad == 2
+    assert "image does not decode" in loader.bad_sample_table() and "no caption" in loader.bad_sample_table()
+
+
+def test_errors(tmp_path):
+    with pytest.raises(UserError, match=r"data\.val"):
+        load(tmp_path / "*.tar")
+    write_shard(tmp_path / "a.tar", [("a.jpg", b"x")])
+    with pytest.raises(DataError, match=r"data\.val.*\n(.*\n)*.*no caption"):
+        list(load(tmp_path / "a.tar"))
