@@ -49,11 +49,19 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    out = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    out = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return out.stdout.strip() or "unknown"
 
 
-def finish(name: str, rows: list[dict[str, Any]], targets: dict[str, str], missed: list[str], args: argparse.Namespace) -> int:
+def finish(
+    name: str,
+    rows: list[dict[str, Any]],
+    targets: dict[str, str],
+    missed: list[str],
+    args: argparse.Namespace,
+) -> int:
     """Print the table, write the JSON, and tell the exit status: 1 where a target was missed."""
     table = Table(title=f"{name} ({commit()}, {environment()['device']}, torch {torch.__version__})")
     for column in rows[0]:
@@ -64,7 +72,13 @@ def finish(name: str, rows: list[dict[str, Any]], targets: dict[str, str], misse
     for target, meaning in targets.items():
         print(f"target: {target}: {meaning}")
     if args.json:
-        content = {"name": name, "rows": rows, "targets": targets, "environment": environment(), "commit": commit()}
+        content = {
+            "name": name,
+            "rows": rows,
+            "targets": targets,
+            "environment": environment(),
+            "commit": commit(),
+        }
         Path(args.json).write_text(json.dumps(content, indent=2) + "\n")
     for line in missed:
         print(f"MISSED: {line}")

@@ -128,7 +128,8 @@ def on_main(action: Callable[[], T]) -> T:
             result = action()
         except Exception as e:
             error = e
-    kind, payload = broadcast_object(("error", f"{type(error).__name__}: {error}") if error else ("result", result))
+    outcome: tuple[str, Any] = ("error", f"{type(error).__name__}: {error}") if error else ("result", result)
+    kind, payload = broadcast_object(outcome)
     if error is not None:
         raise error
     if kind == "error":

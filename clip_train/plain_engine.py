@@ -32,7 +32,10 @@ class PlainEngine:
     """`model(images, texts, sample_seeds) -> (image, text, logit_scale, logit_bias)` with a torch optimizer."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, grad_clip_norm: float | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        grad_clip_norm: float | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -60,6 +63,7 @@ class PlainEngine:
             raise UserError("this engine was built without an optimizer: it evaluates, it does not train")
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for p in parameters:
+            assert p.grad is not None
             dist.all_reduce_sum(p.grad)  # the ranks' shares sum to the gradient of the global mean
         limit = self.grad_clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(parameters, limit).item()

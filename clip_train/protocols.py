@@ -39,7 +39,11 @@ class Batch:
     def micro_batches(self, micro_size: int) -> list[MicroBatch]:
         """Slices of `micro_size` samples; the last one may be shorter."""
         return [
-            MicroBatch(self.images[i : i + micro_size], self.texts[i : i + micro_size], self.sample_seeds[i : i + micro_size])
+            MicroBatch(
+                self.images[i : i + micro_size],
+                self.texts[i : i + micro_size],
+                self.sample_seeds[i : i + micro_size],
+            )
             for i in range(0, len(self), micro_size)
         ]
 
@@ -66,7 +70,8 @@ class Features:
     logit_bias: Tensor | None = None  # [1]
 
     def detach(self) -> Features:
-        return Features(*(None if t is None else t.detach() for t in (self.image, self.text, self.logit_scale, self.logit_bias)))
+        bias = None if self.logit_bias is None else self.logit_bias.detach()
+        return Features(self.image.detach(), self.text.detach(), self.logit_scale.detach(), bias)
 
 
 @dataclass

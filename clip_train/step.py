@@ -30,7 +30,13 @@ class StepResult:
 
 
 def train_step(
-    engine: Engine, batch: Batch, contrastive: ContrastiveLoss, *, micro_size: int, kept_graphs: int, lr: float
+    engine: Engine,
+    batch: Batch,
+    contrastive: ContrastiveLoss,
+    *,
+    micro_size: int,
+    kept_graphs: int,
+    lr: float,
 ) -> StepResult:
     """Take one optimizer step on this rank's share `batch` of the global batch.
 

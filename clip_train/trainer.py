@@ -20,7 +20,15 @@ from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import DataError, DivergedError, Preempted, RemoteRankError
-from clip_train.metrics import ProgressLine, Sinks, StepRecord, StepTimer, StepTimes, batch_digest, peak_memory_bytes
+from clip_train.metrics import (
+    ProgressLine,
+    Sinks,
+    StepRecord,
+    StepTimer,
+    StepTimes,
+    batch_digest,
+    peak_memory_bytes,
+)
 from clip_train.protocols import Batch, Engine
 from clip_train.step import StepResult, train_step
 
@@ -139,7 +147,9 @@ class Trainer:
             )
         except DivergedError as e:
             good = self.checkpoints.last_good
-            where = f"the last good checkpoint is that of step {good.step} ({good.path})" if good else "no checkpoint yet"
+            where = (
+                f"the last good checkpoint is that of step {good.step} ({good.path})" if good else "no checkpoint yet"
+            )
             raise DivergedError(
                 f"step {self.position.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
                 "or raise schedule.warmup_steps, and run again"
@@ -208,5 +218,6 @@ class Trainer:
         where = f"step {good.step} is committed ({good.path})" if good else "nothing was trained yet"
         told = "" if saved else "; the save at the end FAILED, see above"
         raise Preempted(
-            f"stopped by {', '.join(reasons)} after step {self.position.step}: {where}{told}; run the same line to go on"
+            f"stopped by {', '.join(reasons)} after step {self.position.step}: {where}{told}; "
+            "run the same line to go on"
         )

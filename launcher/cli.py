@@ -37,7 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(verb: str, help: str, description: str, recipe: bool = True) -> argparse.ArgumentParser:
         sub = verbs.add_parser(
-            verb, help=help, description=textwrap.dedent(description), formatter_class=argparse.RawDescriptionHelpFormatter
+            verb,
+            help=help,
+            description=textwrap.dedent(description),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if recipe:
             sub.add_argument("recipe", help=RECIPE_HELP)
@@ -54,15 +57,29 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--keys", action="store_true", help="print every key of a recipe with its default, and exit")
     train.set_defaults(recipe_optional=True)
 
-    plan = add("plan", "batch arithmetic, memory and length, without a GPU", "Print what a run would do; touches no GPU.")
+    plan = add(
+        "plan",
+        "batch arithmetic, memory and length, without a GPU",
+        "Print what a run would do; touches no GPU.",
+    )
     plan.add_argument("--world-size", type=int, help="ranks (default: WORLD_SIZE, else 1)")
-    plan.add_argument("--samples-per-second", type=float, help="over all ranks, for the ETA (default: from the run's metrics)")
+    plan.add_argument(
+        "--samples-per-second",
+        type=float,
+        help="over all ranks, for the ETA (default: from the run's metrics)",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
 
     evaluate = add("evaluate", "zero-shot and retrieval of a run's checkpoint", "Evaluate a checkpoint on data.val.")
-    evaluate.add_argument("--weights", help="an exported folder or a weights file instead of the run's newest checkpoint")
+    evaluate.add_argument(
+        "--weights", help="an exported folder or a weights file instead of the run's newest checkpoint"
+    )
 
-    export = add("export", "weights for OpenCLIP, as safetensors", "Write a folder that open_clip loads, without a GPU.")
+    export = add(
+        "export",
+        "weights for OpenCLIP, as safetensors",
+        "Write a folder that open_clip loads, without a GPU.",
+    )
     export.add_argument("--output", help="folder to write (default: <run.dir>/export)")
     export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
 

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from clip_train.batch import BatchConfig
 from clip_train.checkpoint.config import CheckpointConfig
@@ -66,7 +74,9 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _epochs_need_a_size(self) -> RunConfig:
         if self.run.epochs is not None and self.data.num_samples is None:
-            raise ValueError(f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch; or give run.steps")
+            raise ValueError(
+                f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch; or give run.steps"
+            )
         if self.schedule.warmup_steps >= self.steps and self.schedule.warmup_steps > 0:
             raise ValueError(
                 f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be less than the run's {self.steps} steps; "
@@ -102,13 +112,17 @@ class RecipeLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         repeated = {str(key) for key in keys if keys.count(key) > 1}
         if repeated:
-            raise yaml.constructor.ConstructorError(None, None, f"repeated key: {', '.join(sorted(repeated))}", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"repeated key: {', '.join(sorted(repeated))}", node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
 RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.\d*|\.\d+)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    re.compile(
+        r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.\d*|\.\d+)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -132,7 +146,9 @@ def read_recipe(path: str) -> dict[str, Any]:
     except yaml.YAMLError as e:
         raise UserError(f"the recipe {path} is not YAML: {' '.join(str(e).split())}; mend that line") from None
     if not isinstance(raw, dict):
-        raise UserError(f"the recipe {path} must hold sections (run:, data:, ...), not {type(raw).__name__}; see recipes/")
+        raise UserError(
+            f"the recipe {path} must hold sections (run:, data:, ...), not {type(raw).__name__}; see recipes/"
+        )
     return raw
 
 
@@ -180,18 +196,48 @@ def _explain(error: Any) -> str:
             return str(error["ctx"]["error"])
         case _:
             remedy = " (an empty section? delete it)" if value is None and "." not in path else ""
-            return f"{path} ({value!r}): {error['msg'][0].lower()}{error['msg'][1:]}{remedy}; set {path}=<a valid value>"
+            return (
+                f"{path} ({value!r}): {error['msg'][0].lower()}{error['msg'][1:]}{remedy}; set {path}=<a valid value>"
+            )
+
+
+# What users of OpenCLIP and of Hugging Face would write.
+OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "wd": "optim.weight_decay",
+    "batch_size": "batch.global_size",
+    "global_batch_size": "batch.global_size",
+    "micro_batch_size": "batch.micro_size",
+    "accum_freq": "batch.micro_size",
+    "gradient_accumulation_steps": "batch.micro_size",
+    "grad_checkpointing": "engine.activation_checkpointing",
+    "grad_clip": "optim.grad_clip_norm",
+    "max_grad_norm": "optim.grad_clip_norm",
+    "warmup": "schedule.warmup_steps",
+    "train_data": "data.train",
+    "val_data": "data.val",
+    "train_num_samples": "data.num_samples",
+    "pretrained": "model.init_from",
+    "force_patch_dropout": "model.patch_dropout",
+    "save_frequency": "checkpoint.every_steps",
+    "val_frequency": "evaluate.every_steps",
+    "num_workers": "data.workers",
+    "torchcompile": "engine.compile",
+}
 
 
 def _nearest(path: str) -> str:
     known = [key for key, _ in known_keys()]
+    meant = OTHER_NAMES.get(path.rsplit(".", 1)[-1].replace("-", "_"))
+    if meant is not None:
+        return f"did you mean {meant}?"
     sections = sorted({key.split(".")[0] for key in known})
     near = difflib.get_close_matches(path, known if "." in path else sections, n=1, cutoff=0.5)
     if not near and "." in path:  # the right name in the wrong section
-        near = [key for key in known if key.split(".")[-1] == path.split(".")[-1]][:1]
+        near = [key for key in known if key.split(".")[-1] == path.rsplit(".", maxsplit=1)[-1]][:1]
     if near:
         return f"did you mean {near[0]}?"
-    section = path.split(".")[0]
+    section = path.split(".", maxsplit=1)[0]
     inside = [key for key in known if key.startswith(f"{section}.")] or sections
     return f"known ones are {', '.join(inside)}"
 

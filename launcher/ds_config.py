@@ -65,7 +65,11 @@ def base_config_path(config: EngineConfig) -> Path:
     if config.ds_config is None:
         return SHIPPED / f"zero{config.zero_stage}.json"
     names = sorted(p.stem for p in SHIPPED.glob("*.json"))
-    for candidate in (Path(config.ds_config), SHIPPED / config.ds_config, SHIPPED / f"{config.ds_config}.json"):
+    for candidate in (
+        Path(config.ds_config),
+        SHIPPED / config.ds_config,
+        SHIPPED / f"{config.ds_config}.json",
+    ):
         if candidate.is_file():
             return candidate
     raise UserError(f"engine.ds_config ({config.ds_config}): no such file; shipped ones are {', '.join(names)}")
@@ -82,12 +86,16 @@ def load_base(config: EngineConfig) -> dict[str, Any]:
     return base
 
 
-def build_ds_config(config: EngineConfig, *, micro_size: int, world_size: int, grad_clip_norm: float | None) -> dict[str, Any]:
+def build_ds_config(
+    config: EngineConfig, *, micro_size: int, world_size: int, grad_clip_norm: float | None
+) -> dict[str, Any]:
     """DeepSpeed's configuration dict. UserError, listing every one, where recipe and JSON disagree."""
     base = load_base(config)
     path = base_config_path(config)
     mistakes = [
-        f"{path.name} has a section {key!r}: {remedy}; take it out" for key, remedy in REFUSED_SECTIONS.items() if key in base
+        f"{path.name} has a section {key!r}: {remedy}; take it out"
+        for key, remedy in REFUSED_SECTIONS.items()
+        if key in base
     ]
     out = _merge(base, _owned_by_recipe(config, micro_size, world_size, grad_clip_norm), "", path.name, mistakes)
     if mistakes:
@@ -95,7 +103,9 @@ def build_ds_config(config: EngineConfig, *, micro_size: int, world_size: int, g
     return out
 
 
-def _owned_by_recipe(config: EngineConfig, micro_size: int, world_size: int, grad_clip_norm: float | None) -> dict[str, Any]:
+def _owned_by_recipe(
+    config: EngineConfig, micro_size: int, world_size: int, grad_clip_norm: float | None
+) -> dict[str, Any]:
     stage = config.zero_stage
     owned: dict[str, Any] = {
         # step() IS the accumulation boundary, so k may change from step to step, and nothing divides by k.
@@ -144,7 +154,7 @@ def _merge(base: dict[str, Any], owned: dict[str, Any], prefix: str, file: str, 
             field = next((FIELD_OF[p] for p in (path, path.rsplit(".", 1)[0]) if p in FIELD_OF), "the trainer")
             mistakes.append(
                 f"{file} says {path} = {theirs!r}, but {field} in the recipe makes it {value!r}: "
-                f"take it out of the JSON (or write \"auto\"), and set {field}"
+                f'take it out of the JSON (or write "auto"), and set {field}'
             )
         out[key] = value
     return out

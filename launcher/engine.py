@@ -74,7 +74,9 @@ def _refuse_scalars(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if len(getattr(p, "ds_shape", p.shape)) == 0 or not p.is_contiguous():
             # DeepSpeed's _broadcast_model views every parameter as bytes, which such a tensor cannot be.
-            raise ValueError(f"DeepSpeed cannot hold the parameter {name}: it is 0-d or not contiguous; give it shape [1]")
+            raise ValueError(
+                f"DeepSpeed cannot hold the parameter {name}: it is 0-d or not contiguous; give it shape [1]"
+            )
 
 
 class DeepSpeedEngine:

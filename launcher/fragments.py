@@ -37,7 +37,7 @@ class OwnedSlice:
 def owned_slices(engine: Any, stage: int) -> list[OwnedSlice]:
     """This rank's slices of every trainable parameter, in the model's order."""
     finder = {0: _whole, 1: _mapped, 2: _mapped, 3: _partitioned}[stage]
-    out = []
+    out: list[OwnedSlice] = []
     for name, p in engine.module.named_parameters():
         if p.requires_grad:
             out.extend(finder(engine, name, p))
@@ -75,7 +75,9 @@ def start_optimizer_state(
 ) -> None:
     """Give every flat tensor the state that torch would give it at its first step, at step count `steps`."""
     for flat in {id(piece.flat): piece.flat for piece in slices}.values():
-        state: dict[str, Any] = {slot: torch.zeros_like(flat, memory_format=torch.preserve_format).detach() for slot in slots}
+        state: dict[str, Any] = {
+            slot: torch.zeros_like(flat, memory_format=torch.preserve_format).detach() for slot in slots
+        }
         if isinstance(optimizer, torch.optim.AdamW):
             # A tensor of its own for each: shared between flats it would be advanced several times a step.
             state["step"] = torch.tensor(float(steps))

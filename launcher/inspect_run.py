@@ -66,7 +66,9 @@ def evaluate_run(config: RunConfig, weights: str | None) -> int:
 def export_run(config: RunConfig, output: str | None, step: int | None) -> int:
     """Write a checkpoint's weights as a folder that `open_clip` loads."""
     found = find_checkpoint(config, step)
-    folder = export_openclip(found.reader.full_state(), config.model.architecture(), output or config.run_dir / "export")
+    folder = export_openclip(
+        found.reader.full_state(), config.model.architecture(), output or config.run_dir / "export"
+    )
     say(f"step {found.step} exported to {folder}; load it with")
     print(f"open_clip.create_model_and_transforms('local-dir:{Path(folder).resolve()}')")
     return 0

@@ -67,7 +67,7 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
     lanes = collect(lambda: resolve_lanes(config.data.lanes, config.batch.global_size, world_size)) if plan else None
     if read_data:
         collect(lambda: check_source(config.data))
-    if problems:
+    if problems or plan is None or lanes is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
     return Checked(plan, architecture, ds_config, lanes)
 
@@ -144,7 +144,10 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         checkpoints=checkpoints,
         sinks=Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json")),
         progress=ProgressLine(
-            steps, start_step=start, enabled=dist.is_main() and config.log.progress, every_steps=config.log.every_steps
+            steps,
+            start_step=start,
+            enabled=dist.is_main() and config.log.progress,
+            every_steps=config.log.every_steps,
         ),
         evaluate=evaluation(config, checked, engine),
         evaluate_every=config.evaluate.every_steps,
@@ -213,7 +216,9 @@ def refuse_another_run(config: RunConfig, checked: Checked, resumed: Resumed) ->
         return recipe.get(section, {}).get(key)
 
     now, then = config.model_dump(mode="json"), resumed.state["recipe"]
-    changed = [f"{path} was {at(then, path)!r}, is {at(now, path)!r}" for path in IDENTITY if at(now, path) != at(then, path)]
+    changed = [
+        f"{path} was {at(then, path)!r}, is {at(now, path)!r}" for path in IDENTITY if at(now, path) != at(then, path)
+    ]
     if checked.lanes != resumed.state["lanes"]:
         changed.append(f"data.lanes was {resumed.state['lanes']}, is {checked.lanes}")
     if changed:
@@ -258,4 +263,3 @@ def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:
 
 def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-

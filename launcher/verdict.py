@@ -1,9 +1,9 @@
 """The run's verdict: one word that a batch script can act on, because exit codes lie under launchers.
 
-    DONE        all steps are trained and committed
-    PREEMPTED   asked to stop; a checkpoint is committed; run the same line again
-    FAILED      ended by an error that may pass; running again may help
-    FATAL       ended by an error that will come again: a mistake in the recipe, a diverged loss
+DONE        all steps are trained and committed
+PREEMPTED   asked to stop; a checkpoint is committed; run the same line again
+FAILED      ended by an error that may pass; running again may help
+FATAL       ended by an error that will come again: a mistake in the recipe, a diverged loss
 """
 
 from __future__ import annotations

@@ -11,7 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_import_contracts_hold():
     run = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports; import sys; sys.exit(lint_imports(no_cache=True))"],
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports; import sys; sys.exit(lint_imports(no_cache=True))",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

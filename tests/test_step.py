@@ -70,7 +70,7 @@ def test_the_second_forward_draws_the_same_dropout_as_the_first(kept):
     loss.backward()
     with torch.no_grad():
         for p in reference.parameters():
-            p -= LR * p.grad
+            p.sub_(p.grad, alpha=LR)
 
     torch.manual_seed(11)
     engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=LR))

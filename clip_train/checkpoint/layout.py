@@ -211,9 +211,7 @@ def encode_state(value: Any, where: str = "state") -> Any:
         return [encode_state(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
         if value and all(isinstance(key, int) and not isinstance(key, bool) for key in value):
-            return {
-                _INT_KEYS: {str(key): encode_state(item, f"{where}[{key}]") for key, item in value.items()}
-            }
+            return {_INT_KEYS: {str(key): encode_state(item, f"{where}[{key}]") for key, item in value.items()}}
         for key in value:
             if not isinstance(key, str) or key == _INT_KEYS:
                 raise TypeError(f"{where}: a key must be a string, or all of them integers: {key!r}")

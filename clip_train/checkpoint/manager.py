@@ -101,9 +101,7 @@ class CheckpointManager:
         left = 60 * self.config.every_minutes - passed  # seconds
         # half of the steps that fit into the time left at the present rate, lest steps become slower
         steps_left = left * (step - self._clock_step) / max(passed, 1e-9)
-        due, self._next_look = dist.broadcast_object(
-            (left <= 0, step + max(1, int(min(steps_left, 2e6) / 2)))
-        )
+        due, self._next_look = dist.broadcast_object((left <= 0, step + max(1, int(min(steps_left, 2e6) / 2))))
         return due
 
     # -- save
@@ -277,9 +275,7 @@ def _locate(path: str) -> tuple[Path, CommitRef | None]:
         raise UserError(f"checkpoint.resume ({path}): only a local path can be resumed from so far")
     here = local_path(path).absolute()
     if not here.exists():
-        raise UserError(
-            f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that exists"
-        )
+        raise UserError(f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that exists")
     for folder in (here, here / "checkpoints"):
         if (folder / "commit").is_dir():
             return folder, None

@@ -101,8 +101,7 @@ class FragmentReader:
     def full_state(self) -> dict[str, Tensor]:
         """Every parameter whole, as in the model's state dict (fp32): for export and evaluation."""
         return {
-            name: self.read(name, "param", 0, math.prod(shape)).reshape(shape)
-            for name, shape in self._shapes.items()
+            name: self.read(name, "param", 0, math.prod(shape)).reshape(shape) for name, shape in self._shapes.items()
         }
 
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:

@@ -146,9 +146,7 @@ def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
 def _verify_contents(storage: Storage, found: Found) -> str | None:
     """Hash all files, dealt over the ranks; the first damage that any rank met, or None."""
     mine = found.manifest.files[dist.rank() :: dist.world_size()]
-    reason = dist.agreed(
-        lambda: _readable(storage, lambda: _first_damage(storage, found.commit.prefix, mine))
-    )
+    reason = dist.agreed(lambda: _readable(storage, lambda: _first_damage(storage, found.commit.prefix, mine)))
     return next((each for each in dist.gather_objects(reason) if each is not None), None)
 
 

@@ -9,6 +9,8 @@ an n x N matrix. What crosses the network: 2 N D features, N column sums, N row 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -36,11 +38,15 @@ class InfoNCE:
 
     @torch.no_grad()
     def __call__(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
     ) -> LossOutcome:
         if logit_bias is not None:
             raise ValueError("InfoNCE has no logit_bias: its softmax would cancel it")
-        I, T = image_features, text_features  # noqa: E741  [n, D]
+        I, T = image_features, text_features
         I_all, T_all = dist.all_gather(I), dist.all_gather(T)  # [N, D]
         n, N, scale = len(I), len(I_all), logit_scale.item()
         dtype = accumulation_dtype(I, T)
@@ -57,18 +63,24 @@ class InfoNCE:
         weight = 1 / (2 * N)
         at_positive = -(row_gap.sigmoid() + col_gap.sigmoid())[own, None] * (weight * scale)  # [n, 1]
         d_image, d_text = T.to(dtype) * at_positive, I.to(dtype) * at_positive
-        common = {"scale": scale, "weight": weight, "shift": shift, "first": first, "side": self.tile}
-        if N == n:  # one rank: the same tile serves both sides, 8 N^2 D flops in all
-            add_softmax_gradient(d_image, d_text, I, T, row_lse=row_lse, col_lse=col_lse, **common)
+        sweep = partial(add_softmax_gradient, scale=scale, weight=weight, shift=shift, first=first, side=self.tile)
+        if n == N:  # one rank: the same tile serves both sides, 8 N^2 D flops in all
+            sweep(d_image, d_text, I, T, row_lse=row_lse, col_lse=col_lse)
         else:  # 10 n N D flops, and no collective
-            add_softmax_gradient(d_image, None, I, T_all, row_lse=row_lse[own], col_lse=col_lse, **common)
-            add_softmax_gradient(d_text, None, T, I_all, row_lse=col_lse[own], col_lse=row_lse, **common)
+            sweep(d_image, None, I, T_all, row_lse=row_lse[own], col_lse=col_lse)
+            sweep(d_text, None, T, I_all, row_lse=col_lse[own], col_lse=row_lse)
         # S is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
         d_scale = (I.double() * d_image.double()).sum().div(scale).to(dtype).reshape(1)
         return LossOutcome(loss, d_image, d_text, d_scale)
 
     def _negatives(
-        self, I: Tensor, T: Tensor, I_all: Tensor, T_all: Tensor, scale: float, first: int  # noqa: E741
+        self,
+        I: Tensor,
+        T: Tensor,
+        I_all: Tensor,
+        T_all: Tensor,
+        scale: float,
+        first: int,
     ) -> tuple[Tensor, Tensor, float | None]:
         """log-sum-exp of the negatives of every image [N] and every text [N], and the shift that worked.
 

@@ -31,5 +31,9 @@ class ContrastiveLoss(Protocol):
     """
 
     def __call__(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
     ) -> LossOutcome: ...

@@ -13,7 +13,7 @@ MIN_BAD = 20  # bad samples before the limit may stop a run: one of the first te
 KEYS_SHOWN = 3
 
 
-class BadSample(Exception):  # noqa: N818  (it is news about a sample, not a failure)
+class BadSample(Exception):
     """This sample cannot be used; `reason` is short and the same for all of its kind, to be counted."""
 
     def __init__(self, reason: str) -> None:
@@ -51,10 +51,7 @@ class BadTable:
         for (reason, shard), count in self.counts.most_common(20):
             rows.append((str(count), reason, shard, ", ".join(self.keys[reason, shard])))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join([r[0].rjust(widths[0]), r[1].ljust(widths[1]), r[2].ljust(widths[2]), r[3]])
-            for r in rows
-        ]
+        lines = ["  ".join([r[0].rjust(widths[0]), r[1].ljust(widths[1]), r[2].ljust(widths[2]), r[3]]) for r in rows]
         left_out = len(self.counts) - 20
         return "\n".join(lines + ([f"and {left_out} more rows"] if left_out > 0 else []))
 

@@ -54,9 +54,7 @@ def check_source(config: DataConfig) -> SourceSummary:
     try:
         caption = raw.caption(sample.members, config.caption_key)
     except BadSample as e:
-        raise UserError(
-            f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, config.caption_key)}"
-        ) from e
+        raise UserError(f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, config.caption_key)}") from e
     return SourceSummary(len(shards), shards[0], sample.key, caption)
 
 
@@ -69,9 +67,7 @@ def _first_sample(shard: str, field: str) -> RawSample:
         raise UserError(f"{field} ({shard}) is no readable tar file: {e}; write it again") from e
     except OSError as e:
         raise UserError(f"{field} ({shard}) cannot be opened ({type(e).__name__}: {e})") from e
-    raise UserError(
-        f"{field} ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar"
-    )
+    raise UserError(f"{field} ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar")
 
 
 def _caption_remedy(sample: RawSample, caption_key: str | None) -> str:

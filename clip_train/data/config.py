@@ -81,7 +81,6 @@ def resolve_lanes(lanes: int | Literal["auto"], global_size: int, world_size: in
         above = [d for d in divisors if d > lanes][:1]
         nearest = " and ".join(map(str, below + above))
         raise UserError(
-            f"data.lanes ({lanes}) must divide batch.global_size ({global_size}); "
-            f"the nearest that do are {nearest}"
+            f"data.lanes ({lanes}) must divide batch.global_size ({global_size}); the nearest that do are {nearest}"
         )
     return lanes

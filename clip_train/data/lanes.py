@@ -100,9 +100,7 @@ def _deal(num_shards: int, lanes: int, seed: int, epoch: int) -> list[Part]:
     if rest == 0:
         return [Part(i, 0, 1) for i in order]
     parts = min(lanes // math.gcd(lanes, rest), math.ceil(UNEVENNESS * lanes / num_shards))
-    return [Part(i, 0, 1) for i in order[:whole]] + [
-        Part(i, s, parts) for s in range(parts) for i in order[whole:]
-    ]
+    return [Part(i, 0, 1) for i in order[:whole]] + [Part(i, s, parts) for s in range(parts) for i in order[whole:]]
 
 
 @dataclass
@@ -131,9 +129,7 @@ class Slot:
     lane: Lane
     block: Block
     index: int  # in the block
-    seed: (
-        int  # the sample's seed, non-negative, below 2^63: of this place, also where another sample fills it
-    )
+    seed: int  # the sample's seed, non-negative, below 2^63: of this place, also where another sample fills it
 
     @property
     def sample(self) -> Raw:
@@ -190,9 +186,7 @@ class Lane:
     def _read_block(self) -> Block:
         """Up to K usable samples from where the cursor's block starts; fewer where the lane's epoch ends."""
         limit, number = self.plan.shuffle_block, self._cursor.block
-        if (
-            number == 0
-        ):  # the lanes' first blocks end one after another, so that later not all are read at once
+        if number == 0:  # the lanes' first blocks end one after another, so that later not all are read at once
             limit = max(1, limit * (self.number + 1) // self.plan.lanes)
         samples: list[Raw] = []
         skipped: list[Bad] = []
@@ -226,9 +220,7 @@ class Lane:
                 if position >= first:
                     begin = offset if position == first else 0
                     wanted = self.plan.wanted(part, epoch)
-                    for event in read_shard(
-                        self.plan.shards[part.shard], begin, wanted, self.plan.caption_key
-                    ):
+                    for event in read_shard(self.plan.shards[part.shard], begin, wanted, self.plan.caption_key):
                         if isinstance(event, Raw):
                             event.epoch, event.shard = epoch, position
                         yield event
@@ -276,8 +268,7 @@ def read_shard(
             failures += 1
             if failures > RETRIES:
                 raise DataError(
-                    f"cannot read shard {url} from byte {offset} on, after {RETRIES} retries: "
-                    f"{type(e).__name__}: {e}"
+                    f"cannot read shard {url} from byte {offset} on, after {RETRIES} retries: {type(e).__name__}: {e}"
                 ) from e
             time.sleep(BACKOFF_SECONDS * 2 ** (failures - 1))
 

@@ -37,7 +37,7 @@ from clip_train.protocols import Batch
 PRELOAD = ["torch", "webdataset", "clip_train.data.pipeline"]  # once in the fork server, not in every worker
 
 
-class WorkerTraceback(Exception):  # noqa: N818  (never raised: the cause of an error that a worker met)
+class WorkerTraceback(Exception):
     """Where in the worker it happened."""
 
 

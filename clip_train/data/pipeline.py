@@ -47,8 +47,7 @@ def rank_shares(global_size: int, lanes: int, rank: int, world_size: int) -> lis
     n, q = global_size // world_size, global_size // lanes
     begin, end = rank * n, (rank + 1) * n
     return [
-        LaneShare(lane, max(0, begin - lane * q), min(q, end - lane * q))
-        for lane in range(begin // q, -(-end // q))
+        LaneShare(lane, max(0, begin - lane * q), min(q, end - lane * q)) for lane in range(begin // q, -(-end // q))
     ]
 
 
@@ -101,9 +100,7 @@ class _StepSlot:
 class SlotSource:
     """The first stage: samples in canonical order, raw, each with its slot under "__slot__"."""
 
-    def __init__(
-        self, plan: LanePlan, q: int, workers: list[list[LaneShare]], cursors: dict[int, Cursor]
-    ) -> None:
+    def __init__(self, plan: LanePlan, q: int, workers: list[list[LaneShare]], cursors: dict[int, Cursor]) -> None:
         self.plan, self.q, self.workers, self.cursors = plan, q, workers, cursors
 
     def __call__(self) -> Iterator[Sample]:
@@ -125,9 +122,7 @@ class SlotSource:
                     waiting = _StepSlot(number, slot)
                     number += 1
             assert waiting is not None
-            waiting.cursors = {
-                lane.number: {**lane.cursor.to_dict(), "source": fingerprint} for lane, _ in lanes
-            }
+            waiting.cursors = {lane.number: {**lane.cursor.to_dict(), "source": fingerprint} for lane, _ in lanes}
             yield {**waiting.slot.sample.fields, "__slot__": waiting}
 
 
@@ -217,9 +212,7 @@ class Collate:
 class PieceStream(IterableDataset):
     """The pipeline in a worker: pieces without end, or one `Failure`, with the error as it was raised."""
 
-    def __init__(
-        self, source: SlotSource, stages: tuple[Stage, ...], decode: Decode, collate: Collate
-    ) -> None:
+    def __init__(self, source: SlotSource, stages: tuple[Stage, ...], decode: Decode, collate: Collate) -> None:
         self.pipeline = webdataset.DataPipeline(source, *stages, decode, collate)
 
     def __iter__(self) -> Iterator[Piece | Failure]:

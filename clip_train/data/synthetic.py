@@ -252,9 +252,7 @@ def _outline(shape: str, x: float, y: float, r: float, angle: float) -> list[tup
             "triangle": (3, (1.3,), -math.pi / 2),
             "star": (10, (1.35, 0.55), -math.pi / 2),
         }[shape]
-        turns = [
-            (first + 2 * math.pi * i / corner_count, radii[i % len(radii)] * r) for i in range(corner_count)
-        ]
+        turns = [(first + 2 * math.pi * i / corner_count, radii[i % len(radii)] * r) for i in range(corner_count)]
         corners = [(radius * math.cos(t), radius * math.sin(t)) for t, radius in turns]
     cos, sin = math.cos(angle), math.sin(angle)
     return [(x + a * cos - b * sin, y + a * sin + b * cos) for a, b in corners]
@@ -302,9 +300,7 @@ class _Steps:
 
 
 def _write_classes(root: Path, classnames: list[str], templates: list[str]) -> None:
-    (root / "classes.json").write_text(
-        json.dumps({"classnames": classnames, "templates": templates}, indent=1)
-    )
+    (root / "classes.json").write_text(json.dumps({"classnames": classnames, "templates": templates}, indent=1))
 
 
 def _build(
@@ -317,11 +313,7 @@ def _build(
     """
     parameters = {**parameters, "version": VERSION}
     if _parameters_of(folder) != parameters:
-        if (
-            folder.exists()
-            and _parameters_of(folder) is None
-            and (not folder.is_dir() or any(folder.iterdir()))
-        ):
+        if folder.exists() and _parameters_of(folder) is None and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is not empty and holds no synthetic data set; name another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")

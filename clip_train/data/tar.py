@@ -40,9 +40,7 @@ class RawSample:
     duplicate: bool = False  # an extension came twice: two samples of one key
 
 
-def iter_samples(
-    file: BinaryIO, start: int = 0, wanted: Callable[[int], bool] | None = None
-) -> Iterator[RawSample]:
+def iter_samples(file: BinaryIO, start: int = 0, wanted: Callable[[int], bool] | None = None) -> Iterator[RawSample]:
     """The samples from byte `start`, which must be 0 or the `end` of a sample.
 
     Args:

@@ -43,9 +43,7 @@ def byte_symbols() -> list[str]:
 def _merge_lines() -> list[str]:
     """The 48,894 lines "first second", the earliest merge first."""
     with gzip.open(MERGES_FILE) as f:
-        return (
-            f.read().decode("utf-8").strip("\n").split("\n")
-        )  # not splitlines: some symbols count as line ends
+        return f.read().decode("utf-8").strip("\n").split("\n")  # not splitlines: some symbols count as line ends
 
 
 def clean(text: str) -> list[str]:
@@ -70,9 +68,7 @@ class Tokenizer:
         self.context_length = context_length
         merges = [tuple(line.split()) for line in _merge_lines()]
         symbols = byte_symbols()
-        ordered = sorted(
-            symbols, key=lambda s: (ord(s) >= 256, s)
-        )  # printable bytes first, as CLIP numbers them
+        ordered = sorted(symbols, key=lambda s: (ord(s) >= 256, s))  # printable bytes first, as CLIP numbers them
         vocabulary = [*ordered, *(s + "</w>" for s in ordered), *("".join(m) for m in merges), START, END]
         self._symbols = symbols
         self._ids = {token: i for i, token in enumerate(vocabulary)}
@@ -103,9 +99,7 @@ class Tokenizer:
         """One caption -> ids, without start and end, of any length."""
         ids: list[int] = []
         for chunk in clean(text):
-            ids += (
-                self._cached_chunk(chunk) if len(chunk) <= LONGEST_CACHED_CHUNK else self._encode_chunk(chunk)
-            )
+            ids += self._cached_chunk(chunk) if len(chunk) <= LONGEST_CACHED_CHUNK else self._encode_chunk(chunk)
         return ids
 
     def decode(self, ids: list[int] | Tensor) -> str:
@@ -121,9 +115,7 @@ class Tokenizer:
             if word in (START, END):
                 ids.append(self._ids[word])
             else:
-                ids += (
-                    self._ids[part] for part in self._merge([self._symbols[b] for b in word.encode("utf-8")])
-                )
+                ids += (self._ids[part] for part in self._merge([self._symbols[b] for b in word.encode("utf-8")]))
         return tuple(ids)
 
     def _merge(self, parts: list[str]) -> list[str]:

@@ -61,9 +61,7 @@ def _decode_other(data: bytes) -> np.ndarray:
         raise BadSample("image has too many pixels") from e
     except BadSample:
         raise
-    except (
-        Exception
-    ) as e:  # Pillow's decoders raise SyntaxError, struct.error, KeyError, ... on damaged files
+    except Exception as e:  # Pillow's decoders raise SyntaxError, struct.error, KeyError, ... on damaged files
         raise BadSample("image does not decode") from e
 
 

@@ -106,9 +106,7 @@ class ValLoader:
     def _batch(self, group: list[Raw], pool: ThreadPoolExecutor | None) -> Iterator[ValBatch]:
         """One batch, or none where nothing decodes."""
         images = list(pool.map(self._decode, group)) if pool else [self._decode(s) for s in group]
-        good = [
-            (image, s.fields) for image, s in zip(images, group, strict=True) if isinstance(image, Tensor)
-        ]
+        good = [(image, s.fields) for image, s in zip(images, group, strict=True) if isinstance(image, Tensor)]
         self._bads.add(bad for bad in images if isinstance(bad, Bad))
         if good:
             captions = [raw.caption(fields, self.caption_key) for _, fields in good]

@@ -57,9 +57,7 @@ def write_shards(
 def _checked(sample: Mapping[str, Any]) -> dict[str, Any]:
     key = sample["__key__"]
     if not key or "." in key.rsplit("/", 1)[-1]:
-        raise ValueError(
-            f"sample key {key!r} must not be empty or hold a dot: readers end the key at the first one"
-        )
+        raise ValueError(f"sample key {key!r} must not be empty or hold a dot: readers end the key at the first one")
     if len(sample) < 2:
         raise ValueError(f"sample {key!r} has no content")
     return dict(sample)

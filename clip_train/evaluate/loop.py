@@ -80,9 +80,7 @@ def evaluate(
         classes = dist.agreed(lambda: ZeroShotClasses.load(path))
     engine.train(False)
     try:
-        encoded = _encode(
-            engine, batches, classes.labeller() if classes else None, with_text=config.retrieval
-        )
+        encoded = _encode(engine, batches, classes.labeller() if classes else None, with_text=config.retrieval)
         (num_samples,) = dist.sum_scalars(len(encoded.image))
         out = {"num_samples": num_samples}
         if classes is not None:

@@ -58,9 +58,7 @@ class ProgressLine:
         if not self._enabled:
             return
         step, seconds = record["step"], record["step_seconds"]
-        self._seconds = (
-            seconds if self._seconds is None else _SMOOTHING * self._seconds + (1 - _SMOOTHING) * seconds
-        )
+        self._seconds = seconds if self._seconds is None else _SMOOTHING * self._seconds + (1 - _SMOOTHING) * seconds
         last = step >= self._total
         if step % self._every and not last:
             return

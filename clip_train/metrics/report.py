@@ -42,9 +42,7 @@ def write_report(run_dir: Path | str, *, bad_samples: Mapping[str, int] | None =
     names = _numeric_names(evals)
     if names:
         parts.append("<h2>Validation</h2>")
-        parts.append(
-            _image("validation", _draw([(name, *_column(evals, name)) for name in names], dots=True))
-        )
+        parts.append(_image("validation", _draw([(name, *_column(evals, name)) for name in names], dots=True)))
         last = {name: _column(evals, name)[1][-1] for name in names}
         parts.append(_table(("metric", "last value"), [(k, f"{v:.6g}") for k, v in last.items()]))
     if bad_samples:
@@ -68,9 +66,7 @@ def _records(path: Path) -> Records:
     return [r for r in read_jsonl(path) if "step" in r] if path.exists() else []
 
 
-def _column(
-    records: Records, name: str | Callable[[dict[str, Any]], float | None]
-) -> tuple[list[int], list[float]]:
+def _column(records: Records, name: str | Callable[[dict[str, Any]], float | None]) -> tuple[list[int], list[float]]:
     """Steps and values, where there is a value (not-a-number was written as null)."""
     get = name if callable(name) else lambda record: record.get(name)
     pairs = [(record["step"], value) for record in records if (value := get(record)) is not None]

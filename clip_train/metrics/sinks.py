@@ -114,9 +114,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError as e:
-            raise UserError(
-                "log.wandb (true): wandb is not there; pip install wandb, or log.wandb=false"
-            ) from e
+            raise UserError("log.wandb (true): wandb is not there; pip install wandb, or log.wandb=false") from e
         run_dir = Path(run_dir)
         id_file = run_dir / "wandb_id"
         run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
@@ -133,9 +131,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        values = {
-            f"{kind}/{name}": value for name, value in record.items() if isinstance(value, (int, float))
-        }
+        values = {f"{kind}/{name}": value for name, value in record.items() if isinstance(value, (int, float))}
         self._run.log({**values, "step": record["step"]})
 
     def close(self) -> None:

@@ -111,9 +111,7 @@ class Attention(nn.Module):
         """[b, L, width] -> [b, L, width]"""
         b, L, width = x.shape
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = qkv.view(b, L, 3, self.heads, width // self.heads).permute(
-            2, 0, 3, 1, 4
-        )  # [b, heads, L, .]
+        q, k, v = qkv.view(b, L, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)  # [b, heads, L, .]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return self.out_proj(out.transpose(1, 2).reshape(b, L, width))
 

@@ -99,9 +99,7 @@ class VisionConfig(_Schema):
         if self.width % self.head_width:
             raise ValueError(f"width ({self.width}) must be a multiple of head_width ({self.head_width})")
         if self.image_size % self.patch_size:
-            raise ValueError(
-                f"image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size})"
-            )
+            raise ValueError(f"image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size})")
         return self
 
     @property
@@ -206,9 +204,7 @@ class ModelConfig(Settings):
         """The preset or JSON, with this section's overrides. Raises UserError."""
         architecture = load_architecture(self.name)
         update: dict[str, Any] = {
-            key: getattr(self, key)
-            for key in ("init_logit_scale", "init_logit_bias")
-            if getattr(self, key) is not None
+            key: getattr(self, key) for key in ("init_logit_scale", "init_logit_bias") if getattr(self, key) is not None
         }
         if self.patch_dropout is not None:
             vision = architecture.vision_cfg.model_copy(update={"patch_dropout": self.patch_dropout})
@@ -291,9 +287,7 @@ def _drop_defaults(section: dict[str, Any], name: str, problems: list[str]) -> d
                 "the towers are OpenCLIP's plain ViT and text transformer"
             )
     if name == "vision_cfg" and isinstance(out.get("layers"), list):
-        problems.append(
-            "vision_cfg.layers is a list, which means a ResNet: only vision transformers are implemented"
-        )
+        problems.append("vision_cfg.layers is a list, which means a ResNet: only vision transformers are implemented")
         out["layers"] = 1
     return out
 

@@ -66,9 +66,7 @@ def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder
     check_state(state, architecture, "the state to export")
     out = {
         # a copy of its own: safetensors refuses tensors that share memory
-        name: tensor.detach()
-        .to("cpu", torch.float32, copy=True)
-        .reshape(() if name in _SCALARS else tensor.shape)
+        name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(() if name in _SCALARS else tensor.shape)
         for name, tensor in state.items()
     }
     config = {"model_cfg": architecture.model_cfg(), "preprocess_cfg": architecture.preprocess_cfg()}

@@ -35,9 +35,7 @@ def _seeds_for(sample_seeds: Tensor | None, batch: int, what: str) -> Tensor:
     if sample_seeds is None:
         raise ValueError(f"{what} needs sample_seeds in training: int64 [{batch}], one for each sample")
     if sample_seeds.shape != (batch,):
-        raise ValueError(
-            f"sample_seeds must be [{batch}], one for each sample, not {list(sample_seeds.shape)}"
-        )
+        raise ValueError(f"sample_seeds must be [{batch}], one for each sample, not {list(sample_seeds.shape)}")
     return sample_seeds
 
 

@@ -70,9 +70,7 @@ class VisionTower(nn.Module):
     def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
         """uint8, or already normalised float, [b, 3, H, W]; int64 [b] -> [b, D]"""
         if images.shape[1:] != (3, self.image_size, self.image_size):
-            raise ValueError(
-                f"images must be [b, 3, {self.image_size}, {self.image_size}], not {list(images.shape)}"
-            )
+            raise ValueError(f"images must be [b, 3, {self.image_size}, {self.image_size}], not {list(images.shape)}")
         x = self.conv1(self._pixels(images)).flatten(2).transpose(1, 2)  # [b, T, width]
         class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
         x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [b, 1 + T, width]

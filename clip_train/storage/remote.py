@@ -72,9 +72,7 @@ class RemoteStorage:
         except FileNotFoundError:
             return []
         cut = len(root.rstrip("/")) + 1
-        return sorted(
-            Entry(name[cut:], int(info["size"])) for name, info in found.items() if len(name) >= cut
-        )
+        return sorted(Entry(name[cut:], int(info["size"])) for name, info in found.items() if len(name) >= cut)
 
     def size(self, name: str) -> int:
         fs, path = self._at(name)

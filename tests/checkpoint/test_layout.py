@@ -54,9 +54,7 @@ def test_manifest_and_commit_come_back() -> None:
     assert Commit.from_bytes(commit.to_bytes()) == commit
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\0", b"[]", b"{}", b'{"format": 1}', b'{"format": 1, "files": [{}]}']
-)
+@pytest.mark.parametrize("data", [b"", b"\0", b"[]", b"{}", b'{"format": 1}', b'{"format": 1, "files": [{}]}'])
 def test_rubbish_is_a_value_error(data: bytes) -> None:
     for kind in (Manifest, Commit):
         with pytest.raises(ValueError):

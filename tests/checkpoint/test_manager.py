@@ -203,14 +203,10 @@ def test_leftovers_of_killed_saves_go(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "tmp").iterdir()] == ["somebody's file"]
 
 
-def test_a_kill_between_marker_and_data_leaves_rubbish_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_marker_and_data_leaves_rubbish_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, keep_last=1)
     run.save(1)
-    monkeypatch.setattr(
-        run.manager.storage, "delete_tree", lambda prefix: (_ for _ in ()).throw(OSError("killed"))
-    )
+    monkeypatch.setattr(run.manager.storage, "delete_tree", lambda prefix: (_ for _ in ()).throw(OSError("killed")))
     run.save(2)
     assert "could not be removed: OSError: killed" in run.said[0]
     assert set(committed(tmp_path)) == {2} and data_file(tmp_path, 1).exists()
@@ -235,9 +231,7 @@ def test_failed_saves_are_reported_then_fatal(tmp_path: Path, monkeypatch: pytes
     run.save(3)  # success starts the count anew
     monkeypatch.setattr(manager_module, "write_rank", full)
     assert run.manager.save(4, *args) is False
-    with pytest.raises(
-        CheckpointError, match=r"step 5 failed \(2 in a row\).*last good one is .*s0000000003"
-    ):
+    with pytest.raises(CheckpointError, match=r"step 5 failed \(2 in a row\).*last good one is .*s0000000003"):
         run.manager.save(5, *args)
     assert run.manager.last_good is not None and run.manager.last_good.step == 3
     assert set(committed(tmp_path)) == {1, 3}
@@ -247,9 +241,7 @@ def test_no_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch
     run = Run(tmp_path)
     monkeypatch.setattr(manager_module, "free_bytes", lambda folder: 1000)
     assert run.manager.save(1, cut(whole(1), 0, 1), {}, {}) is False
-    assert (
-        f"not enough space for a checkpoint at {tmp_path}" in run.said[0] and "0.000 GB free" in run.said[0]
-    )
+    assert f"not enough space for a checkpoint at {tmp_path}" in run.said[0] and "0.000 GB free" in run.said[0]
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -269,9 +261,7 @@ def test_two_writers_of_one_folder_are_noticed(tmp_path: Path) -> None:
     assert_is(Run(tmp_path).resume(), 1)
 
 
-def test_what_cannot_be_read_is_not_taken_for_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Run(tmp_path).save(1, 2)
     real = Path.open
 

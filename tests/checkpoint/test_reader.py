@@ -62,9 +62,7 @@ def test_rank_tensors_are_each_ranks_own(tmp_path: Path) -> None:
 def test_a_gap_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, 1, 3)
     reader = FragmentReader(tmp_path / "data", ["rank00000.safetensors", "rank00002.safetensors"])
-    with pytest.raises(
-        CheckpointError, match=r"'param' of visual.conv1.weight \[5, 3, 2, 2\] lacks element 33"
-    ):
+    with pytest.raises(CheckpointError, match=r"'param' of visual.conv1.weight \[5, 3, 2, 2\] lacks element 33"):
         reader.read("visual.conv1.weight", "param", 0, 60)
     assert reader.read("visual.conv1.weight", "param", 0, 33).numel() == 33
     with pytest.raises(CheckpointError, match="lacks element 33"):

@@ -20,7 +20,11 @@ def features(N: int, D: int, dtype: torch.dtype, aligned: float = 0.0, seed: int
 
 
 def autograd(image, text, scale: float):
-    leaves = [image.double().requires_grad_(), text.double().requires_grad_(), torch.tensor([scale]).double().requires_grad_()]
+    leaves = [
+        image.double().requires_grad_(),
+        text.double().requires_grad_(),
+        torch.tensor([scale]).double().requires_grad_(),
+    ]
     loss = oracle_loss(*leaves)
     loss.backward()
     return loss.detach(), *(leaf.grad for leaf in leaves)

@@ -20,9 +20,7 @@ def plan_of(folder, lanes: int, block: int = 8, seed: int = 3) -> LanePlan:
     return LanePlan([str(p) for p in sorted(folder.glob("*.tar"))], seed, lanes, block)
 
 
-def stream(
-    plan: LanePlan, number: int, count: int, cursor: Cursor | None = None
-) -> list[tuple[str, int, Cursor]]:
+def stream(plan: LanePlan, number: int, count: int, cursor: Cursor | None = None) -> list[tuple[str, int, Cursor]]:
     """(key, seed, cursor behind it) of a lane's next samples."""
     lane = Lane(plan, number, cursor)
     out = []

@@ -45,9 +45,7 @@ def config_of(folder: Path, **settings) -> DataConfig:
 
 
 def loader_of(config: DataConfig, **arguments) -> TrainLoader:
-    return TrainLoader(
-        config, **{"image_size": 16, "context_length": 8, "global_size": N, "seed": 5, **arguments}
-    )
+    return TrainLoader(config, **{"image_size": 16, "context_length": 8, "global_size": N, "seed": 5, **arguments})
 
 
 def global_batches(config: DataConfig, steps: int, world_size: int = 1, **arguments):
@@ -251,11 +249,7 @@ def test_too_many_bad_samples_stop_the_run_with_a_table(tmp_path):
             next(loader)
             seen += N
     assert 150 < seen < 260  # 20 bad ones are there after 200 samples
-    assert (
-        "image does not decode" in str(caught.value)
-        and "a.tar" in str(caught.value)
-        and "k0" in str(caught.value)
-    )
+    assert "image does not decode" in str(caught.value) and "a.tar" in str(caught.value) and "k0" in str(caught.value)
     patient = loader_of(config_of(tmp_path, lanes=1, bad_sample_limit=0.2))
     for _ in range(30):
         next(patient)

@@ -32,9 +32,7 @@ def captions(pattern: str) -> list[str]:
 
 def test_shapes(tmp_path):
     ticks = []
-    data = shapes(
-        tmp_path / "a", 120, size=32, per_shard=50, progress=lambda done, total: ticks.append((done, total))
-    )
+    data = shapes(tmp_path / "a", 120, size=32, per_shard=50, progress=lambda done, total: ticks.append((done, total)))
     assert ticks[-1] == (120 + 608, 120 + 608) and len(ticks) == 728
     assert (data.num_train, data.num_val) == (120, 608)
     summary = check_source(DataConfig(train=data.train, val=data.val))
@@ -108,17 +106,13 @@ def test_random_images(tmp_path):
 
 
 def test_writer_is_read_by_webdataset(tmp_path):
-    samples = [
-        {"__key__": f"k{i}", "jpg": bytes([i]), "txt": f"caption {i}", "json": {"i": i}} for i in range(5)
-    ]
+    samples = [{"__key__": f"k{i}", "jpg": bytes([i]), "txt": f"caption {i}", "json": {"i": i}} for i in range(5)]
     paths = write_shards(tmp_path, samples, 2)
     assert [path.name for path in paths] == ["00000.tar", "00001.tar", "00002.tar"]
     back = []
     for path in paths:
         with path.open("rb") as file:
-            back += tariterators.group_by_keys(
-                tariterators.tar_file_expander([{"url": str(path), "stream": file}])
-            )
+            back += tariterators.group_by_keys(tariterators.tar_file_expander([{"url": str(path), "stream": file}]))
     assert [s["__key__"] for s in back] == [f"k{i}" for i in range(5)]
     assert [s["jpg"] for s in back] == [bytes([i]) for i in range(5)]
     assert json.loads(back[3]["json"]) == {"i": 3} and back[3]["txt"] == b"caption 3"

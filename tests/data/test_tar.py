@@ -50,9 +50,7 @@ def test_pax_and_base256_sizes():
 
 
 def test_directories_hidden_files_and_metadata_are_no_samples():
-    buffer = io.BytesIO(
-        tar_bytes([("._a.jpg", b"1"), ("a.jpg", b"2"), ("README", b"3"), ("__index__.json", b"4")])
-    )
+    buffer = io.BytesIO(tar_bytes([("._a.jpg", b"1"), ("a.jpg", b"2"), ("README", b"3"), ("__index__.json", b"4")]))
     with tarfile.open(fileobj=buffer, mode="a") as tar:
         folder = tarfile.TarInfo("folder.d")
         folder.type = tarfile.DIRTYPE
@@ -68,9 +66,7 @@ def test_reading_goes_on_at_the_end_of_any_sample():
         data = tar_bytes(MEMBERS[:6] + LONG + MEMBERS[6:12], format)
         samples = list(iter_samples(io.BytesIO(data)))
         for i, sample in enumerate(samples):
-            assert [s.key for s in iter_samples(io.BytesIO(data), sample.end)] == [
-                s.key for s in samples[i + 1 :]
-            ]
+            assert [s.key for s in iter_samples(io.BytesIO(data), sample.end)] == [s.key for s in samples[i + 1 :]]
             assert next(iter_samples(io.BytesIO(data), sample.start)).key == sample.key
 
 

@@ -17,15 +17,11 @@ from clip_train.data.transforms import EvalTransform, TrainTransform, decode_ima
 def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
     """Smooth areas with edges and some noise."""
     rng = np.random.default_rng(seed)
-    image = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize(
-        (width, height), Image.BICUBIC
-    )
+    image = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
     draw = ImageDraw.Draw(image)
     for _ in range(6):
         x, y = rng.integers(0, width), rng.integers(0, height)
-        draw.ellipse(
-            (x, y, x + width // 4, y + height // 3), fill=tuple(int(v) for v in rng.integers(0, 256, 3))
-        )
+        draw.ellipse((x, y, x + width // 4, y + height // 3), fill=tuple(int(v) for v in rng.integers(0, 256, 3)))
     image = image.filter(ImageFilter.GaussianBlur(1))
     noisy = np.asarray(image).astype(float) + rng.normal(0, 4, (height, width, 3))
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
@@ -83,9 +79,7 @@ def test_crop_is_drawn_as_torchvision_does():
     assert transform.crop(480, 640, random.Random(7)) == transform.crop(480, 640, random.Random(7))
 
 
-@pytest.mark.parametrize(
-    "height,width,expected", [(10, 1000, (10, 13)), (1000, 10, (13, 10)), (1, 1, (1, 1))]
-)
+@pytest.mark.parametrize("height,width,expected", [(10, 1000, (10, 13)), (1000, 10, (13, 10)), (1, 1, (1, 1))])
 def test_fallback_is_the_middle(height, width, expected):
     top, left, h, w = TrainTransform(32, (0.9, 1.0)).crop(height, width, random.Random(0))
     assert (h, w) == expected
@@ -102,9 +96,7 @@ def test_jpeg_decodes_as_pillow_does():
     for mode in ("RGB", "L"):
         for options in ({"quality": 85}, {"quality": 95, "progressive": True}):
             data = encoded(photograph(90, 61).convert(mode), **options)
-            assert (
-                psnr(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))) > 50
-            )
+            assert psnr(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))) > 50
 
 
 def test_cmyk_jpeg_goes_through_pillow():
@@ -142,9 +134,7 @@ def bomb(side: int) -> bytes:
     """The header of a PNG of side x side pixels."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-        )
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))

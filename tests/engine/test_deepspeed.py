@@ -65,7 +65,10 @@ def steps(engine, first: int, last: int, micro_size: int, kept: int, lr=LR):
 
 
 def pieces(engine) -> list[Fragment]:
-    return [Fragment(f.name, f.shape, f.start, {k: v.clone() for k, v in f.tensors.items()}) for f in engine.state_fragments()]
+    return [
+        Fragment(f.name, f.shape, f.start, {k: v.clone() for k, v in f.tensors.items()})
+        for f in engine.state_fragments()
+    ]
 
 
 def assemble(per_rank: list[list[Fragment]]) -> dict[str, dict[str, torch.Tensor]]:
@@ -120,7 +123,9 @@ def relative_error(state, reference) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size, micro_size, kept, optim", [(1, 7, 2, "sgd"), (2, 5, 1, "sgd"), (2, 4, 3, "adamw")])
+@pytest.mark.parametrize(
+    "world_size, micro_size, kept, optim", [(1, 7, 2, "sgd"), (2, 5, 1, "sgd"), (2, 4, 3, "adamw")]
+)
 def test_fp32_equals_plain_torch(stage, world_size, micro_size, kept, optim):
     lr = 1e-2 if optim == "adamw" else LR
     reference, expected = oracle(optim, 4, lr)
@@ -179,7 +184,9 @@ def go_on(stage, precision, state, extra):
     return out
 
 
-@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(
+    "stage, precision", [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16")]
+)
 def test_resuming_is_bitwise_on_the_same_layout_and_close_on_another(stage, precision):
     saved = run_ranks(save_half, 2, stage, precision)
     state, extra = assemble([s[0][0] for s in saved]), saved[0][0][1]
@@ -195,7 +202,15 @@ def test_resuming_is_bitwise_on_the_same_layout_and_close_on_another(stage, prec
 
 def clamp_case(stage, precision):
     engine = make(stage, precision)
-    engine.load_fragments(Source({n: {"param": torch.full_like(p, 4.9) if n == "logit_scale" else p.detach()} for n, p in toy().named_parameters()}), {})
+    engine.load_fragments(
+        Source(
+            {
+                n: {"param": torch.full_like(p, 4.9) if n == "logit_scale" else p.detach()}
+                for n, p in toy().named_parameters()
+            }
+        ),
+        {},
+    )
     seen = [engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale.item()]
     for s in range(3):
         steps(engine, s, s + 1, 5, 1, lr=1e-4)

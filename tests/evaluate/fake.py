@@ -68,9 +68,7 @@ def samples(num: int) -> Batch:
         captions.append([f"nothing {i}", name, f"a photo of a {name}.", "the sky", f"number {i}"][i % 5])
         label: dict[str, Any] = {"label": name}
         metadata.append(
-            [{}, {}, {"cls": [i % 7, str(i % 7), f"{i % 7}".encode()][i % 3]}, label, {"other": 1}][
-                (i + i // 5) % 5
-            ]
+            [{}, {}, {"cls": [i % 7, str(i % 7), f"{i % 7}".encode()][i % 3]}, label, {"other": 1}][(i + i // 5) % 5]
         )
     images = torch.randint(0, 256, (num, 3, 4, 4), dtype=torch.uint8, generator=g)
     return Batch(images, tokenize(captions), captions, metadata)

@@ -55,9 +55,7 @@ def _brute_force(whole: Batch) -> dict[str, float]:
             rows.append(mean / np.linalg.norm(mean))
     guesses = np.argsort(-image @ np.stack(rows).T, axis=1)
     labels = [_expected_label(c, m) for c, m in zip(whole.captions, whole.metadata, strict=True)]
-    labelled = [
-        (g.tolist().index(label)) for g, label in zip(guesses, labels, strict=True) if label is not None
-    ]
+    labelled = [(g.tolist().index(label)) for g, label in zip(guesses, labels, strict=True) if label is not None]
     out = {
         "num_samples": float(len(image)),
         "zero_shot_samples": float(len(labelled)),
@@ -111,9 +109,7 @@ def _bad_label_on_one_rank(classes: str) -> None:
     whole = samples(8)
     if dist.rank() == 1:
         whole.metadata[5] = {"cls": 99}
-    evaluate(
-        cast(Any, FakeEngine()), batches(whole, 0, 8, 3), EvaluateConfig(zero_shot_classes=classes), tokenize
-    )
+    evaluate(cast(Any, FakeEngine()), batches(whole, 0, 8, 3), EvaluateConfig(zero_shot_classes=classes), tokenize)
 
 
 @pytest.mark.distributed

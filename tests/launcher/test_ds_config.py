@@ -41,7 +41,9 @@ def test_low_precision_at_stage_0_is_refused(precision):
 
 def test_a_conflict_names_both_sides(tmp_path):
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.3, "bf16": {"enabled": "auto"}}))
+    file.write_text(
+        json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.3, "bf16": {"enabled": "auto"}})
+    )
     with pytest.raises(UserError) as e:
         built(EngineConfig(zero_stage=2, ds_config=str(file)))
     message = str(e.value)

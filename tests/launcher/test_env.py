@@ -54,7 +54,13 @@ def test_the_batch_script_itself_is_no_rank():
 
 @pytest.mark.parametrize(
     "nodes, first",
-    [("gpu[003-005,9],login", "gpu003"), ("a1", "a1"), ("n[7,9]", "n7"), ("x-1,x-2", "x-1"), ("r[1-2]-ib,z", "r1-ib")],
+    [
+        ("gpu[003-005,9],login", "gpu003"),
+        ("a1", "a1"),
+        ("n[7,9]", "n7"),
+        ("x-1,x-2", "x-1"),
+        ("r[1-2]-ib,z", "r1-ib"),
+    ],
 )
 def test_first_host(nodes, first):
     assert first_host(nodes) == first

@@ -28,14 +28,10 @@ def images(page: str) -> dict[str, Image.Image]:
 
 def test_a_whole_run(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", [step(i) for i in range(1, 121)])
-    write_jsonl(
-        tmp_path / "eval.jsonl", [{"step": s, "zero_shot/top1": s / 200, "note": "x"} for s in (60, 120)]
-    )
+    write_jsonl(tmp_path / "eval.jsonl", [{"step": s, "zero_shot/top1": s / 200, "note": "x"} for s in (60, 120)])
     (tmp_path / "recipe.yaml").write_text("run: {name: <script>, seed: 7}\nmodel: {name: ViT-B-32}\n")
     (tmp_path / "VERDICT").write_text('DONE\n{"step": 120}\n')
-    page = write_report(
-        tmp_path, bad_samples={"no caption\tshard-7.tar": 12, "truncated\ta.tar": 1}
-    ).read_text()
+    page = write_report(tmp_path, bad_samples={"no caption\tshard-7.tar": 12, "truncated\ta.tar": 1}).read_text()
     found = images(page)
     assert set(found) == {"training", "validation"}
     for image in found.values():

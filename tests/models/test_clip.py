@@ -190,14 +190,10 @@ def test_initialisation_is_openclips():
         block + "mlp.c_proj.bias": (4 * text) ** -0.5,
     }
     for name, std in normal.items():
-        assert state[name].std().item() == pytest.approx(
-            std, rel=0.2 if state[name].numel() < 1000 else 0.05
-        ), name
+        assert state[name].std().item() == pytest.approx(std, rel=0.2 if state[name].numel() < 1000 else 0.05), name
     for name, bound in uniform.items():
         assert state[name].abs().max() <= bound, name
-        assert state[name].std().item() == pytest.approx(
-            bound / 3**0.5, rel=0.2 if state[name].ndim == 1 else 0.05
-        )
+        assert state[name].std().item() == pytest.approx(bound / 3**0.5, rel=0.2 if state[name].ndim == 1 else 0.05)
     for name, value in state.items():
         if name.endswith(("in_proj_bias", "out_proj.bias")) or (".ln_" in name and name.endswith("bias")):
             assert not value.any(), name
@@ -224,18 +220,14 @@ def test_dropout_does_not_depend_on_the_micro_batch(cuts: tuple[int, ...]):
     whole = model(images, texts, seeds)
     parts = [
         model(*group)
-        for group in zip(
-            images.split(list(cuts)), texts.split(list(cuts)), seeds.split(list(cuts)), strict=True
-        )
+        for group in zip(images.split(list(cuts)), texts.split(list(cuts)), seeds.split(list(cuts)), strict=True)
     ]
     for i in (0, 1):
         torch.testing.assert_close(torch.cat([p[i] for p in parts]), whole[i], rtol=0, atol=1e-13)
     for i, other in enumerate(model(images, texts, seeds + 1)[:2]):
         assert ((other - whole[i]).norm(dim=1) > 1e-3).all()
     order = torch.randperm(16)
-    torch.testing.assert_close(
-        model(images[order], texts[order], seeds[order])[0], whole[0][order], rtol=0, atol=1e-13
-    )
+    torch.testing.assert_close(model(images[order], texts[order], seeds[order])[0], whole[0][order], rtol=0, atol=1e-13)
 
 
 def test_every_dropout_of_the_model_has_random_bits_of_its_own():

@@ -76,9 +76,7 @@ def test_all_mistakes_are_told_at_once():
 
 
 def test_keys_at_openclips_defaults_change_nothing():
-    content = _content(
-        vision_cfg={"pool_type": "tok", "ls_init_value": None}, text_cfg={"no_causal_mask": False}
-    )
+    content = _content(vision_cfg={"pool_type": "tok", "ls_init_value": None}, text_cfg={"no_causal_mask": False})
     assert parse_architecture(content, "model.json") == small_architecture()
 
 
@@ -99,9 +97,7 @@ def test_the_schema_survives_a_round_trip(tmp_path: Path):
 def test_the_recipe_overrides_the_preset():
     plain = ModelConfig(name="tiny").architecture()
     assert plain == load_architecture("tiny")
-    changed = ModelConfig(
-        name="tiny", patch_dropout=0.5, init_logit_bias=-10.0, init_logit_scale=2.3
-    ).architecture()
+    changed = ModelConfig(name="tiny", patch_dropout=0.5, init_logit_bias=-10.0, init_logit_scale=2.3).architecture()
     assert changed.vision_cfg.patch_dropout == 0.5
     assert (changed.init_logit_bias, changed.init_logit_scale) == (-10.0, 2.3)
     assert changed.text_cfg == plain.text_cfg

@@ -40,12 +40,8 @@ def test_an_export_comes_back_equal(tmp_path: Path, dtype: torch.dtype):
 
 def test_openclips_training_checkpoints_load(tmp_path: Path):
     model = small_model(architecture=ARCHITECTURE)
-    state = {
-        f"module.{k}": v.reshape(()) if k.startswith("logit") else v for k, v in model.state_dict().items()
-    }
-    torch.save(
-        {"epoch": 3, "name": "run", "state_dict": state, "optimizer": {"lr": 0.1}}, tmp_path / "epoch_3.pt"
-    )
+    state = {f"module.{k}": v.reshape(()) if k.startswith("logit") else v for k, v in model.state_dict().items()}
+    torch.save({"epoch": 3, "name": "run", "state_dict": state, "optimizer": {"lr": 0.1}}, tmp_path / "epoch_3.pt")
     torch.save(model.half().state_dict(), tmp_path / "half.bin")
     loaded, architecture = load_openclip(tmp_path / "epoch_3.pt", ARCHITECTURE)
     assert architecture is None

@@ -59,9 +59,7 @@ def test_masks_of_samples_layers_and_positions_are_unrelated():
 
 def test_the_mask_is_the_same_in_every_precision():
     seeds = torch.arange(3)
-    masks = [
-        SampleDropout(0.3, 9)(torch.ones(3, 77, dtype=d), seeds) != 0 for d in (torch.float32, torch.bfloat16)
-    ]
+    masks = [SampleDropout(0.3, 9)(torch.ones(3, 77, dtype=d), seeds) != 0 for d in (torch.float32, torch.bfloat16)]
     assert torch.equal(*masks)
 
 

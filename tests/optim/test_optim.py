@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_warm_up_then_cosine_to_zero():
     assert rates[10] == 2.0
     assert rates[60] == pytest.approx(1.0)
     assert rates[109] == pytest.approx(1 + math.cos(math.pi * 99 / 100), abs=1e-12)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[10:]))
 
 
 def test_constant_and_cooldown():

@@ -65,8 +65,7 @@ def _compare(ours: CLIP, peer: Any, preprocess: Any = None, tolerance: float = 1
     images, texts = _inputs(vision.image_size, ours.context_length)
     if preprocess is None:
         mean, std = (
-            torch.tensor(v).view(3, 1, 1)
-            for v in (open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
+            torch.tensor(v).view(3, 1, 1) for v in (open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
         )
         pixels = (images / 255 - mean) / std
     else:  # through the peer's own pipeline, from an image of the right size

@@ -72,9 +72,7 @@ def test_put_file(storage: LocalStorage, tmp_path: Path, move: bool) -> None:
 
 
 @pytest.mark.parametrize("if_absent", [False, True])
-def test_a_failed_write_leaves_nothing(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, if_absent: bool
-) -> None:
+def test_a_failed_write_leaves_nothing(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, if_absent: bool) -> None:
     storage.put_bytes("kept", b"before")
 
     def full(fd: int) -> None:
@@ -94,9 +92,7 @@ def test_if_absent_keeps_the_first(storage: LocalStorage) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
-def test_if_absent_has_one_winner(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
+def test_if_absent_has_one_winner(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     if not links:
 
         def refuse(*_: object) -> None:

@@ -34,9 +34,7 @@ def test_local_glob(tmp_path: Path) -> None:
     (tmp_path / "dir.tar").mkdir()
     assert expand_glob(str(tmp_path / "b-*.tar")) == [str(tmp_path / f"b-{i}.tar") for i in (0, 1)]
     assert expand_glob(f"file://{tmp_path}/b-?.tar") == [str(tmp_path / f"b-{i}.tar") for i in (0, 1)]
-    assert expand_glob(str(tmp_path / "absent.tar")) == [
-        str(tmp_path / "absent.tar")
-    ]  # no pattern: not looked for
+    assert expand_glob(str(tmp_path / "absent.tar")) == [str(tmp_path / "absent.tar")]  # no pattern: not looked for
     assert expand_glob(tmp_path / "odd[1].tar") == [str(tmp_path / "odd[1].tar")]
     assert len(expand_glob(str(tmp_path / "*.tar"))) == 3  # not the folder
     with pytest.raises(UserError, match="no file matches"):

@@ -1,0 +1,97 @@
+"""Recipes: numbers, overrides, round trips, and the examples that the project ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.config import (
+    OTHER_NAMES,
+    apply_overrides,
+    check_config,
+    known_keys,
+    load_config,
+    parse_value,
+    read_recipe,
+)
+from launcher.plan import make_plan
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+MINIMAL = {"run": {"steps": 5000}, "data": {"train": "a.tar"}}
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1e-4", 1e-4), ("5E3", 5e3), ("-2.5", -2.5), (".5", 0.5), ("3", 3), ("0x1", 1), ("true", True),
+        ("null", None), ("1.2.3", "1.2.3"), ("ViT-B-32", "ViT-B-32"), ("[0.5, 1]", [0.5, 1]),
+        ("1e", "1e"), ("e4", "e4"), ("'1e-4'", "1e-4"), ("2024-01-01a", "2024-01-01a"), ("", None),
+    ],
+)  # fmt: skip
+def test_values_are_what_they_look_like(text, value):
+    parsed = parse_value(text, "key")
+    assert parsed == value and type(parsed) is type(value)
+
+
+def test_overrides_do_not_touch_what_they_lie_over():
+    raw = {"optim": {"lr": 1}}
+    assert apply_overrides(raw, ["optim.lr=2", "model.name=tiny"]) == {
+        "optim": {"lr": 2},
+        "model": {"name": "tiny"},
+    }
+    assert raw == {"optim": {"lr": 1}}
+
+
+def test_a_resolved_recipe_reads_back_as_itself(tmp_path):
+    config = check_config(MINIMAL, "here")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(config.to_yaml())
+    assert load_config(str(file)) == config
+
+
+def test_epochs_become_steps():
+    config = check_config({"run": {"epochs": 3}, "data": {"train": "a.tar", "num_samples": 1_000_000}}, "here")
+    assert config.steps == round(3 * 1_000_000 / 256)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_shipped_recipes_are_valid_and_can_be_planned(path):
+    config = check_config(read_recipe(str(path)), str(path))
+    plan = make_plan(config, 1 if "demo" in path.stem else 8, rate=1000.0)
+    assert plan["memory_bytes"]["total"] > 0 and plan["eta_seconds"] == pytest.approx(plan["samples"] / 1000)
+
+
+def test_every_key_says_what_it_means_or_is_plain():
+    plain = {"optim.beta1", "optim.beta2", "optim.eps", "schedule.name"}
+    assert [key for key, field in known_keys() if not field.description and key not in plain] == []
+
+
+def test_other_trainers_names_lead_to_keys_that_exist():
+    assert set(OTHER_NAMES.values()) <= {key for key, _ in known_keys()}
+
+
+def test_keys_are_printed(capsys):
+    assert main(["train", "--keys"]) == 0
+    assert "batch.global_size" in capsys.readouterr().out
+
+
+def test_help_teaches_and_names_no_verb_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["--help"])
+    assert e.value.code == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out and "75" in out
+    assert "doctor" not in out and "submit " not in out
+
+
+def test_plan_prints_the_arithmetic(tmp_path, capsys):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "run: {steps: 5000}\ndata: {train: a.tar}\nmodel: {name: tiny}\nbatch: {global_size: 512, micro_size: 100}\n"
+    )
+    assert main(["plan", str(file), "--world-size", "4", "--samples-per-second", "100"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "512 = 4 ranks x 128, in 2 micro-batches of 100 with 1 graphs kept" in out
+    assert "7:06:40" in out  # 5000 x 512 samples at 100 a second

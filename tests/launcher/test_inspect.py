@@ -1,0 +1,105 @@
+"""evaluate and export after a real run, and the demo's way through all of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clip_train.models import CLIP, load_openclip
+from launcher.verdict import read_verdict
+from tests.launcher.conftest import metrics, run
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def trained(recipe, data):
+    classes = f"evaluate.zero_shot_classes={data.classes}"
+    status, out = run(recipe, "run.steps=12", f"data.val={data.val}", classes, "engine.zero_stage=3", ranks=2)
+    assert status == 0, out
+    return recipe.parent / "run", out
+
+
+def test_evaluate_and_export_agree_with_the_run(trained, recipe):
+    run_dir, out = trained
+    resolved = run_dir / "recipe.yaml"
+    told = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[-1])
+    assert told["step"] == 12 and told["num_samples"] == told["zero_shot_samples"] == 608
+
+    status, printed = run(resolved, verb="evaluate")
+    assert status == 0, printed
+    again = dict(
+        line.split(": ") for line in printed.splitlines() if (line.count(": ") == 1 and "@" in line) or "top" in line
+    )
+    for name in ("zero_shot_top1", "image_to_text_R@10"):
+        assert float(again[name]) == pytest.approx(told[name], abs=2e-3)  # other ranks, other rounding, ties
+
+    status, printed = run(resolved, verb="export")
+    assert status == 0 and "open_clip.create_model_and_transforms" in printed, printed
+    stored = load_file(run_dir / "export" / "open_clip_model.safetensors")
+    assert stored["logit_scale"].shape == ()
+    state, architecture = load_openclip(run_dir / "export")
+    model = CLIP(architecture)
+    model.load_state_dict(state)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+    status, from_export = run(
+        resolved, f"model.init_from={run_dir / 'export'}", "run.name=second", "run.dir=second", "run.steps=6"
+    )
+    assert status == 0, from_export
+    first, going_on = metrics(run_dir), metrics(run_dir / "second")
+    assert going_on[0]["loss"] < first[0]["loss"]  # it starts where the first one ended
+
+
+def test_export_of_a_step_that_is_not_there_lists_those_that_are(trained):
+    run_dir, _ = trained
+    status, printed = run(run_dir / "recipe.yaml", verb="export")
+    assert status == 0, printed
+    from launcher.config import load_config
+    from launcher.inspect_run import find_checkpoint
+
+    config = load_config(str(run_dir / "recipe.yaml"))
+    assert find_checkpoint(config, 7).step == 7
+    with pytest.raises(ValueError, match=r"--step \(9\).*\[7, 12\]"):
+        find_checkpoint(config, 9)
+
+
+def test_a_run_that_was_never_trained_says_so(recipe):
+    status, printed = run(recipe, verb="export")
+    assert status == 2
+    assert "train first" in printed
+
+
+def test_the_demo_goes_the_whole_way(tmp_path, data):
+    """Few steps: that it learns is shown by `make demo`."""
+    import subprocess
+    import sys
+
+    from tests.launcher.conftest import ROOT
+
+    short = [
+        "run.steps=4",
+        "schedule.warmup_steps=1",
+        "batch.global_size=64",
+        "batch.micro_size=16",
+        "data.lanes=8",
+    ]
+    out = subprocess.run(
+        [sys.executable, "-m", "launcher", "demo", "--data", "digits", "--dir", str(tmp_path), *short],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert out.returncode == 0, out.stderr
+    assert "zero_shot_top1" in out.stderr and "chance is 10.0%" in out.stderr
+    run_dir = tmp_path / "demo-digits"
+    assert read_verdict(run_dir)[0] == "DONE"
+    assert metrics(run_dir)[0]["accum_steps"] == 4
+    assert {"report.html", "loss.png", "metrics.jsonl", "recipe.yaml", "ds_config.json", "events"} <= {
+        p.name for p in run_dir.iterdir()
+    }

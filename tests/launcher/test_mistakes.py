@@ -1,0 +1,152 @@
+"""Mistakes in a recipe: one message that names field, value and remedy; exit status 2; no process group."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch.distributed as torch_dist
+from PIL import Image
+
+from clip_train.data import write_shards
+from launcher import env
+from launcher.cli import main
+from tests.launcher.conftest import run
+
+
+@pytest.fixture(autouse=True)
+def no_process_group(monkeypatch):
+    """Forming one is the failure that these tests look for."""
+
+    def formed(*args, **kwargs):
+        raise AssertionError("a process group was about to form")
+
+    monkeypatch.setattr(env, "start", formed)
+    monkeypatch.setattr(torch_dist, "init_process_group", formed)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "JPEG")
+    jpg = buffer.getvalue()
+    write_shards(tmp_path / "no_caption", [{"__key__": "a", "jpg": jpg}], 10)
+    write_shards(tmp_path / "json_only", [{"__key__": "a", "jpg": jpg, "json": b'{"text": "x", "url": "y"}'}], 10)
+    write_shards(tmp_path / "no_image", [{"__key__": "a", "txt": b"hello"}], 10)
+    return tmp_path
+
+
+# (overrides, what the message must say: the field, the value, the remedy)
+MISTAKES = {
+    "unknown key": (["optim.learning_rate=1e-3"], ["optim.learning_rate", "0.001", "did you mean optim.lr?"]),
+    "another trainer's key": (
+        ["batch.accum_freq=4"],
+        ["batch.accum_freq", "4", "did you mean batch.micro_size?"],
+    ),
+    "unknown section": (["optimizer.lr=1e-3"], ["optimizer", "did you mean optim?"]),
+    "key in the wrong section": (["run.micro_size=8"], ["run.micro_size", "did you mean batch.micro_size?"]),
+    "wrong type": (
+        ["batch.global_size=many"],
+        ["batch.global_size", "'many'", "integer", "set batch.global_size="],
+    ),
+    "out of range": (["optim.lr=-1"], ["optim.lr", "-1", "greater than 0", "set optim.lr="]),
+    "no such choice": (["loss.kind=triplet"], ["loss.kind", "'triplet'", "info_nce"]),
+    "not an override": (["optim.lr"], ["'optim.lr'", "write key.path=value"]),
+    "batch not divisible by lanes": (
+        ["data.lanes=7"],
+        ["data.lanes (7)", "batch.global_size (32)", "4 and 8"],
+    ),
+    "no shards match": (["data.train=/nowhere/*.tar"], ["data.train", "/nowhere/*.tar", "matches no"]),
+    "missing shard": (
+        ["data.train=/nowhere/{0..3}.tar"],
+        ["data.train", "4 of 4 shards", "/nowhere/0.tar", "correct"],
+    ),
+    "shell pipe": (["data.train='pipe:cat x.tar'"], ["data.train", "pipe:cat x.tar", "give a path or a URL"]),
+    "missing captions": (
+        ["data.train={tmp}/no_caption/*.tar"],
+        ["data.train", "no_caption", "no caption", ".txt"],
+    ),
+    "captions in json": (["data.train={tmp}/json_only/*.tar"], ["set data.caption_key", "text, url"]),
+    "wrong caption key": (
+        ["data.train={tmp}/json_only/*.tar", "data.caption_key=alt"],
+        ["data.caption_key is alt", "text, url"],
+    ),
+    "no images": (["data.train={tmp}/no_image/*.tar"], ["data.train", "no image", "an image is one of jpg"]),
+    "refused stage and precision": (
+        ["engine.zero_stage=0", "engine.precision=bf16"],
+        ["engine.precision (bf16)", "engine.zero_stage 0", "use engine.zero_stage=1"],
+    ),
+    "unknown model": (["model.name=ViT-B-31"], ["model.name", "ViT-B-31", "did you mean", "ViT-B-32"]),
+    "no length": (["run.steps=null"], ["exactly one of run.steps", "run.epochs"]),
+    "epochs of an unknown size": (["run.steps=null", "run.epochs=2"], ["run.epochs (2", "data.num_samples"]),
+    "warm-up longer than the run": (
+        ["schedule.warmup_steps=50"],
+        ["schedule.warmup_steps (50)", "40", "lower it"],
+    ),
+    "unknown DeepSpeed file": (["engine.ds_config=zero9"], ["engine.ds_config (zero9)", "zero1"]),
+}
+
+
+@pytest.mark.parametrize("overrides, said", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_message_with_status_2(overrides, said, recipe, shards, capsys):
+    overrides = [o.replace("{tmp}", str(shards)) for o in overrides]
+    assert main(["train", str(recipe), *overrides]) == 2
+    err = capsys.readouterr().err
+    assert err.count("clip-train: error:") == 1
+    assert "Traceback" not in err
+    for words in said:
+        assert words in err, f"{words!r} is missing in: {err}"
+
+
+def test_ranks_must_divide_the_batch(recipe, capsys, monkeypatch):
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "5",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(recipe)]) == 2
+    assert (
+        "batch.global_size (32) must be a multiple of the number of ranks (5); the nearest: 30 and 35"
+        in capsys.readouterr().err
+    )
+
+
+def test_all_mistakes_are_told_at_once(recipe, capsys):
+    assert main(["train", str(recipe), "optim.lr=fast", "model.nam=x", "data.workers=-1"]) == 2
+    err = capsys.readouterr().err
+    assert "3 mistakes" in err
+    assert all(path in err for path in ("optim.lr", "model.nam", "data.workers"))
+    assert main(["train", str(recipe), "data.lanes=7", "engine.ds_config=zero9"]) == 2
+    err = capsys.readouterr().err
+    assert "data.lanes" in err and "engine.ds_config" in err
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("run: [", "not YAML"),
+        ("- a\n- b\n", "must hold sections"),
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "repeated key: run"),
+    ],
+)
+def test_a_file_that_is_no_recipe(text, said, tmp_path, capsys):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    assert main(["train", str(file)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_not_there(capsys):
+    assert main(["train", "nowhere.yaml"]) == 2
+    assert "examples lie in recipes/" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_two_ranks_tell_a_mistake_once(recipe):
+    status, out = run(recipe, "data.train=/nowhere/*.tar", ranks=2)
+    assert status != 0
+    assert out.count("clip-train:") == 1, out
