@@ -24,19 +24,15 @@ class SourceSummary:
 
 
 def check_source(config: DataConfig) -> SourceSummary:
-    """Expands `data.train` and reads the first sample of the first shard.
+    """Expands `data.train` and `data.val`, and reads the first sample of the first training shard.
 
     Raises:
         UserError: nothing matches, a file is missing or cannot be opened, no sample in the first shard,
             no image or no caption in it; each names the field, the value and the remedy.
     """
-    shards = expand(config.train)
-    missing = missing_files(shards)
-    if missing:
-        raise UserError(
-            f"data.train ({config.train}): {len(missing)} of {len(shards)} shards are not there, "
-            f"the first is {missing[0]}; correct the path or the range in braces"
-        )
+    shards = _existing(config.train, "data.train")
+    if config.val is not None:
+        _existing(config.val, "data.val")
     sample = _first_sample(shards[0], "data.train")
     where = f"data.train ({shards[0]}): the first sample, {sample.key},"
     if sample.duplicate:
@@ -56,6 +52,18 @@ def check_source(config: DataConfig) -> SourceSummary:
     except BadSample as e:
         raise UserError(f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, config.caption_key)}") from e
     return SourceSummary(len(shards), shards[0], sample.key, caption)
+
+
+def _existing(spec: str, field: str) -> list[str]:
+    """The shards that `spec` names. UserError where one of them is a local file that is not there."""
+    shards = expand(spec, field)
+    missing = missing_files(shards)
+    if missing:
+        raise UserError(
+            f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}; "
+            "correct the path or the range in braces"
+        )
+    return shards
 
 
 def _first_sample(shard: str, field: str) -> RawSample:

@@ -144,13 +144,12 @@ class TrainLoader:
         assert self._pieces is not None
         try:
             piece = next(self._pieces)
+        except (EOFError, ConnectionError, FileNotFoundError) as e:  # killed while it handed a batch over
+            raise _worker_died(e) from e
         except RuntimeError as e:
             if "exited unexpectedly" not in str(e) and "killed by signal" not in str(e):
                 raise
-            raise DataError(
-                f"a loader worker died ({e}); if memory ran out (see dmesg), lower data.workers, "
-                "data.shuffle_block or data.prefetch; a container may need more shared memory (--shm-size)"
-            ) from e
+            raise _worker_died(e) from e
         if isinstance(piece, Failure):
             raise piece.error from (WorkerTraceback(piece.traceback) if piece.traceback else None)
         return piece
@@ -173,6 +172,13 @@ class TrainLoader:
         return batch
 
 
+def _worker_died(cause: Exception) -> DataError:
+    return DataError(
+        f"a loader worker died ({str(cause) or type(cause).__name__}); if memory ran out (see dmesg), lower data.workers, "
+        "data.shuffle_block or data.prefetch; a container may need more shared memory (--shm-size)"
+    )
+
+
 def _start_fork_server() -> None:
     """With SIGTERM ignored, which it inherits: a launcher sends it to the group, and the trainer must outlive it."""
     if threading.current_thread() is not threading.main_thread():  # no signals to be set from here
@@ -182,7 +188,7 @@ def _start_fork_server() -> None:
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not set by Python
 
 
 def _parse(cursors: dict[int, dict[str, Any]] | None, plan: LanePlan) -> dict[int, Cursor]:
