@@ -173,8 +173,9 @@ class TrainLoader:
 
 
 def _worker_died(cause: Exception) -> DataError:
+    why = str(cause) or type(cause).__name__
     return DataError(
-        f"a loader worker died ({str(cause) or type(cause).__name__}); if memory ran out (see dmesg), lower data.workers, "
+        f"a loader worker died ({why}); if memory ran out (see dmesg), lower data.workers, "
         "data.shuffle_block or data.prefetch; a container may need more shared memory (--shm-size)"
     )
 
