@@ -54,7 +54,7 @@ def shapes(
     """Coloured shapes: 2 sizes x 8 colours x 6 shapes x 4 backgrounds = 384 captions, 76 only in `val`.
 
     Args:
-        size: of the JPEGs, pixels. 20,000 of 64 px take 16 CPU-seconds and 50 MB.
+        size: of the JPEGs, pixels. 20,000 of 64 px take 16 CPU-seconds and 80 MB.
     """
     seen, held_out = split_combinations(seed)
     val = [combination for combination in held_out for _ in range(8)]
