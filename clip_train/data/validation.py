@@ -28,7 +28,7 @@ class ValBatch:
     texts: Tensor  # int64 [b, context_length]
     captions: list[str]
     keys: list[str]
-    metadata: list[dict[str, Any]] = field(default_factory=list)  # the .json members, {} where there is none
+    metadata: list[dict[str, Any]] = field(default_factory=list)  # the .json's keys, and the .cls as "cls"; {} where there is neither
 
     def __len__(self) -> int:
         return len(self.images)
@@ -126,7 +126,11 @@ class ValLoader:
 
 
 def _metadata(fields: dict[str, Any]) -> dict[str, Any]:
+    """The .json's keys, and "cls": the .cls member's number, as ImageNet's shards have it."""
     try:
-        return raw.metadata(fields)
+        out = dict(raw.metadata(fields))
     except BadSample:
-        return {}
+        out = {}
+    if "cls" in fields:
+        out["cls"] = fields["cls"].decode("utf-8", "replace").strip()
+    return out

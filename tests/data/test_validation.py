@@ -52,6 +52,12 @@ def test_metadata_and_bad_samples(tmp_path):
     assert "image does not decode" in loader.bad_sample_table() and "no caption" in loader.bad_sample_table()
 
 
+def test_a_cls_member_is_the_label(tmp_path):
+    members = [*sample("a", 0), ("a.cls", b"7\n"), *sample("b", 1), ("b.json", b'{"cls": 1}'), ("b.cls", b"2")]
+    (batch,) = list(load(write_shard(tmp_path / "a.tar", members)))
+    assert batch.metadata == [{"cls": "7"}, {"cls": "2"}]
+
+
 def test_errors(tmp_path):
     with pytest.raises(UserError, match=r"data\.val"):
         load(tmp_path / "*.tar")
