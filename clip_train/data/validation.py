@@ -28,7 +28,7 @@ class ValBatch:
     texts: Tensor  # int64 [b, context_length]
     captions: list[str]
     keys: list[str]
-    metadata: list[dict[str, Any]] = field(default_factory=list)  # the .json's keys, and the .cls as "cls"; {} where there is neither
+    metadata: list[dict[str, Any]] = field(default_factory=list)  # the .json's keys, and the .cls as "cls"
 
     def __len__(self) -> int:
         return len(self.images)
