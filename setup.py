@@ -51,5 +51,5 @@ setup(
         "test": TEST,
         "wandb": ["wandb"],
     },
-    entry_points={"console_scripts": ["clip-train = launcher.cli:main"]},
+    entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},
 )
