@@ -113,7 +113,7 @@ def prepare_run_dir(config: RunConfig, checked: Checked) -> None:
 
 def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
-    steps = config.steps
+    steps, peak_lr = config.steps, config.optim.peak_lr(checked.plan.global_size)
     torch.manual_seed(config.run.seed * 1_000_003 + dist.rank())  # what is random beside the counter-based draws
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
     resumed = checkpoints.resume()
@@ -140,7 +140,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         batches=loader,
         plan=checked.plan,
         steps=steps,
-        learning_rate=lambda step: learning_rate(config.schedule, config.optim.lr, step, steps),
+        learning_rate=lambda step: learning_rate(config.schedule, peak_lr, step, steps),
         checkpoints=checkpoints,
         sinks=Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json")),
         progress=ProgressLine(

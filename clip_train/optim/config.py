@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from torch import nn
 
 from clip_train.optim.groups import decay_groups
@@ -29,6 +29,25 @@ class OptimConfig(Settings):
     """Of sgd."""
     grad_clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null to leave gradients alone."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How `lr`, chosen for a global batch of `reference_batch`, grows with the run's own: linear
+    (arXiv 1706.02677) for sgd, sqrt (arXiv 2205.10287) for adamw."""
+    reference_batch: PositiveInt | None = None
+    """The global batch that `lr` was chosen for; needed where lr_scaling is not none."""
+
+    @model_validator(mode="after")
+    def _scaling_needs_a_reference(self) -> OptimConfig:
+        if (self.lr_scaling == "none") != (self.reference_batch is None):
+            raise ValueError(
+                f"optim.lr_scaling ({self.lr_scaling}) and optim.reference_batch ({self.reference_batch}) go together: "
+                "set both, or leave lr_scaling=none and reference_batch=null"
+            )
+        return self
+
+    def peak_lr(self, global_size: int) -> float:
+        """`lr` scaled to a global batch of `global_size` samples."""
+        ratio = global_size / (self.reference_batch or global_size)
+        return self.lr * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.lr_scaling]
 
 
 def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
