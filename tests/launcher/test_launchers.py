@@ -1,0 +1,39 @@
+"""The same line under the deepspeed launcher and under torchrun gives the same run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.launcher.conftest import ROOT, metrics, run
+
+pytestmark = pytest.mark.engine
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_the_deepspeed_launcher(recipe, tmp_path):
+    line = ["--num_gpus", "2", "--master_port", str(free_port()), "--module", "launcher", "train", str(recipe)]
+    out = subprocess.run(
+        [sys.executable, "-m", "deepspeed.launcher.runner", *line, "run.steps=6", f"run.dir={tmp_path / 'ds'}"],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    assert out.returncode == 0, out.stdout + out.stderr
+    status, told = run(recipe, "run.steps=6", ranks=2)
+    assert status == 0, told
+    under_deepspeed, under_torchrun = metrics(tmp_path / "ds"), metrics(tmp_path / "run")
+    assert [line["loss"] for line in under_deepspeed] == [line["loss"] for line in under_torchrun]
+    assert len(under_deepspeed) == 6
