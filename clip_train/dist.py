@@ -9,7 +9,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from clip_train.errors import RemoteRankError
+from clip_train.errors import ClipTrainError, RemoteRankError
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def barrier() -> None:
 def agreed(action: Callable[[], T]) -> T:
     """Run `action` on every rank; if it fails on any, it fails on all, and nobody waits in a collective.
 
-    The rank that failed raises its own error; the others raise `RemoteRankError` naming that rank.
+    The lowest rank that failed raises its own error, and so prints it; the others raise `RemoteRankError`.
     """
     error: Exception | None = None
     result: Any = None
@@ -110,13 +110,21 @@ def agreed(action: Callable[[], T]) -> T:
         result = action()
     except Exception as e:
         error = e
-    failed = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for other, message in enumerate(failed):
-        if message is not None:
-            raise RemoteRankError(f"rank {other} failed: {message}")
+    raise_agreed(error)
     return result
+
+
+def raise_agreed(error: Exception | None) -> None:
+    """Collective: raise if any rank has an error, on the lowest such rank its own, elsewhere `RemoteRankError`."""
+    failed = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    first = next((other for other, message in enumerate(failed) if message is not None), None)
+    if first is None:
+        return
+    if error is not None and first == rank():
+        if isinstance(error, ClipTrainError):
+            error.everywhere = False  # this rank prints it, whichever it is
+        raise error
+    raise RemoteRankError(f"rank {first} failed: {failed[first]}")
 
 
 def on_main(action: Callable[[], T]) -> T:
@@ -131,6 +139,8 @@ def on_main(action: Callable[[], T]) -> T:
     outcome: tuple[str, Any] = ("error", f"{type(error).__name__}: {error}") if error else ("result", result)
     kind, payload = broadcast_object(outcome)
     if error is not None:
+        if isinstance(error, ClipTrainError):
+            error.everywhere = False  # the others raise RemoteRankError
         raise error
     if kind == "error":
         raise RemoteRankError(f"rank 0 failed: {payload}")
@@ -150,6 +160,7 @@ __all__ = [
     "is_main",
     "max_scalar",
     "on_main",
+    "raise_agreed",
     "rank",
     "sum_scalars",
     "world_size",

@@ -8,6 +8,7 @@ class ClipTrainError(Exception):
 
     exit_status = 1  # of the process
     everywhere = False  # all ranks raise it together, so that rank 0 alone prints it
+    told = False  # it has been printed already
 
 
 class UserError(ClipTrainError, ValueError):
@@ -15,6 +16,12 @@ class UserError(ClipTrainError, ValueError):
 
     exit_status = 2
     everywhere = True
+
+
+class RankError(UserError):
+    """A mistake that this rank alone may see: a wrong environment, a missing GPU."""
+
+    everywhere = False
 
 
 class DataError(ClipTrainError):

@@ -38,7 +38,7 @@ def train_step(
     kept_graphs: int,
     lr: float,
 ) -> StepResult:
-    """Take one optimizer step on this rank's share `batch` of the global batch.
+    """Take one optimizer step on this rank's share `batch`, on the engine's device, of the global batch.
 
     The result does not depend on `micro_size` or `kept_graphs` beyond rounding. All ranks must hold equally
     many samples. DivergedError, on all ranks, before the update, if the loss is not finite.
@@ -64,7 +64,7 @@ def encode(engine: Engine, batch: Batch, micro_size: int, kept_graphs: int) -> F
     step without a second forward.
     """
     cache = FeatureCache()
-    micro_batches = batch.to(engine.device).micro_batches(micro_size)
+    micro_batches = batch.micro_batches(micro_size)
     first_kept = len(micro_batches) - max(kept_graphs, 1)
     for i, micro_batch in enumerate(micro_batches):
         if i >= first_kept:

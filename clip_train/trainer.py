@@ -19,7 +19,7 @@ from clip_train.batch import BatchPlan
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss
 from clip_train.contrastive.rng import RngState
-from clip_train.errors import DataError, DivergedError, Preempted, RemoteRankError
+from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics import (
     ProgressLine,
     Sinks,
@@ -86,6 +86,7 @@ class Trainer:
     stop: StopRequest = field(default_factory=StopRequest)
     position: Position = field(default_factory=Position)
     bad_samples: Counter[str] = field(default_factory=Counter)
+    failure: Exception | None = None  # of this rank alone, to be told to the others at the next boundary
 
     def resume(self, resumed: Resumed) -> None:
         """Take weights, optimizer, random state and position from a checkpoint."""
@@ -104,37 +105,36 @@ class Trainer:
         """
         batches = iter(self.batches)
         timer = StepTimer()
-        evaluated: dict[str, float] = {}
         while self.position.step < self.steps:
             with timer.data_wait():
                 batch = self._next_batch(batches)
             if batch is None:
                 self._end_preempted()
             else:
-                evaluated = self._step(batch, timer)
-        self._save()
-        return evaluated
+                self._step(batch, timer)
+        dist.raise_agreed(self.failure)
+        if not self._save():  # before the evaluation: a mistake in its inputs must not cost the last steps
+            raise CheckpointError(f"all {self.steps} steps are trained, but the last save failed (see above)")
+        return self._evaluate()
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch on the device; None if any rank was asked to stop. An error on one rank ends all."""
-        error: Exception | None = None
         batch: Batch | None = None
-        try:
-            batch = next(batches).to(self.engine.device)
-        except StopIteration:
-            error = DataError("the data has ended, although it should go round")
-        except Exception as e:
-            error = e
-        word = Boundary.FAILED if error else Boundary.STOP if self.stop.reason else Boundary.GO_ON
+        if self.failure is None:
+            try:
+                batch = next(batches).to(self.engine.device)
+            except StopIteration:
+                self.failure = DataError("the data has ended, although it should go round")
+            except Exception as e:
+                self.failure = e
+        word = Boundary.FAILED if self.failure else Boundary.STOP if self.stop.reason else Boundary.GO_ON
         agreed = dist.max_scalar(word)
-        if error is not None:
-            raise error
         if agreed == Boundary.FAILED:
-            raise RemoteRankError("another rank could not read its data")
+            dist.raise_agreed(self.failure)
         return None if agreed == Boundary.STOP else batch
 
-    def _step(self, batch: Batch, timer: StepTimer) -> dict[str, float]:
-        """One step with all that follows from it; returns the evaluation's numbers, if there was one."""
+    def _step(self, batch: Batch, timer: StepTimer) -> None:
+        """One step with all that follows from it."""
         lr = self.learning_rate(self.position.step)
         try:
             result = train_step(
@@ -157,21 +157,37 @@ class Trainer:
         position = self.position
         position.step += 1
         position.samples += self.plan.global_size
-        position.cursors.update(batch.cursors)
+        position.cursors = dict(batch.cursors)  # those of this rank's lanes: others would go stale here
         self.bad_samples.update(batch.bad_samples)
         self._record(result, lr, timer.finish(), batch)
+        if position.step == self.steps:
+            return  # `run` saves and evaluates at the end
+        pause = False
         if self.checkpoints.due(position.step):
+            pause = True
             self._save()
+        if self.evaluate_every and position.step % self.evaluate_every == 0:
+            pause = True
+            self._evaluate()
+        if pause:
             timer.restart()
-        last = position.step == self.steps
-        if self.evaluate is not None and (last or (self.evaluate_every and position.step % self.evaluate_every == 0)):
-            evaluated = self.evaluate()
-            self.sinks.write({"step": position.step, **evaluated}, "eval")
-            told = "  ".join(f"{name} {value:.4g}" for name, value in evaluated.items())
-            self.progress.message(f"step {position.step}: {told}")
-            timer.restart()
-            return evaluated
-        return {}
+
+    def _evaluate(self) -> dict[str, float]:
+        if self.evaluate is None:
+            return {}
+        evaluated = self.evaluate()
+        step = self.position.step
+        self._on_this_rank(lambda: self.sinks.write({"step": step, **evaluated}, "eval"))
+        told = "  ".join(f"{name} {value:.4g}" for name, value in evaluated.items())
+        self.progress.message(f"step {step}: {told}")
+        return evaluated
+
+    def _on_this_rank(self, action: Callable[[], None]) -> None:
+        """What one rank does without the others: it may fail, but must not leave them in a collective."""
+        try:
+            action()
+        except Exception as e:
+            self.failure = self.failure or e
 
     def _record(self, result: StepResult, lr: float, times: StepTimes, batch: Batch) -> None:
         digest = None
@@ -193,7 +209,7 @@ class Trainer:
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             batch_digest=digest,
         ).to_dict()
-        self.sinks.write(record)
+        self._on_this_rank(lambda: self.sinks.write(record))
         self.progress.update(record)
 
     def _save(self) -> bool:
@@ -212,12 +228,15 @@ class Trainer:
         return self.checkpoints.save(self.position.step, self.engine.state_fragments(), rng, state)
 
     def _end_preempted(self) -> None:
-        reasons = dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None)
-        saved = self.position.step == 0 or self._save()
+        reasons = ", ".join(dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None))
+        step = self.position.step
+        if step == 0:
+            raise Preempted(f"stopped by {reasons} before the first step; run the same line to begin")
+        saved = self._save()
         good = self.checkpoints.last_good
-        where = f"step {good.step} is committed ({good.path})" if good else "nothing was trained yet"
-        told = "" if saved else "; the save at the end FAILED, see above"
-        raise Preempted(
-            f"stopped by {', '.join(reasons)} after step {self.position.step}: {where}{told}; "
-            "run the same line to go on"
-        )
+        committed = f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
+        if not saved:
+            raise CheckpointError(
+                f"stopped by {reasons} after step {step}, and the save failed (see above); {committed}"
+            )
+        raise Preempted(f"stopped by {reasons} after step {step}: {committed}; run the same line to go on")

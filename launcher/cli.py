@@ -11,7 +11,7 @@ import textwrap
 from typing import NoReturn
 
 from clip_train import __version__
-from clip_train.errors import ClipTrainError, Preempted, RemoteRankError
+from clip_train.errors import ClipTrainError, RemoteRankError
 
 EPILOG = """\
 exit status: 0 done; 75 preempted after a commit (run the same line again); 2 a mistake in the recipe
@@ -58,7 +58,6 @@ def build_parser() -> argparse.ArgumentParser:
         Under torchrun, the deepspeed launcher or srun, every rank runs this same line.""",
     )
     train.add_argument("--keys", action="store_true", help="print every key of a recipe with its default, and exit")
-    train.set_defaults(recipe_optional=True)
 
     plan = add(
         "plan",
@@ -129,18 +128,24 @@ def main(argv: list[str] | None = None) -> int:
         return _run(args)
     except ClipTrainError as e:
         # Once for all ranks: rank 0 prints what all raise together, else the failing rank prints its own.
-        if not isinstance(e, RemoteRankError) and (not e.everywhere or os.environ.get("RANK", "0") == "0"):
-            _say(str(e) if isinstance(e, Preempted) else f"error: {e}")
+        if not (isinstance(e, RemoteRankError) or e.told) and (not e.everywhere or _rank() in (None, "0")):
+            _say(f"error: {e}")
         return e.exit_status
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
 
 
+def _rank() -> str | None:
+    """As the launcher or SLURM has told it; None in a world of one. Before a process group there is no other way."""
+    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
+        return None
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+
+
 def _say(message: str) -> None:
-    rank = os.environ.get("RANK")
-    where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    print(f"clip-train: {where}{message}", file=sys.stderr, flush=True)
+    rank = _rank()
+    print(f"clip-train: {'' if rank is None else f'[rank {rank}] '}{message}", file=sys.stderr, flush=True)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -21,13 +21,17 @@ def run_demo(kind: str, folder: str, overrides: list[str]) -> int:
     data = build_data(kind, Path(folder) / "data" / kind)
     recipe = str(RECIPES / f"demo_{kind}.yaml")
     places: dict[str, Any] = {
-        "run.dir": Path(folder) / f"demo-{kind}",
+        "run.dir": str(Path(folder) / f"demo-{kind}"),
         "data.train": data.train,
         "data.val": data.val,
         "data.num_samples": data.num_train,
         "evaluate.zero_shot_classes": data.classes,
     }
-    raw = apply_overrides(read_recipe(recipe), [f"{key}={value}" for key, value in places.items()] + overrides)
+    raw = read_recipe(recipe)
+    for key, value in places.items():
+        section, name = key.split(".")
+        raw.setdefault(section, {})[name] = value
+    raw = apply_overrides(raw, overrides)
     config = check_config(raw, recipe)
     status = train(config)
     num_classes = len(ZeroShotClasses.load(str(data.classes)).classnames)

@@ -27,6 +27,9 @@ REFUSED_SECTIONS = {
     "compression_training": "DeepSpeed removed it",
     "curriculum_learning": "DeepSpeed removed it",
     "data_efficiency": "use the recipe's data section",
+    "tensor_parallel": "only data parallelism is exact here",
+    "sequence_parallel_size": "only data parallelism is exact here",
+    "torch_autocast": "use engine.precision",
     "pipeline": "a contrastive batch cannot be pipelined: every sample needs every other",
 }
 
@@ -58,6 +61,13 @@ class EngineConfig(Settings):
         if self.zero_stage == 0 and self.offload != "none":
             raise ValueError(f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)")
         return self
+
+
+# Of zero_optimization: they change the sums (quantised communication) or the group that the gradient is averaged over.
+REFUSED_ZERO_KEYS = (
+    "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather", "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "offload_param",
+)  # fmt: skip
 
 
 def base_config_path(config: EngineConfig) -> Path:
@@ -97,9 +107,17 @@ def build_ds_config(
         for key, remedy in REFUSED_SECTIONS.items()
         if key in base
     ]
+    zero = base.get("zero_optimization")
+    mistakes += [
+        f"{path.name} sets zero_optimization.{key}: it changes the result, or is not tested here; take it out"
+        for key in REFUSED_ZERO_KEYS
+        if isinstance(zero, dict) and zero.get(key)
+    ]
     out = _merge(base, _owned_by_recipe(config, micro_size, world_size, grad_clip_norm), "", path.name, mistakes)
     if mistakes:
         raise UserError("\n".join(mistakes))
+    if config.zero_stage == 0:
+        out["gradient_clipping"] = 0.0  # the engine clips there, where it can also tell the norm
     return out
 
 
@@ -113,8 +131,8 @@ def _owned_by_recipe(
         "gradient_accumulation_steps": 1,
         "train_micro_batch_size_per_gpu": micro_size,  # for DeepSpeed's own counters only
         "train_batch_size": micro_size * world_size,
-        # Said explicitly: DeepSpeed's default has been 1.0 since PR #8068. Stage 0 is clipped by the engine.
-        "gradient_clipping": 0.0 if stage == 0 else grad_clip_norm or 0.0,
+        # Said explicitly: DeepSpeed's default has been 1.0 since PR #8068.
+        "gradient_clipping": grad_clip_norm or 0.0,
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": config.precision == "bf16"},
         "fp16": {"enabled": config.precision == "fp16"},

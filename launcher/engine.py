@@ -89,6 +89,8 @@ class DeepSpeedEngine:
         self.stage = stage
         self.optimizer_steps = 0
         self.slices: list[OwnedSlice] = owned_slices(engine, stage)
+        self._low_precision = engine.bfloat16_enabled() or engine.fp16_enabled()
+        self._scalars: dict[str, Tensor] = {}  # fp32 masters of logit_scale and logit_bias, in low precision only
         self._stage0_norm = math.nan
         if stage == 0:
             optimizer.register_step_pre_hook(self._clip_at_stage_0)
@@ -101,7 +103,12 @@ class DeepSpeedEngine:
 
     # Always through engine(...): engine.module(...) silently loses ZeRO-3's accumulated gradients.
     def forward(self, micro_batch: MicroBatch) -> Features:
-        return Features(*self.engine(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
+        out = Features(*self.engine(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
+        if self._scalars:  # the masters' values, with the gradient still going to the model's parameters
+            out.logit_scale = out.logit_scale * (self._scalars["logit_scale"].exp() / out.logit_scale.detach())
+            if out.logit_bias is not None:
+                out.logit_bias = out.logit_bias + (self._scalars["logit_bias"] - out.logit_bias.detach())
+        return out
 
     def encode_image(self, images: Tensor) -> Tensor:
         return self.engine(images, None)[0]
@@ -131,12 +138,29 @@ class DeepSpeedEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
-        skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to lower.
+        skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
         norm = self._stage0_norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
         if not skipped:
             self.optimizer_steps += 1
             self._clamp_logit_scale()
+            self._read_scalars()
         return StepReport(norm, skipped)
+
+    @torch.no_grad()
+    def _read_scalars(self) -> None:
+        """The fp32 master of each one-element parameter, for every rank.
+
+        A low-precision model's own copy of `logit_scale` moves in steps of 3% near 100.
+        """
+        if not self._low_precision:
+            return
+        for name in ("logit_scale", "logit_bias"):
+            if getattr(self.engine.module, name, None) is None:
+                continue
+            owned = [p.flat.narrow(0, p.offset, 1) for p in self.slices if p.name == name]
+            value = owned[0].float().to(self.device) if owned else torch.zeros(1, device=self.device)
+            self._scalars[name] = dist.all_reduce_sum(value.clone())
 
     @torch.no_grad()
     def _clamp_logit_scale(self) -> None:
@@ -170,6 +194,7 @@ class DeepSpeedEngine:
             for slot, target in piece.tensors(self.optimizer, only=slots).items():
                 target.copy_(source.read(piece.name, slot, piece.start, piece.numel))
         self._load_model_copy(source)
+        self._read_scalars()
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         if scaler is not None and "loss_scaler" in extra:
             for key, value in extra["loss_scaler"].items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as torch_dist
 
-from clip_train.errors import UserError
+from clip_train.errors import RankError
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RankEnv:
 def detect(environ: Mapping[str, str]) -> RankEnv:
     """Explicit RANK and WORLD_SIZE (torchrun, the deepspeed launcher), else a SLURM step, else one process.
 
-    UserError for variables that are incomplete, out of range or not numbers.
+    RankError for variables that are incomplete, out of range or not numbers.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _explicit(environ)
@@ -48,7 +48,7 @@ def _explicit(environ: Mapping[str, str]) -> RankEnv:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in environ]
     if missing:
-        raise UserError(
+        raise RankError(
             f"the environment has {', '.join(n for n in needed if n in environ)} but not {', '.join(missing)}: "
             "start ranks with torchrun or the deepspeed launcher, or unset RANK and WORLD_SIZE for a single process"
         )
@@ -58,9 +58,9 @@ def _explicit(environ: Mapping[str, str]) -> RankEnv:
         local_world = int(environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", "1")))
         port = int(environ["MASTER_PORT"])
     except ValueError as e:
-        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers: {e}") from None
+        raise RankError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers: {e}") from None
     if not 0 <= rank < world:
-        raise UserError(f"RANK ({rank}) must be at least 0 and below WORLD_SIZE ({world})")
+        raise RankError(f"RANK ({rank}) must be at least 0 and below WORLD_SIZE ({world})")
     return RankEnv(rank, world, local, local_world, environ["MASTER_ADDR"], port, "RANK and WORLD_SIZE")
 
 
@@ -84,7 +84,7 @@ def first_host(nodelist: str) -> str:
     """`gpu[003-005,9],login` -> `gpu003`."""
     match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
     if match is None:
-        raise UserError(f"SLURM_JOB_NODELIST ({nodelist!r}) names no host; set MASTER_ADDR")
+        raise RankError(f"SLURM_JOB_NODELIST ({nodelist!r}) names no host; set MASTER_ADDR")
     prefix, number, suffix = match.groups()
     return prefix + (number or "") + suffix
 
@@ -109,7 +109,7 @@ def start(env: RankEnv, *, timeout_seconds: float = 1800.0) -> torch.device:
     )
     if torch.cuda.is_available():
         if env.local_rank >= torch.cuda.device_count():
-            raise UserError(
+            raise RankError(
                 f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {torch.cuda.device_count()}; "
                 "start one rank for each GPU"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from clip_train.batch import BatchPlan, plan_batch
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
-from clip_train.errors import UserError
-from clip_train.evaluate import evaluate
+from clip_train.errors import ClipTrainError, Preempted, RemoteRankError, UserError
+from clip_train.evaluate import ZeroShotClasses, evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
 from clip_train.models import CLIP, Architecture
 from clip_train.models.weights import initial_weights
@@ -67,6 +68,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
     lanes = collect(lambda: resolve_lanes(config.data.lanes, config.batch.global_size, world_size)) if plan else None
     if read_data:
         collect(lambda: check_source(config.data))
+        if config.data.val is not None and config.evaluate.zero_shot_classes is not None:
+            collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     if problems or plan is None or lanes is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
     return Checked(plan, architecture, ds_config, lanes)
@@ -78,32 +81,54 @@ def train(config: RunConfig) -> int:
     # One rank looks at the shards: a mistake is then told once, and the launcher ends the others.
     checked = check(config, env.world_size, read_data=env.rank == 0)
     device = ranks.start(env)
-    run_dir = config.run_dir
     trainer: Trainer | None = None
     try:
         if dist.is_main():
             say(env.describe())
-        dist.on_main(partial(prepare_run_dir, config, checked))
+        dist.on_main(partial(make_run_dir, config))
         trainer = build_trainer(config, checked, device)
         evaluated = run(config, trainer)
         if dist.is_main():
-            write_verdict(run_dir, "DONE", trainer.position.step, "trained to the last step")
+            write_verdict(config.run_dir, "DONE", trainer.position.step, "trained to the last step")
             say_done(config, evaluated)
-        dist.barrier()
+        leave_together()
         return 0
-    except BaseException as e:
-        if dist.is_main() and run_dir.is_dir():
-            step = trainer.position.step if trainer else 0
-            write_verdict(run_dir, word_for(e), step, " ".join(str(e).split()) or type(e).__name__)
+    except Exception as e:
+        end(config, trainer, e)
         raise
-    finally:
-        ranks.stop()
 
 
-def prepare_run_dir(config: RunConfig, checked: Checked) -> None:
-    """Rank 0: the recipe as resolved and DeepSpeed's configuration, beside what will be written."""
+def end(config: RunConfig, trainer: Trainer | None, error: Exception) -> None:
+    """Leave a verdict (not on a run that this recipe does not continue), tell it, and do not leave others alone."""
+    if trainer is not None and not isinstance(error, RemoteRankError):
+        write_verdict(
+            config.run_dir, word_for(error), trainer.position.step, " ".join(str(error).split()) or type(error).__name__
+        )
+    if isinstance(error, ClipTrainError) and error.everywhere:
+        # Launchers end every rank when the first one has left: rank 0 is to have said all by then.
+        if dist.is_main():
+            say(f"clip-train: {error}" if isinstance(error, Preempted) else f"clip-train: error: {error}")
+        error.told = True
+        leave_together()
+
+
+def leave_together() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is committed; a launcher's hurry must not look like a crash
+    dist.barrier()
+    ranks.stop()
+
+
+def make_run_dir(config: RunConfig) -> None:
+    """Rank 0, before anything is built: better told now than after loading a model."""
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"run.dir ({config.run_dir}) cannot be written: {e}; choose another") from e
+
+
+def describe_run_dir(config: RunConfig, checked: Checked) -> None:
+    """Rank 0, once it is certain that the run is this recipe's: the recipe as resolved, DeepSpeed's configuration."""
+    try:
         clear_verdict(config.run_dir)
         (config.run_dir / "recipe.yaml").write_text(config.to_yaml())
         (config.run_dir / "ds_config.json").write_text(json.dumps(checked.ds_config, indent=2) + "\n")
@@ -118,12 +143,49 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
     resumed = checkpoints.resume()
     if resumed is not None:
-        refuse_another_run(config, checked, resumed)
+        refuse_another_run(config, resumed)
+    dist.on_main(partial(describe_run_dir, config, checked))
     start = resumed.state["step"] if resumed else 0
     engine = build_engine_for(config, checked, device)
     if resumed is None:
-        engine.load_fragments(initial_weights(config.model, config.run.seed), {})
-    loader = TrainLoader(
+        engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
+    loader = dist.agreed(partial(build_loader, config, checked, device, resumed))
+    if len(set(dist.gather_objects(loader.plan.fingerprint()))) > 1:
+        raise UserError(
+            f"data.train ({config.data.train}) is not the same list of shards on all nodes; mount it on all"
+        )
+    sinks = dist.agreed(
+        lambda: Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json"))
+    )
+    trainer = Trainer(
+        engine=engine,
+        contrastive=build_loss(config.loss),
+        batches=loader,
+        plan=checked.plan,
+        steps=steps,
+        learning_rate=lambda step: learning_rate(config.schedule, peak_lr, step, steps),
+        checkpoints=checkpoints,
+        sinks=sinks,
+        progress=ProgressLine(
+            steps,
+            start_step=start,
+            enabled=dist.is_main() and config.log.progress,
+            every_steps=config.log.every_steps,
+        ),
+        evaluate=evaluation(config, checked, engine),
+        evaluate_every=config.evaluate.every_steps,
+        digest=config.log.batch_digest,
+        run_state={"recipe": config.model_dump(mode="json")},
+    )
+    if resumed is not None:
+        trainer.resume(resumed)
+    if dist.is_main():
+        describe_start(config, checked, device, resumed)
+    return trainer
+
+
+def build_loader(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> TrainLoader:
+    return TrainLoader(
         config.data,
         image_size=checked.architecture.vision_cfg.image_size,
         context_length=checked.architecture.text_cfg.context_length,
@@ -134,31 +196,6 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         cursors=resumed.state["cursors"] if resumed else None,
         pin_memory=device.type == "cuda",
     )
-    trainer = Trainer(
-        engine=engine,
-        contrastive=build_loss(config.loss),
-        batches=loader,
-        plan=checked.plan,
-        steps=steps,
-        learning_rate=lambda step: learning_rate(config.schedule, peak_lr, step, steps),
-        checkpoints=checkpoints,
-        sinks=Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json")),
-        progress=ProgressLine(
-            steps,
-            start_step=start,
-            enabled=dist.is_main() and config.log.progress,
-            every_steps=config.log.every_steps,
-        ),
-        evaluate=evaluation(config, checked, engine),
-        evaluate_every=config.evaluate.every_steps,
-        digest=config.log.batch_digest,
-        run_state={"recipe": config.model_dump(mode="json"), "lanes": checked.lanes},
-    )
-    if resumed is not None:
-        trainer.resume(resumed)
-    if dist.is_main():
-        describe_start(config, checked, device, resumed)
-    return trainer
 
 
 def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
@@ -196,19 +233,24 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
             world_size=dist.world_size(),
             caption_key=config.data.caption_key,
         )
-        return evaluate(engine, batches, config.evaluate, tokenizer)
+        out = evaluate(engine, batches, config.evaluate, tokenizer)
+        (unusable,) = dist.sum_scalars(batches.num_bad)
+        if unusable:
+            say(f"data.val has samples that cannot be used:\n{batches.bad_sample_table()}")
+        return out | {"unusable_samples": unusable} if unusable else out
 
     return run_once
 
 
-# What makes it another run: the gradient, the data or its order would not go on as they began.
+# What makes it another run: the gradient would not go on as it began. (That the data and its order do is
+# the loader's to check, by the fingerprint in its cursors: a folder may move.)
 IDENTITY = (
-    "run.seed", "model.name", "model.dropout", "model.patch_dropout", "data.train", "data.shuffle_block",
-    "data.caption_key", "data.aug_scale", "batch.global_size", "loss.kind", "optim.name",
+    "run.seed", "model.name", "model.dropout", "model.patch_dropout", "data.aug_scale", "batch.global_size",
+    "loss.kind", "optim.name",
 )  # fmt: skip
 
 
-def refuse_another_run(config: RunConfig, checked: Checked, resumed: Resumed) -> None:
+def refuse_another_run(config: RunConfig, resumed: Resumed) -> None:
     """UserError where the checkpoint belongs to a run that this recipe does not continue."""
 
     def at(recipe: dict[str, Any], path: str) -> Any:
@@ -216,11 +258,8 @@ def refuse_another_run(config: RunConfig, checked: Checked, resumed: Resumed) ->
         return recipe.get(section, {}).get(key)
 
     now, then = config.model_dump(mode="json"), resumed.state["recipe"]
-    changed = [
-        f"{path} was {at(then, path)!r}, is {at(now, path)!r}" for path in IDENTITY if at(now, path) != at(then, path)
-    ]
-    if checked.lanes != resumed.state["lanes"]:
-        changed.append(f"data.lanes was {resumed.state['lanes']}, is {checked.lanes}")
+    pairs = [(path, at(then, path), at(now, path)) for path in IDENTITY]
+    changed = [f"{path} was {before!r}, is {after!r}" for path, before, after in pairs if before != after]
     if changed:
         raise UserError(
             f"the checkpoint of step {resumed.step} ({resumed.path}) belongs to another run: {'; '.join(changed)}. "
@@ -239,7 +278,10 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
         if isinstance(trainer.batches, TrainLoader):
             trainer.batches.close()
         if dist.is_main() and trainer.position.step:
-            write_report(config.run_dir, bad_samples=trainer.bad_samples)
+            try:
+                write_report(config.run_dir, bad_samples=trainer.bad_samples)
+            except Exception as e:  # a picture is no reason to call a good run failed
+                say(f"the report could not be written: {type(e).__name__}: {e}")
 
 
 def describe_start(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> None:

@@ -203,7 +203,7 @@ class CheckpointManager:
                 protect=self._protect,
                 damaged=self._damaged,
             )
-        except OSError as e:
+        except (OSError, CheckpointError) as e:
             self._log(f"old checkpoints under {self.folder} could not be removed: {type(e).__name__}: {e}")
 
     # -- resume

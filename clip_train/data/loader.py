@@ -136,6 +136,7 @@ class TrainLoader:
                 num_workers=self._workers,
                 prefetch_factor=self._prefetch,
                 multiprocessing_context=context,
+                generator=torch.Generator(),  # else its seed is drawn from the generator that the model draws from
                 persistent_workers=True,
             )
         )

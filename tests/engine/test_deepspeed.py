@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
 from clip_train.optim import OptimConfig, build_optimizer
-from clip_train.protocols import Fragment
+from clip_train.protocols import FeatureGradients, Fragment
 from clip_train.step import train_step
 from launcher.ds_config import EngineConfig, build_ds_config
 from tests.ranks import run_ranks
@@ -202,15 +204,7 @@ def test_resuming_is_bitwise_on_the_same_layout_and_close_on_another(stage, prec
 
 def clamp_case(stage, precision):
     engine = make(stage, precision)
-    engine.load_fragments(
-        Source(
-            {
-                n: {"param": torch.full_like(p, 4.9) if n == "logit_scale" else p.detach()}
-                for n, p in toy().named_parameters()
-            }
-        ),
-        {},
-    )
+    engine.load_fragments(with_value("logit_scale", 4.9), {})
     seen = [engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale.item()]
     for s in range(3):
         steps(engine, s, s + 1, 5, 1, lr=1e-4)
@@ -224,3 +218,42 @@ def test_the_clamp_of_logit_scale_survives_the_next_step(stage, precision):
     for before, *after in run_ranks(clamp_case, 2, stage, precision):
         assert before > 120
         assert all(95 < value < 101 for value in after)
+
+
+def with_value(name, value) -> Source:
+    """The toy's weights with one of them filled with `value`."""
+    filled = {n: torch.full_like(p, value) if n == name else p.detach() for n, p in toy().named_parameters()}
+    return Source({n: {"param": p} for n, p in filled.items()})
+
+
+def inf_case(stage, precision):
+    engine = make(stage, precision)
+    features = engine.forward(toy_batch(4).micro_batches(4)[0])
+    gradients = FeatureGradients(torch.full_like(features.image, torch.inf), features.text.detach(), torch.ones(1))
+    engine.backward(features, gradients)
+    report = engine.step(1e-3)
+    engine.close()
+    return report.grad_norm, report.skipped
+
+
+@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (3, "fp32")])
+def test_a_gradient_that_is_not_finite_is_no_skipped_step(stage, precision):
+    ((norm, skipped),) = run_ranks(inf_case, 1, stage, precision)
+    assert not skipped and not math.isfinite(norm)
+
+
+def scale_case(stage):
+    engine = make(stage, "bf16")
+    engine.load_fragments(with_value("logit_scale", math.log(99)), {})
+    scale = engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale
+    gradient = torch.autograd.grad(scale.sum(), engine.engine.module.logit_scale)[0].item() if stage == 1 else 99.0
+    engine.close()
+    return scale.item(), gradient
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_loss_sees_the_fp32_master_of_logit_scale(stage):
+    """The bf16 copy of the parameter would give 98.5 or 101.5."""
+    for value, gradient in run_ranks(scale_case, 2, stage):
+        assert value == pytest.approx(99.0, rel=1e-5)
+        assert gradient == pytest.approx(99.0, rel=5e-3)

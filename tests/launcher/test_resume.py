@@ -79,13 +79,26 @@ def test_one_process_exits_75_itself(recipe, tmp_path):
     assert status == 75, out
 
 
+def test_resuming_from_what_a_resumed_run_has_saved(recipe, tmp_path, uninterrupted):
+    """Two ranks, three attempts: each saves its own lanes' positions, not those it was given of the others."""
+    for last in (6, 13):
+        status, out = run(recipe, f"run.steps={last}", ranks=2)
+        assert status == 0, out
+    status, out = run(recipe, "run.steps=40", "data.workers=1", ranks=2)
+    assert status == 0 and "resuming from step 13" in out, out
+    digests = [line["batch_digest"] for line in metrics(tmp_path / "run")]
+    assert digests == [line["batch_digest"] for line in uninterrupted]
+
+
 def test_another_recipe_is_not_gone_on_with(recipe, tmp_path):
     assert run(recipe, "run.steps=8")[0] == 0
+    before = (tmp_path / "run" / "recipe.yaml").read_text()
     status, out = run(recipe, "batch.global_size=64", "run.seed=4", ranks=2)
     assert status != 0
     assert out.count("batch.global_size was 32, is 64") == 1
     assert "run.seed was 3, is 4" in out and "checkpoint.resume=never" in out
-    assert read_verdict(tmp_path / "run")[0] == "FATAL"
+    assert read_verdict(tmp_path / "run")[0] == "DONE"  # the run that is there is left as it was
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == before
 
 
 def test_a_loss_that_diverges_stops_all_ranks_and_names_the_last_good_checkpoint(recipe, tmp_path):
