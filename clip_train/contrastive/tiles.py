@@ -211,5 +211,5 @@ def add_sigmoid_gradient(
 
 def row_dots(A: Tensor, B: Tensor) -> Tensor:
     """`(A * B).sum(1)` [n] in float64, without an n x D product in memory: digits a loss near zero needs."""
-    chunks = zip(A.split(1024), B.split(1024), strict=True)
+    chunks = zip(A.split(256), B.split(256), strict=True)
     return torch.cat([(a.double() * b.double()).sum(1) for a, b in chunks])

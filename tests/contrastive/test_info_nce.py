@@ -68,14 +68,14 @@ def test_a_bias_is_refused():
 def test_float32_keeps_the_digits_of_a_tiny_loss():
     """At 1e-4 the positive is nearly the whole softmax; torch's own float32 loses it in 1 - p."""
     image, text = features(512, 64, torch.float32, aligned=3.0)
-    truth = autograd(image, text, 18.0)
+    truth = autograd(image, text, 19.0)
     assert 5e-5 < truth[0].item() < 2e-4
-    theirs = autograd(image, text, 18.0, dtype=torch.float32)
-    outcome = InfoNCE(tile=100)(image, text, torch.tensor([18.0]))
+    theirs = autograd(image, text, 19.0, dtype=torch.float32)
+    outcome = InfoNCE(tile=100)(image, text, torch.tensor([19.0]))
     ours = (outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale)
     for mine, other, exact in zip(ours, theirs, truth, strict=True):
         assert relative(mine, exact) < 3e-6
-        assert relative(mine, exact) < relative(other, exact)
+        assert relative(mine, exact) < relative(other, exact) / 100
 
 
 @pytest.mark.parametrize("n, N", [(1, 1), (7, 7), (1000, 1000), (1025, 1025), (300, 9000), (16384, 16384), (3, 5000)])
