@@ -32,13 +32,12 @@ import torch.nn.functional as F
 from common import ROOT, finish, parser
 from torch import Tensor
 
+import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.contrastive import InfoNCE, SigmoidLoss
 from clip_train.contrastive.tiles import auto_side, tiles
 
 try:
     from open_clip.loss import ClipLoss, SigLipLoss
-
-    import tests.peers.torchvision_shim  # noqa: F401  (before open_clip)
 except ImportError:
     ClipLoss = SigLipLoss = None
 MISSING = "open_clip not installed: run scripts/setup_peers.sh"
@@ -218,10 +217,7 @@ def take_turns(names: list[str], N: int, rounds: int) -> dict[str, list[float]]:
 def peak_memory(name: str, N: int) -> float:
     """MiB, in a fresh process (Linux)."""
     script = f"import sys; sys.path.insert(0, 'benchmarks'); import loss; loss.print_peak({name!r}, {N})"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    out = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    out = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     if out.returncode != 0:
         raise RuntimeError(f"{name} at N = {N}: {out.stderr[-2000:]}")
     return float(out.stdout.split()[-1])
