@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +47,55 @@ def all_gather(x: Tensor) -> Tensor:
     gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
     gather(out, x.contiguous())
     return out
+
+
+def shares(total: int) -> list[int]:
+    """How many of `total` samples each rank holds, in the order of the ranks; they differ by one at most."""
+    W = world_size()
+    return [total // W + (r < total % W) for r in range(W)]
+
+
+def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """[counts[rank], ...] on each rank -> [sum(counts), ...] on all, in the order of the ranks. No gradient.
+
+    Equal counts are one `all_gather`; others are padded to the longest first. All ranks know all counts
+    (`shares`): asking for them would be a second collective.
+    """
+    longest = max(counts)
+    if min(counts) == longest:
+        return all_gather(x)
+    padded = x.new_zeros((longest, *x.shape[1:]))
+    padded[: len(x)] = x
+    blocks = all_gather(padded).split(longest)
+    return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
+
+
+@dataclass
+class InFlight:
+    """A tensor on its way from the previous rank; `sent` is kept alive until it has left."""
+
+    works: list[torch_dist.Work]
+    arriving: Tensor
+    sent: Tensor
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def pass_on(x: Tensor, rows: int) -> InFlight:
+    """Send `x` to the next rank of the ring and start to receive the previous one's, of `rows` rows.
+
+    Do not write to `x` before `wait()`. Called on all ranks together.
+    """
+    W, here = world_size(), rank()
+    arriving = x.new_empty((rows, *x.shape[1:]))
+    ops = [
+        torch_dist.P2POp(torch_dist.isend, x.contiguous(), (here + 1) % W),
+        torch_dist.P2POp(torch_dist.irecv, arriving, (here - 1) % W),
+    ]
+    return InFlight(torch_dist.batch_isend_irecv(ops), arriving, ops[0].tensor)
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
@@ -145,23 +195,3 @@ def on_main(action: Callable[[], T]) -> T:
     if kind == "error":
         raise RemoteRankError(f"rank 0 failed: {payload}")
     return payload
-
-
-__all__ = [
-    "agreed",
-    "all_gather",
-    "all_reduce_sum",
-    "any_rank",
-    "barrier",
-    "broadcast_object",
-    "comm_device",
-    "gather_objects",
-    "is_active",
-    "is_main",
-    "max_scalar",
-    "on_main",
-    "raise_agreed",
-    "rank",
-    "sum_scalars",
-    "world_size",
-]

@@ -59,6 +59,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
             return None
 
     architecture = collect(config.model.architecture)
+    if architecture is not None and (config.loss.kind == "sigmoid") != (architecture.init_logit_bias is not None):
+        problems.append(bias_mistake(config))
     plan = collect(lambda: plan_batch(config.batch, world_size))
     micro_size = plan.micro_size if plan else 1
     clip = config.optim.grad_clip_norm
@@ -73,6 +75,19 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
     if problems or plan is None or lanes is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
     return Checked(plan, architecture, ds_config, lanes)
+
+
+def bias_mistake(config: RunConfig) -> str:
+    """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would cancel one."""
+    if config.loss.kind == "sigmoid":
+        return (
+            f"loss.kind (sigmoid) needs a model with a bias, and {config.model.name} has none: "
+            "set model.init_logit_bias=-10 and model.init_logit_scale=2.3026"
+        )
+    return (
+        f"model.init_logit_bias: {config.model.name} has a bias, which loss.kind ({config.loss.kind}) would cancel: "
+        "set model.init_logit_bias=null, or loss.kind=sigmoid"
+    )
 
 
 def train(config: RunConfig) -> int:
@@ -159,7 +174,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     )
     trainer = Trainer(
         engine=engine,
-        contrastive=build_loss(config.loss),
+        contrastive=build_loss(config.loss, global_size=checked.plan.global_size),
         batches=loader,
         plan=checked.plan,
         steps=steps,

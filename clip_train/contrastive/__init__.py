@@ -7,5 +7,6 @@ from clip_train.contrastive.cache import FeatureCache
 from clip_train.contrastive.config import LossConfig, build_loss
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.seam import ContrastiveLoss, LossOutcome
+from clip_train.contrastive.sigmoid import SigmoidLoss
 
-__all__ = ["ContrastiveLoss", "FeatureCache", "InfoNCE", "LossConfig", "LossOutcome", "build_loss"]
+__all__ = ["ContrastiveLoss", "FeatureCache", "InfoNCE", "LossConfig", "LossOutcome", "SigmoidLoss", "build_loss"]

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, model_validator
 
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.seam import ContrastiveLoss
+from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.contrastive.tiles import AUTO_SIDE
 from clip_train.settings import Settings
+
+
+def _side(value: Any) -> Any:
+    return AUTO_SIDE if value == "auto" else value
+
+
+TileSide = Annotated[
+    NonNegativeInt, BeforeValidator(_side), PlainSerializer(lambda side: "auto" if side == AUTO_SIDE else side)
+]
+"""An integer in the code, where 0 is `auto`; `auto` in a recipe."""
 
 
 class LossConfig(Settings):
     """Which objective is minimised over the global batch."""
 
-    kind: Literal["info_nce"] = "info_nce"
-    """info_nce: CLIP's symmetric cross-entropy, every other sample of the global batch a negative."""
-    tile: PositiveInt = 2048
-    """Side of the largest piece of the N x N logits that exists at once (memory: 2 x 4 x tile^2 bytes)."""
+    kind: Literal["info_nce", "sigmoid"] = "info_nce"
+    """info_nce: CLIP's symmetric cross-entropy, every other sample of the global batch a negative.
+    sigmoid: SigLIP's; every pair for itself; the model needs a bias (model.init_logit_bias)."""
+    exchange: Literal["gather", "ring"] = "gather"
+    """sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a time, so that no
+    rank holds the global batch's features."""
+    tile: TileSide = AUTO_SIDE
+    """Side of the largest piece of the N x N logits that exists at once (memory: 2 x 4 x tile^2 bytes);
+    auto: from the batch and the cache."""
+
+    @model_validator(mode="after")
+    def _ring_is_for_sigmoid(self) -> LossConfig:
+        if self.exchange == "ring" and self.kind != "sigmoid":
+            raise ValueError(
+                f"loss.exchange (ring) needs loss.kind=sigmoid: a softmax ({self.kind}) needs all logits of a row "
+                "before it has any gradient; set loss.exchange=gather"
+            )
+        return self
 
 
-def build_loss(config: LossConfig) -> ContrastiveLoss:
-    return InfoNCE(tile=config.tile)
+def build_loss(config: LossConfig, *, global_size: int | None = None) -> ContrastiveLoss:
+    """The objective of the recipe. global_size: N, needed only where the number of ranks does not divide it."""
+    if config.kind == "sigmoid":
+        return SigmoidLoss(tile=config.tile, exchange=config.exchange, global_size=global_size)
+    return InfoNCE(tile=config.tile, global_size=global_size)

@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
-from tests.ranks import run_ranks
-from tests.toy import oracle_loss
-
-
-def features(N: int, D: int, dtype: torch.dtype, aligned: float = 0.0, seed: int = 0):
-    g = torch.Generator().manual_seed(seed)
-    image = torch.randn(N, D, generator=g, dtype=torch.float64)
-    text = torch.randn(N, D, generator=g, dtype=torch.float64) + aligned * image
-    return F.normalize(image, dim=1).to(dtype), F.normalize(text, dim=1).to(dtype)
-
-
-def autograd(image, text, scale: float):
-    leaves = [
-        image.double().requires_grad_(),
-        text.double().requires_grad_(),
-        torch.tensor([scale]).double().requires_grad_(),
-    ]
-    loss = oracle_loss(*leaves)
-    loss.backward()
-    return loss.detach(), *(leaf.grad for leaf in leaves)
-
-
-def relative(x, y) -> float:
-    return ((x.double() - y.double()).norm() / y.double().norm()).item()
+from clip_train.contrastive.tiles import AUTO_SIDE, TileBuffer, auto_side, tiles
+from tests.contrastive.oracle import autograd, features, relative
+from tests.ranks import RankFailedError, run_ranks
 
 
 @pytest.mark.parametrize("scale", [1.0, 14.3, 100.0])
@@ -39,7 +17,7 @@ def relative(x, y) -> float:
 def test_float64_equals_autograd(N, D, tile, scale):
     image, text = features(N, D, torch.float64)
     loss, *gradients = autograd(image, text, scale)
-    outcome = InfoNCE(tile=tile)(image, text, torch.tensor([scale]).double())
+    outcome = InfoNCE(tile=tile)(image, text, torch.tensor([scale], dtype=torch.float64))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-12)
     for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
         assert relative(ours, theirs) < 1e-11
@@ -87,25 +65,91 @@ def test_a_bias_is_refused():
         InfoNCE()(*features(4, 8, torch.float32), torch.ones(1), torch.ones(1))
 
 
-def on_a_rank(dtype, spread):
-    image, text = features(48, 16, dtype, aligned=0.5)
+def test_float32_keeps_the_digits_of_a_tiny_loss():
+    """At 1e-4 the positive is nearly the whole softmax; torch's own float32 loses it in 1 - p."""
+    image, text = features(512, 64, torch.float32, aligned=3.0)
+    truth = autograd(image, text, 19.0)
+    assert 5e-5 < truth[0].item() < 2e-4
+    theirs = autograd(image, text, 19.0, dtype=torch.float32)
+    outcome = InfoNCE(tile=100)(image, text, torch.tensor([19.0]))
+    ours = (outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale)
+    for mine, other, exact in zip(ours, theirs, truth, strict=True):
+        assert relative(mine, exact) < 3e-6
+        assert relative(mine, exact) < relative(other, exact) / 100
+
+
+@pytest.mark.parametrize("n, N", [(1, 1), (7, 7), (1000, 1000), (1025, 1025), (300, 9000), (16384, 16384), (3, 5000)])
+def test_the_automatic_tile_covers_the_matrix_in_nearly_equal_pieces(n, N):
+    side = auto_side(n, N)
+    pieces = list(tiles(n, N, AUTO_SIDE))
+    assert sum((t.i1 - t.i0) * (t.j1 - t.j0) for t in pieces) == n * N
+    assert max(t.j1 - t.j0 for t in pieces) <= side <= 4096
+    assert min(t.j1 - t.j0 for t in pieces) > side - 16 * len(pieces)  # no thin strip at the edge
+    assert TileBuffer(n, N, AUTO_SIDE, torch.empty(0), torch.float32).flat.numel() == min(n, side) * min(N, side)
+
+
+def test_the_automatic_tile_gives_the_same_loss():
+    image, text = features(1100, 8, torch.float64)
+    assert len(list(tiles(1100, 1100))) > 1
+    loss, d_image, *_ = autograd(image, text, 10.0)
+    outcome = InfoNCE()(image, text, torch.tensor([10.0]).double())
+    assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-12)
+    assert relative(outcome.d_image, d_image) < 1e-11
+
+
+def on_a_rank(dtype, spread, N):
+    image, text = features(N, 16, dtype, aligned=0.5)
     if spread:
-        image = image * torch.logspace(-2, 2, 48).to(dtype)[:, None]
-    n = 48 // dist.world_size()
-    own = slice(dist.rank() * n, (dist.rank() + 1) * n)
-    outcome = InfoNCE(tile=10)(image[own], text[own], torch.tensor([20.0], dtype=dtype))
-    return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale
+        image = image * torch.logspace(-2, 2, N).to(dtype)[:, None]
+    counts = dist.shares(N)
+    first = sum(counts[: dist.rank()])
+    own = slice(first, first + counts[dist.rank()])
+    assert max(counts) - min(counts) <= 1
+    calls = count_collectives()
+    loss = InfoNCE(tile=7, global_size=N if len(set(counts)) > 1 else None)
+    outcome = loss(image[own], text[own], torch.tensor([20.0], dtype=dtype))
+    return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale, calls
+
+
+def count_collectives() -> list[str]:
+    """The names of the collectives that torch.distributed is asked for from now on."""
+    calls: list[str] = []
+
+    def counted(name, real):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce", "all_gather", "all_gather_object"):
+        if hasattr(torch.distributed, name):
+            setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
+    return calls
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size, spread", [(2, False), (3, False), (2, True)])
-def test_ranks_hold_shares_of_the_gradient_of_the_global_mean(world_size, spread):
-    image, text = features(48, 16, torch.float64, aligned=0.5)
+@pytest.mark.parametrize("world_size, spread, N", [(2, False, 48), (2, True, 48), (2, False, 47), (3, False, 49)])
+def test_ranks_hold_shares_of_the_gradient_of_the_global_mean(world_size, spread, N):
+    image, text = features(N, 16, torch.float64, aligned=0.5)
     if spread:
-        image = image * torch.logspace(-2, 2, 48).double()[:, None]
+        image = image * torch.logspace(-2, 2, N).double()[:, None]
     loss, d_image, d_text, d_scale = autograd(image, text, 20.0)
-    results = run_ranks(on_a_rank, world_size, torch.float64, spread)
+    results = run_ranks(on_a_rank, world_size, torch.float64, spread, N)
     assert all(r[0].item() == pytest.approx(loss.item(), rel=1e-12) for r in results)
     assert relative(torch.cat([r[1] for r in results]), d_image) < 1e-11
     assert relative(torch.cat([r[2] for r in results]), d_text) < 1e-11
     assert relative(sum(r[3] for r in results), d_scale) < 1e-11
+    if not spread:  # the fallback adds one
+        assert all(len(r[4]) == 2 and r[4][1] == "all_reduce" for r in results), results[0][4]
+
+
+def with_the_wrong_size():
+    n = 3 + dist.rank()  # rank 1 holds the extra sample
+    InfoNCE(global_size=7)(*features(n, 8, torch.float32), torch.ones(1))
+
+
+@pytest.mark.distributed
+def test_samples_dealt_out_otherwise_are_refused_before_anything_is_sent():
+    with pytest.raises(RankFailedError, match="holds 3 samples of a global batch of 7, and must hold 4"):
+        run_ranks(with_the_wrong_size, 2)

@@ -1,0 +1,99 @@
+"""The sigmoid loss of SigLIP (arXiv 2303.15343) over the global batch, in closed form over tiles.
+
+    L = 1/N sum_ij softplus(-y_ij z_ij),    z = s I T^T + b,    y_ij = 1 for a pair, -1 for all others
+
+as OpenCLIP defines it: the sum over all N^2 pairs, divided by the N samples. A pair needs nothing of any
+other, so one sweep gives value and gradient. Two ways to let every image meet every text:
+
+    gather  2 N D features cross the network once; each rank sweeps its images over all texts and its texts
+            over all images (8 n N D flops). No gradient travels.
+    ring    texts go round from rank to rank, and the gradient that they collect goes with them and comes
+            home after W hops: 6 n N D flops, and no rank ever holds more than two ranks' texts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from clip_train import dist
+from clip_train.contrastive.exchange import Shares, gather_pairs
+from clip_train.contrastive.info_nce import softplus
+from clip_train.contrastive.seam import LossOutcome
+from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, add_sigmoid_gradient, row_dots
+
+
+class SigmoidLoss:
+    """SigLIP's loss; see `ContrastiveLoss` for the contract.
+
+    `tile`: side of the largest piece of the logits that exists at once.
+    `global_size`: samples in the global batch; None where every rank holds equally many.
+    """
+
+    def __init__(
+        self, tile: int = AUTO_SIDE, exchange: Literal["gather", "ring"] = "gather", global_size: int | None = None
+    ):
+        self.tile = tile
+        self.exchange = exchange
+        self.global_size = global_size
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+    ) -> LossOutcome:
+        if logit_bias is None:
+            raise ValueError(
+                "loss.kind (sigmoid) needs a model with a logit_bias, and this one has none; "
+                "set model.init_logit_bias=-10 model.init_logit_scale=2.3026"
+            )
+        I, T = image_features, text_features
+        shares = Shares.of(len(I), self.global_size)
+        N, scale, bias = shares.total, logit_scale.item(), logit_bias.item()
+        dtype = accumulation_dtype(I, T)
+
+        positive = row_dots(I, T) * scale + bias  # [n], float64
+        at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
+        along = (at_positive * (scale / N)).to(dtype)[:, None]
+        d_image, d_text = T.to(dtype) * along, I.to(dtype) * along  # the positives' part; the sweeps add to it
+        sweep = partial(add_sigmoid_gradient, scale=scale, bias=bias, weight=1 / N, side=self.tile)
+        if self.exchange == "ring" or dist.world_size() == 1:
+            value, slope = _round(sweep, I, T, d_image, d_text, shares)
+        else:
+            I_all, T_all = gather_pairs(I, T, shares)
+            value, slope = sweep(d_image, None, I, T_all, first=shares.first)
+            sweep(d_text, None, T, I_all, first=shares.first, with_sums=False)
+
+        loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
+        # z is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
+        d_scale = row_dots(I, d_image).sum().div(scale).to(dtype).reshape(1)
+        d_bias = ((at_positive.sum() + slope) / N).to(dtype).reshape(1)
+        return LossOutcome(loss, d_image, d_text, d_scale, d_bias)
+
+
+def _round(
+    sweep: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, shares: Shares
+) -> tuple[Tensor, Tensor]:
+    """Every rank's texts visit this rank's images; `d_text` travels with them, and ends as the gradient of `T`."""
+    W, here = dist.world_size(), dist.rank()
+    texts, gradient = T, d_text
+    value, slope = (I.new_zeros((), dtype=torch.float64) for _ in range(2))
+    for hop in range(W):
+        owner = (here - hop) % W
+        next_rows = shares.counts[(owner - 1) % W]
+        incoming = dist.pass_on(texts, next_rows) if hop < W - 1 else None  # on its way while we compute
+        v, g = sweep(d_image, gradient, I, texts, first=0 if owner == here else None)
+        value, slope = value + v, slope + g
+        if W > 1:
+            gradient = dist.pass_on(gradient, next_rows).wait()  # the last hop brings our own home
+        if incoming is not None:
+            texts = incoming.wait()
+    if gradient is not d_text:
+        d_text.copy_(gradient)
+    return value, slope
