@@ -174,7 +174,7 @@ def serve(kind: str) -> int:
     """Reads `N k m` lines, takes that step, answers with what it cost."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    torch.set_num_threads(1)  # CPU seconds are then work, not waiting for the other thread
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     trainer = OpenCLIP() if kind == "openclip" else Ours(kind)
     print("ready", file=answers)
     batches: dict[tuple[int, int], Any] = {}
@@ -195,8 +195,8 @@ def serve(kind: str) -> int:
 class Worker:
     """A trainer in a process of its own."""
 
-    def __init__(self, kind: str, python: str):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    def __init__(self, kind: str, python: str, threads: int):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(
             [python, str(Path(__file__).resolve()), "--worker", kind],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
@@ -239,9 +239,9 @@ def rows_for(trainers: list[str], ks: list[int]) -> list[Row]:
     return [Row(trainer, k, m) for k in ks for trainer in trainers for m in kept[trainer](k)]
 
 
-def peak_memory(row: Row, python: str, N: int) -> float:
+def peak_memory(row: Row, python: str, threads: int, N: int) -> float:
     """Bytes that a step adds to a process which has already taken a tiny one (so that AdamW's state exists)."""
-    with Worker(row.trainer, python) as worker:
+    with Worker(row.trainer, python, threads) as worker:
         worker.wait_ready()
         worker.step(2, 1, 1)
         return worker.step(N, row.k, row.m)["memory"]
@@ -289,6 +289,7 @@ def main() -> int:
 
     arguments = parser(__doc__ or "")
     arguments.add_argument("--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)")
+    arguments.add_argument("--threads", type=int, default=1, help="of each trainer (CPU seconds of 1 are all work)")
     args = arguments.parse_args()
     N, ks, rounds = (128, [1, 8], 2) if args.quick else (256, [1, 4, 8, 32], 3)
     peer = find_peer(args.peer_python)
@@ -296,7 +297,7 @@ def main() -> int:
     rows = rows_for(list(python), ks)
     missed: list[str] = []
 
-    workers = {trainer: Worker(trainer, path) for trainer, path in python.items()}
+    workers = {trainer: Worker(trainer, path, args.threads) for trainer, path in python.items()}
     seconds: dict[Row, list[float]] = {row: [] for row in rows}
     try:
         losses = {}
@@ -324,7 +325,7 @@ def main() -> int:
             "CPU ms per sample": 1000 * statistics.median(seconds[row]) / N,
             "x own k=1": compare(seconds, row, Row(row.trainer, 1, 1)),
             "x OpenCLIP's speed": compare(seconds, theirs, row) if ours and peer else "",
-            "MiB the step adds": "" if args.quick else peak_memory(row, python[row.trainer], N) / 2**20,
+            "MiB the step adds": "" if args.quick else peak_memory(row, python[row.trainer], args.threads, N) / 2**20,
         }
         table.append(cell)
     if peer is None:
