@@ -296,8 +296,10 @@ def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)")
     arguments.add_argument("--threads", type=int, default=1, help="of each trainer (CPU seconds of 1 are all work)")
+    arguments.add_argument("--rounds", type=int, default=5, help="steps of each row that are timed (2 with --quick)")
+    arguments.add_argument("--no-memory", action="store_true", help="time only")
     args = arguments.parse_args()
-    N, ks, rounds = (128, [1, 8], 2) if args.quick else (256, [1, 4, 8, 32], 5)
+    N, ks, rounds = (128, [1, 8], 2) if args.quick else (256, [1, 4, 8, 32], args.rounds)
     peer = find_peer(args.peer_python)
     python = {"plain": sys.executable, "deepspeed": sys.executable} | ({"openclip": peer} if peer else {})
     rows = rows_for(list(python), ks)
@@ -323,7 +325,7 @@ def main() -> int:
             worker.__exit__()
 
     with ThreadPoolExecutor(2) as pool:  # two processes at once: memory is not time
-        memory = {} if args.quick else dict(zip(rows, pool.map(added_memory, rows), strict=True))
+        memory = {} if args.quick or args.no_memory else dict(zip(rows, pool.map(added_memory, rows), strict=True))
     table = []
     for row in sorted(rows, key=lambda r: list(python).index(r.trainer)):
         ours = row.trainer != "openclip"
