@@ -1,0 +1,216 @@
+"""What crosses the network in one optimizer step, in bytes.
+
+Two ranks over gloo take real steps on DeepSpeed at every ZeRO stage (and on the plain engine), with every
+collective of torch.distributed wrapped: DeepSpeed's own calls end there too. An all-reduce or a broadcast
+counts its tensor, an all-gather its output, a reduce-scatter its input: what a rank holds of it, whatever the
+algorithm sends. `P` is the size of the parameters. A control message is one of at most 4 numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from common import finish, parser
+from torch import Tensor
+
+from clip_train import dist
+from clip_train.contrastive import InfoNCE
+from clip_train.models import CLIP
+from clip_train.models.config import parse_architecture
+from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.plain_engine import PlainEngine
+from clip_train.protocols import Batch
+from clip_train.step import train_step
+from launcher.ds_config import EngineConfig, build_ds_config
+from tests.ranks import run_ranks
+
+W, N, D = 2, 64, 32
+CONTROL = 4  # numbers: norms, overflow flags; a parameter as small as logit_scale drowns in P
+NEAR_P = (0.999, 1.02)  # of P: DeepSpeed pads its flat buffers
+ARCHITECTURE = parse_architecture(
+    {
+        "embed_dim": D,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
+        "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
+    },
+    "benchmarks/communication.py",
+)
+TARGETS = {
+    "features": "2 N D values, once per step, at every k and stage",
+    "sums": "N row sums and N column sums, once per step",
+    "gradients": "P, once per step, at every k and stage",
+    "parameters": "none at stage 0, P at stages 1 and 2 (after the update); stage 3 is only shown",
+}
+
+# The collectives by how many bytes a call moves; what the newest torch calls *_single stands beside its old name.
+GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather_coalesced")
+SCATTERS = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base")
+OTHERS = ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_to_all", "all_to_all_single", "gather",
+          "scatter", "send", "isend")  # fmt: skip
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for each in x:
+            yield from tensors_in(each)
+
+
+def num_bytes(x: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_in(x))
+
+
+class Counting:
+    """Wraps torch.distributed's collectives; only the outermost of nested calls counts."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._inside = False
+        for name in (*GATHERS, *SCATTERS, *OTHERS):
+            for module in (torch_dist, torch_dist.distributed_c10d):
+                if hasattr(module, name):
+                    setattr(module, name, self._wrapped(name, getattr(module, name)))
+
+    def _wrapped(self, name: str, collective: Any) -> Any:
+        @functools.wraps(collective)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return collective(*args, **kwargs)
+            operands = [*args, *kwargs.values()]
+            # Of an all-gather the output comes first, of a reduce-scatter its input is the larger.
+            sizes = [num_bytes(x) for x in operands]
+            moved = sizes[0] if name in OTHERS else max(sizes)
+            kind = self._kind(name, operands)
+            self.bytes[kind] += moved
+            self.calls[kind] += 1
+            self._inside = True
+            try:
+                return collective(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return wrapper
+
+    @staticmethod
+    def _kind(name: str, operands: list[Any]) -> str:
+        """Whose bytes these are: the loss's by who called, DeepSpeed's by what it does."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename.endswith("contrastive/info_nce.py"):
+                return "features" if max(t.dim() for t in tensors_in(operands)) == 2 else "sums"
+            frame = frame.f_back
+        if max((t.numel() for t in tensors_in(operands)), default=0) <= CONTROL:
+            return "control"
+        return "parameters" if name in GATHERS or name == "broadcast" else "gradients"
+
+    def clear(self) -> None:
+        self.bytes.clear()
+        self.calls.clear()
+
+
+def make_model() -> CLIP:
+    torch.manual_seed(7)
+    return CLIP(ARCHITECTURE)
+
+
+def share(step: int) -> Batch:
+    """This rank's part of a global batch."""
+    g = torch.Generator().manual_seed(step)
+    n = N // dist.world_size()
+    own = slice(dist.rank() * n, (dist.rank() + 1) * n)
+    images = torch.randint(0, 256, (N, 3, 32, 32), generator=g, dtype=torch.uint8)
+    texts = torch.randint(1, 64, (N, 12), generator=g)
+    return Batch(images[own], texts[own], torch.arange(N)[own])
+
+
+def build(stage: int | None, micro: int) -> Any:
+    optim = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0)
+    if stage is None:
+        model = make_model()
+        return PlainEngine(model, build_optimizer(optim, model.named_parameters()))
+    from launcher.engine import build_engine
+
+    config = build_ds_config(
+        EngineConfig(zero_stage=stage), micro_size=micro, world_size=dist.world_size(), grad_clip_norm=None
+    )
+    if stage == 3:  # else all of so small a model would stay gathered, as a real one's matrices do not
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return build_engine(make_model, lambda named: build_optimizer(optim, named), config, device=torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int | None  # None: the plain engine
+    k: int
+    m: int
+
+
+CASES = [Case(stage, k, m) for stage in (None, 0, 1, 2, 3) for k, m in ((1, 1), (8, 1), (8, 8))]
+
+
+def count(cases: list[Case]) -> list[tuple[Counter, Counter]]:
+    """On a rank: bytes and calls of the third step (at stage 3 the first two still trace the model)."""
+    counting = Counting()
+    out = []
+    for case in cases:
+        micro = N // dist.world_size() // case.k
+        engine = build(case.stage, micro)
+        for step in range(3):
+            counting.clear()
+            train_step(engine, share(step), InfoNCE(), micro_size=micro, kept_graphs=case.m, lr=0.1)
+        out.append((Counter(counting.bytes), Counter(counting.calls)))
+        if case.stage is not None:
+            engine.close()
+    return out
+
+
+def communication(missed: list[str], cases: list[Case]) -> list[dict[str, Any]]:
+    counted = run_ranks(count, W, cases)[0]
+    P = 4 * sum(p.numel() for p in make_model().parameters())  # bytes
+    print(f"{W} ranks, N = {N}, D = {D}: features {4 * 2 * N * D} bytes, sums {4 * 2 * N}, P = {P}")
+    table = []
+    for case, (moved, calls) in zip(cases, counted, strict=True):
+        engine = "plain torch" if case.stage is None else f"ZeRO {case.stage}"
+        where = f"{engine}, k = {case.k}, m = {case.m}"
+        if moved["features"] != 4 * 2 * N * D or moved["sums"] != 4 * 2 * N:
+            missed.append(f"{where}: features {moved['features']}, sums {moved['sums']} bytes")
+        if not NEAR_P[0] * P <= moved["gradients"] <= NEAR_P[1] * P:
+            missed.append(f"{where}: gradients of {moved['gradients'] / P:.2f} P")
+        low, high = (bound * P if case.stage in (1, 2) else 0 for bound in NEAR_P)
+        if case.stage != 3 and not low <= moved["parameters"] <= high:
+            missed.append(f"{where}: parameters of {moved['parameters'] / P:.2f} P")
+        table.append(
+            {
+                "engine": engine,
+                "k": case.k,
+                "kept graphs": case.m,
+                "features, bytes": moved["features"],
+                "sums, bytes": moved["sums"],
+                "gradients, P": moved["gradients"] / P,
+                "in calls": calls["gradients"],
+                "parameters, P": moved["parameters"] / P,
+                "control, bytes": moved["control"],
+            }
+        )
+    return table
+
+
+def main() -> int:
+    args = parser(__doc__ or "").parse_args()
+    missed: list[str] = []
+    cases = [case for case in CASES if case.m == 1 or case.stage in (1, 3)] if args.quick else CASES
+    table = communication(missed, cases)
+    return finish("communication", table, TARGETS, missed, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

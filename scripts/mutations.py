@@ -1,0 +1,299 @@
+"""Breaks the code on purpose, one fault at a time, and sees whether the tests notice.
+
+    python scripts/mutations.py [-j 2] [--list] [WORDS ...]      # WORDS: only faults whose name holds one
+
+Each fault is planted in a temporary copy of the tree, and the smallest part of the tests that should turn red
+is run there. The same tests are first run without any fault: red means nothing where green was not possible.
+Exit status 1 if a fault goes unnoticed, 2 if one cannot be planted or its tests cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_SECONDS = 240  # a fault may make a rank wait for ever
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` must occur exactly once in `file`, so that a fault cannot quietly stop being planted."""
+
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]  # pytest's node ids
+
+    def plant(self, tree: Path) -> None:
+        path = tree / self.file
+        text = path.read_text() if path.exists() else ""
+        if text.count(self.old) != 1:
+            raise LookupError(f"{self.fault!r}: {self.file} holds {text.count(self.old)} times, not once: {self.old!r}")
+        path.write_text(text.replace(self.old, self.new))
+
+
+ENGINE = "tests/engine/test_deepspeed.py"
+MICRO = "tests/test_step.py::test_micro_batches_and_kept_graphs_are_invisible"
+DROPOUT = "tests/test_step.py::test_the_second_forward_draws_the_same_dropout_as_the_first"
+EXACT_LOSS = "tests/contrastive/test_info_nce.py::test_float64_equals_autograd"
+LOSS_ON_RANKS = "tests/contrastive/test_info_nce.py::test_ranks_hold_shares_of_the_gradient_of_the_global_mean[2-False]"
+
+MUTATIONS = [
+    # -- the loss
+    Mutation(
+        "row and column LSE swapped",
+        "clip_train/contrastive/info_nce.py",
+        "sweep(d_image, d_text, I, T, row_lse=row_lse, col_lse=col_lse)",
+        "sweep(d_image, d_text, I, T, row_lse=col_lse, col_lse=row_lse)",
+        (EXACT_LOSS,),
+    ),
+    Mutation(
+        "row LSE used for texts on several ranks",
+        "clip_train/contrastive/info_nce.py",
+        "row_lse=col_lse[own], col_lse=row_lse)",
+        "row_lse=row_lse[own], col_lse=col_lse)",
+        (LOSS_ON_RANKS,),
+    ),
+    Mutation(
+        "positive left in the sums",
+        "clip_train/contrastive/tiles.py",
+        "        t.fill_positives(S, first, 0.0)\n        rows[",
+        "        rows[",
+        (EXACT_LOSS,),
+    ),
+    Mutation(
+        "positive's offset wrong on rank > 0",
+        "clip_train/contrastive/tiles.py",
+        "lo, hi = max(self.i0 + first, self.j0), min(self.i1 + first, self.j1)",
+        "first = 0\n        lo, hi = max(self.i0 + first, self.j0), min(self.i1 + first, self.j1)",
+        (LOSS_ON_RANKS,),
+    ),
+    Mutation(
+        "column sums not added over the ranks",
+        "clip_train/contrastive/info_nce.py",
+        "rows, cols = dist.all_gather(rows), dist.all_reduce_sum(cols)",
+        "rows = dist.all_gather(rows)",
+        (LOSS_ON_RANKS,),
+    ),
+    Mutation(
+        "underflow of the stabiliser not noticed",
+        "clip_train/contrastive/info_nce.py",
+        ".item() > SMALLEST_SUM:",
+        ".item() >= 0:",
+        ("tests/contrastive/test_info_nce.py",),
+    ),
+    # -- the two passes
+    Mutation(
+        "logit_scale's gradient k times too large",
+        "clip_train/contrastive/cache.py",
+        "outcome.d_logit_scale / k",
+        "outcome.d_logit_scale",
+        (MICRO,),
+    ),
+    Mutation("no RNG replay", "clip_train/step.py", "        entry.rng.restore()\n", "", (DROPOUT,)),
+    Mutation("random state not restored after pass 2", "clip_train/step.py", "    after.restore()\n", "", (DROPOUT,)),
+    Mutation(
+        "kept graphs' gradients in the wrong order",
+        "clip_train/step.py",
+        "gradients.pop())",
+        "gradients.pop(len(gradients) - sum(e.graph_kept for e in cache.entries) - 1))",
+        (f"{MICRO}[5-4]", f"{MICRO}[20-5]"),
+    ),
+    Mutation(
+        "gradients not added over the ranks",
+        "clip_train/plain_engine.py",
+        "            dist.all_reduce_sum(p.grad)  #",
+        "            #",
+        ("tests/test_step.py::test_ranks_are_invisible[2-3-2]",),
+    ),
+    Mutation(
+        "dropout keyed by place in the micro-batch",
+        "clip_train/models/dropout.py",
+        "splitmix64(splitmix64(sample_seeds) + layer_id)",
+        "splitmix64(splitmix64(torch.arange(len(sample_seeds), device=sample_seeds.device)) + layer_id)",
+        ("tests/models/test_clip.py::test_dropout_does_not_depend_on_the_micro_batch",),
+    ),
+    # -- the DeepSpeed engine
+    Mutation(
+        "factor world_size missing",
+        "launcher/engine.py",
+        "surrogate(features, gradients) * dist.world_size()",
+        "surrogate(features, gradients)",
+        (f"{ENGINE}::test_fp32_equals_plain_torch[2-5-1-sgd-1]",),
+    ),
+    Mutation(
+        "clear_backward_seen_flag not called",
+        "launcher/engine.py",
+        "self.engine.optimizer.clear_backward_seen_flag()",
+        "pass",
+        (f"{ENGINE}::test_fp32_equals_plain_torch[1-7-2-sgd-3]",),
+    ),
+    Mutation(
+        "clip skipped at stage 0",
+        "launcher/engine.py",
+        "clip_grad_norm_(parameters, self._stage0_limit)",
+        "clip_grad_norm_(parameters, math.inf)",
+        (f"{ENGINE}::test_fp32_equals_plain_torch[1-7-2-sgd-0]",),
+    ),
+    Mutation(
+        "clamp of logit_scale on the model's copy only",
+        "launcher/engine.py",
+        "piece.flat.narrow(0, piece.offset, piece.numel).clamp_(0, MAX_LOGIT_SCALE)",
+        "pass",
+        ("tests/test_mutations_found.py::test_the_master_copy_of_logit_scale_is_clamped[1]",),
+    ),
+    Mutation(
+        "optimizer's step count not restored",
+        "launcher/engine.py",
+        'self.optimizer_steps = int(extra.get("optimizer_steps", 0))',
+        "self.optimizer_steps = 0",
+        (f"{ENGINE}::test_resuming_is_bitwise_on_the_same_layout_and_close_on_another[1-fp32]",),
+    ),
+    # -- the data
+    Mutation(
+        "lane cursor off by one",
+        "clip_train/data/lanes.py",
+        "self._cursor = cursor or Cursor()",
+        "self._cursor = replace(cursor, taken=max(cursor.taken - 1, 0)) if cursor else Cursor()",
+        ("tests/data/test_lanes.py::test_resume_after_any_sample_is_exact",),
+    ),
+    Mutation(
+        "sample seed taken from the worker",
+        "clip_train/data/pipeline.py",
+        "image, text = self._decode(sample, slot.seed)",
+        "image, text = self._decode(sample, slot.seed + (w.id if (w := get_worker_info()) else 0))",
+        ("tests/data/test_loader.py::test_global_batches_are_the_same[1-2-2]",),
+    ),
+    # -- checkpoints
+    Mutation(
+        "commit written before the manifest",
+        "clip_train/checkpoint/writer.py",
+        '    storage.put_bytes(f"{prefix}/{layout.MANIFEST}", manifest)\n'
+        "    marker = Commit(epoch, snapshot.step, prefix, layout.sha256_of(manifest))\n"
+        "    if not storage.put_bytes(marker.ref.name, marker.to_bytes(), if_absent=True):\n",
+        "    marker = Commit(epoch, snapshot.step, prefix, layout.sha256_of(manifest))\n"
+        "    first = storage.put_bytes(marker.ref.name, marker.to_bytes(), if_absent=True)\n"
+        '    storage.put_bytes(f"{prefix}/{layout.MANIFEST}", manifest)\n'
+        "    if not first:\n",
+        ("tests/test_mutations_found.py::test_a_save_killed_between_any_two_writes_leaves_nothing_damaged",),
+    ),
+    Mutation(
+        "files' hashes not looked at",
+        "clip_train/checkpoint/resume.py",
+        "if digest.hexdigest() != entry.sha256:",
+        "if False:",
+        ("tests/checkpoint/test_manager.py",),
+    ),
+]
+
+
+def copy_of_the_tree(to: Path) -> Path:
+    """What git tracks, as it lies there, and new files that are not ignored."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+def run_tests(tree: Path, tests: tuple[str, ...], *options: str) -> tuple[int, str]:
+    """pytest's exit status (-1: it took too long) and what it printed."""
+    command = [sys.executable, "-B", "-m", "pytest", "-p", "no:cacheprovider", "-rfE", *options]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *tests], cwd=tree, env=environment, timeout=LIMIT_SECONDS, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as e:
+        out = e.stdout or ""
+        return -1, out.decode(errors="replace") if isinstance(out, bytes) else out
+    return done.returncode, done.stdout
+
+
+def judge(status: int, output: str) -> tuple[str, str]:
+    """("red", the test that caught it), ("green", ""), or ("error", why it tells nothing)."""
+    if status == 0:
+        return "green", ""
+    if status == -1:
+        return "red", f"still running after {LIMIT_SECONDS} s"
+    failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+    if status == 1 and failed:
+        return "red", failed[1]
+    return "error", output.strip().rsplit("\n", 8)[-1] or f"pytest ended with status {status}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only faults whose name holds one of these")
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="copies of the tree tested at once")
+    parser.add_argument("--list", action="store_true", help="name the faults and end")
+    args = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not args.words or any(word in m.fault for word in args.words)]
+    if args.list:
+        print("\n".join(f"{m.fault}: {m.file}" for m in chosen))
+        return 0
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for i in range(args.jobs):
+            trees.put(copy_of_the_tree(Path(folder, str(i))))
+
+        def without_a_fault(tests: tuple[str, ...]) -> tuple[int, str]:
+            tree = trees.get()
+            try:
+                return run_tests(tree, tests)
+            finally:
+                trees.put(tree)
+
+        def with_fault(mutation: Mutation) -> tuple[str, str]:
+            tree = trees.get()
+            whole = (tree / mutation.file).read_bytes() if (tree / mutation.file).exists() else b""
+            try:
+                mutation.plant(tree)
+                return judge(*run_tests(tree, mutation.tests, "-x"))
+            except LookupError as e:
+                return "error", str(e)
+            finally:
+                (tree / mutation.file).write_bytes(whole)
+                trees.put(tree)
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            every = sorted({test for m in chosen for test in m.tests})
+            shares = [tuple(every[i :: args.jobs]) for i in range(min(args.jobs, len(every)))]  # none: all tests
+            clean = list(pool.map(without_a_fault, shares))
+            for status, output in clean:
+                if status != 0:
+                    print(output)
+                    print("the tests are not green without a fault")
+                    return 2
+            print(f"{len(every)} selections of tests are green without a fault ({time.monotonic() - began:.0f} s)")
+            verdicts = []
+            width = max(len(m.fault) for m in chosen)
+            for m, (colour, why) in zip(chosen, pool.map(with_fault, chosen), strict=True):
+                print(f"{m.fault:{width}}  {colour:5}  {why}", flush=True)
+                verdicts.append(colour)
+    red = verdicts.count("red")
+    print(f"{red} of {len(chosen)} faults turn the tests red ({time.monotonic() - began:.0f} s)")
+    return 2 if "error" in verdicts else 0 if red == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

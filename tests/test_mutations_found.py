@@ -1,0 +1,83 @@
+"""Tests that faults of scripts/mutations.py asked for, because nothing else noticed them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.contrastive import InfoNCE
+from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.step import train_step
+from clip_train.storage import LocalStorage
+from launcher.ds_config import EngineConfig, build_ds_config
+from tests.ranks import run_ranks
+from tests.toy import ToyCLIP, share, toy_batch
+
+TOO_HIGH = 4.9  # ln 100 is 4.605
+
+
+def master_after_a_step(stage: int) -> float:
+    from launcher.engine import build_engine
+
+    def toy() -> ToyCLIP:
+        torch.manual_seed(5)
+        return ToyCLIP(logit_scale=TOO_HIGH)
+
+    ds_config = build_ds_config(
+        EngineConfig(zero_stage=stage), micro_size=4, world_size=dist.world_size(), grad_clip_norm=None
+    )
+    optim = OptimConfig(name="sgd", lr=1e-4)
+    engine = build_engine(toy, lambda named: build_optimizer(optim, named), ds_config, device=torch.device("cpu"))
+    batch = share(toy_batch(8), dist.rank(), dist.world_size())
+    train_step(engine, batch, InfoNCE(), micro_size=4, kept_graphs=1, lr=1e-4)
+    held = [f.tensors["param"].item() for f in engine.state_fragments() if f.name == "logit_scale"]
+    engine.close()
+    return held[0] if held else math.nan  # nan: another rank holds it
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_master_copy_of_logit_scale_is_clamped(stage):
+    """What the next step starts from, and what a checkpoint holds; the model's copy is overwritten by it."""
+    held = [value for value in run_ranks(master_after_a_step, 2, stage) if not math.isnan(value)]
+    assert held
+    assert all(value <= math.log(100) + 1e-6 for value in held)
+
+
+class Killed(BaseException):
+    """As final as SIGKILL for what only catches Exception."""
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2, 3])
+def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+):
+    """The marker comes last. Random kills (checkpoint/test_kill.py) seldom hit the moment before it."""
+    assert CheckpointManager(CheckpointConfig(), tmp_path).save(1, [], {}, {})
+    left = writes
+
+    def counting(method: str) -> None:
+        original = getattr(LocalStorage, method)
+
+        def write(self, *args, **kwargs):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(LocalStorage, method, write)
+
+    counting("put_bytes")
+    counting("put_file")
+    with pytest.raises(Killed):
+        CheckpointManager(CheckpointConfig(), tmp_path).save(2, [], {}, {})
+    monkeypatch.undo()
+    resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()
+    assert resumed is not None
+    assert (resumed.step, resumed.skipped) == (1, [])
