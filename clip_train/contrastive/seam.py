@@ -26,8 +26,9 @@ class LossOutcome:
 class ContrastiveLoss(Protocol):
     """`(image [n, D], text [n, D], logit_scale [1], logit_bias [1] | None) -> LossOutcome`.
 
-    Called on all ranks together, with equally many samples on each; row i of `image` belongs to row i of
-    `text`. Its gradients need no autograd graph and no collective after it has returned.
+    Called on all ranks together, with equally many samples on each (InfoNCE and SigmoidLoss also take one
+    more on some: their `global_size`); row i of `image` belongs to row i of `text`. Its gradients need no
+    autograd graph and no collective after it has returned.
     """
 
     def __call__(
