@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clip_train.batch import BatchPlan
+from clip_train.contrastive.tiles import auto_side
 from clip_train.errors import UserError
 from clip_train.metrics import read_jsonl
 from clip_train.metrics.progress import format_seconds
@@ -51,7 +52,8 @@ def estimate_memory(config: RunConfig, plan: BatchPlan, architecture: Architectu
         gradients=accumulation * P / (W if stage >= 2 else 1),
         optimizer=0 if offloaded else (master + moments) * P / (W if stage >= 1 else 1),
         activations=kept_samples * activation_bytes(architecture, word, config.engine.activation_checkpointing),
-        features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank) + 8 * config.loss.tile**2,
+        features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank)
+        + 8 * (config.loss.tile or auto_side(plan.per_rank, plan.global_size)) ** 2,
     )
 
 
