@@ -20,18 +20,18 @@ import torch
 from clip_train import dist
 from clip_train.batch import BatchPlan, plan_batch
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
-from clip_train.contrastive import build_loss
+from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
 from clip_train.errors import UserError
 from clip_train.evaluate import evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
 from clip_train.models import CLIP, Architecture
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import initial_weights, load_teacher
 from clip_train.optim import build_optimizer, learning_rate
-from clip_train.protocols import Engine
+from clip_train.protocols import Engine, Features, MicroBatch
 from clip_train.trainer import Trainer
 from launcher import env as ranks
-from launcher.config import RunConfig
+from launcher.config import RunConfig, known_keys
 from launcher.ds_config import build_ds_config
 from launcher.verdict import clear_verdict, word_for, write_verdict
 
@@ -58,6 +58,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
             return None
 
     architecture = collect(config.model.architecture)
+    if architecture is not None:
+        collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
     micro_size = plan.micro_size if plan else 1
     clip = config.optim.grad_clip_norm
@@ -136,7 +138,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     )
     trainer = Trainer(
         engine=engine,
-        contrastive=build_loss(config.loss),
+        contrastive=build_objective(config, device),
         batches=loader,
         plan=checked.plan,
         steps=steps,
@@ -179,6 +181,19 @@ def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) 
     return engine
 
 
+def build_objective(config: RunConfig, device: torch.device) -> ContrastiveLoss:
+    """The loss; with its frozen teacher, in the engine's precision, where the recipe names one."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.engine.precision]
+    teacher = load_teacher(config.model, device, dtype)
+
+    def teach(micro_batch: MicroBatch) -> Features:
+        assert teacher is not None
+        return Features(*teacher(micro_batch.images, micro_batch.texts))
+
+    local = config.batch.accumulation == "local"
+    return build_loss(config.loss, None if teacher is None else teach, local=local)
+
+
 def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val`, or None where there is none."""
     url = config.data.val
@@ -204,20 +219,25 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
 # What makes it another run: the gradient, the data or its order would not go on as they began.
 IDENTITY = (
     "run.seed", "model.name", "model.dropout", "model.patch_dropout", "data.train", "data.shuffle_block",
-    "data.caption_key", "data.aug_scale", "batch.global_size", "loss.kind", "optim.name",
+    "data.caption_key", "data.aug_scale", "batch.global_size", "batch.accumulation", "loss.kind", "optim.name",
+    "model.teacher",
 )  # fmt: skip
+BANK = ("loss.bank_size", "loss.bank_warmup_steps", "loss.bank_mode")  # where there are memory banks
 
 
 def refuse_another_run(config: RunConfig, checked: Checked, resumed: Resumed) -> None:
     """UserError where the checkpoint belongs to a run that this recipe does not continue."""
 
+    defaults = {path: field.get_default() for path, field in known_keys()}
+
     def at(recipe: dict[str, Any], path: str) -> Any:
         section, key = path.split(".")
-        return recipe.get(section, {}).get(key)
+        return recipe.get(section, {}).get(key, defaults[path])  # an older version's recipe lacks newer keys
 
     now, then = config.model_dump(mode="json"), resumed.state["recipe"]
+    identity = [*IDENTITY, *(BANK if config.loss.kind == "memory_bank" else ())]
     changed = [
-        f"{path} was {at(then, path)!r}, is {at(now, path)!r}" for path in IDENTITY if at(now, path) != at(then, path)
+        f"{path} was {at(then, path)!r}, is {at(now, path)!r}" for path in identity if at(now, path) != at(then, path)
     ]
     if checked.lanes != resumed.state["lanes"]:
         changed.append(f"data.lanes was {resumed.state['lanes']}, is {checked.lanes}")
