@@ -113,7 +113,7 @@ def all_cases(cases):
 
 @functools.cache
 def computed(world_size: int):
-    """(kind, micro size) -> every rank's answer: all cases of a world in one set of processes, for they start slowly."""
+    """(kind, micro size) -> every rank's answer. All cases of a world share its processes, which start slowly."""
     cases = [(kind, b) for kind in KINDS for W, b in CUTS if world_size == W]
     cases += [("local", b) for W, b in LOCAL_CUTS if world_size == W]
     per_rank = [all_cases(cases)] if world_size == 1 else run_ranks(all_cases, world_size, cases)
