@@ -153,7 +153,7 @@ def verdict(rows: Rows, block: str) -> str:
 def main() -> int:
     args = parser(__doc__ or "").parse_args()
     seeds = (0,) if args.quick else (0, 1, 2)
-    steps, more, large_steps = (60, 30, 20) if args.quick else (400, 200, 200)
+    steps, more, large_steps = (40, 20, 10) if args.quick else (200, 100, 100)
     folder = Path(tempfile.gettempdir()) / ("clip-train-shapes-quick" if args.quick else "clip-train-shapes")
     data = shapes(folder, 4000 if args.quick else 20_000)
     rows = Rows()

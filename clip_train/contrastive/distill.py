@@ -68,11 +68,11 @@ class Distillation:
         own = slice(dist.rank() * len(image_features), (dist.rank() + 1) * len(image_features))
 
         clip_loss = softplus(torch.cat(student.gaps).double()).mean()
-        distilled = 0.0
+        distilled = image_features.new_zeros((), dtype=torch.float64)
         gradients = []
         for side in (0, 1):  # rows of S, then rows of S^T
             value, gradient = self._sweep(student, teacher, side, own)
-            distilled += value
+            distilled += value  # this rank's
             gradients.append(gradient)
         # On the positives: 2 (p - 1) of the loss and of its like, and 1 - q of the teacher, without their ones.
         missing = [gap.sigmoid() for gap in student.gaps]  # 1 - p_ii, of rows and of columns
@@ -85,12 +85,12 @@ class Distillation:
         )
         on_positives = torch.stack([(-gap).sigmoid() for gap in teacher.gaps]).double()  # q_ii
         on_positives = (on_positives * softplus(torch.stack(student.gaps).double())).sum()  # -q_ii log p_ii
-        distill_loss = (on_positives + dist.sum_scalars(distilled)[0]) * weight
+        distill_loss = (on_positives + dist.all_reduce_sum(distilled)) * weight
         d_scale = (image_features.double() * d_image.double()).sum().div(scale).to(student.dtype).reshape(1)
         extra = {"clip_loss": clip_loss.item(), "distill_loss": distill_loss.item()}
         return LossOutcome(clip_loss + distill_loss, d_image, d_text, d_scale, extra=extra)
 
-    def _sweep(self, student: _Logits, teacher: _Logits, side: int, own: slice) -> tuple[float, Tensor]:
+    def _sweep(self, student: _Logits, teacher: _Logits, side: int, own: slice) -> tuple[Tensor, Tensor]:
         """Off the positives, for this rank's rows of side 0 (images) or 1 (texts):
 
         `sum q (lse - S)`, and `(2 p + 2 p' - q - q') B` [n, D], which is the gradient but for its factor.
@@ -99,7 +99,7 @@ class Distillation:
         U, V = teacher.sides[side], teacher.all[1 - side]
         row_lse, col_lse = student.lses[side][own], student.lses[1 - side]
         row_taught, col_taught = teacher.lses[side][own], teacher.lses[1 - side]
-        value, gradient = 0.0, A.new_zeros(A.shape, dtype=student.dtype)
+        value, gradient = A.new_zeros((), dtype=torch.float64), A.new_zeros(A.shape, dtype=student.dtype)
         buffers = [TileBuffer(len(A), len(B), self.tile, A, student.dtype) for _ in range(3)]
         for t in tiles(len(A), len(B), self.tile):
             rows, cols = slice(t.i0, t.i1), slice(t.j0, t.j1)
@@ -110,7 +110,7 @@ class Distillation:
             torch.sub(Z, col_taught[None, cols], out=G).exp_()
             Z.sub_(row_taught[rows, None]).exp_()  # q
             t.fill_positives(Z, own.start, 0.0)
-            value += (Z * (row_lse[rows, None] - S)).sum(dtype=torch.float64).item()
+            value += (Z * (row_lse[rows, None] - S)).sum(dtype=torch.float64)
             G.add_(Z).neg_()
             G.add_((S - row_lse[rows, None]).exp_(), alpha=2)
             G.add_(S.sub_(col_lse[None, cols]).exp_(), alpha=2)

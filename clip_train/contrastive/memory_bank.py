@@ -163,7 +163,8 @@ class Excluded:
         if self.first is not None:
             t.fill_positives(S, self.first, value)
         if self.row_ids is not None and self.col_ids is not None:
-            S.masked_fill_(self.row_ids[t.i0 : t.i1, None] == self.col_ids[None, t.j0 : t.j1], value)
+            rows, cols = self.row_ids[t.i0 : t.i1, None], self.col_ids[None, t.j0 : t.j1]
+            S.masked_fill_((rows == cols) & (cols != NO_ID), value)
 
 
 def masked_logsumexp(A: Tensor, B: Tensor, scale: float, excluded: Excluded, side: int) -> Tensor:
@@ -210,6 +211,31 @@ def masked_gradient(
     return dA
 
 
+@dataclass
+class _Terms:
+    """Pairs that are terms of the loss: the N current ones, or the M past ones. Each [N] or [M]."""
+
+    positive: Tensor  # S_ii
+    row_gap: Tensor  # log-sum-exp over the negatives of row i, minus S_ii
+    col_gap: Tensor  # of column i
+
+    def total(self) -> Tensor:
+        """Sum of both cross-entropies, in float64."""
+        return (softplus(self.row_gap.double()) + softplus(self.col_gap.double())).sum()
+
+    def missing(self) -> Tensor:
+        """2 - p_ii - p'_ii: minus the gradient at the positives, but for its factor."""
+        return self.row_gap.sigmoid() + self.col_gap.sigmoid()
+
+    @property
+    def row_lse(self) -> Tensor:
+        return self.positive + softplus(self.row_gap)
+
+    @property
+    def col_lse(self) -> Tensor:
+        return self.positive + softplus(self.col_gap)
+
+
 class _Banked:
     """One evaluation with banks that count. Past pairs are dealt to the ranks in contiguous shares."""
 
@@ -231,24 +257,19 @@ class _Banked:
         self.ids, self.past_ids = ids, None if ids is None else bank.ids
 
     def outcome(self) -> LossOutcome:
-        positive = self._positive(self.I_all, self.T_all)  # [N]
-        row_gap = self._current_negatives(self.I, self.T_all, self.past_T) - positive  # [N]
-        col_gap = self._current_negatives(self.T, self.I_all, self.past_I) - positive
-        total = (softplus(row_gap.double()) + softplus(col_gap.double())).sum()
-        row_lse, col_lse = positive + softplus(row_gap), positive + softplus(col_gap)
-        terms = self.N
-        past_row_lse = past_col_lse = past_at_positive = past_positive = None
-        if self.rows:
-            terms += self.M
-            past_positive = self._positive(self.past_I, self.past_T)  # [M]
-            past_row_gap = self._past_negatives(self.past_I, self.T_all, self.past_T) - past_positive  # [M]
-            past_col_gap = self._past_negatives(self.past_T, self.I_all, self.past_I) - past_positive
-            total = total + (softplus(past_row_gap.double()) + softplus(past_col_gap.double())).sum()
-            past_row_lse, past_col_lse = past_positive + softplus(past_row_gap), past_positive + softplus(past_col_gap)
-            past_at_positive = past_row_gap.sigmoid() + past_col_gap.sigmoid()
-        weight = 1 / (2 * terms)
+        positive = self._positive(self.I_all, self.T_all)
+        current = _Terms(
+            positive,
+            self._current_negatives(self.I, self.T_all, self.past_T) - positive,
+            self._current_negatives(self.T, self.I_all, self.past_I) - positive,
+        )
+        past = self._past_terms() if self.rows else None
+        pairs = self.N + (self.M if past else 0)
+        total = current.total() + (past.total() if past else 0)
+        weight = 1 / (2 * pairs)
 
-        at_positive = -(row_gap.sigmoid() + col_gap.sigmoid())[self.own, None] * (weight * self.scale)  # [n, 1]
+        row_lse, col_lse = current.row_lse, current.col_lse
+        at_positive = -current.missing()[self.own, None] * (weight * self.scale)  # [n, 1]
         d_image, d_text = self.T.to(self.dtype) * at_positive, self.I.to(self.dtype) * at_positive
         for d, A, B, own_lse, other_lse in (
             (d_image, self.I, self.T_all, row_lse, col_lse),
@@ -258,22 +279,34 @@ class _Banked:
                 d, None, A, B, scale=self.scale, weight=weight, row_lse=own_lse[self.own], col_lse=other_lse,
                 shift=None, first=self.first, side=self.side,
             )  # fmt: skip
-        d_image += self._from_past(self.I, self.past_T, row_lse, past_col_lse, weight)
-        from_past_images = self._from_past(self.T, self.past_I, col_lse, past_row_lse, weight)
+        d_image += self._from_past(self.I, self.past_T, row_lse, past.col_lse if past else None, weight)
+        from_past_images = self._from_past(self.T, self.past_I, col_lse, past.row_lse if past else None, weight)
         d_text += from_past_images
 
         # S is linear in the scale. <I, dI> counts current rows with all columns; past rows with current
         # columns are <T, what past images gave to dT>; past rows with past columns have no feature gradient.
         d_scale = (self.I.double() * d_image.double()).sum() + (self.T.double() * from_past_images.double()).sum()
-        if past_at_positive is not None and past_positive is not None:
-            d_past = masked_gradient(
-                self.past_I[self.past], self.past_T, scale=self.scale, weight=weight,
-                row_lse=None if past_row_lse is None else past_row_lse[self.past], col_lse=past_col_lse,
-                excluded=self._among_past(), side=self.side,
-            )  # fmt: skip
-            d_scale = d_scale + (self.past_I[self.past].double() * d_past.double()).sum()
-            d_scale = d_scale - weight * (past_at_positive * past_positive)[self.past].double().sum()
-        return LossOutcome(total / (2 * terms), d_image, d_text, d_scale.div(self.scale).to(self.dtype).reshape(1))
+        if past is not None:
+            d_scale = d_scale + self._scale_among_past(past, weight)
+        return LossOutcome(total * weight, d_image, d_text, d_scale.div(self.scale).to(self.dtype).reshape(1))
+
+    def _past_terms(self) -> _Terms:
+        positive = self._positive(self.past_I, self.past_T)
+        return _Terms(
+            positive,
+            self._past_negatives(self.past_I, self.T_all, self.past_T) - positive,
+            self._past_negatives(self.past_T, self.I_all, self.past_I) - positive,
+        )
+
+    def _scale_among_past(self, past: _Terms, weight: float) -> Tensor:
+        """`sum dL/dS S` over this rank's share of the past rows and all past columns, [] float64."""
+        own = self.past_I[self.past]
+        d_own = masked_gradient(
+            own, self.past_T, scale=self.scale, weight=weight, row_lse=past.row_lse[self.past], col_lse=past.col_lse,
+            excluded=self._among_past(), side=self.side,
+        )  # fmt: skip
+        at_positives = (past.missing() * past.positive)[self.past].double().sum() * weight
+        return (own.double() * d_own.double()).sum() - at_positives
 
     def _positive(self, A: Tensor, B: Tensor) -> Tensor:
         return (A.to(self.dtype) * B.to(self.dtype)).sum(1) * self.scale
