@@ -22,6 +22,10 @@ class BatchConfig(Settings):
     kept_graphs: PositiveInt | Literal["all"] = 1
     """How many of the last micro-batches keep their graph and need no second forward. Each costs one
     micro-batch's activations; "all" is the full-batch step."""
+    accumulation: Literal["cached", "local"] = "cached"
+    """cached: every sample of the global batch is every other's negative, however it is cut. local: plain
+    gradient accumulation, for comparison: negatives only within a micro-batch on a rank, so that micro_size
+    and the number of ranks do change the result."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ and the loss in closed form).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from clip_train.contrastive import ContrastiveLoss, FeatureCache
+from clip_train import dist
+from clip_train.contrastive import ContrastiveLoss, FeatureCache, LocalInfoNCE, StatefulLoss, contrast
+from clip_train.contrastive.distill import Teacher
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import DivergedError
 from clip_train.protocols import Batch, Engine, FeatureGradients
@@ -27,6 +29,7 @@ class StepResult:
     grad_norm: float  # global, before the clip
     logit_scale: float  # the factor the loss was computed with
     skipped: bool = False  # fp16: gradients overflowed, no update
+    extra: dict[str, float] = field(default_factory=dict)  # what the objective has to tell beside the loss
 
 
 def train_step(
@@ -44,20 +47,37 @@ def train_step(
     many samples. DivergedError, on all ranks, before the update, if the loss is not finite.
     """
     engine.train()
-    cache = encode(engine, batch, micro_size, kept_graphs)  # pass 1: features; graphs of the last ones only
-    features = cache.features()  # [n, D] each
-    outcome = contrastive(features.image, features.text, features.logit_scale, features.logit_bias)  # once
-    loss = outcome.loss.item()
+    if isinstance(contrastive, LocalInfoNCE):
+        return local_step(engine, batch, contrastive, micro_size=micro_size, lr=lr)
+    teacher = getattr(contrastive, "teacher", None)
+    cache = encode(engine, batch, micro_size, kept_graphs, teacher)  # pass 1: features; graphs of the last ones only
+    scale = cache.entries[-1].features.logit_scale.item()
+    outcome = contrast(contrastive, cache, batch.keys)  # once, over the global batch
+    loss = finite(outcome.loss.item())
+    replay(engine, cache, cache.split(outcome))  # pass 2: the cached gradients go back through the model
+    result = update(engine, lr, StepResult(loss, math.nan, scale, extra=outcome.extra))
+    if isinstance(contrastive, StatefulLoss):
+        contrastive.after_step()
+    return result
+
+
+def finite(loss: float) -> float:
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
-    replay(engine, cache, cache.split(outcome))  # pass 2: the cached gradients go back through the model
+    return loss
+
+
+def update(engine: Engine, lr: float, result: StepResult) -> StepResult:
+    """The optimizer's step; `result` with what it told."""
     report = engine.step(lr)
     if not math.isfinite(report.grad_norm) and not report.skipped:
-        raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
-    return StepResult(loss, report.grad_norm, features.logit_scale.item(), report.skipped)
+        raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {result.loss:.6g}")
+    return replace(result, grad_norm=report.grad_norm, skipped=report.skipped)
 
 
-def encode(engine: Engine, batch: Batch, micro_size: int, kept_graphs: int) -> FeatureCache:
+def encode(
+    engine: Engine, batch: Batch, micro_size: int, kept_graphs: int, teacher: Teacher | None = None
+) -> FeatureCache:
     """Pass 1: every micro-batch's features, keeping the graphs of the last `kept_graphs` (at least one).
 
     One kept graph costs no more memory than pass 2 needs anyway, and makes a single micro-batch an ordinary
@@ -67,12 +87,16 @@ def encode(engine: Engine, batch: Batch, micro_size: int, kept_graphs: int) -> F
     micro_batches = batch.micro_batches(micro_size)
     first_kept = len(micro_batches) - max(kept_graphs, 1)
     for i, micro_batch in enumerate(micro_batches):
+        taught = None
+        if teacher is not None:
+            with torch.no_grad():
+                taught = teacher(micro_batch)  # once: pass 2 needs no teacher
         if i >= first_kept:
-            cache.add(micro_batch, engine.forward(micro_batch), rng=None)
+            cache.add(micro_batch, engine.forward(micro_batch), None, taught)
         else:
             rng = RngState.capture(engine.device)
             with torch.no_grad():
-                cache.add(micro_batch, engine.forward(micro_batch), rng)
+                cache.add(micro_batch, engine.forward(micro_batch), rng, taught)
     return cache
 
 
@@ -89,3 +113,22 @@ def replay(engine: Engine, cache: FeatureCache, gradients: list[FeatureGradients
         entry.rng.restore()
         engine.backward(engine.forward(entry.inputs), gradient)
     after.restore()
+
+
+def local_step(engine: Engine, batch: Batch, contrastive: LocalInfoNCE, *, micro_size: int, lr: float) -> StepResult:
+    """Plain gradient accumulation: each micro-batch on each rank is its own contrastive batch. No cache.
+
+    The loss is the mean over micro-batches, each weighed by its samples (only a short last one differs).
+    """
+    N = len(batch) * dist.world_size()
+    total = 0.0
+    for micro_batch in batch.micro_batches(micro_size):
+        features = engine.forward(micro_batch)
+        seen = features.detach()
+        outcome = contrastive(seen.image, seen.text, seen.logit_scale, seen.logit_bias)
+        share = len(micro_batch) / N
+        total += outcome.loss.item() * share
+        d_image, d_text, d_scale = outcome.d_image * share, outcome.d_text * share, outcome.d_logit_scale * share
+        engine.backward(features, FeatureGradients(d_image, d_text, d_scale))
+    loss = finite(dist.sum_scalars(total)[0])
+    return update(engine, lr, StepResult(loss, math.nan, seen.logit_scale.item()))

@@ -17,7 +17,7 @@ from typing import Any
 from clip_train import dist
 from clip_train.batch import BatchPlan
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
-from clip_train.contrastive import ContrastiveLoss
+from clip_train.contrastive import ContrastiveLoss, StatefulLoss
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics import (
@@ -97,6 +97,8 @@ class Trainer:
         self.bad_samples = Counter(state["bad_samples"]) if dist.is_main() else Counter()
         if resumed.rank_tensors is not None:
             RngState.from_tensors(resumed.rank_tensors, self.engine.device).restore()
+        if isinstance(self.contrastive, StatefulLoss):
+            self.contrastive.load_state_tensors(resumed.reader.shared_tensors(), self.engine.device)
 
     def run(self) -> dict[str, float]:
         """Train to the last step; returns the last evaluation's numbers (none: empty).
@@ -209,6 +211,7 @@ class Trainer:
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             batch_digest=digest,
         ).to_dict()
+        record |= result.extra
         self._on_this_rank(lambda: self.sinks.write(record))
         self.progress.update(record)
 
@@ -225,7 +228,8 @@ class Trainer:
             "engine": self.engine.extra_state(),
         }
         rng = RngState.capture(self.engine.device).tensors()
-        return self.checkpoints.save(self.position.step, self.engine.state_fragments(), rng, state)
+        shared = self.contrastive.state_tensors() if isinstance(self.contrastive, StatefulLoss) else None
+        return self.checkpoints.save(self.position.step, self.engine.state_fragments(), rng, state, shared)
 
     def _end_preempted(self) -> None:
         reasons = ", ".join(dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None))

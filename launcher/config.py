@@ -88,6 +88,18 @@ class RunConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _objectives_fit_together(self) -> RunConfig:
+        for chosen, what in (
+            (self.model.teacher is not None, f"model.teacher ({self.model.teacher})"),
+            (self.batch.accumulation == "local", "batch.accumulation (local)"),
+        ):
+            if chosen and self.loss.kind != "info_nce":
+                raise ValueError(f"{what} goes with loss.kind=info_nce, not with {self.loss.kind}")
+        if self.model.teacher is not None and self.batch.accumulation == "local":
+            raise ValueError(f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached")
+        return self
+
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
@@ -223,6 +235,8 @@ OTHER_NAMES = {
     "val_frequency": "evaluate.every_steps",
     "num_workers": "data.workers",
     "torchcompile": "engine.compile",
+    "distill_model": "model.teacher_name",
+    "distill_pretrained": "model.teacher",
 }
 
 

@@ -27,11 +27,11 @@ GIB = 2**30
 class Memory:
     """Bytes that one rank needs; an estimate (activations to about a third)."""
 
-    parameters: float
+    parameters: float  # a teacher's included, which no stage divides
     gradients: float
     optimizer: float  # fp32 master weights and moments, on the CPU if offloaded
     activations: float  # of the kept graphs
-    features: float  # the gathered features, their gradients, and two tiles of logits
+    features: float  # the gathered features, their gradients, memory banks, and two tiles of logits
 
     @property
     def total(self) -> float:
@@ -40,6 +40,7 @@ class Memory:
 
 def estimate_memory(config: RunConfig, plan: BatchPlan, architecture: Architecture) -> Memory:
     """From the sizes alone. Reference: ZeRO (arXiv 1910.02054), activations as in arXiv 2205.05198."""
+    teacher = config.model.teacher_architecture()
     P, W, stage = count_parameters(architecture), plan.world_size, config.engine.zero_stage
     word = 4 if config.engine.precision == "fp32" else 2
     accumulation = 4 if config.engine.precision == "bf16" else word
@@ -48,13 +49,18 @@ def estimate_memory(config: RunConfig, plan: BatchPlan, architecture: Architectu
     offloaded = config.engine.offload == "optimizer"
     kept_samples = min(plan.kept_graphs * plan.micro_size, plan.per_rank)
     return Memory(
-        parameters=word * P / (W if stage == 3 else 1),
+        parameters=word * (P / (W if stage == 3 else 1) + (count_parameters(teacher) if teacher else 0)),
         gradients=accumulation * P / (W if stage >= 2 else 1),
         optimizer=0 if offloaded else (master + moments) * P / (W if stage >= 1 else 1),
         activations=kept_samples * activation_bytes(architecture, word, config.engine.activation_checkpointing),
-        features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank)
+        features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked(config))
         + 8 * (config.loss.tile or auto_side(plan.per_rank, plan.global_size)) ** 2,
     )
+
+
+def banked(config: RunConfig) -> int:
+    """Pairs in the memory banks, which every rank holds."""
+    return config.loss.bank_size if config.loss.kind == "memory_bank" else 0
 
 
 def activation_bytes(architecture: Architecture, word: int, checkpointing: bool) -> float:
@@ -88,6 +94,9 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
     memory = estimate_memory(config, plan, architecture)
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
     recomputed = 1 if config.engine.activation_checkpointing else 0
+    forwards = 1 if config.batch.accumulation == "local" else plan.forwards_per_sample
+    teacher = config.model.teacher_architecture()
+    taught = flops_per_sample(teacher) if teacher else 0
     rate = rate or measured_rate(config)
     return {
         "model": config.model.name,
@@ -98,12 +107,12 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
         "micro_size": plan.micro_size,
         "accum_steps": plan.accum_steps,
         "kept_graphs": plan.kept_graphs,
-        "forwards_per_sample": plan.forwards_per_sample + recomputed,
+        "forwards_per_sample": forwards + recomputed,
         "lanes": checked.lanes,
         "steps": config.steps,
         "samples": config.steps * plan.global_size,
         "epochs": config.steps * plan.global_size / config.data.num_samples if config.data.num_samples else None,
-        "flops_per_step": forward * plan.global_size * (2 + plan.forwards_per_sample + recomputed),
+        "flops_per_step": plan.global_size * (forward * (2 + forwards + recomputed) + taught),
         "memory_bytes": {**memory.__dict__, "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": config.steps * plan.global_size / rate if rate else None,

@@ -21,18 +21,18 @@ import torch
 from clip_train import dist
 from clip_train.batch import BatchPlan, plan_batch
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
-from clip_train.contrastive import build_loss
+from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
 from clip_train.errors import ClipTrainError, Preempted, RemoteRankError, UserError
 from clip_train.evaluate import ZeroShotClasses, evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
 from clip_train.models import CLIP, Architecture
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import initial_weights, load_teacher
 from clip_train.optim import build_optimizer, learning_rate
-from clip_train.protocols import Engine
+from clip_train.protocols import Engine, Features, MicroBatch
 from clip_train.trainer import Trainer
 from launcher import env as ranks
-from launcher.config import RunConfig
+from launcher.config import RunConfig, known_keys
 from launcher.ds_config import build_ds_config
 from launcher.verdict import clear_verdict, word_for, write_verdict
 
@@ -59,8 +59,10 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
             return None
 
     architecture = collect(config.model.architecture)
-    if architecture is not None and (config.loss.kind == "sigmoid") != (architecture.init_logit_bias is not None):
-        problems.append(bias_mistake(config))
+    if architecture is not None:
+        if (config.loss.kind == "sigmoid") != (architecture.init_logit_bias is not None):
+            problems.append(bias_mistake(config))
+        collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
     micro_size = plan.micro_size if plan else 1
     clip = config.optim.grad_clip_norm
@@ -174,7 +176,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     )
     trainer = Trainer(
         engine=engine,
-        contrastive=build_loss(config.loss, global_size=checked.plan.global_size),
+        contrastive=dist.agreed(partial(build_objective, config, device)),
         batches=loader,
         plan=checked.plan,
         steps=steps,
@@ -231,6 +233,20 @@ def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) 
     return engine
 
 
+def build_objective(config: RunConfig, device: torch.device) -> ContrastiveLoss:
+    """The loss; with its frozen teacher, in the engine's precision, where the recipe names one."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.engine.precision]
+    teacher = load_teacher(config.model, device, dtype)
+
+    def teach(micro_batch: MicroBatch) -> Features:
+        assert teacher is not None
+        return Features(*teacher(micro_batch.images, micro_batch.texts))
+
+    local = config.batch.accumulation == "local"
+    teacher_or_none = None if teacher is None else teach
+    return build_loss(config.loss, teacher_or_none, local=local, global_size=config.batch.global_size)
+
+
 def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val`, or None where there is none."""
     url = config.data.val
@@ -260,20 +276,24 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
 # What makes it another run: the gradient would not go on as it began. (That the data and its order do is
 # the loader's to check, by the fingerprint in its cursors: a folder may move.)
 IDENTITY = (
-    "run.seed", "model.name", "model.dropout", "model.patch_dropout", "data.aug_scale", "batch.global_size",
-    "loss.kind", "optim.name",
+    "run.seed", "model.name", "model.dropout", "model.patch_dropout", "model.teacher", "data.aug_scale",
+    "batch.global_size", "batch.accumulation", "loss.kind", "optim.name",
 )  # fmt: skip
+BANK = ("loss.bank_size", "loss.bank_warmup_steps", "loss.bank_mode")  # where there are memory banks
 
 
 def refuse_another_run(config: RunConfig, resumed: Resumed) -> None:
     """UserError where the checkpoint belongs to a run that this recipe does not continue."""
 
+    defaults = {path: field.get_default() for path, field in known_keys()}
+
     def at(recipe: dict[str, Any], path: str) -> Any:
         section, key = path.split(".")
-        return recipe.get(section, {}).get(key)
+        return recipe.get(section, {}).get(key, defaults[path])  # an older version's recipe lacks newer keys
 
     now, then = config.model_dump(mode="json"), resumed.state["recipe"]
-    pairs = [(path, at(then, path), at(now, path)) for path in IDENTITY]
+    identity = [*IDENTITY, *(BANK if config.loss.kind == "memory_bank" else ())]
+    pairs = [(path, at(then, path), at(now, path)) for path in identity]
     changed = [f"{path} was {before!r}, is {after!r}" for path, before, after in pairs if before != after]
     if changed:
         raise UserError(

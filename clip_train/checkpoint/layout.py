@@ -66,9 +66,11 @@ def rank_manifest(rank: int) -> str:
 
 MANIFEST = "_MANIFEST.json"
 
-# -- tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for what belongs to the rank
+# -- tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for what belongs to the rank,
+# "@shared|name" in rank 0's for what is the same on all of them
 
 _RANK_KEY = "@rank|"
+_SHARED_KEY = "@shared|"
 
 
 def fragment_key(name: str, slot: str, start: int) -> str:
@@ -78,8 +80,8 @@ def fragment_key(name: str, slot: str, start: int) -> str:
 
 
 def parse_fragment_key(key: str) -> tuple[str, str, int] | None:
-    """(name, slot, start), or None for a tensor that belongs to the rank."""
-    if key.startswith(_RANK_KEY):
+    """(name, slot, start), or None for a tensor that is no part of a parameter."""
+    if key.startswith("@"):
         return None
     slot, start, name = key.split("|", 2)
     return name, slot, int(start)
@@ -91,6 +93,14 @@ def rank_tensor_key(name: str) -> str:
 
 def parse_rank_tensor_key(key: str) -> str | None:
     return key[len(_RANK_KEY) :] if key.startswith(_RANK_KEY) else None
+
+
+def shared_tensor_key(name: str) -> str:
+    return _SHARED_KEY + name
+
+
+def parse_shared_tensor_key(key: str) -> str | None:
+    return key[len(_SHARED_KEY) :] if key.startswith(_SHARED_KEY) else None
 
 
 # -- small files

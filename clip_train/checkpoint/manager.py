@@ -107,9 +107,16 @@ class CheckpointManager:
     # -- save
 
     def save(
-        self, step: int, fragments: Iterable[Fragment], rank_tensors: dict[str, Tensor], state: dict[str, Any]
+        self,
+        step: int,
+        fragments: Iterable[Fragment],
+        rank_tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        shared_tensors: dict[str, Tensor] | None = None,
     ) -> bool:
         """Make a checkpoint of the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
+
+        shared_tensors: the same on all ranks; rank 0's are written.
 
         True: it is committed. False: it is not, on any rank; rank 0 has logged why and training may go on.
         CheckpointError after `max_failed_saves` failures in a row. A step that is saved already is not again.
@@ -117,7 +124,7 @@ class CheckpointManager:
         if self._saved is not None and self._saved.step == step:
             return True
         try:
-            ref, prefix = self._save(step, fragments, rank_tensors, state)
+            ref, prefix = self._save(step, fragments, rank_tensors, state, shared_tensors)
         except CheckpointError as e:
             self._failures += 1
             message = f"checkpoint of step {step} failed ({self._failures} in a row): {e}"
@@ -139,7 +146,12 @@ class CheckpointManager:
         return f"the last good one is {self.last_good.path}" if self.last_good else "there is no good one yet"
 
     def _save(
-        self, step: int, fragments: Iterable[Fragment], rank_tensors: dict[str, Tensor], state: dict[str, Any]
+        self,
+        step: int,
+        fragments: Iterable[Fragment],
+        rank_tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        shared_tensors: dict[str, Tensor] | None,
     ) -> tuple[CommitRef, str]:
         """CheckpointError on all ranks if anything fails on any."""
         rank, world_size = dist.rank(), dist.world_size()
@@ -149,7 +161,7 @@ class CheckpointManager:
         def prepare() -> tuple[str, int, int, int]:
             nonlocal snapshot
             epoch = self._writer_epoch() if rank == 0 else 0
-            snapshot = take_snapshot(step, rank, fragments, rank_tensors, state if rank == 0 else {})
+            snapshot = take_snapshot(step, rank, fragments, rank_tensors, state if rank == 0 else {}, shared_tensors)
             return layout.new_prefix(epoch, step), epoch, snapshot.num_bytes, free_bytes(self.folder)
 
         def write() -> list[FileEntry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,9 +106,16 @@ class FragmentReader:
 
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank `rank` saved for itself (its random state)."""
+        return self._named(rank, layout.parse_rank_tensor_key)
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """What was the same on all ranks (memory banks); readable on any number of them."""
+        return self._named(0, layout.parse_shared_tensor_key)
+
+    def _named(self, rank: int, parse: Callable[[str], str | None]) -> dict[str, Tensor]:
         file = layout.rank_file(rank)
         if file not in self._open:
             raise CheckpointError(f"{self.folder}: no file {file} in this checkpoint")
         handle = self._open[file]
-        named = {key: layout.parse_rank_tensor_key(key) for key in handle.keys()}  # noqa: SIM118
+        named = {key: parse(key) for key in handle.keys()}  # noqa: SIM118
         return {name: handle.get_tensor(key) for key, name in named.items() if name is not None}

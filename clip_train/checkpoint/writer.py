@@ -62,6 +62,7 @@ def take_snapshot(
     fragments: Iterable[Fragment],
     rank_tensors: dict[str, Tensor],
     state: dict[str, Any],
+    shared_tensors: dict[str, Tensor] | None = None,
 ) -> Snapshot:
     """Copy everything to host memory. ValueError or TypeError for what a checkpoint cannot hold."""
     tensors: dict[str, Tensor] = {}
@@ -78,6 +79,8 @@ def take_snapshot(
             tensors[key] = _host_copy(tensor)
     for name, tensor in rank_tensors.items():
         tensors[layout.rank_tensor_key(name)] = _host_copy(tensor)
+    for name, tensor in (shared_tensors or {}).items() if rank == 0 else ():
+        tensors[layout.shared_tensor_key(name)] = _host_copy(tensor)
     return Snapshot(step, rank, tensors, shapes, layout.decode_state(layout.encode_state(state)))
 
 

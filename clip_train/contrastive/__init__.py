@@ -5,8 +5,26 @@
 
 from clip_train.contrastive.cache import FeatureCache
 from clip_train.contrastive.config import LossConfig, build_loss
+from clip_train.contrastive.contrast import contrast
+from clip_train.contrastive.distill import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.seam import ContrastiveLoss, LossOutcome
+from clip_train.contrastive.local import LocalInfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank, sample_ids
+from clip_train.contrastive.seam import ContrastiveLoss, LossOutcome, StatefulLoss
 from clip_train.contrastive.sigmoid import SigmoidLoss
 
-__all__ = ["ContrastiveLoss", "FeatureCache", "InfoNCE", "LossConfig", "LossOutcome", "SigmoidLoss", "build_loss"]
+__all__ = [
+    "ContrastiveLoss",
+    "Distillation",
+    "FeatureCache",
+    "InfoNCE",
+    "LocalInfoNCE",
+    "LossConfig",
+    "LossOutcome",
+    "MemoryBank",
+    "SigmoidLoss",
+    "StatefulLoss",
+    "build_loss",
+    "contrast",
+    "sample_ids",
+]

@@ -18,6 +18,7 @@ class CachedMicroBatch:
     inputs: MicroBatch
     features: Features  # detached, unless the graph is kept
     rng: RngState | None  # the state its forward started from; None where the graph is kept
+    taught: Features | None = None  # a teacher's features, where there is one
 
     @property
     def graph_kept(self) -> bool:
@@ -30,18 +31,17 @@ class FeatureCache:
 
     entries: list[CachedMicroBatch] = field(default_factory=list)
 
-    def add(self, inputs: MicroBatch, features: Features, rng: RngState | None) -> None:
-        self.entries.append(CachedMicroBatch(inputs, features, rng))
+    def add(self, inputs: MicroBatch, features: Features, rng: RngState | None, taught: Features | None = None) -> None:
+        self.entries.append(CachedMicroBatch(inputs, features, rng, taught))
 
     def features(self) -> Features:
         """All of this rank's features, without a graph: image and text [n, D]."""
-        last = self.entries[-1].features
-        return Features(
-            torch.cat([e.features.image.detach() for e in self.entries]),
-            torch.cat([e.features.text.detach() for e in self.entries]),
-            last.logit_scale.detach(),
-            None if last.logit_bias is None else last.logit_bias.detach(),
-        )
+        return joined([e.features for e in self.entries])
+
+    def taught(self) -> Features | None:
+        """The teacher's features of the same samples, in the same order."""
+        parts = [e.taught for e in self.entries if e.taught is not None]
+        return joined(parts) if parts else None
 
     def split(self, outcome: LossOutcome) -> list[FeatureGradients]:
         """The gradients that belong to each micro-batch, in the order of the entries.
@@ -56,3 +56,14 @@ class FeatureCache:
             FeatureGradients(d_image, d_text, outcome.d_logit_scale / k, None if bias is None else bias / k)
             for d_image, d_text in zip(outcome.d_image.split(sizes), outcome.d_text.split(sizes), strict=True)
         ]
+
+
+def joined(parts: list[Features]) -> Features:
+    """One after another, detached; the scalars are those of the last."""
+    last = parts[-1].detach()
+    return Features(
+        torch.cat([p.image.detach() for p in parts]),
+        torch.cat([p.text.detach() for p in parts]),
+        last.logit_scale,
+        last.logit_bias,
+    )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, model_validator
+from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, PositiveInt, model_validator
 
+from clip_train.contrastive.distill import Distillation, Teacher
 from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.local import LocalInfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.seam import ContrastiveLoss
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
@@ -26,12 +29,21 @@ TileSide = Annotated[
 class LossConfig(Settings):
     """Which objective is minimised over the global batch."""
 
-    kind: Literal["info_nce", "sigmoid"] = "info_nce"
+    kind: Literal["info_nce", "sigmoid", "memory_bank"] = "info_nce"
     """info_nce: CLIP's symmetric cross-entropy, every other sample of the global batch a negative.
-    sigmoid: SigLIP's; every pair for itself; the model needs a bias (model.init_logit_bias)."""
+    sigmoid: SigLIP's; every pair for itself; the model needs a bias (model.init_logit_bias).
+    memory_bank: info_nce with the features of past batches on top (ContAccum)."""
     exchange: Literal["gather", "ring"] = "gather"
     """sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a time, so that no
     rank holds the global batch's features."""
+    bank_size: PositiveInt = 4096
+    """memory_bank: how many past pairs are kept, in samples. Each rank holds all: 2 x 4 x D bytes a pair."""
+    bank_warmup_steps: NonNegativeInt = 1000
+    """memory_bank: optimizer steps before the banks count; they fill from the first. Early features go stale
+    quickly, and a bank of them can keep a model from learning at all."""
+    bank_mode: Literal["negatives", "contaccum"] = "negatives"
+    """memory_bank: are past pairs only negatives of the current ones, or terms of the loss as well, as in the
+    paper (arXiv 2406.12356)?"""
     tile: TileSide = AUTO_SIDE
     """Side of the largest piece of the N x N logits that exists at once (memory: 2 x 4 x tile^2 bytes);
     auto: from the batch and the cache."""
@@ -46,8 +58,20 @@ class LossConfig(Settings):
         return self
 
 
-def build_loss(config: LossConfig, *, global_size: int | None = None) -> ContrastiveLoss:
-    """The objective of the recipe. global_size: N, needed only where the number of ranks does not divide it."""
+def build_loss(
+    config: LossConfig, teacher: Teacher | None = None, *, local: bool = False, global_size: int | None = None
+) -> ContrastiveLoss:
+    """The objective of the recipe.
+
+    local: `batch.accumulation`; RunConfig has checked that they fit together. global_size: N, needed only
+    where the number of ranks does not divide it.
+    """
+    if local:
+        return LocalInfoNCE(tile=config.tile)
+    if teacher is not None:
+        return Distillation(teacher, tile=config.tile)
+    if config.kind == "memory_bank":
+        return MemoryBank(config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=config.tile)
     if config.kind == "sigmoid":
         return SigmoidLoss(tile=config.tile, exchange=config.exchange, global_size=global_size)
     return InfoNCE(tile=config.tile, global_size=global_size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,7 @@ class LossOutcome:
     d_text: Tensor  # [n, D]
     d_logit_scale: Tensor  # [1], with respect to the factor exp(logit_scale)
     d_logit_bias: Tensor | None = None  # [1]
+    extra: dict[str, float] = field(default_factory=dict)  # what else metrics.jsonl should have of this step
 
 
 class ContrastiveLoss(Protocol):
@@ -38,3 +40,20 @@ class ContrastiveLoss(Protocol):
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
     ) -> LossOutcome: ...
+
+
+@runtime_checkable
+class StatefulLoss(Protocol):
+    """An objective that remembers: told when a step is over, and part of the checkpoint."""
+
+    def after_step(self) -> None:
+        """The optimizer has stepped. On all ranks together."""
+        ...
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The same on all ranks."""
+        ...
+
+    def load_state_tensors(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """On any number of ranks."""
+        ...

@@ -195,6 +195,11 @@ class ModelConfig(Settings):
     """Dropout after attention and MLP in every block of both towers. OpenCLIP has none."""
     init_from: str | None = None
     """Start from these weights: an export folder, or a .safetensors / .pt file in OpenCLIP's layout."""
+    teacher: str | None = None
+    """Learn from this frozen model as well (OpenCLIP's distillation loss): an export folder, or weights. It
+    sees the same images and texts, once per step; every rank holds all of it."""
+    teacher_name: str | None = None
+    """The teacher's architecture, as in `name`; none: its folder's own open_clip_config.json."""
     init_logit_scale: float | None = None
     """Logarithm of the logits' factor at the start; none: as the model's JSON says (ln 1/0.07)."""
     init_logit_bias: float | None = None
@@ -210,6 +215,33 @@ class ModelConfig(Settings):
             vision = architecture.vision_cfg.model_copy(update={"patch_dropout": self.patch_dropout})
             update["vision_cfg"] = vision
         return architecture.model_copy(update=update)
+
+    def teacher_architecture(self) -> Architecture | None:
+        """The teacher's, or None without one. Raises UserError, also where it cannot see what the student sees."""
+        if self.teacher is None:
+            return None
+        folder = Path(self.teacher).expanduser()
+        if not folder.exists():
+            raise UserError(
+                f"model.teacher: there is no file or folder {self.teacher}; give an export folder or weights"
+            )
+        if self.teacher_name is None and not (folder / "open_clip_config.json").is_file():
+            raise UserError(
+                f"model.teacher ({self.teacher}) has no open_clip_config.json beside it that says what model it is; "
+                "set model.teacher_name to a preset or to the path of a JSON"
+            )
+        theirs = load_architecture(self.teacher_name or self.teacher)
+        ours = self.architecture()
+        for what, own, other in (
+            ("vision_cfg.image_size", ours.vision_cfg.image_size, theirs.vision_cfg.image_size),
+            ("text_cfg.context_length", ours.text_cfg.context_length, theirs.text_cfg.context_length),
+        ):
+            if own != other:
+                raise UserError(
+                    f"model.teacher ({self.teacher}) has {what} {other}, the student {own}: both see the same "
+                    "samples; choose another teacher or student"
+                )
+        return theirs
 
 
 def preset_names() -> list[str]:

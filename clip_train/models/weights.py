@@ -45,3 +45,14 @@ def initial_weights(config: ModelConfig, seed: int) -> WholeState:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return WholeState(dict(CLIP(config.architecture()).named_parameters()))
+
+
+def load_teacher(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CLIP | None:
+    """`model.teacher`, frozen and in eval mode; None where the recipe names none. UserError, CheckpointError."""
+    architecture = config.teacher_architecture()
+    if config.teacher is None or architecture is None:
+        return None
+    state, _ = load_openclip(Path(config.teacher), architecture)
+    teacher = CLIP(architecture, patch_dropout=0.0)
+    teacher.load_state_dict(state)
+    return teacher.to(device, dtype).eval().requires_grad_(False)

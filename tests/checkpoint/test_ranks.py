@@ -36,7 +36,8 @@ def life(folder: Path) -> dict[str, Any]:
                 raise MemoryError("no host memory for the snapshot")
 
         state = {"step": step, "by": rank}
-        return manager.save(step, fragments(), own_tensors(rank), state)
+        shared = {"bank": torch.arange(6).reshape(3, 2) + 100 * rank}  # the same on all in earnest: rank 0's is kept
+        return manager.save(step, fragments(), own_tensors(rank), state, shared)
 
     seen["first"] = [manager.resume() is None, save(1), save(2)]
     seen["snapshot fails on 1"] = save(3, fail_on=1)
@@ -76,6 +77,7 @@ def life(folder: Path) -> dict[str, Any]:
     assert resumed is not None and resumed.rank_tensors is not None
     seen["resumed"] = (resumed.step, resumed.state, [each.ref.step for each in resumed.skipped])
     seen["rng"] = resumed.rank_tensors["rng"].tolist()
+    seen["shared"] = {name: t.tolist() for name, t in resumed.reader.shared_tensors().items()}
     return seen
 
 
@@ -100,6 +102,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert seen["then"] is True
         assert seen["resumed"] == (2, {"step": 2, "by": 0}, [6])
     assert (zero["rng"], one["rng"]) == ([0, 7], [1, 7])
+    assert zero["shared"] == one["shared"] == {"bank": [[0, 1], [2, 3], [4, 5]]}
     assert len(zero["said"]) == 2 and one["said"] == []
     assert "rank 1: MemoryError: no host memory" in zero["said"][0]
     assert "rank 1: OSError: [Errno 28] No space left" in zero["said"][1]

@@ -1,0 +1,50 @@
+"""Textbook objectives in float64: whole matrices, autograd, none of the project's code."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def pairs(N: int, D: int, seed: int = 0, aligned: float = 0.5):
+    """Normalised float64 images and texts [N, D]."""
+    g = torch.Generator().manual_seed(seed)
+    image = torch.randn(N, D, generator=g, dtype=torch.float64)
+    text = torch.randn(N, D, generator=g, dtype=torch.float64) + aligned * image
+    return F.normalize(image, dim=1), F.normalize(text, dim=1)
+
+
+def leaves(image, text, scale: float):
+    return (
+        image.detach().double().clone().requires_grad_(),
+        text.detach().double().clone().requires_grad_(),
+        torch.tensor([scale], dtype=torch.float64, requires_grad=True),
+    )
+
+
+def banked_loss(I, T, s, past_I, past_T, ids, past_ids, mode):
+    """Explicit concatenation; entries of one sample off the diagonal are dropped unless both are current."""
+    N = len(I)
+    S = s * torch.cat([I, past_I]) @ torch.cat([T, past_T]).T
+    everyone = torch.cat([ids, past_ids])
+    same = everyone[:, None] == everyone[None]
+    same[:N, :N] = False
+    same.fill_diagonal_(False)
+    S = S.masked_fill(same, -1e30)
+    terms = N if mode == "negatives" else len(S)
+    target = torch.arange(terms)
+    return (F.cross_entropy(S[:terms], target) + F.cross_entropy(S.T[:terms], target)) / 2
+
+
+def distill_loss(I, T, s, U, V, z):
+    """OpenCLIP's DistillClipLoss, as its source defines it: both halves with weight 1."""
+    S, Z = s * I @ T.T, z * U @ V.T
+    target = torch.arange(len(S))
+    clip = (F.cross_entropy(S, target) + F.cross_entropy(S.T, target)) / 2
+    rows = -(Z.softmax(1) * S.log_softmax(1)).sum(1).mean()
+    cols = -(Z.T.softmax(1) * S.T.log_softmax(1)).sum(1).mean()
+    return clip, (rows + cols) / 2
+
+
+def relative(x, y) -> float:
+    return ((x.double() - y.double()).norm() / y.double().norm().clamp_min(1e-30)).item()

@@ -1,0 +1,68 @@
+"""Distillation in closed form against OpenCLIP's definition under float64 autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.contrastive import Distillation
+from clip_train.protocols import Features
+from tests.contrastive.oracles import distill_loss, leaves, pairs, relative
+from tests.ranks import run_ranks
+
+N, D = 36, 16
+
+
+def no_teacher(micro_batch):
+    raise AssertionError("the loss does not run the teacher")
+
+
+def ours(scale, z, tile=10, aligned=0.5, dtype=torch.float64):
+    n = N // dist.world_size()
+    own = slice(dist.rank() * n, (dist.rank() + 1) * n)
+    image, text = pairs(N, D, 1, aligned)
+    U, V = pairs(N, 2 * D, 2, 1.0)
+    taught = Features(U[own].to(dtype), V[own].to(dtype), torch.tensor([z], dtype=dtype))
+    outcome = Distillation(no_teacher, tile=tile)(
+        image[own].to(dtype), text[own].to(dtype), torch.tensor([scale], dtype=dtype), taught=taught
+    )
+    return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale, outcome.extra
+
+
+def check(results, scale, z, aligned=0.5, tolerance=1e-11):
+    image, text = pairs(N, D, 1, aligned)
+    U, V = pairs(N, 2 * D, 2, 1.0)
+    I, T, s = leaves(image, text, scale)
+    clip, distilled = distill_loss(I, T, s, U, V, z)
+    (clip + distilled).backward()
+    for r in results:
+        assert r[0].item() == pytest.approx((clip + distilled).item(), rel=tolerance)
+        assert r[4]["clip_loss"] == pytest.approx(clip.item(), rel=tolerance)
+        assert r[4]["distill_loss"] == pytest.approx(distilled.item(), rel=tolerance)
+    assert relative(torch.cat([r[1] for r in results]), I.grad) < tolerance
+    assert relative(torch.cat([r[2] for r in results]), T.grad) < tolerance
+    assert relative(sum(r[3] for r in results), s.grad) < tolerance
+
+
+@pytest.mark.parametrize("scale, z", [(1.0, 100.0), (14.3, 30.0), (100.0, 5.0)])
+@pytest.mark.parametrize("tile", [2048, 10, 1])
+def test_float64_equals_autograd(scale, z, tile):
+    check([ours(scale, z, tile)], scale, z)
+
+
+@pytest.mark.parametrize("aligned", [0.0, 1.0, 20.0])  # untrained, half trained, loss near zero
+def test_float32_is_exact_to_rounding(aligned):
+    check([ours(60.0, 60.0, aligned=aligned, dtype=torch.float32)], 60.0, 60.0, aligned, 5e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_hold_shares_of_the_gradient(world_size):
+    check(run_ranks(ours, world_size, 14.3, 30.0), 14.3, 30.0)
+
+
+def test_it_says_what_is_missing():
+    image, text = pairs(4, 8)
+    with pytest.raises(ValueError, match="teacher's features"):
+        Distillation(no_teacher)(image, text, torch.ones(1))

@@ -1,0 +1,95 @@
+"""Memory banks, a teacher and plain accumulation through the real command."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from clip_train.models import CLIP, load_architecture
+from clip_train.models.convert import export_openclip
+from launcher.config import check_config
+from launcher.plan import make_plan
+from tests.launcher.conftest import metrics, run
+from tests.launcher.test_resume import told
+
+BANKS = ("loss.kind=memory_bank", "loss.bank_size=80", "loss.bank_warmup_steps=3", "data.lanes=2")
+EXTRA = ("bank_entries", "exact_loss", "feature_grad_norm", "exact_feature_grad_norm", "feature_grad_cosine")
+
+
+@pytest.mark.engine
+def test_banks_resume_to_the_bit_and_on_other_ranks_within_rounding(recipe, tmp_path):
+    constant = "schedule.name=constant"  # does not depend on run.steps
+    overrides = (*BANKS, "loss.bank_mode=contaccum", constant, "schedule.warmup_steps=2")
+    for place, steps in (("straight", 9), ("same", 5)):
+        status, out = run(recipe, *overrides, f"run.dir={place}", f"run.steps={steps}")
+        assert status == 0, out
+    shutil.copytree(tmp_path / "same", tmp_path / "other")
+    for place, ranks in (("same", 1), ("other", 2)):
+        status, out = run(recipe, *overrides, f"run.dir={place}", "run.steps=9", ranks=ranks)
+        assert status == 0 and "resuming from step 5" in out, out
+    straight, same, other = (metrics(tmp_path / place) for place in ("straight", "same", "other"))
+    assert [line["bank_entries"] for line in straight] == [0, 0, 0] + [80] * 6
+    assert all(line["feature_grad_cosine"] < 0.9999 for line in straight[3:])
+    assert told(same) == told(straight)
+    for key in ("loss", *EXTRA):
+        values = [line[key] for line in straight]
+        assert [line[key] for line in same] == values
+        assert [line[key] for line in other] == pytest.approx(values, rel=1e-4)
+
+
+@pytest.mark.engine
+def test_a_teacher_from_an_export_folder(recipe, tmp_path, model):
+    architecture = load_architecture(str(model))
+    teacher = export_openclip(CLIP(architecture).state_dict(), architecture, tmp_path / "teacher")
+    short = ("run.steps=3", "schedule.warmup_steps=0", f"model.teacher={teacher}", "data.lanes=2")
+    curves = []
+    for place, layout, ranks in (("one", (), 1), ("two", ("engine.zero_stage=3", "batch.micro_size=5"), 2)):
+        status, out = run(recipe, *short, f"run.dir={place}", *layout, ranks=ranks)
+        assert status == 0, out
+        curves.append([(line["loss"], line["clip_loss"], line["distill_loss"]) for line in metrics(tmp_path / place)])
+    one, two = ([x for line in curve for x in line] for curve in curves)
+    assert one == pytest.approx(two, rel=1e-5)
+    assert one[0] == pytest.approx(one[1] + one[2], rel=1e-6)
+
+
+@pytest.mark.engine
+def test_plain_accumulation(recipe, tmp_path):
+    first = {}
+    for kind in ("cached", "local"):
+        short = ("run.steps=1", "schedule.warmup_steps=0", "batch.micro_size=8", f"run.dir={kind}")
+        status, out = run(recipe, *short, f"batch.accumulation={kind}")
+        assert status == 0, out
+        first[kind] = metrics(tmp_path / kind)[0]["loss"]
+    assert first["local"] < first["cached"] - 1  # 7 negatives instead of 31
+
+
+MINIMAL = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "model": {"name": "tiny"}}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"loss": {"kind": "memory_bank"}, "batch": {"accumulation": "local"}}, "batch.accumulation"),
+        ({"loss": {"kind": "memory_bank"}, "model": {"teacher": "somewhere"}}, "model.teacher"),
+        ({"batch": {"accumulation": "local"}, "model": {"teacher": "somewhere"}}, "model.teacher"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(change, words):
+    with pytest.raises(Exception, match=words):
+        check_config(MINIMAL | change, "here")
+
+
+def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
+    def plan(**model):
+        return make_plan(check_config(MINIMAL | {"model": {"name": "tiny", **model}}, "here"), 1, None)
+
+    with pytest.raises(Exception, match=r"model\.teacher: there is no file or folder nowhere"):
+        plan(teacher="nowhere")
+    with pytest.raises(Exception, match=r"model\.teacher_name"):
+        plan(teacher=str(tmp_path))
+    with pytest.raises(Exception, match=r"image_size 224, the student 32"):
+        plan(teacher=str(tmp_path), teacher_name="ViT-B-32")
+    alone, taught = plan(), plan(teacher=str(tmp_path), teacher_name="tiny")
+    assert taught["flops_per_step"] > alone["flops_per_step"]
+    assert taught["memory_bytes"]["parameters"] == 2 * alone["memory_bytes"]["parameters"]

@@ -1,0 +1,35 @@
+"""The objectives against OpenCLIP's own modules, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.peers.torchvision_shim  # noqa: F401  before open_clip
+from clip_train.contrastive import Distillation
+from clip_train.protocols import Features
+from tests.contrastive.oracles import leaves, pairs, relative
+
+pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
+loss_module = pytest.importorskip(
+    "open_clip.loss",
+    reason="PEER MISSING: no loss was compared with OpenCLIP's. Run scripts/setup_peers.sh, then "
+    ".venv-peers/bin/python -m pytest -m peer",
+    exc_type=ImportError,
+)
+
+
+def test_distillation_is_openclips():
+    image, text = pairs(20, 16, 1)
+    U, V = pairs(20, 24, 2)
+    z = torch.tensor([40.0]).double()
+    I, T, s = leaves(image, text, 15.0)
+    clip, distilled = loss_module.DistillClipLoss()(I, T, s, U, V, z)
+    (clip + distilled).backward()  # as its training loop adds up the loss's parts
+    ours = Distillation(lambda _: pytest.fail("not run here"), tile=7)(
+        image, text, s.detach(), taught=Features(U, V, z)
+    )
+    assert ours.loss.item() == pytest.approx((clip + distilled).item(), rel=1e-12)
+    assert relative(ours.d_image, I.grad) < 1e-11
+    assert relative(ours.d_text, T.grad) < 1e-11
+    assert relative(ours.d_logit_scale, s.grad) < 1e-11

@@ -1,0 +1,171 @@
+"""Whole steps with memory banks, with a teacher, and with plain accumulation, against plain torch in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.contrastive import Distillation, LocalInfoNCE, MemoryBank
+from clip_train.plain_engine import PlainEngine
+from clip_train.protocols import Features
+from clip_train.step import train_step
+from tests.contrastive.oracles import banked_loss, distill_loss
+from tests.ranks import run_ranks
+from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
+
+N, LR, STEPS, BANK = 48, 0.5, 5, 60
+CUTS = [(1, 48), (1, 16), (1, 6), (2, 24), (2, 8), (2, 3), (3, 16), (3, 6), (3, 2)]  # k = 1, 3 and 8; W = 1, 2 and 3
+LOCAL_CUTS = [(1, 48), (1, 16), (1, 20), (2, 8), (2, 7), (3, 16)]  # 20 and 7 leave a short last one
+KINDS = ("negatives", "contaccum", "distill")
+
+
+def student() -> ToyCLIP:
+    torch.manual_seed(3)
+    return ToyCLIP().double()
+
+
+class CountingTeacher:
+    """With dropout, which eval mode must silence; counts the samples it was asked about."""
+
+    def __init__(self):
+        torch.manual_seed(4)
+        self.model = ToyCLIP(dropout=0.5, logit_scale=3.0).double().eval()
+        self.samples = 0
+
+    def __call__(self, micro_batch) -> Features:
+        assert not torch.is_grad_enabled()
+        self.samples += len(micro_batch)
+        return Features(*self.model(micro_batch.images, micro_batch.texts))
+
+
+def batch_at(step: int):
+    return toy_batch(N, seed=step % 2)  # every second batch is the same: its past copies are no negatives
+
+
+def objective(kind: str):
+    match kind:
+        case "negatives" | "contaccum":
+            return MemoryBank(BANK, 1, kind, tile=10)
+        case "distill":
+            return Distillation(CountingTeacher(), tile=10)
+        case "local":
+            return LocalInfoNCE(tile=10)
+
+
+def steps(engine, loss, micro_size: int, lr: float = LR, kept_graphs: int = 2):
+    out = []
+    for s in range(STEPS):
+        batch = share(batch_at(s), dist.rank(), dist.world_size())
+        out.append(train_step(engine, batch, loss, micro_size=micro_size, kept_graphs=kept_graphs, lr=lr))
+    return out
+
+
+def on_a_rank(kind: str, micro_size: int):
+    model, loss = student(), objective(kind)
+    results = steps(PlainEngine(model, torch.optim.SGD(model.parameters(), lr=LR)), loss, micro_size)
+    seen = loss.teacher.samples if kind == "distill" else 0
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), [(r.loss, r.grad_norm) for r in results], seen
+
+
+def oracle_step(kind, model, step, fifo, world_size, micro_size):
+    batch = batch_at(step)
+    I, T, s, _ = model(batch.images, batch.texts)
+    if kind == "distill":
+        return sum(distill_loss(I, T, s, *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]]))
+    if kind == "local":
+        n = N // world_size
+        starts = [(r, i) for r in range(world_size) for i in range(r * n, (r + 1) * n, micro_size)]
+        cuts = [range(i, min(i + micro_size, (r + 1) * n)) for r, i in starts]
+        return sum(oracle_loss(I[list(c)], T[list(c)], s) * len(c) / N for c in cuts)
+    past = fifo[-BANK:] if step >= 1 else []
+    past_I = torch.stack([p[0] for p in past]) if past else torch.zeros(0, I.shape[1]).double()
+    past_T = torch.stack([p[1] for p in past]) if past else torch.zeros(0, I.shape[1]).double()
+    names = sorted({*batch.keys, *(p[2] for p in past)})
+    ids = torch.tensor([names.index(key) for key in batch.keys])
+    past_ids = torch.tensor([names.index(p[2]) for p in past], dtype=torch.int64)
+    fifo += [(I[i].detach(), T[i].detach(), batch.keys[i]) for i in range(N)]
+    return banked_loss(I, T, s, past_I, past_T, ids, past_ids, kind)
+
+
+def oracle(kind: str, world_size: int = 1, micro_size: int = N, lr: float = LR, decay: float = 0.0, clip=float("inf")):
+    model, fifo = student(), []
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=lr)
+    told = []
+    for step in range(STEPS):
+        loss = oracle_step(kind, model, step, fifo, world_size, micro_size)
+        optimizer.zero_grad()
+        loss.backward()
+        told.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()))
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), told
+
+
+def all_cases(cases):
+    return [on_a_rank(*case) for case in cases]
+
+
+@functools.cache
+def computed(world_size: int):
+    """(kind, micro size) -> every rank's answer. All cases of a world share its processes, which start slowly."""
+    cases = [(kind, b) for kind in KINDS for W, b in CUTS if world_size == W]
+    cases += [("local", b) for W, b in LOCAL_CUTS if world_size == W]
+    per_rank = [all_cases(cases)] if world_size == 1 else run_ranks(all_cases, world_size, cases)
+    return {case: [answers[i] for answers in per_rank] for i, case in enumerate(cases)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size, micro_size", CUTS)
+def test_micro_batches_and_ranks_are_invisible(kind, world_size, micro_size):
+    expected, told = oracle(kind)
+    for ours, numbers, taught in computed(world_size)[kind, micro_size]:
+        assert [x for pair in numbers for x in pair] == pytest.approx([x for pair in told for x in pair], rel=1e-10)
+        assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
+        if kind == "distill":
+            assert taught == STEPS * N // world_size  # once per sample and step, never in pass 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size, micro_size", LOCAL_CUTS)
+def test_local_accumulation_is_what_its_name_says(world_size, micro_size):
+    expected, told = oracle("local", world_size, micro_size)
+    for ours, numbers, _ in computed(world_size)["local", micro_size]:
+        assert [x for pair in numbers for x in pair] == pytest.approx([x for pair in told for x in pair], rel=1e-10)
+        assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+def on_deepspeed(kind: str, stage: int, micro_size: int):
+    from clip_train.optim import OptimConfig, build_optimizer
+    from launcher.ds_config import EngineConfig, build_ds_config
+    from launcher.engine import build_engine
+    from tests.engine.test_deepspeed import weights
+
+    ds_config = build_ds_config(
+        EngineConfig(zero_stage=stage), micro_size=micro_size, world_size=dist.world_size(), grad_clip_norm=0.5
+    )
+    optim = OptimConfig(name="sgd", lr=0.3, weight_decay=0.1)
+    make_optimizer = lambda named: build_optimizer(optim, named)  # noqa: E731
+    engine = build_engine(lambda: student().float(), make_optimizer, ds_config, device=torch.device("cpu"))
+    engine.set_grad_clip(0.5)
+    engine.load_fragments(weights(student().float()), {})
+    loss = objective(kind)
+    if kind == "distill":
+        loss.teacher.model.float()
+    told = [(r.loss, r.grad_norm) for r in steps(engine, loss, micro_size, lr=0.3)]
+    engine.close()
+    return told
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind, stage", [("negatives", 2), ("contaccum", 3), ("distill", 3), ("local", 3)])
+def test_on_deepspeed(kind, stage):
+    _, told = oracle(kind, 2, 8, lr=0.3, decay=0.1, clip=0.5)
+    for ours in run_ranks(on_deepspeed, 2, kind, stage, 8):
+        assert [x for pair in ours for x in pair] == pytest.approx([x for pair in told for x in pair], rel=2e-5)
