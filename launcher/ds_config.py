@@ -45,6 +45,9 @@ class EngineConfig(Settings):
     """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
+    reduce_gradients: Literal["once", "each_backward"] = "each_backward"
+    """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per step, holding
+    a whole gradient, summed in the model's precision, on every rank until then. Stages 0 and 1 always do it once."""
     compile: bool = False
     """torch.compile the model through DeepSpeed."""
     ds_config: str | None = None
@@ -68,6 +71,12 @@ REFUSED_ZERO_KEYS = (
     "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather", "zero_quantized_weights",
     "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "offload_param",
 )  # fmt: skip
+
+
+def reduces_once(config: EngineConfig) -> bool:
+    """Whether the engine defers the reduction by `coalesce_grad_reduction()`, which needs DeepSpeed's own
+    count of micro-batches: at gradient_accumulation_steps 1 every step() is a boundary either way."""
+    return config.zero_stage >= 2 and config.reduce_gradients == "once"
 
 
 def base_config_path(config: EngineConfig) -> Path:
@@ -127,7 +136,7 @@ def _owned_by_recipe(
     stage = config.zero_stage
     owned: dict[str, Any] = {
         # step() IS the accumulation boundary, so k may change from step to step, and nothing divides by k.
-        "managed_gradient_accumulation": False,
+        "managed_gradient_accumulation": reduces_once(config),
         "gradient_accumulation_steps": 1,
         "train_micro_batch_size_per_gpu": micro_size,  # for DeepSpeed's own counters only
         "train_batch_size": micro_size * world_size,

@@ -67,7 +67,7 @@ def build_engine(
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
         if compile:
             engine.compile()
-    return DeepSpeedEngine(engine, optimizer, device, stage)
+    return DeepSpeedEngine(engine, optimizer, device, stage, reduce_once=ds_config["managed_gradient_accumulation"])
 
 
 def _refuse_scalars(model: nn.Module) -> None:
@@ -82,12 +82,21 @@ def _refuse_scalars(model: nn.Module) -> None:
 class DeepSpeedEngine:
     """See `clip_train.protocols.Engine`."""
 
-    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, device: torch.device, stage: int):
+    def __init__(
+        self,
+        engine: Any,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        stage: int,
+        reduce_once: bool = False,
+    ):
         self.engine = engine
         self.optimizer = optimizer  # torch's own, which DeepSpeed drives on its flat partitions
         self.device = device
         self.stage = stage
         self.optimizer_steps = 0
+        self.reduce_once = reduce_once  # stages 2 and 3: gradients stay local until `step`
+        self._reduction: contextlib.ExitStack | None = None  # open from a step's first backward to its `step`
         self.slices: list[OwnedSlice] = owned_slices(engine, stage)
         self._low_precision = engine.bfloat16_enabled() or engine.fp16_enabled()
         self._scalars: dict[str, Tensor] = {}  # fp32 masters of logit_scale and logit_bias, in low precision only
@@ -119,6 +128,9 @@ class DeepSpeedEngine:
     def backward(self, features: Features, gradients: FeatureGradients) -> None:
         # Each rank's gradient is averaged over world_size by the engine: undo it, once, here.
         loss = surrogate(features, gradients) * dist.world_size()
+        if self.reduce_once and self._reduction is None:
+            self._reduction = contextlib.ExitStack()
+            self._reduction.enter_context(self.engine.coalesce_grad_reduction())
         self.engine.backward(loss, scale_wrt_gas=False)  # and never divide by accumulation steps
         if self.stage:
             # DeepSpeed does this at the next forward. With kept graphs there is none between two backwards,
@@ -137,6 +149,9 @@ class DeepSpeedEngine:
     def step(self, lr: float) -> StepReport:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self._reduction is not None:
+            reduction, self._reduction = self._reduction, None
+            reduction.close()  # the gradients cross the network here, once
         self.engine.step()
         # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to lower.
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)

@@ -18,6 +18,7 @@ from clip_train.metrics import read_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models import Architecture, count_parameters, flops_per_sample
 from launcher.config import RunConfig
+from launcher.ds_config import reduces_once
 from launcher.train import check
 
 GIB = 2**30
@@ -44,13 +45,14 @@ def estimate_memory(config: RunConfig, plan: BatchPlan, architecture: Architectu
     P, W, stage = count_parameters(architecture), plan.world_size, config.engine.zero_stage
     word = 4 if config.engine.precision == "fp32" else 2
     accumulation = 4 if config.engine.precision == "bf16" else word
+    whole_gradient = stage < 2 or reduces_once(config.engine)
     moments = 8 if config.optim.name == "adamw" else 4 if config.optim.momentum else 0
     master = 0 if stage == 0 else 4
     offloaded = config.engine.offload == "optimizer"
     kept_samples = min(plan.kept_graphs * plan.micro_size, plan.per_rank)
     return Memory(
         parameters=word * (P / (W if stage == 3 else 1) + (count_parameters(teacher) if teacher else 0)),
-        gradients=accumulation * P / (W if stage >= 2 else 1),
+        gradients=accumulation * P / (1 if whole_gradient else W),
         optimizer=0 if offloaded else (master + moments) * P / (W if stage >= 1 else 1),
         activations=kept_samples * activation_bytes(architecture, word, config.engine.activation_checkpointing),
         features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked(config))

@@ -257,3 +257,28 @@ def test_the_loss_sees_the_fp32_master_of_logit_scale(stage):
     for value, gradient in run_ranks(scale_case, 2, stage):
         assert value == pytest.approx(99.0, rel=1e-5)
         assert gradient == pytest.approx(99.0, rel=5e-3)
+
+
+def varying_case(stage, precision, reduce_gradients):
+    """k and the kept graphs change from step to step."""
+    from launcher.engine import build_engine
+
+    config = EngineConfig(zero_stage=stage, precision=precision, reduce_gradients=reduce_gradients)
+    ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=CLIP)
+    optim_config = OptimConfig(name="sgd", lr=LR, weight_decay=0.1)
+    engine = build_engine(toy, lambda named: build_optimizer(optim_config, named), ds_config, device=CPU)
+    engine.load_fragments(weights(toy()), {})
+    for s, (micro_size, kept) in enumerate([(12, 1), (5, 1), (3, 4), (2, 2)]):
+        steps(engine, s, s + 1, micro_size, kept)
+    out = pieces(engine)
+    engine.close()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage, precision", [(2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize("reduce_gradients", ["once", "each_backward"])
+def test_k_and_the_reduction_are_invisible(world_size, stage, precision, reduce_gradients):
+    reference, _ = oracle("sgd", 4)
+    state = assemble(run_ranks(varying_case, world_size, stage, precision, reduce_gradients))
+    assert relative_error(state, reference) < (5e-6 if precision == "fp32" else 5e-2)
