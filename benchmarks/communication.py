@@ -45,7 +45,7 @@ ARCHITECTURE = parse_architecture(
 TARGETS = {
     "features": "2 N D values, once per step, at every k and stage",
     "sums": "N row sums and N column sums of 4 or 8 bytes, once per step",
-    "gradients": "P, once per step, at every k and stage",
+    "gradients": "P, once per step, at every k; at stages 2 and 3 with engine.reduce_gradients=once, else k P",
     "parameters": "none at stage 0, P at stages 1 and 2 (after the update); stage 3 is only shown",
 }
 
@@ -133,7 +133,7 @@ def share(step: int) -> Batch:
     return Batch(images[own], texts[own], torch.arange(N)[own])
 
 
-def build(stage: int | None, micro: int) -> Any:
+def build(stage: int | None, micro: int, once: bool) -> Any:
     optim = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0)
     if stage is None:
         model = make_model()
@@ -141,7 +141,10 @@ def build(stage: int | None, micro: int) -> Any:
     from launcher.engine import build_engine
 
     config = build_ds_config(
-        EngineConfig(zero_stage=stage), micro_size=micro, world_size=dist.world_size(), grad_clip_norm=None
+        EngineConfig(zero_stage=stage, reduce_gradients="once" if once else "each_backward"),
+        micro_size=micro,
+        world_size=dist.world_size(),
+        grad_clip_norm=None,
     )
     if stage == 3:  # else all of so small a model would stay gathered, as a real one's matrices do not
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -153,9 +156,16 @@ class Case:
     stage: int | None  # None: the plain engine
     k: int
     m: int
+    once: bool = True  # engine.reduce_gradients
+
+    @property
+    def reductions(self) -> int:
+        """How often the gradients cross the network in a step."""
+        return self.k if self.stage in (2, 3) and not self.once else 1
 
 
 CASES = [Case(stage, k, m) for stage in (None, 0, 1, 2, 3) for k, m in ((1, 1), (8, 1), (8, 8))]
+CASES += [Case(stage, 8, 1, once=False) for stage in (2, 3)]
 
 
 def count(cases: list[Case]) -> list[tuple[Counter, Counter]]:
@@ -164,7 +174,7 @@ def count(cases: list[Case]) -> list[tuple[Counter, Counter]]:
     out = []
     for case in cases:
         micro = N // dist.world_size() // case.k
-        engine = build(case.stage, micro)
+        engine = build(case.stage, micro, case.once)
         for step in range(3):
             counting.clear()
             train_step(engine, share(step), InfoNCE(), micro_size=micro, kept_graphs=case.m, lr=0.1)
@@ -180,11 +190,11 @@ def communication(missed: list[str], cases: list[Case]) -> list[dict[str, Any]]:
     print(f"{W} ranks, N = {N}, D = {D}: features {4 * 2 * N * D} bytes, {2 * N} sums, P = {P} bytes")
     table = []
     for case, (moved, calls) in zip(cases, counted, strict=True):
-        engine = "plain torch" if case.stage is None else f"ZeRO {case.stage}"
+        engine = "plain torch" if case.stage is None else f"ZeRO {case.stage}{'' if case.once else ', each backward'}"
         where = f"{engine}, k = {case.k}, m = {case.m}"
         if moved["features"] != 4 * 2 * N * D or not 4 * 2 * N <= moved["sums"] <= 8 * 2 * N:
             missed.append(f"{where}: features {moved['features']}, sums {moved['sums']} bytes")
-        if not NEAR_P[0] * P <= moved["gradients"] <= NEAR_P[1] * P:
+        if not NEAR_P[0] * P <= moved["gradients"] / case.reductions <= NEAR_P[1] * P:
             missed.append(f"{where}: gradients of {moved['gradients'] / P:.2f} P")
         low, high = (bound * P if case.stage in (1, 2) else 0 for bound in NEAR_P)
         if case.stage != 3 and not low <= moved["parameters"] <= high:
