@@ -21,6 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
+def small_clip() -> Any:
+    """The Architecture of a CLIP on which real steps take milliseconds: 32 px, contexts of 12 tokens."""
+    from clip_train.models import Architecture  # found by the line above, also where it is not installed
+
+    return Architecture.model_validate(
+        {
+            "embed_dim": 32,
+            "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
+            "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
+        }
+    )
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     out.add_argument("--json", metavar="FILE", help="write rows, targets and environment there")

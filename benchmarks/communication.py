@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from common import finish, parser
+from common import finish, parser, small_clip
 from torch import Tensor
 
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
 from clip_train.models import CLIP
-from clip_train.models.config import parse_architecture
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
@@ -31,17 +30,10 @@ from clip_train.step import train_step
 from launcher.ds_config import EngineConfig, build_ds_config
 from tests.ranks import run_ranks
 
-W, N, D = 2, 64, 32
+SMALL_CLIP = small_clip()
+W, N, D = 2, 64, SMALL_CLIP.embed_dim
 CONTROL = 4  # numbers: norms, overflow flags; a parameter as small as logit_scale drowns in P
 NEAR_P = (0.999, 1.02)  # of P: DeepSpeed pads its flat buffers
-ARCHITECTURE = parse_architecture(
-    {
-        "embed_dim": D,
-        "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
-        "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
-    },
-    "benchmarks/communication.py",
-)
 TARGETS = {
     "features": "2 N D values, once per step, at every k and stage",
     "sums": "N row sums and N column sums of 4 or 8 bytes, once per step",
@@ -120,7 +112,7 @@ class Counting:
 
 def make_model() -> CLIP:
     torch.manual_seed(7)
-    return CLIP(ARCHITECTURE)
+    return CLIP(SMALL_CLIP)
 
 
 def share(step: int) -> Batch:

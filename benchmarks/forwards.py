@@ -11,25 +11,17 @@ from collections import Counter
 from typing import Any
 
 import torch
-from common import finish, parser
+from common import finish, parser, small_clip
 
 from clip_train.contrastive import InfoNCE
 from clip_train.models import CLIP
-from clip_train.models.config import parse_architecture
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
 from clip_train.step import train_step
 
+SMALL_CLIP = small_clip()
 N = 64
-ARCHITECTURE = parse_architecture(
-    {
-        "embed_dim": 32,
-        "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
-        "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
-    },
-    "benchmarks/forwards.py",
-)
 TARGETS = {
     "two passes": "2 - m/k forwards per sample",
     "activation checkpointing": "2 where all graphs are kept; one more than without it elsewhere, and never 3",
@@ -44,7 +36,7 @@ CASES = [
 def forwards_per_sample(k: int, m: int, checkpointing: bool) -> float:
     """Of the vision tower, which must agree with the text tower's."""
     torch.manual_seed(7)
-    model = CLIP(ARCHITECTURE, activation_checkpointing=checkpointing)
+    model = CLIP(SMALL_CLIP, activation_checkpointing=checkpointing)
     seen: Counter[str] = Counter()
     for name, tower in (("image", model.visual.transformer), ("text", model.transformer)):
 

@@ -15,27 +15,20 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from common import finish, parser
+from common import finish, parser, small_clip
 
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
 from clip_train.models import CLIP
-from clip_train.models.config import parse_architecture
+from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
 from launcher.ds_config import EngineConfig, build_ds_config
 from tests.ranks import run_ranks
 
+SMALL_CLIP = small_clip()
 N, STEPS, LR = 64, 5, 0.2
-ARCHITECTURE = parse_architecture(
-    {
-        "embed_dim": 32,
-        "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
-        "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
-    },
-    "benchmarks/invariance.py",
-)
 TARGETS = {
     "fp32 parameters": "relative error at most 1e-5",
     "fp32 loss": "relative error at most 1e-6",
@@ -83,7 +76,7 @@ QUICK = [FP32[i] for i in (1, 6, 15, 17, 27, 31)] + [BF16[i] for i in (0, 4)]
 
 def make_model(checkpointing: bool = False) -> CLIP:
     torch.manual_seed(7)
-    return CLIP(ARCHITECTURE, dropout=0.1, patch_dropout=0.25, activation_checkpointing=checkpointing)
+    return CLIP(SMALL_CLIP, dropout=0.1, patch_dropout=0.25, activation_checkpointing=checkpointing)
 
 
 def global_batch(step: int) -> Batch:
@@ -118,22 +111,6 @@ def flatten(tensors: dict) -> torch.Tensor:
     return torch.cat([tensors[name].detach().double().flatten() for name in sorted(tensors)])
 
 
-class Initial:
-    """The same float32 weights for every row, whatever DeepSpeed did to the model when it took it."""
-
-    def __init__(self):
-        self.state = {name: p.detach().clone() for name, p in make_model().named_parameters()}
-
-    def names(self):
-        return {name: tuple(p.shape) for name, p in self.state.items()}
-
-    def slots(self):
-        return {"param"}
-
-    def read(self, name, slot, start, numel):
-        return self.state[name].flatten()[start : start + numel]
-
-
 def run_row(row: Row) -> tuple[list[float], list[float], list]:
     """On one rank: losses, norms, and this rank's fragments of the master weights."""
     from launcher.engine import build_engine
@@ -151,7 +128,8 @@ def run_row(row: Row) -> tuple[list[float], list[float], list]:
         ds_config,
         device=torch.device("cpu"),
     )
-    engine.load_fragments(Initial(), {})
+    # The same float32 weights for every row, whatever DeepSpeed did to the model when it took it.
+    engine.load_fragments(WholeState(dict(make_model().named_parameters())), {})
     losses, norms = [], []
     n = N // dist.world_size()
     own = slice(dist.rank() * n, (dist.rank() + 1) * n)

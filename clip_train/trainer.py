@@ -114,10 +114,11 @@ class Trainer:
                 self._end_preempted()
             else:
                 self._step(batch, timer)
-        dist.raise_agreed(self.failure)
         if not self._save():  # before the evaluation: a mistake in its inputs must not cost the last steps
             raise CheckpointError(f"all {self.steps} steps are trained, but the last save failed (see above)")
-        return self._evaluate()
+        evaluated = self._evaluate()
+        dist.raise_agreed(self.failure)  # of the last records, which no boundary follows
+        return evaluated
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch on the device; None if any rank was asked to stop. An error on one rank ends all."""
