@@ -19,6 +19,7 @@ from clip_train.batch import BatchPlan
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, StatefulLoss
 from clip_train.contrastive.rng import RngState
+from clip_train.data import merge_cursors
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics import (
     ProgressLine,
@@ -63,7 +64,7 @@ class Position:
 
     step: int = 0  # optimizer steps taken
     samples: int = 0  # seen by all ranks together
-    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> position; this rank's lanes
+    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> position, as far as this rank knows
 
 
 @dataclass
@@ -160,7 +161,7 @@ class Trainer:
         position = self.position
         position.step += 1
         position.samples += self.plan.global_size
-        position.cursors = dict(batch.cursors)  # those of this rank's lanes: others would go stale here
+        position.cursors = merge_cursors([position.cursors, batch.cursors])
         self.bad_samples.update(batch.bad_samples)
         self._record(result, lr, timer.finish(), batch)
         if position.step == self.steps:
@@ -218,7 +219,7 @@ class Trainer:
 
     def _save(self) -> bool:
         everyone = dist.gather_objects((self.position.cursors, dict(self.bad_samples)))
-        cursors = {lane: cursor for share, _ in everyone for lane, cursor in share.items()}
+        cursors = merge_cursors(known for known, _ in everyone)  # of a lane, the rank that took from it last knows best
         bad_samples = sum((Counter(counts) for _, counts in everyone), Counter[str]())
         state = {
             **self.run_state,

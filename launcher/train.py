@@ -69,12 +69,12 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
     ds_config = collect(
         lambda: build_ds_config(config.engine, micro_size=micro_size, world_size=world_size, grad_clip_norm=clip)
     )
-    lanes = collect(lambda: resolve_lanes(config.data.lanes, config.batch.global_size, world_size)) if plan else None
+    lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
     if read_data:
         collect(lambda: check_source(config.data))
         if config.data.val is not None and config.evaluate.zero_shot_classes is not None:
             collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
-    if problems or plan is None or lanes is None:
+    if problems or plan is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
     return Checked(plan, architecture, ds_config, lanes)
 
@@ -206,7 +206,7 @@ def build_loader(config: RunConfig, checked: Checked, device: torch.device, resu
         config.data,
         image_size=checked.architecture.vision_cfg.image_size,
         context_length=checked.architecture.text_cfg.context_length,
-        global_size=checked.plan.global_size,
+        global_size=config.batch.sizes,
         seed=config.run.seed,
         rank=dist.rank(),
         world_size=dist.world_size(),
