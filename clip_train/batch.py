@@ -177,6 +177,15 @@ class BatchSizes:
                 ends += [stretch.at(0), stretch.at(last - 1)]
         return min(ends), max(ends)
 
+    def __str__(self) -> str:
+        """Such as `256 to 1024 until step 1000, then 1024`."""
+        told = []
+        for stretch in self.stretches[:-1]:
+            assert stretch.steps is not None
+            rises = f" to {stretch.size + stretch.rise}" if stretch.rise else ""
+            told.append(f"{stretch.size}{rises} until step {stretch.begin + stretch.steps}, ")
+        return "".join(told) + ("then " if told else "") + str(self.stretches[-1].size)
+
     def check_ranks(self, world_size: int) -> None:
         """UserError where some global batch has fewer samples than there are ranks."""
         smallest, _ = self.extremes()

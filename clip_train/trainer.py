@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from clip_train import dist
-from clip_train.batch import BatchPlan
+from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, StatefulLoss
 from clip_train.contrastive.rng import RngState
@@ -74,7 +74,8 @@ class Trainer:
     engine: Engine
     contrastive: ContrastiveLoss
     batches: Iterable[Batch]  # endless; this rank's shares
-    plan: BatchPlan
+    plan: BatchPlan  # of the largest global batch
+    sizes: BatchSizes
     steps: int
     learning_rate: Callable[[int], float]  # step, from 0 -> rate
     checkpoints: CheckpointManager
@@ -140,13 +141,14 @@ class Trainer:
     def _step(self, batch: Batch, timer: StepTimer) -> None:
         """One step with all that follows from it."""
         lr = self.learning_rate(self.position.step)
+        plan = self.plan.at(self.sizes.at(self.position.step))
         try:
             result = train_step(
                 self.engine,
                 batch,
                 self.contrastive,
-                micro_size=self.plan.micro_size,
-                kept_graphs=self.plan.kept_graphs,
+                micro_size=plan.micro_size,
+                kept_graphs=plan.kept_graphs,
                 lr=lr,
             )
         except DivergedError as e:
@@ -160,10 +162,10 @@ class Trainer:
             ) from None
         position = self.position
         position.step += 1
-        position.samples += self.plan.global_size
+        position.samples += plan.global_size
         position.cursors = merge_cursors([position.cursors, batch.cursors])
         self.bad_samples.update(batch.bad_samples)
-        self._record(result, lr, timer.finish(), batch)
+        self._record(result, lr, plan, timer.finish(), batch)
         if position.step == self.steps:
             return  # `run` saves and evaluates at the end
         pause = False
@@ -193,7 +195,7 @@ class Trainer:
         except Exception as e:
             self.failure = self.failure or e
 
-    def _record(self, result: StepResult, lr: float, times: StepTimes, batch: Batch) -> None:
+    def _record(self, result: StepResult, lr: float, plan: BatchPlan, times: StepTimes, batch: Batch) -> None:
         digest = None
         if self.digest:
             digest = batch_digest(key for keys in dist.gather_objects(batch.keys) for key in keys)
@@ -204,12 +206,12 @@ class Trainer:
             grad_norm=result.grad_norm,
             logit_scale=result.logit_scale,
             lr=lr,
-            samples_per_second=self.plan.global_size / times.step,
+            samples_per_second=plan.global_size / times.step,
             step_seconds=times.step,
             data_wait_seconds=times.data_wait,
-            micro_size=self.plan.micro_size,
-            accum_steps=self.plan.accum_steps,
-            kept_graphs=self.plan.kept_graphs,
+            micro_size=plan.micro_size,
+            accum_steps=plan.accum_steps,
+            kept_graphs=plan.kept_graphs,
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             batch_digest=digest,
         ).to_dict()
@@ -219,7 +221,7 @@ class Trainer:
 
     def _save(self) -> bool:
         everyone = dist.gather_objects((self.position.cursors, dict(self.bad_samples)))
-        cursors = merge_cursors(known for known, _ in everyone)  # of a lane, the rank that took from it last knows best
+        cursors = merge_cursors(known for known, _ in everyone)  # a lane's newest: of who took from it last
         bad_samples = sum((Counter(counts) for _, counts in everyone), Counter[str]())
         state = {
             **self.run_state,

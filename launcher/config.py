@@ -106,7 +106,7 @@ class RunConfig(Settings):
         if self.run.steps is not None:
             return self.run.steps
         assert self.run.epochs is not None and self.data.num_samples is not None
-        return max(1, round(self.run.epochs * self.data.num_samples / self.batch.global_size))
+        return self.batch.sizes.steps_for(self.run.epochs * self.data.num_samples)
 
     @property
     def run_dir(self) -> Path:

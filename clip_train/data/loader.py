@@ -202,10 +202,11 @@ def _start_fork_server() -> None:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not set by Python
 
 
-def merge_cursors(positions: Iterable[Mapping[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
     """Cursors as several ranks, or several batches, had them -> the newest of each lane."""
     newest: dict[int, dict[str, Any]] = {}
-    for lane, cursor in (item for cursors in positions for item in cursors.items()):
+    for text, cursor in (item for cursors in positions for item in cursors.items()):
+        lane = int(text)  # from JSON it is one
         if lane not in newest or cursor["count"] > newest[lane]["count"]:
             newest[lane] = cursor
     return newest

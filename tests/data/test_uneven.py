@@ -34,7 +34,7 @@ def steps_of(config: DataConfig, steps: int, world_size: int = 1, sizes: BatchSi
     loaders: list[TrainLoader] = [
         loader_of(config, rank=r, world_size=world_size, global_size=sizes, cursors=cursors) for r in range(world_size)
     ]
-    held = [{} if cursors is None else {int(k): c for k, c in cursors.items()} for _ in loaders]
+    held = [cursors or {} for _ in loaders]
     out, bads = [], collections.Counter()
     for _ in range(steps):
         batches = [next(loader) for loader in loaders]
