@@ -11,8 +11,8 @@ Also: how far our crops are from Pillow's (PSNR of the same box), and with `--me
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import os
 import random
 import statistics
@@ -196,10 +196,8 @@ class Server:
         self.process.kill()
         self.process.wait()
         for pid in family[1:]:  # they would see it themselves, later
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
-            except ProcessLookupError:
-                pass
 
 
 def process_tree(root: int) -> list[tuple[int, int]]:
@@ -290,7 +288,7 @@ def main() -> int:
 
     arguments = parser(__doc__ or "")
     arguments.add_argument("--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)")
-    arguments.add_argument("--rounds", type=int, default=5, help="epochs of each loader that are timed (2 with --quick)")
+    arguments.add_argument("--rounds", type=int, default=5, help="timed epochs of each loader (2 with --quick)")
     arguments.add_argument("--memory", action="store_true", help="a worker's memory over 50,000 samples, nothing else")
     args = arguments.parse_args()
     peer = find_peer(args.peer_python, "open_clip_train.data")
