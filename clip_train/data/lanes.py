@@ -223,6 +223,8 @@ class Lane:
                     for event in read_shard(self.plan.shards[part.shard], begin, wanted, self.plan.caption_key):
                         if isinstance(event, Raw):
                             event.epoch, event.shard = epoch, position
+                        elif event.damage and part.share:
+                            continue  # all shares of a shard meet its damage: the first one counts it
                         yield event
             yield EpochEnd(epoch)
             epoch, first, offset = epoch + 1, 0, 0
@@ -262,7 +264,7 @@ def read_shard(
                     offset, failures = sample.end, 0
             return
         except TarError as e:
-            yield Bad(e.reason, url, f"byte {e.offset}")
+            yield Bad(e.reason, url, f"byte {e.offset}", damage=True)
             return
         except OSError as e:
             failures += 1
@@ -285,10 +287,10 @@ def check_any_usable(shards: list[str], caption_key: str | None) -> None:
 
 
 def _usable(sample: RawSample, url: str, caption_key: str | None) -> Raw | Bad:
-    reason = raw.check(sample.members, sample.duplicate, caption_key)
+    reason = raw.check(sample, caption_key)
     if reason is not None:
         return Bad(reason, url, sample.key)
-    fields = {"__key__": sample.key, "__url__": url, "__offset__": sample.start, **sample.members}
+    fields = {**sample.members, "__key__": sample.key, "__url__": url, "__offset__": sample.start}
     return Raw(fields, epoch=0, shard=0, end=sample.end)
 
 

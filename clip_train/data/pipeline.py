@@ -145,7 +145,7 @@ class Decode:
 
     def _decode(self, sample: Sample, seed: int) -> tuple[Tensor, str]:
         image = decode_image(raw.image_bytes(sample))
-        return self.transform(image, seed), raw.caption(sample, self.caption_key)
+        return self.transform(image, seed), raw.caption(sample, self.caption_key, draw=seed)
 
     def _substitute(self, slot: Slot) -> tuple[Sample, Tensor, str]:
         """The first that decodes. Those that do not are not counted here: they have slots of their own."""
