@@ -5,12 +5,13 @@
 """
 
 from clip_train.storage.base import Entry, Storage
-from clip_train.storage.blocks import Checksums, ReadError, block_sum
+from clip_train.storage.blocks import BlockFile, Checksums, ReadError, block_sum
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read, open_storage, write_bytes
 
 __all__ = [
+    "BlockFile",
     "Checksums",
     "Entry",
     "LocalStorage",

@@ -5,6 +5,7 @@ It verifies checksums and honours conditional writes; it accepts any credentials
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -78,10 +79,8 @@ class Server:
 
     def stop(self) -> None:
         if self._process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # nothing in it is worth a tidy end
-            except ProcessLookupError:
-                pass
             self._process.wait()
             self._process = None
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -116,4 +115,5 @@ class Server:
         raise RuntimeError(f"the S3 server did not start\n{log[-3000:]}")
 
 
-SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"  # tells the server that S3 is meant; it does not look closer
+# Tells the server that S3 is meant; it does not look closer.
+SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
