@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.bad_samples import BadSampleLimit
 from clip_train.data.config import DataConfig, resolve_lanes
+from clip_train.data.index import index_of
 from clip_train.data.lanes import Cursor, LanePlan
 from clip_train.data.pipeline import (
     Collate,
@@ -29,10 +30,11 @@ from clip_train.data.pipeline import (
     Stage,
 )
 from clip_train.data.shares import RankShare, samples_below
-from clip_train.data.sources import expand
+from clip_train.data.sources import Reading
 from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch
+from clip_train.storage import StorageConfig
 
 PRELOAD = ["torch", "webdataset", "clip_train.data.pipeline"]  # once in the fork server, not in every worker
 
@@ -53,6 +55,7 @@ class TrainLoader:
         pin_memory: batches in pinned memory, for asynchronous copies to a GPU.
         stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
             must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
+        storage: how patiently remote shards are read.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist, cursors of another order.
@@ -73,11 +76,14 @@ class TrainLoader:
         cursors: dict[int, dict[str, Any]] | None = None,
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
+        storage: StorageConfig | None = None,
     ) -> None:
         self._sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
         self._sizes.check_ranks(world_size)
         self.lanes = resolve_lanes(config.lanes, self._sizes)
-        self.plan = LanePlan(expand(config.train), seed, self.lanes, config.shuffle_block, config.caption_key)
+        self.index = index_of(config, storage or StorageConfig())
+        reading = Reading(storage or StorageConfig(), self.index.checksums)
+        self.plan = LanePlan(self.index.shards, seed, self.lanes, config.shuffle_block, config.caption_key, reading)
         parsed = _parse(cursors, self.plan)
         self._step = _step_at(parsed, self.plan, self._sizes)
         workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self._step)
