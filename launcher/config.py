@@ -203,6 +203,8 @@ def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
         storage = StorageConfig.model_validate(raw.get("storage") or {})
     except ValidationError:
         return raw  # to be explained with all other mistakes
+    if config.train_weights is not None or config.resampled:
+        return raw  # no epoch in which each sample comes once
     counted = index_of(config, storage).num_samples(config.caption_key)
     return raw if counted is None else {**raw, "data": {**data, "num_samples": counted}}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from clip_train.batch import BatchSizes
+from clip_train.data.sources import split
 from clip_train.settings import Settings
 
 MAX_AUTO_LANES = 64
@@ -19,7 +20,14 @@ class DataConfig(Settings):
     """Where the samples come from and how they are read."""
 
     train: str
-    """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several joined by `::`."""
+    """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several sources joined by `::`."""
+
+    train_weights: list[Annotated[float, Field(gt=0)]] | None = None
+    """How much of the stream each of the sources joined by `::` gives, as [3, 1] or 3::1; each then has epochs of
+    its own. null: they are one list of shards, in whose epochs each sample comes once."""
+
+    resampled: bool | list[bool] = False
+    """Draw shards with replacement rather than in epochs; with train_weights also one answer for each source."""
 
     num_samples: Annotated[int, Field(gt=0)] | None = None
     """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards knows it: leave it out then."""
@@ -38,7 +46,7 @@ class DataConfig(Settings):
     """Raw samples that a lane permutes together.
 
     Memory: a rank holds (lanes that it reads) x shuffle_block undecoded samples; 16 lanes of 512 samples
-    of 80 kB are 655 MB.
+    of 80 kB are 655 MB. Weighted sources share it.
     """
 
     prefetch: Annotated[int, Field(gt=0)] = 2
@@ -55,6 +63,33 @@ class DataConfig(Settings):
 
     aug_scale: tuple[float, float] = (0.9, 1.0)
     """RandomResizedCrop: the crop's area as a fraction of the image's, from and to."""
+
+    @field_validator("train_weights", mode="before")
+    @classmethod
+    def _as_openclip_writes_them(cls, value: Any) -> Any:
+        """1::2 is how OpenCLIP writes its upsampling factors."""
+        return value.split("::") if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_of_each_for_each_source(self) -> DataConfig:
+        sources = len(split(self.train))
+        if self.train_weights is not None and len(self.train_weights) != sources:
+            raise ValueError(
+                f"data.train_weights ({self.train_weights}) must have one weight for each of the {sources} sources "
+                "that :: joins in data.train"
+            )
+        if isinstance(self.resampled, list):
+            if len(self.resampled) != sources:
+                raise ValueError(
+                    f"data.resampled ({self.resampled}) must be true, false, or one answer for each of the {sources} "
+                    "sources that :: joins in data.train"
+                )
+            if self.train_weights is None:
+                raise ValueError(
+                    f"data.resampled ({self.resampled}) tells sources apart, which only data.train_weights makes of "
+                    "them; set data.train_weights, or one answer for all"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:

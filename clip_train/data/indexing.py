@@ -67,20 +67,23 @@ def index_shard(
         DataError: it cannot be read.
     """
     samples = unusable = 0
+    marks: list[int] = []
     damage = None
     try:
         with open_shard(url, Reading(storage or StorageConfig())) as file:
             hashed = HashedFile(url, file, block_bytes)
             try:
                 for sample in iter_samples(hashed):  # type: ignore[arg-type]
-                    usable = raw.check(sample.members, sample.duplicate, caption_key) is None
+                    usable = raw.check(sample, caption_key) is None
                     samples, unusable = samples + usable, unusable + (not usable)
+                    if usable and samples % index.MARK_EVERY == 0:
+                        marks.append(sample.end)
             except TarError as e:
                 damage = str(e)
             checksums, sha256 = hashed.finish()
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
-    return ShardEntry(samples, unusable, caption_key, sha256, checksums, damage)
+    return ShardEntry(samples, unusable, caption_key, sha256, checksums, damage, tuple(marks))
 
 
 def index_shards(

@@ -18,18 +18,20 @@ from torch.utils.data import DataLoader
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.bad_samples import BadSampleLimit
 from clip_train.data.config import DataConfig, resolve_lanes
+from clip_train.data.dealing import samples_below
 from clip_train.data.index import index_of
-from clip_train.data.lanes import Cursor, LanePlan
+from clip_train.data.order import plan_order
 from clip_train.data.pipeline import (
     Collate,
     Decode,
     Failure,
     Piece,
     PieceStream,
+    Plan,
     SlotSource,
     Stage,
 )
-from clip_train.data.shares import RankShare, samples_below
+from clip_train.data.shares import RankShare
 from clip_train.data.sources import Reading
 from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
@@ -83,7 +85,7 @@ class TrainLoader:
         self.lanes = resolve_lanes(config.lanes, self._sizes)
         self.index = index_of(config, storage or StorageConfig())
         reading = Reading(storage or StorageConfig(), self.index.checksums)
-        self.plan = LanePlan(self.index.shards, seed, self.lanes, config.shuffle_block, config.caption_key, reading)
+        self.plan = plan_order(config, self.index, reading, seed, self.lanes)
         parsed = _parse(cursors, self.plan)
         self._step = _step_at(parsed, self.plan, self._sizes)
         workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self._step)
@@ -218,7 +220,7 @@ def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int
     return newest
 
 
-def _parse(cursors: dict[int, dict[str, Any]] | None, plan: LanePlan) -> dict[int, Cursor]:
+def _parse(cursors: dict[int, dict[str, Any]] | None, plan: Plan) -> dict[int, Any]:
     """Cursors from a checkpoint, where JSON may have made texts of the lanes' numbers."""
     if not cursors:
         return {}
@@ -231,14 +233,14 @@ def _parse(cursors: dict[int, dict[str, Any]] | None, plan: LanePlan) -> dict[in
         )
     if not same:
         raise UserError(
-            "data.train, data.shuffle_block, data.caption_key or run.seed is not what it was when the "
-            "checkpoint was written, so its data position means nothing; restore them, or start a new run "
-            "from its weights"
+            "data.train (or its weights, resampling or index), data.shuffle_block, data.caption_key or run.seed is not "
+            "what it was when the checkpoint was written, so its data position means nothing; restore them, or start a "
+            "new run from its weights"
         )
-    return {lane: Cursor(**cursor) for lane, cursor in numbered.items()}
+    return {lane: plan.parse(cursor) for lane, cursor in numbered.items()}
 
 
-def _step_at(cursors: dict[int, Cursor], plan: LanePlan, sizes: BatchSizes) -> int:
+def _step_at(cursors: dict[int, Any], plan: Plan, sizes: BatchSizes) -> int:
     """The step that begins where the cursors are. A lane that no batch has reached yet has none."""
     taken = {lane: cursors[lane].count if lane in cursors else 0 for lane in range(plan.lanes)}
     position = sum(taken.values())

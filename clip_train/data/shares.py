@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from clip_train import batch
 from clip_train.batch import BatchSizes
+from clip_train.data.dealing import samples_below
 
 
 class LaneShare(NamedTuple):
@@ -27,11 +28,6 @@ class LaneShare(NamedTuple):
 
     def __len__(self) -> int:
         return self.last - self.first
-
-
-def samples_below(position: int, lane: int, lanes: int) -> int:
-    """How many of the positions below `position` are of lane `lane`."""
-    return (position + lanes - 1 - lane) // lanes
 
 
 def _below(position: int, lane: int, lanes: int) -> int:
