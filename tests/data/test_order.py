@@ -149,7 +149,7 @@ def test_an_index_that_appears_between_runs_is_noticed(tmp_path):
     write_dataset(tmp_path, [30, 20])
     _, cursors, _ = keys_of(config_of(f"{tmp_path}/*.tar", lanes=4), 1)
     index(tmp_path)
-    with pytest.raises(UserError, match="data.train .or its weights, resampling or index"):
+    with pytest.raises(UserError, match=r"data.train .or its weights, resampling or index"):
         loader_of(config_of(f"{tmp_path}/*.tar", lanes=4), cursors=cursors)
     loader_of(config_of(f"{tmp_path}/*.tar", lanes=4, verify="off"), cursors=cursors)
 
