@@ -10,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from clip_train import batch
 from clip_train.errors import ClipTrainError, RemoteRankError
 
 T = TypeVar("T")
@@ -51,8 +52,7 @@ def all_gather(x: Tensor) -> Tensor:
 
 def shares(total: int) -> list[int]:
     """How many of `total` samples each rank holds, in the order of the ranks; they differ by one at most."""
-    W = world_size()
-    return [total // W + (r < total % W) for r in range(W)]
+    return batch.shares(total, world_size())
 
 
 def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:

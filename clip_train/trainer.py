@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from clip_train import dist
-from clip_train.batch import BatchPlan
+from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, StatefulLoss
 from clip_train.contrastive.rng import RngState
-from clip_train.data import BadSampleLog, epoch_of
+from clip_train.data import BadSampleLog, epoch_of, merge_cursors
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics import (
     ProgressLine,
@@ -65,7 +65,7 @@ class Position:
 
     step: int = 0  # optimizer steps taken
     samples: int = 0  # seen by all ranks together
-    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> position; this rank's lanes
+    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> position, as far as this rank knows
 
 
 @dataclass
@@ -75,7 +75,8 @@ class Trainer:
     engine: Engine
     contrastive: ContrastiveLoss
     batches: Iterable[Batch]  # endless; this rank's shares
-    plan: BatchPlan
+    plan: BatchPlan  # of the largest global batch
+    sizes: BatchSizes
     steps: int
     learning_rate: Callable[[int], float]  # step, from 0 -> rate
     checkpoints: CheckpointManager
@@ -146,13 +147,14 @@ class Trainer:
     def _step(self, batch: Batch, timer: StepTimer) -> None:
         """One step with all that follows from it."""
         lr = self.learning_rate(self.position.step)
+        plan = self.plan.at(self.sizes.at(self.position.step))
         try:
             result = train_step(
                 self.engine,
                 batch,
                 self.contrastive,
-                micro_size=self.plan.micro_size,
-                kept_graphs=self.plan.kept_graphs,
+                micro_size=plan.micro_size,
+                kept_graphs=plan.kept_graphs,
                 lr=lr,
             )
         except DivergedError as e:
@@ -166,10 +168,10 @@ class Trainer:
             ) from None
         position = self.position
         position.step += 1
-        position.samples += self.plan.global_size
-        position.cursors = dict(batch.cursors)  # those of this rank's lanes: others would go stale here
+        position.samples += plan.global_size
+        position.cursors = merge_cursors([position.cursors, batch.cursors])
         self.bad_samples.add(batch.bad_samples)
-        self._record(result, lr, timer.finish(), batch)
+        self._record(result, lr, plan, timer.finish(), batch)
         told = self.bad_samples.reached(self.next_epoch, position.step)
         if told is not None:
             self.progress.message(told)
@@ -202,7 +204,7 @@ class Trainer:
         except Exception as e:
             self.failure = self.failure or e
 
-    def _record(self, result: StepResult, lr: float, times: StepTimes, batch: Batch) -> None:
+    def _record(self, result: StepResult, lr: float, plan: BatchPlan, times: StepTimes, batch: Batch) -> None:
         digest = None
         if self.digest:
             digest = batch_digest(key for keys in dist.gather_objects(batch.keys) for key in keys)
@@ -213,12 +215,12 @@ class Trainer:
             grad_norm=result.grad_norm,
             logit_scale=result.logit_scale,
             lr=lr,
-            samples_per_second=self.plan.global_size / times.step,
+            samples_per_second=plan.global_size / times.step,
             step_seconds=times.step,
             data_wait_seconds=times.data_wait,
-            micro_size=self.plan.micro_size,
-            accum_steps=self.plan.accum_steps,
-            kept_graphs=self.plan.kept_graphs,
+            micro_size=plan.micro_size,
+            accum_steps=plan.accum_steps,
+            kept_graphs=plan.kept_graphs,
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             batch_digest=digest,
         ).to_dict()
@@ -228,7 +230,7 @@ class Trainer:
 
     def _save(self) -> bool:
         everyone = dist.gather_objects(self.position.cursors)
-        cursors = {lane: cursor for share in everyone for lane, cursor in share.items()}
+        cursors = merge_cursors(everyone)  # a lane's newest: of who took from it last
         self.bad_samples.sum()
         state = {
             **self.run_state,

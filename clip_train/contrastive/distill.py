@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.contrastive.exchange import Shares
 from clip_train.contrastive.info_nce import softplus
 from clip_train.contrastive.seam import LossOutcome
 from clip_train.contrastive.tiles import TileBuffer, accumulation_dtype, row_logsumexp, tiles
@@ -25,15 +26,15 @@ Teacher = Callable[[MicroBatch], Features]
 class _Logits:
     """One model's logits: this rank's two sides, everybody's, and the log-sum-exp over the negatives."""
 
-    def __init__(self, image: Tensor, text: Tensor, scale: float, tile: int):
+    def __init__(self, image: Tensor, text: Tensor, scale: float, tile: int, shares: Shares):
         self.sides = image, text  # [n, D]
-        self.all = dist.all_gather(image), dist.all_gather(text)  # [N, D]
+        self.all = dist.gather_rows(image, shares.counts), dist.gather_rows(text, shares.counts)  # [N, D]
         self.scale, self.dtype = scale, accumulation_dtype(image, text)
-        first = dist.rank() * len(image)
         I_all, T_all = self.all
         self.positive = (I_all.to(self.dtype) * T_all.to(self.dtype)).sum(1) * scale  # [N]
         negatives = [
-            dist.all_gather(row_logsumexp(A, B, scale, first, tile)) for A, B in ((image, T_all), (text, I_all))
+            dist.gather_rows(row_logsumexp(A, B, scale, shares.first, tile), shares.counts)
+            for A, B in ((image, T_all), (text, I_all))
         ]
         self.gaps = [lse - self.positive for lse in negatives]  # rows', columns'; 1 - p_ii is their sigmoid
         self.lses = [self.positive + softplus(gap) for gap in self.gaps]
@@ -55,17 +56,18 @@ class Distillation:
         logit_bias: Tensor | None = None,
         *,
         taught: Features | None = None,
+        global_size: int | None = None,
     ) -> LossOutcome:
         """taught: the teacher's features of the same samples, and its factor."""
         if logit_bias is not None:
             raise ValueError("distillation has no logit_bias: its softmax would cancel it")
         if taught is None:
             raise ValueError("distillation needs the teacher's features of the same samples (taught)")
-        student = _Logits(image_features, text_features, logit_scale.item(), self.tile)
-        teacher = _Logits(taught.image, taught.text, taught.logit_scale.item(), self.tile)
-        N, scale = len(student.positive), student.scale
+        shares = Shares.of(len(image_features), global_size)
+        student = _Logits(image_features, text_features, logit_scale.item(), self.tile, shares)
+        teacher = _Logits(taught.image, taught.text, taught.logit_scale.item(), self.tile, shares)
+        N, own, scale = shares.total, shares.own, student.scale
         weight = 1 / (2 * N)
-        own = slice(dist.rank() * len(image_features), (dist.rank() + 1) * len(image_features))
 
         clip_loss = softplus(torch.cat(student.gaps).double()).mean()
         distilled = image_features.new_zeros((), dtype=torch.float64)

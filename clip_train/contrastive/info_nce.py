@@ -40,12 +40,10 @@ class InfoNCE:
     """The symmetric InfoNCE loss; see `ContrastiveLoss` for the contract.
 
     `tile`: side of the largest piece of the logits that exists at once.
-    `global_size`: samples in the global batch; None where every rank holds equally many.
     """
 
-    def __init__(self, tile: int = AUTO_SIDE, global_size: int | None = None):
+    def __init__(self, tile: int = AUTO_SIDE):
         self.tile = tile
-        self.global_size = global_size
 
     @torch.no_grad()
     def __call__(
@@ -54,11 +52,13 @@ class InfoNCE:
         text_features: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
+        *,
+        global_size: int | None = None,
     ) -> LossOutcome:
         if logit_bias is not None:
             raise ValueError("InfoNCE has no logit_bias: its softmax would cancel it")
         I, T = image_features, text_features
-        shares = Shares.of(len(I), self.global_size)
+        shares = Shares.of(len(I), global_size)
         N, own, scale = shares.total, shares.own, logit_scale.item()
         I_all, T_all = gather_pairs(I, T, shares)  # [N, D]
         dtype = accumulation_dtype(I, T)

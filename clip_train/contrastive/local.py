@@ -29,8 +29,10 @@ class LocalInfoNCE:
         text_features: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
+        *,
+        global_size: int | None = None,
     ) -> LossOutcome:
-        """The *mean* over these `b` samples; the caller weighs micro-batches."""
+        """The *mean* over these `b` samples, whatever the global batch; the caller weighs micro-batches."""
         if logit_bias is not None:
             raise ValueError("InfoNCE has no logit_bias: its softmax would cancel it")
         I, T, scale = image_features, text_features, logit_scale.item()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.contrastive.exchange import Shares
 from clip_train.contrastive.info_nce import InfoNCE, softplus
 from clip_train.contrastive.seam import LossOutcome
 from clip_train.contrastive.tiles import (
@@ -97,19 +98,23 @@ class MemoryBank:
         logit_bias: Tensor | None = None,
         *,
         ids: Tensor | None = None,
+        global_size: int | None = None,
     ) -> LossOutcome:
         """ids: int64 [n] from `sample_ids`; without them nothing is known to be the same sample."""
         I, T = image_features, text_features
-        exact = self._exact(I, T, logit_scale, logit_bias)
+        shares = Shares.of(len(I), global_size)
+        exact = self._exact(I, T, logit_scale, logit_bias, global_size=global_size)
         known = ids is not None
         own_ids = torch.full((len(I),), NO_ID) if ids is None else ids
         own_ids = own_ids.to(I.device)
-        I_all, T_all, ids_all = dist.all_gather(I), dist.all_gather(T), dist.all_gather(own_ids)
+        I_all, T_all, ids_all = (dist.gather_rows(x, shares.counts) for x in (I, T, own_ids))
         self._seen = I_all, T_all, ids_all
         counts = len(self.bank) > 0 and self.steps >= self.warmup_steps
         outcome = exact
         if counts:
-            outcome = _Banked(self, I, T, I_all, T_all, logit_scale.item(), ids_all if known else None).outcome()
+            outcome = _Banked(
+                self, I, T, I_all, T_all, logit_scale.item(), ids_all if known else None, shares
+            ).outcome()
         outcome.extra = {"bank_entries": float(len(self.bank) if counts else 0), **_compared(outcome, exact)}
         return outcome
 
@@ -240,7 +245,15 @@ class _Banked:
     """One evaluation with banks that count. Past pairs are dealt to the ranks in contiguous shares."""
 
     def __init__(
-        self, loss: MemoryBank, I: Tensor, T: Tensor, I_all: Tensor, T_all: Tensor, scale: float, ids: Tensor | None
+        self,
+        loss: MemoryBank,
+        I: Tensor,
+        T: Tensor,
+        I_all: Tensor,
+        T_all: Tensor,
+        scale: float,
+        ids: Tensor | None,
+        shares: Shares,
     ):
         bank = loss.bank
         assert bank.image is not None and bank.text is not None and bank.ids is not None
@@ -249,9 +262,9 @@ class _Banked:
         self.rows = loss.mode == "contaccum"  # are past pairs terms of the loss?
         self.side = loss.tile
         self.dtype = accumulation_dtype(I, T)
-        n, M = len(I), len(bank)
-        self.N, self.M, self.first = len(I_all), M, dist.rank() * n
-        self.own = slice(self.first, self.first + n)
+        M = len(bank)
+        self.N, self.M, self.first = shares.total, M, shares.first
+        self.counts, self.own = shares.counts, shares.own
         self.share = -(-M // dist.world_size())  # past pairs on each rank; fewer, or none, on the last
         self.past = slice(min(dist.rank() * self.share, M), min((dist.rank() + 1) * self.share, M))
         self.ids, self.past_ids = ids, None if ids is None else bank.ids
@@ -323,7 +336,7 @@ class _Banked:
         """log-sum-exp over the negatives of every current row [N]; A is this rank's side [n, D]."""
         current = row_logsumexp(A, B_all, self.scale, self.first, self.side)
         past = masked_logsumexp(A, past_B, self.scale, self._against_past(), self.side)
-        return dist.all_gather(torch.logaddexp(current, past))
+        return dist.gather_rows(torch.logaddexp(current, past), self.counts)
 
     def _past_negatives(self, past_A: Tensor, B_all: Tensor, past_B: Tensor) -> Tensor:
         """The same for every past row [M]; each rank sums its share."""

@@ -30,15 +30,11 @@ class SigmoidLoss:
     """SigLIP's loss; see `ContrastiveLoss` for the contract.
 
     `tile`: side of the largest piece of the logits that exists at once.
-    `global_size`: samples in the global batch; None where every rank holds equally many.
     """
 
-    def __init__(
-        self, tile: int = AUTO_SIDE, exchange: Literal["gather", "ring"] = "gather", global_size: int | None = None
-    ):
+    def __init__(self, tile: int = AUTO_SIDE, exchange: Literal["gather", "ring"] = "gather"):
         self.tile = tile
         self.exchange = exchange
-        self.global_size = global_size
 
     @torch.no_grad()
     def __call__(
@@ -47,6 +43,8 @@ class SigmoidLoss:
         text_features: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
+        *,
+        global_size: int | None = None,
     ) -> LossOutcome:
         if logit_bias is None:
             raise ValueError(
@@ -54,7 +52,7 @@ class SigmoidLoss:
                 "set model.init_logit_bias=-10 model.init_logit_scale=2.3026"
             )
         I, T = image_features, text_features
-        shares = Shares.of(len(I), self.global_size)
+        shares = Shares.of(len(I), global_size)
         N, scale, bias = shares.total, logit_scale.item(), logit_bias.item()
         dtype = accumulation_dtype(I, T)
 

@@ -7,7 +7,7 @@ looks at the data before a job starts. The order itself is explained, and made, 
 from clip_train.data.bad_log import BadSampleLog, epoch_of
 from clip_train.data.check import SourceSummary, check_source
 from clip_train.data.config import DataConfig, resolve_lanes
-from clip_train.data.loader import TrainLoader
+from clip_train.data.loader import TrainLoader, merge_cursors
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.transforms import EvalTransform, TrainTransform, decode_image
 from clip_train.data.validation import ValBatch, ValLoader
@@ -26,6 +26,7 @@ __all__ = [
     "check_source",
     "decode_image",
     "epoch_of",
+    "merge_cursors",
     "resolve_lanes",
     "write_shards",
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from clip_train.errors import UserError
+from clip_train.batch import BatchSizes
 from clip_train.settings import Settings
 
 MAX_AUTO_LANES = 64
+GOOD_LANES = 16  # enough to mix shards and to feed ranks and workers
+SAMPLES_PER_LANE = 4  # at least, where lanes do not divide the global batch
 
 
 class DataConfig(Settings):
@@ -25,7 +28,8 @@ class DataConfig(Settings):
     """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order."""
 
     lanes: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Streams that feed the global batch, fixed for the run. auto: its largest divisor up to 64."""
+    """Streams that feed the global batch, fixed for the run. auto: the largest divisor, up to 64, of every
+    global batch's size; where that is below 16, a quarter of the smallest size, up to 64."""
 
     shuffle_block: Annotated[int, Field(gt=0)] = 512
     """Raw samples that a lane permutes together.
@@ -59,28 +63,19 @@ class DataConfig(Settings):
         return self
 
 
-def resolve_lanes(lanes: int | Literal["auto"], global_size: int, world_size: int) -> int:
-    """The number of lanes: a function of the global batch alone, so that the order never depends on W.
+def resolve_lanes(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
+    """The number of lanes: a function of the global batches' sizes alone, so that the order never depends on W.
 
-    Any world size works: lanes that do not divide by it are read by two ranks, which share them.
-
-    Raises:
-        UserError: `lanes` does not divide `global_size`, or `world_size` does not.
+    Any number works with any sizes and ranks. Where it divides all sizes, each lane gives every batch equally
+    many; where it does not, the fewer samples a lane gives, the more lanes are read by several ranks, which costs
+    reading (each sample is decoded once). Hence `auto`: a divisor where there is one of some size, else a
+    number that takes a few samples from each lane.
     """
-    if global_size % world_size:
-        near = global_size // world_size * world_size
-        raise UserError(
-            f"batch.global_size ({global_size}) must be a multiple of the world size ({world_size}); "
-            f"the nearest are {near} and {near + world_size}"
-        )
-    divisors = [d for d in range(1, global_size + 1) if global_size % d == 0]
-    if lanes == "auto":
-        return max(d for d in divisors if d <= MAX_AUTO_LANES)
-    if lanes not in divisors:
-        below = [d for d in divisors if d < lanes][-1:]
-        above = [d for d in divisors if d > lanes][:1]
-        nearest = " and ".join(map(str, below + above))
-        raise UserError(
-            f"data.lanes ({lanes}) must divide batch.global_size ({global_size}); the nearest that do are {nearest}"
-        )
-    return lanes
+    if lanes != "auto":
+        return lanes
+    smallest, _ = sizes.extremes()
+    common = math.gcd(*{size for stage in range(len(sizes.stretches)) for size in sizes.distinct(stage)})
+    divisor = max(d for d in range(1, MAX_AUTO_LANES + 1) if common % d == 0)
+    if divisor >= min(GOOD_LANES, smallest):
+        return divisor
+    return max(divisor, min(MAX_AUTO_LANES, smallest // SAMPLES_PER_LANE))

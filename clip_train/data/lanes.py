@@ -1,7 +1,7 @@
 """The order of the samples: which ones are in global batch s, a function of the seed and of s alone.
 
-Capital letters: `L` lanes, `N` samples in the global batch, `q = N / L` of them from each lane, `K` samples
-in a block. A lane is an endless stream of samples that is the same whoever reads it. In each epoch the shards
+Capital letters: `L` lanes, `K` samples in a block. Which lane gives how many samples to a global batch is
+`shares.py`'s. A lane is an endless stream of samples that is the same whoever reads it. In each epoch the shards
 are permuted by (seed, epoch) and dealt to the lanes; what does not divide evenly is split, sample by sample.
 A lane reads blocks of K usable raw samples, permutes each, and rolls over into its next epoch on its own.
 

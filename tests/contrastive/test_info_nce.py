@@ -106,8 +106,8 @@ def on_a_rank(dtype, spread, N):
     own = slice(first, first + counts[dist.rank()])
     assert max(counts) - min(counts) <= 1
     calls = count_collectives()
-    loss = InfoNCE(tile=7, global_size=N if len(set(counts)) > 1 else None)
-    outcome = loss(image[own], text[own], torch.tensor([20.0], dtype=dtype))
+    global_size = N if len(set(counts)) > 1 else None
+    outcome = InfoNCE(tile=7)(image[own], text[own], torch.tensor([20.0], dtype=dtype), global_size=global_size)
     return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale, calls
 
 
@@ -146,7 +146,7 @@ def test_ranks_hold_shares_of_the_gradient_of_the_global_mean(world_size, spread
 
 def with_the_wrong_size():
     n = 3 + dist.rank()  # rank 1 holds the extra sample
-    InfoNCE(global_size=7)(*features(n, 8, torch.float32), torch.ones(1))
+    InfoNCE()(*features(n, 8, torch.float32), torch.ones(1), global_size=7)
 
 
 @pytest.mark.distributed
