@@ -1,9 +1,10 @@
 """What a sample costs on its way from a tar to a batch on the device: this project's loader beside OpenCLIP's.
 
-Both read the same shards, photographs as JPEGs of quality 90, with one worker process and one thread, and deliver
-normalised float batches on the device: OpenCLIP by its own `get_wds_dataset` and `image_transform`, this project by
-`TrainLoader` (uint8 until the device). They are told in turn to deliver an epoch. A round's CPU seconds are those of
-all processes of a loader, from idle (its queues full) to idle, so prefetching is counted where it belongs.
+Both read the same shards, photographs as JPEGs of quality 90, with one worker process and one thread: OpenCLIP by its
+own `get_wds_dataset` and `image_transform`, normalised floats; this project by `TrainLoader`, uint8, normalised on the
+device. They are told in turn to deliver an epoch. A round's CPU seconds are those of all processes of a loader, from
+idle (its queues full) to idle, so prefetching is counted where it belongs. Where the device is this CPU, our
+normalisation is the device's work: the ratio leaves it out, and a second one has it in.
 
 Also: how far our crops are from Pillow's (PSNR of the same box), and with `--memory` a worker's resident memory over
 50,000 samples. OpenCLIP runs in the environment of `scripts/setup_peers.sh`: `--peer-python .venv-peers/bin/python`.
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,19 +106,15 @@ def write_dataset(folder: Path, size: int, count: int, different: int) -> None:
 
 def our_batches(folder: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     from clip_train.data import DataConfig, TrainLoader
-    from clip_train.models import CLIP, Architecture
 
     device = the_device()
-    architecture = Architecture.model_validate(TINY)
-    normalise = CLIP(architecture).visual._pixels  # the first thing that the model does on the device
     config = DataConfig(train=f"{folder}/*.tar", workers=1, lanes=SHARDS, shuffle_block=128)
     loader = TrainLoader(
         config, image_size=S, context_length=77, global_size=BATCH, seed=0, pin_memory=device.type == "cuda"
     )
     for batch in loader:
         there = batch.to(device)
-        with torch.no_grad():
-            yield normalise(there.images), there.texts
+        yield there.images, there.texts
 
 
 def openclip_batches(folder: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -137,25 +134,38 @@ def openclip_batches(folder: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
         yield images.to(device, dtype=torch.float32, non_blocking=True), texts.to(device, non_blocking=True)
 
 
+def model_input() -> Callable[[torch.Tensor], torch.Tensor]:
+    """What our model does first on the device: uint8 -> normalised floats."""
+    from clip_train.models import CLIP, Architecture
+
+    pixels = CLIP(Architecture.model_validate(TINY)).visual._pixels
+    return torch.no_grad()(pixels)
+
+
 def the_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def serve(kind: str, folder: str) -> int:
-    """Reads a number of samples a line, delivers so many, and answers."""
+    """Reads a number of samples a line, delivers so many, and answers with the seconds that the device took."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     torch.set_num_threads(1)
     batches = openclip_batches(folder) if kind == "openclip" else our_batches(folder)
+    normalise = model_input() if kind == "ours" else None
     for line in sys.stdin:
-        taken = 0
+        taken, device_seconds = 0, 0.0
         while taken < int(line):
             images, texts = next(batches)
+            if normalise is not None:
+                start = time.process_time()
+                images = normalise(images)
+                device_seconds += time.process_time() - start
             assert images.dtype == torch.float32 and images.shape[1:] == (3, S, S) and texts.shape[1:] == (77,)
             taken += len(images)
         if images.is_cuda:
             torch.cuda.synchronize()
-        print("done", file=answers)
+        print(device_seconds, file=answers)
     return 0
 
 
@@ -173,20 +183,21 @@ class Server:
             env={**os.environ, "PYTHONPATH": str(ROOT), **threads},
         )  # fmt: skip
 
-    def deliver(self, count: int) -> float:
-        """CPU seconds of all its processes until they are idle again."""
+    def deliver(self, count: int) -> tuple[float, float]:
+        """CPU seconds of all its processes until they are idle again, and how many of them are the device's."""
         assert self.process.stdin is not None and self.process.stdout is not None
         before = self.cpu_seconds()
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
-        if self.process.stdout.readline() != "done\n":
+        line = self.process.stdout.readline()
+        if not line:
             raise RuntimeError(f"a loader ended with status {self.process.wait()}; its error is above")
         after = self.cpu_seconds()
         while True:
             time.sleep(IDLE_SECONDS)
             before_that, after = after, self.cpu_seconds()
             if after == before_that:
-                return after - before
+                return after - before, float(line)
 
     def cpu_seconds(self) -> float:
         return sum(ticks for _, ticks in process_tree(self.process.pid)) / os.sysconf("SC_CLK_TCK")
@@ -223,7 +234,7 @@ def speed(folder: Path, size: int, count: int, rounds: int, peer: str | None) ->
     write_dataset(data, size, count, different=min(count, 256))
     python = {"ours": sys.executable} | ({"OpenCLIP": peer} if peer else {})
     servers = {name: Server("openclip" if name == "OpenCLIP" else "ours", path, data) for name, path in python.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in servers}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
     try:
         for server in servers.values():
             server.deliver(count)  # warm-up: shuffle buffers full, shards in the page cache
@@ -236,12 +247,29 @@ def speed(folder: Path, size: int, count: int, rounds: int, peer: str | None) ->
     kilobytes = sum(shard.stat().st_size for shard in data.glob("*.tar")) / count / 1000
     rows = []
     for name, each in seconds.items():
-        theirs = seconds.get("OpenCLIP", [])
-        ratio = statistics.median(b / a for a, b in zip(each, theirs, strict=True)) if theirs else ""
-        rate = count / statistics.median(each)
-        row = {"loader": name, "px": size, "kB each": kilobytes, "images/s per core": rate, "x OpenCLIP": ratio}
-        rows.append({**row, "PSNR mean": "", "PSNR worst": ""})
+        rows.append(
+            {
+                "loader": name,
+                "px": size,
+                "kB each": kilobytes,
+                "images/s per core": count / statistics.median(total - device for total, device in each),
+                "x OpenCLIP": faster(seconds, name, device=0),
+                "normalised too": faster(seconds, name, device=1),
+                "PSNR mean": "",
+                "PSNR worst": "",
+            }
+        )
     return rows
+
+
+def faster(seconds: dict[str, list[tuple[float, float]]], name: str, device: int) -> float | str:
+    """The median over rounds of OpenCLIP's seconds by those of `name`, with the device's or without."""
+    theirs = seconds.get("OpenCLIP")
+    if theirs is None:
+        return ""
+    without = 1 - device
+    pairs = zip(theirs, seconds[name], strict=True)
+    return statistics.median((a - without * b) / (c - without * d) for (a, b), (c, d) in pairs)
 
 
 def pixels(size: int, count: int) -> tuple[float, float]:

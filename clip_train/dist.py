@@ -114,11 +114,16 @@ def sum_scalars(*values: float) -> list[float]:
 
 def max_scalar(value: float) -> float:
     """The largest of one number per rank."""
+    return max_scalars(value)[0]
+
+
+def max_scalars(*values: float) -> list[float]:
+    """The largest of each number over ranks, in float64."""
     if world_size() == 1:
-        return float(value)
-    x = torch.tensor([value], dtype=torch.float64, device=comm_device())
+        return [float(v) for v in values]
+    x = torch.tensor(values, dtype=torch.float64, device=comm_device())
     torch_dist.all_reduce(x, op=torch_dist.ReduceOp.MAX)
-    return x.item()
+    return x.tolist()
 
 
 def any_rank(flag: bool) -> bool:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+
+import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, StatefulLoss
 from clip_train.contrastive.rng import RngState
-from clip_train.data import merge_cursors
+from clip_train.data import BadSampleLog, epoch_of, merge_cursors
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics import (
     ProgressLine,
@@ -87,7 +88,8 @@ class Trainer:
     run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
     position: Position = field(default_factory=Position)
-    bad_samples: Counter[str] = field(default_factory=Counter)
+    bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
+    next_epoch: int = 0  # that all lanes have reached behind the batch at hand
     failure: Exception | None = None  # of this rank alone, to be told to the others at the next boundary
 
     def resume(self, resumed: Resumed) -> None:
@@ -95,8 +97,7 @@ class Trainer:
         state = resumed.state
         self.engine.load_fragments(resumed.reader, state["engine"])
         self.position = Position(state["step"], state["samples"], state["cursors"])
-        # the sum over ranks was saved: one rank takes it
-        self.bad_samples = Counter(state["bad_samples"]) if dist.is_main() else Counter()
+        self.bad_samples = BadSampleLog.load(state)
         if resumed.rank_tensors is not None:
             RngState.from_tensors(resumed.rank_tensors, self.engine.device).restore()
         if isinstance(self.contrastive, StatefulLoss):
@@ -128,14 +129,19 @@ class Trainer:
         if self.failure is None:
             try:
                 batch = next(batches).to(self.engine.device)
+                if self.engine.device.type == "cuda":
+                    torch.cuda.synchronize(self.engine.device)  # the wait ends when the batch is there
             except StopIteration:
                 self.failure = DataError("the data has ended, although it should go round")
             except Exception as e:
                 self.failure = e
         word = Boundary.FAILED if self.failure else Boundary.STOP if self.stop.reason else Boundary.GO_ON
-        agreed = dist.max_scalar(word)
+        # a lane's epoch ends where its cursor stands in the next; the run's with the slowest lane of all ranks
+        agreed, behind = dist.max_scalars(word, -epoch_of(batch.cursors) if batch is not None else 0)
         if agreed == Boundary.FAILED:
+            self.bad_samples.sum()  # for the report
             dist.raise_agreed(self.failure)
+        self.next_epoch = int(-behind)
         return None if agreed == Boundary.STOP else batch
 
     def _step(self, batch: Batch, timer: StepTimer) -> None:
@@ -164,8 +170,11 @@ class Trainer:
         position.step += 1
         position.samples += plan.global_size
         position.cursors = merge_cursors([position.cursors, batch.cursors])
-        self.bad_samples.update(batch.bad_samples)
+        self.bad_samples.add(batch.bad_samples)
         self._record(result, lr, plan, timer.finish(), batch)
+        told = self.bad_samples.reached(self.next_epoch, position.step)
+        if told is not None:
+            self.progress.message(told)
         if position.step == self.steps:
             return  # `run` saves and evaluates at the end
         pause = False
@@ -220,15 +229,15 @@ class Trainer:
         self.progress.update(record)
 
     def _save(self) -> bool:
-        everyone = dist.gather_objects((self.position.cursors, dict(self.bad_samples)))
-        cursors = merge_cursors(known for known, _ in everyone)  # a lane's newest: of who took from it last
-        bad_samples = sum((Counter(counts) for _, counts in everyone), Counter[str]())
+        everyone = dist.gather_objects(self.position.cursors)
+        cursors = merge_cursors(everyone)  # a lane's newest: of who took from it last
+        self.bad_samples.sum()
         state = {
             **self.run_state,
             "step": self.position.step,
             "samples": self.position.samples,
             "cursors": cursors,
-            "bad_samples": dict(bad_samples),
+            **self.bad_samples.state(),
             "engine": self.engine.extra_state(),
         }
         rng = RngState.capture(self.engine.device).tensors()

@@ -324,7 +324,8 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
             trainer.batches.close()
         if dist.is_main() and trainer.position.step:
             try:
-                write_report(config.run_dir, bad_samples=trainer.bad_samples)
+                bad = trainer.bad_samples
+                write_report(config.run_dir, bad_samples=bad.total, bad_epochs=bad.epochs)
             except Exception as e:  # a picture is no reason to call a good run failed
                 say(f"the report could not be written: {type(e).__name__}: {e}")
 

@@ -4,6 +4,7 @@
 looks at the data before a job starts. The order itself is explained, and made, in `lanes.py`.
 """
 
+from clip_train.data.bad_log import BadSampleLog, epoch_of
 from clip_train.data.check import SourceSummary, check_source
 from clip_train.data.config import DataConfig, resolve_lanes
 from clip_train.data.loader import TrainLoader, merge_cursors
@@ -13,6 +14,7 @@ from clip_train.data.validation import ValBatch, ValLoader
 from clip_train.data.writer import write_shards
 
 __all__ = [
+    "BadSampleLog",
     "DataConfig",
     "EvalTransform",
     "SourceSummary",
@@ -23,6 +25,7 @@ __all__ = [
     "ValLoader",
     "check_source",
     "decode_image",
+    "epoch_of",
     "merge_cursors",
     "resolve_lanes",
     "write_shards",

@@ -50,11 +50,14 @@ class BadTable:
 
     def __str__(self) -> str:
         """A table for people, the most frequent first."""
-        rows = [("count", "reason", "shard", "first keys")]
+        rows = [("count", "reason", "shard", "first keys" if self.keys else "")]
         for (reason, shard), count in self.counts.most_common(ROWS_SHOWN):
-            rows.append((str(count), reason, shard, ", ".join(self.keys[reason, shard])))
+            rows.append((str(count), reason, shard, ", ".join(self.keys.get((reason, shard), []))))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join([r[0].rjust(widths[0]), r[1].ljust(widths[1]), r[2].ljust(widths[2]), r[3]]) for r in rows]
+        lines = [
+            "  ".join([r[0].rjust(widths[0]), r[1].ljust(widths[1]), r[2].ljust(widths[2]), r[3]]).rstrip()
+            for r in rows
+        ]
         left_out = len(self.counts) - ROWS_SHOWN
         return "\n".join(lines + ([f"and {left_out} more rows"] if left_out > 0 else []))
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
@@ -20,6 +21,7 @@ from clip_train.data.bad_samples import BadSampleLimit
 from clip_train.data.config import DataConfig, resolve_lanes
 from clip_train.data.dealing import samples_below
 from clip_train.data.index import index_of
+from clip_train.data.memory import ImageMemory
 from clip_train.data.order import plan_order
 from clip_train.data.pipeline import (
     Collate,
@@ -93,11 +95,14 @@ class TrainLoader:
         workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self.step)
         source = SlotSource(self.plan, workers, self.step, parsed)
         decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))
-        collate = Collate(context_length, workers, self.step)
+        collate = Collate(context_length, image_size, workers, self.step)
         self._stream = PieceStream(source, tuple(stages), decode, collate)
         self._world_size = world_size
         self._workers = len(workers) if config.workers else 0
         self._pieces_per_batch = len(workers)
+        self._largest_piece = max(worker.most() for worker in workers)
+        self._image_size = image_size
+        self._memory: ImageMemory | None = None
         self._prefetch = config.prefetch
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._limit = BadSampleLimit(config.bad_sample_limit)
@@ -142,6 +147,8 @@ class TrainLoader:
         if not self._workers:
             return iter(self._stream)
         _check_picklable(self._stream)
+        self._memory = ImageMemory(self._workers, self._prefetch, self._largest_piece, self._image_size)
+        self._stream.collate_into(self._memory)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
@@ -176,7 +183,7 @@ class TrainLoader:
         pieces = [piece for piece in pieces if piece.keys]
         bads = [bad for piece in pieces for bad in piece.bads]
         batch = Batch(
-            images=torch.cat([p.images for p in pieces]) if len(pieces) > 1 else pieces[0].images,
+            images=self._images(pieces),
             texts=torch.cat([p.texts for p in pieces]),
             sample_seeds=torch.cat([p.seeds for p in pieces]),
             keys=[key for p in pieces for key in p.keys],
@@ -187,9 +194,26 @@ class TrainLoader:
         self.step += 1
         self._limit.add(len(batch), bads)
         if self._pin_memory:
-            batch.images, batch.texts = batch.images.pin_memory(), batch.texts.pin_memory()
-            batch.sample_seeds = batch.sample_seeds.pin_memory()
+            batch.texts, batch.sample_seeds = batch.texts.pin_memory(), batch.sample_seeds.pin_memory()
         return batch
+
+    def _images(self, pieces: list[Piece]) -> Tensor:
+        """The only copy that the trainer makes: from shared into pinned memory, which torch keeps and hands out
+        again once the device has read it."""
+        first = pieces[0].images
+        if len(pieces) == 1 and first is not None and not self._pin_memory:
+            return first
+        shape = (sum(len(p.keys) for p in pieces), 3, self._image_size, self._image_size)
+        out = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
+        at = 0
+        for piece in pieces:
+            count, images = len(piece.keys), piece.images
+            if images is None:
+                assert self._memory is not None
+                images = self._memory.at(piece.place, count)
+            out[at : at + count] = images
+            at += count
+        return out
 
 
 def _worker_died(cause: Exception) -> DataError:

@@ -10,7 +10,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from clip_train.data import raw
 from clip_train.data.bad_samples import Bad, BadSample, BadTable
 from clip_train.data.lanes import Lane, LanePlan, Raw, Slot
+from clip_train.data.memory import ImageMemory
 from clip_train.data.mixture import MixedLane, Mixture
 from clip_train.data.shares import LaneShare, RankShare
 from clip_train.data.tokenizer import Tokenizer
@@ -37,17 +38,18 @@ MAX_SUBSTITUTES = 10_000  # as many samples in a row that do not decode are no a
 class Piece:
     """One worker's part of one step."""
 
-    images: Tensor  # uint8 [p, 3, S, S]
+    images: Tensor | None  # uint8 [p, 3, S, S]; None where they are in shared memory
     texts: Tensor  # int64 [p, context_length]
     seeds: Tensor  # int64 [p]
     keys: list[str]  # p
     cursors: dict[int, dict[str, Any]]  # lane -> cursor after this step; none where there are no samples
     bads: list[Bad] = field(default_factory=list)
+    place: tuple[int, int] = (0, 0)  # in `ImageMemory`
 
     @classmethod
     def empty(cls) -> Piece:
         """Of a step that needs nothing of this worker's lanes. Who takes a sample tells the lane's cursor."""
-        return cls(torch.empty(0), torch.empty(0), torch.empty(0), [], {})
+        return cls(None, torch.empty(0), torch.empty(0), [], {})
 
 
 @dataclass
@@ -118,7 +120,7 @@ def own_steps(workers: list[RankShare], start: int) -> Iterator[list[LaneShare]]
 
 @dataclass
 class _Decoded:
-    image: Tensor  # uint8 [3, S, S]
+    image: Tensor | None  # uint8 [3, S, S]; None once it is collated
     caption: str
     key: str
     slot: _StepSlot
@@ -172,30 +174,44 @@ class Decode:
 class Collate:
     """The last stage: one piece per step."""
 
-    def __init__(self, context_length: int, workers: list[RankShare], start: int) -> None:
+    def __init__(self, context_length: int, image_size: int, workers: list[RankShare], start: int) -> None:
         self.tokenizer = Tokenizer(context_length)
+        self.image_size = image_size
         self.workers, self.start = workers, start
+        self.memory: ImageMemory | None = None
 
     def __call__(self, decoded: Iterable[_Decoded]) -> Iterator[Piece]:
         samples = enumerate(decoded)
         for shares in own_steps(self.workers, self.start):
             step: list[_Decoded] = []
-            for number, sample in itertools.islice(samples, sum(map(len, shares))):
+            count = sum(map(len, shares))
+            images, place = self._new_images(count)
+            for number, sample in itertools.islice(samples, count):
                 if sample.slot.number != number:
                     raise UserError(
                         "a data stage dropped, repeated or reordered samples: each must map one sample to one, "
                         "or the order would depend on the number of workers"
                     )
+                assert sample.image is not None
+                images[len(step)] = sample.image  # at once, while it is in the cache
+                sample.image = None
                 step.append(sample)
             if not step:
                 yield Piece.empty()
                 continue
             assert step[-1].slot.cursors is not None
-            yield self._piece(step, step[-1].slot.cursors)
+            piece = self._piece(step, step[-1].slot.cursors)
+            yield replace(piece, images=images) if self.memory is None else replace(piece, place=place)
+
+    def _new_images(self, count: int) -> tuple[Tensor, tuple[int, int]]:
+        if self.memory is not None and count:
+            return self.memory.next(count)
+        return torch.empty((count, 3, self.image_size, self.image_size), dtype=torch.uint8), (0, 0)
 
     def _piece(self, step: list[_Decoded], cursors: dict[int, dict[str, Any]]) -> Piece:
+        """All but its images."""
         return Piece(
-            images=torch.stack([s.image for s in step]),
+            images=None,
             texts=self.tokenizer([s.caption for s in step]),
             seeds=torch.tensor([s.slot.slot.seed for s in step], dtype=torch.int64),
             keys=[s.key for s in step],
@@ -209,6 +225,11 @@ class PieceStream(IterableDataset):
 
     def __init__(self, source: SlotSource, stages: tuple[Stage, ...], decode: Decode, collate: Collate) -> None:
         self.pipeline = webdataset.DataPipeline(source, *stages, decode, collate)
+        self._collate = collate
+
+    def collate_into(self, memory: ImageMemory) -> None:
+        """Before it goes to the workers."""
+        self._collate.memory = memory
 
     def __iter__(self) -> Iterator[Piece | Failure]:
         if get_worker_info() is not None:

@@ -71,6 +71,14 @@ class RankShare:
             yield out
             P += G
 
+    def most(self) -> int:
+        """No fewer samples than this share has of any global batch."""
+        return max(
+            min(max(batch.shares(G, self.world_size)), len(lanes) * -(-G // self.lanes))
+            for stage, lanes in enumerate(self.needed)
+            for G in self.sizes.distinct(stage)
+        )
+
     def workers(self, num: int, start: int) -> list[RankShare]:
         """This share dealt to at most `num` workers: neighbouring lanes to each, so that their pieces in turn are
         in canonical order. The cut is even for the size that the schedule ends with."""
