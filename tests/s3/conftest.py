@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Iterator
 
@@ -55,6 +56,7 @@ def forget_file_systems() -> None:
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
+    gc.collect()  # here: collected in the proxy's thread they would close their connections on its loop
 
 
 @pytest.fixture
