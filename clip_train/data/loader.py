@@ -30,6 +30,7 @@ from clip_train.data.pipeline import (
     deal_to_workers,
     rank_shares,
 )
+from clip_train.data.shard_list import ShardList, go_on
 from clip_train.data.sources import Reading
 from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
@@ -56,6 +57,7 @@ class TrainLoader:
         stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
             must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
         storage: how patiently remote shards are read.
+        shards_then: `shard_list` of the run that wrote `cursors`; None: unknown.
 
     Raises:
         UserError: sizes that do not divide, shards that do not exist, cursors of another order.
@@ -77,11 +79,15 @@ class TrainLoader:
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
         storage: StorageConfig | None = None,
+        shards_then: str | None = None,
     ) -> None:
         self.lanes = resolve_lanes(config.lanes, global_size, world_size)
         self.index = index_of(config, storage or StorageConfig())
         reading = Reading(storage or StorageConfig(), self.index.checksums)
         self.plan = LanePlan(self.index.shards, seed, self.lanes, config.shuffle_block, config.caption_key, reading)
+        self.shard_list = ShardList.of(self.index).pack()
+        if cursors is not None:
+            cursors = go_on(cursors, shards_then, self.index, self.plan, config.allow_changed_shards)
         shares = deal_to_workers(rank_shares(global_size, self.lanes, rank, world_size), config.workers)
         source = SlotSource(self.plan, global_size // self.lanes, shares, _parse(cursors, self.plan))
         decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))

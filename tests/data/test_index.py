@@ -12,7 +12,7 @@ import yaml
 
 from clip_train.data import DataConfig, TrainLoader, ValLoader, check_source
 from clip_train.data.config import DataConfig as Config
-from clip_train.data.index import find_index, index_of, parse, to_bytes
+from clip_train.data.index import INDEX_NAME, find_index, index_of, parse, to_bytes
 from clip_train.data.indexing import BLOCK_BYTES, differences, index_shard, index_shards, write_indexes
 from clip_train.errors import DataError, UserError
 from clip_train.storage import StorageConfig, open_read
@@ -62,9 +62,9 @@ def test_sizes_json_is_openclips_and_both_survive_each_other(folder: Path) -> No
     assert json.loads((folder / "sizes.json").read_text()) == {
         "other.tar": 5, "000.tar": 12, "001.tar": 9, "002.tar": 15,
     }  # fmt: skip
-    known = parse((folder / "index.json").read_bytes())
+    known = parse((folder / INDEX_NAME).read_bytes())
     assert sorted(known) == ["000.tar", "001.tar", "002.tar"] and known["000.tar"] == first[str(folder / "000.tar")]
-    assert to_bytes(known) == (folder / "index.json").read_bytes()
+    assert to_bytes(known) == (folder / INDEX_NAME).read_bytes()
 
 
 def test_unusable_samples_and_captions_count_as_the_loader_counts(tmp_path: Path) -> None:
@@ -128,14 +128,14 @@ def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
     assert check_source(config).index.describe(None) == (
         "3 shards, all indexed: every block is verified, 36 samples in an epoch"
     )
-    flip(folder / "index.json", 300)
+    flip(folder / INDEX_NAME, 300)
     with pytest.raises(UserError, match=r"index\.json is damaged.*clip-train index"):
         check_source(config)
     assert check_source(config.model_copy(update={"verify": "off"})).num_shards == 3
 
 
 def test_an_index_that_cannot_be_read_is_not_no_index(folder: Path) -> None:
-    (folder / "index.json").mkdir()
+    (folder / INDEX_NAME).mkdir()
     with pytest.raises(UserError, match=r"cannot be told.*IsADirectoryError.*data\.verify=off"):
         find_index([str(folder / "000.tar")], StorageConfig())
 
@@ -172,6 +172,6 @@ def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) ->
     (folder / "cut.tar").write_bytes(whole[: len(whole) // 2])
     assert main(["index", str(folder / "*.tar"), "--workers", "1"]) == 1
     assert "cut.tar: truncated shard: no end mark at byte 10240" in capsys.readouterr().err
-    entry = parse((folder / "index.json").read_bytes())["cut.tar"]
+    entry = parse((folder / INDEX_NAME).read_bytes())["cut.tar"]
     assert entry.samples < 6 and "truncated" in (entry.damage or "")
     assert differences(entry, index_shard(str(folder / "cut.tar"))) is None

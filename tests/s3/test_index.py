@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.data.index import find_index
+from clip_train.data.index import INDEX_NAME, find_index
 from clip_train.data.indexing import index_shards
 from clip_train.errors import UserError
 from clip_train.storage import StorageConfig
@@ -40,7 +40,7 @@ def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy
     found = find_index(urls, FAST)
     assert [found.entries[url] for url in urls] == list(local.values())
     puts = [r.split()[1].rsplit("/", 1)[1] for r in proxy.requests if r.startswith("PUT")]
-    assert set(puts) == {"sizes.json", "index.json"} and puts[-1] == "index.json"  # one put each, the index last
+    assert set(puts) == {"sizes.json", INDEX_NAME} and puts[-1] == INDEX_NAME  # one put each, the index last
 
     damaged = bytearray((folder / "004.tar").read_bytes())
     damaged[1000] ^= 1
@@ -53,7 +53,7 @@ def test_an_index_that_may_not_be_read_is_not_no_index(proxy: FaultyProxy, bucke
     server.put(f"{bucket}/000.tar", b"x")
     assert find_index([f"s3://{bucket}/000.tar"], FAST).without == [f"s3://{bucket}/000.tar"]
     proxy.faults = [Fault("status", key="index", code=403, s3code="AccessDenied", method="GET|HEAD")]
-    with pytest.raises(UserError, match=rf"s3://{bucket}/index\.json.*DeniedError.*data\.verify=off"):
+    with pytest.raises(UserError, match=rf"s3://{bucket}/clip_train_index\.json.*DeniedError.*data\.verify=off"):
         find_index([f"s3://{bucket}/000.tar"], StorageConfig())
 
 
