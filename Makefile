@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MARK ?= not peer
 
-.PHONY: help demo test check format clean invariance peers
+.PHONY: help demo test s3 check format clean invariance peers
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
@@ -29,9 +29,13 @@ $(READY): setup.py pyproject.toml Makefile
 demo: $(READY)
 	$(BIN)/clip-train demo
 
-test: $(READY)
+test: $(READY) s3
 	@echo "== tests ($(MARK))"
 	$(BIN)/python -m pytest -m "$(MARK)"
+
+s3:
+	@echo "== the S3 server for the tests marked s3, in .venv-s3 (once; half a minute)"
+	@PYTHON=$(PYTHON) bash scripts/setup_s3.sh .venv-s3 || echo "== IT CANNOT BE SET UP: THE S3 TESTS WILL BE SKIPPED"
 
 check: $(READY)
 	@echo "== ruff"
@@ -54,4 +58,4 @@ peers:
 	.venv-peers/bin/python -m pytest -m peer tests/peers
 
 clean:
-	rm -rf $(VENV) .venv-peers build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers .venv-s3 build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -193,7 +193,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         evaluate=evaluation(config, checked, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
-        run_state={"recipe": config.model_dump(mode="json")},
+        run_state={"recipe": config.model_dump(mode="json"), "shards": loader.shard_list},
     )
     if resumed is not None:
         trainer.resume(resumed)
@@ -214,6 +214,7 @@ def build_loader(config: RunConfig, checked: Checked, device: torch.device, resu
         cursors=resumed.state["cursors"] if resumed else None,
         pin_memory=device.type == "cuda",
         storage=config.storage,
+        shards_then=resumed.state.get("shards") if resumed else None,
     )
     if resumed is not None and loader.step != resumed.state["step"]:
         raise CheckpointError(

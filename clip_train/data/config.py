@@ -58,6 +58,9 @@ class DataConfig(Settings):
     val: str | None = None
     """Validation shards, written like `train`; read once, in order."""
 
+    allow_changed_shards: bool = False
+    """Go on from a checkpoint though shards were added, removed or changed since: from the start of an epoch."""
+
     bad_sample_limit: Annotated[float, Field(ge=0, le=1)] = 0.05
     """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was bad."""
 

@@ -1,7 +1,7 @@
 """The shard index: how many samples, how many bytes and which bytes each shard has.
 
 `clip-train index` writes two files beside the shards: `sizes.json`, OpenCLIP's `{name: samples}`, and
-`index.json`, which adds the size, the sha256 and the sum of every block. With it an epoch's length is exact,
+`clip_train_index.json`, which adds the size, the sha256 and the sum of every block. With it an epoch's length is exact,
 and no byte of a shard is used before its block has been verified.
 """
 
@@ -19,7 +19,7 @@ from clip_train.data.sources import expand
 from clip_train.errors import UserError
 from clip_train.storage import Checksums, StorageConfig, open_read
 
-INDEX_NAME = "index.json"
+INDEX_NAME = "clip_train_index.json"  # MosaicML has taken index.json
 SIZES_NAME = "sizes.json"
 FORMAT = "clip-train index 1"
 MARK_EVERY = 64  # usable samples
@@ -106,7 +106,7 @@ def index_of(config: DataConfig, storage: StorageConfig) -> ShardIndex:
 
 
 def find_index(shards: list[str], storage: StorageConfig) -> ShardIndex:
-    """Reads the index.json beside the shards, where there is one.
+    """Reads the indexes beside the shards, where there is one.
 
     Raises:
         UserError: it is damaged, or it cannot be told whether there is one.
@@ -154,7 +154,7 @@ def parse(data: bytes) -> dict[str, ShardEntry]:
 
 
 def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
-    """An index.json; the same entries give the same bytes."""
+    """An index file; the same entries give the same bytes."""
     shards = {name: entries[name].to_dict() for name in sorted(entries)}
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in shards.items())
     text = f'{{"format": "{FORMAT}", "sha256": "{_sum(shards)}", "shards": {{\n{lines}\n}}}}\n'

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import BinaryIO
 
 from clip_train.data import index, raw
@@ -95,24 +96,32 @@ def index_shards(
     storage: StorageConfig | None = None,
     progress: Progress = lambda url, entry: None,
 ) -> dict[str, ShardEntry]:
-    """The entries of all shards. DataError where one cannot be read."""
+    """The entries of all shards, read by `workers` processes (1: by this one). DataError where one cannot be read."""
+    found: dict[str, ShardEntry] = {}
+    todo = list(dict.fromkeys(urls))
+    if min(workers, len(todo)) == 1:
+        for url in todo:
+            found[url] = index_shard(url, caption_key, block_bytes, storage)
+            progress(url, found[url])
+        return found
     context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
     context.set_forkserver_preload([__name__])
-    found: dict[str, ShardEntry] = {}
-    with ProcessPoolExecutor(min(workers, len(urls)), mp_context=context) as pool:
-        jobs = {pool.submit(index_shard, url, caption_key, block_bytes, storage): url for url in dict.fromkeys(urls)}
+    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
+        jobs = {pool.submit(index_shard, url, caption_key, block_bytes, storage): url for url in todo}
         try:
             for job in as_completed(jobs):
-                found[jobs[job]] = entry = job.result()
-                progress(jobs[job], entry)
+                found[jobs[job]] = job.result()
+                progress(jobs[job], found[jobs[job]])
+        except BrokenProcessPool as e:
+            raise DataError("an indexing process died; if memory ran out (see dmesg), use fewer --workers") from e
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return {url: found[url] for url in urls}
+    return {url: found[url] for url in todo}
 
 
 def write_indexes(entries: Mapping[str, ShardEntry], storage: StorageConfig | None = None) -> list[str]:
-    """sizes.json and index.json in every folder, with what they knew of other shards. Returns the indexes' paths.
+    """sizes.json and clip_train_index.json in every folder, with what they knew of other shards. Returns the indexes' paths.
 
     Raises:
         UserError: an index that is there is damaged.

@@ -76,6 +76,11 @@ class LanePlan:
         """What `Cursor.to_dict` gave, from a checkpoint."""
         return Cursor(**cursor)
 
+    def in_new_epoch(self, cursors: dict[int, Cursor]) -> dict[int, Cursor]:
+        """The lanes' positions moved to the start of an epoch that none of them has begun."""
+        epoch = max(cursor.epoch for cursor in cursors.values()) + 1
+        return {lane: replace(c, epoch=epoch, shard=0, offset=0, taken=0) for lane, c in cursors.items()}
+
     def parts(self, lane: int, epoch: int) -> list[Part]:
         """What `lane` reads in `epoch`, in this order. Over all lanes every sample comes exactly once, if not drawn."""
         if self.resampled:

@@ -33,6 +33,7 @@ from clip_train.data.pipeline import (
     SlotSource,
     Stage,
 )
+from clip_train.data.shard_list import ShardList, go_on
 from clip_train.data.shares import RankShare
 from clip_train.data.sources import Reading
 from clip_train.data.transforms import TrainTransform
@@ -62,6 +63,7 @@ class TrainLoader:
         stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
             must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
         storage: how patiently remote shards are read.
+        shards_then: `shard_list` of the run that wrote `cursors`; None: unknown.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist, cursors of another order.
@@ -83,6 +85,7 @@ class TrainLoader:
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
         storage: StorageConfig | None = None,
+        shards_then: str | None = None,
     ) -> None:
         self._sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
         self._sizes.check_ranks(world_size)
@@ -90,6 +93,9 @@ class TrainLoader:
         self.index = index_of(config, storage or StorageConfig())
         reading = Reading(storage or StorageConfig(), self.index.checksums)
         self.plan = plan_order(config, self.index, reading, seed, self.lanes)
+        self.shard_list = ShardList.of(self.index).pack()
+        if cursors:
+            cursors = go_on(cursors, shards_then, self.index, self.plan, config.allow_changed_shards)
         parsed = _parse(cursors, self.plan)
         self.step = _step_at(parsed, self.plan, self._sizes)
         workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self.step)

@@ -75,6 +75,16 @@ class Mixture:
         parsed = (plan.parse(dict(each)) for plan, each in zip(self.plans, cursor["sources"], strict=True))
         return MixedCursor(cursor["count"], tuple(parsed))
 
+    def in_new_epoch(self, cursors: dict[int, MixedCursor]) -> dict[int, MixedCursor]:
+        """The lanes' positions moved, in every source, to the start of an epoch that none of them has begun."""
+        moved = [
+            plan.in_new_epoch({lane: cursor.sources[number] for lane, cursor in cursors.items()})
+            for number, plan in enumerate(self.plans)
+        ]
+        return {
+            lane: MixedCursor(cursor.count, tuple(each[lane] for each in moved)) for lane, cursor in cursors.items()
+        }
+
     def fingerprint(self) -> int:
         """Changes when cursors of another mixture would not mean the same position."""
         return fingerprint([plan.fingerprint() for plan in self.plans], self._edges, self.seed)

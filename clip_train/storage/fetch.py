@@ -159,6 +159,8 @@ def meaning(error: BaseException) -> Meaning:
 
 def describe(error: BaseException) -> str:
     """One line; of an answer of the server its status and code, which OSError's text leaves out."""
+    if isinstance(error, Transfer | Changed):
+        return str(error)
     status, code = _status(error)
     answered = f"HTTP {status} {code if code != str(status) else ''}".strip() if status is not None else ""
     return f"{answered or type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"

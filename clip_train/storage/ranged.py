@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 from clip_train.storage.blocks import BlockFile, Checksums, DeniedError, MissingError, ReadError, block_sum
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.fetch import Changed, Source, Stat, Transfer, describe, meaning
+from clip_train.storage.fetch import Source, Stat, Transfer, describe, meaning
 
 LONGEST_BACKOFF_SECONDS = 20.0
-SAME_DAMAGE = 3  # times the same wrong bytes came: they are what is stored
 LOUD_ATTEMPT = 3  # failures up to here are everyday life on S3
 
 T = TypeVar("T")
@@ -101,18 +100,17 @@ class RangedFile(BlockFile):
 
     def _start(self, block: int) -> Future[bytes]:
         begin, end = self.bounds(block)
-        damage: dict[str, int] = {}
+        wrong: set[str] = set()
 
         async def attempt() -> bytes:
             data = await self._source.get(begin, end, self._stat)
             if self._checksums is not None and (found := block_sum(data)) != self._checksums.of(block):
-                damage[found] = damage.get(found, 0) + 1
-                if damage[found] == SAME_DAMAGE:
-                    raise Changed(
-                        f"the same {SAME_DAMAGE} times, and not what the index was made from: damaged where it is "
-                        "stored, or replaced; restore it, or run `clip-train index` again if the new content is right"
-                    )
-                raise Transfer("the bytes do not match the index's checksum")
+                wrong.add(found)
+                raise Transfer(
+                    "the bytes are not those that the index was made from"
+                    + (", each time others" if len(wrong) > 1 else "")
+                    + "; if it is stored like this, restore it, or run `clip-train index` again for the new content"
+                )
             return data
 
         return self._run(self._persist(f"bytes {begin}-{end - 1}", attempt))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -55,6 +57,15 @@ def forget_file_systems() -> None:
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
+    gc.collect()  # here: collected in the proxy's thread they would close their connections on its loop
+
+
+@pytest.fixture
+def new_workers(proxy: FaultyProxy) -> Iterator[None]:
+    """Loader workers that know the proxy: the fork server keeps the environment of the test that started it."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture

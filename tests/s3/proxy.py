@@ -6,11 +6,13 @@ It runs in a thread of the test: `with FaultyProxy(port) as proxy: proxy.faults 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import socket
 import struct
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal
 
@@ -22,13 +24,13 @@ class Fault:
     """What happens to GETs of a key that matches.
 
     reset: the connection is reset before an answer; cut: reset in mid-body; end: closed politely in mid-body,
-    with the right Content-Length; short: half the body, with a Content-Length that fits; stall: half the body
-    and then silence; drip: 200 bytes a second; flip: one bit of the body; status: an S3 error; hang: no answer;
-    expired: 403 for requests signed with the key `access_key`; other: another object's bytes, of equal length.
+    with the right Content-Length; short: a part of the body, with a Content-Length that fits; stall: a part of
+    the body and then silence; drip: 200 bytes a second; flip: one bit of the body; other: other bytes, as many;
+    status: an S3 error; hang: no answer; expired: 403 for requests signed with the key `access_key`.
     """
 
     action: Action
-    every: int = 1  # of the requests that match, each n-th is hit
+    every: int = 1  # of the requests that match, one in so many is hit: drawn, since a rhythm misses places
     skip: int = 0  # and the first ones are not
     times: int | None = None  # at most so often
     burst: int = 1  # once hit, so many in a row
@@ -37,10 +39,11 @@ class Fault:
     code: int = 503
     s3code: str = "SlowDown"
     access_key: str = ""
-    at: float = 0.5  # where in the body, as a fraction
+    at: float | None = None  # where in the body, as a fraction; None: drawn
     seen: int = field(default=0, init=False)
     fired: int = field(default=0, init=False)
     left: int = field(default=0, init=False)  # of the burst
+    draws: random.Random = field(default_factory=lambda: random.Random(0), init=False)
 
     def hits(self, method: str, path: str, headers: bytes) -> bool:
         if method not in self.method.split("|") or not re.search(self.key, path):
@@ -49,7 +52,7 @@ class Fault:
             return False
         self.seen += 1
         if not self.left:
-            if self.seen <= self.skip or (self.seen - self.skip) % self.every:
+            if self.seen <= self.skip or self.draws.random() * self.every >= 1:
                 return False
             if self.times is not None and self.fired >= self.times:
                 return False
@@ -57,6 +60,11 @@ class Fault:
         self.left -= 1
         self.fired += 1
         return True
+
+
+def fresh(faults: Iterable[Fault]) -> list[Fault]:
+    """The same ones, their counters at zero."""
+    return [replace(fault) for fault in faults]
 
 
 class FaultyProxy:
@@ -111,6 +119,9 @@ class FaultyProxy:
         """One request and its answer; whether the connection lives on."""
         head = await reader.readuntil(b"\r\n\r\n")
         method, path = head.split(b" ", 2)[:2]
+        if re.search(rb"\r\nExpect:", head, re.IGNORECASE):
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            head = _with_header(head, b"Expect", None)
         body = await reader.readexactly(_length(head))
         asked = re.search(rb"\r\nRange: *([^\r]+)", head, re.IGNORECASE)
         self.requests.append(f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip())
@@ -154,7 +165,7 @@ class FaultyProxy:
             up_writer.transport.abort()
 
     async def _spoil(self, fault: Fault, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> bool:
-        cut = int(len(body) * fault.at)
+        cut = int(len(body) * (fault.draws.random() if fault.at is None else fault.at))
         match fault.action:
             case "flip":
                 writer.write(head + body[:cut] + bytes([body[cut] ^ 16]) + body[cut + 1 :])

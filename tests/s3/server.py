@@ -19,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 90  # 5 on a quiet machine
+# Its standard input is a pipe from us: it closes when we are gone, killed or not, and then all of the group goes.
+ENDS_WITH_US = '"$@" </dev/null & read nothing; kill -9 -$$'
 
 
 def python() -> Path | None:
@@ -66,8 +68,8 @@ class Server:
         }
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [str(interpreter), "-m", "localstack.runtime.main"],
-                cwd=self._folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                ["sh", "-c", ENDS_WITH_US, "sh", str(interpreter), "-m", "localstack.runtime.main"],
+                cwd=self._folder, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         try:
@@ -81,7 +83,7 @@ class Server:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # nothing in it is worth a tidy end
-            self._process.wait()
+            self._process.communicate()
             self._process = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
