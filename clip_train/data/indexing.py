@@ -121,7 +121,7 @@ def index_shards(
 
 
 def write_indexes(entries: Mapping[str, ShardEntry], storage: StorageConfig | None = None) -> list[str]:
-    """sizes.json and clip_train_index.json in every folder, with what they knew of other shards. Returns the indexes' paths.
+    """sizes.json and our index in every folder, with what they knew of other shards. Returns the indexes' paths.
 
     Raises:
         UserError: an index that is there is damaged.

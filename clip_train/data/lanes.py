@@ -76,6 +76,10 @@ class LanePlan:
         """What `Cursor.to_dict` gave, from a checkpoint."""
         return Cursor(**cursor)
 
+    def uncounted(self) -> LanePlan:
+        """The order that there was before there was an index."""
+        return replace(self, counts=None)
+
     def in_new_epoch(self, cursors: dict[int, Cursor]) -> dict[int, Cursor]:
         """The lanes' positions moved to the start of an epoch that none of them has begun."""
         epoch = max(cursor.epoch for cursor in cursors.values()) + 1

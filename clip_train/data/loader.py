@@ -95,6 +95,7 @@ class TrainLoader:
         self.plan = plan_order(config, self.index, reading, seed, self.lanes)
         self.shard_list = ShardList.of(self.index).pack()
         if cursors:
+            self.plan = _as_begun(self.plan, cursors)
             cursors = go_on(cursors, shards_then, self.index, self.plan, config.allow_changed_shards)
         parsed = _parse(cursors, self.plan)
         self.step = _step_at(parsed, self.plan, self._sizes)
@@ -252,6 +253,13 @@ def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int
     return newest
 
 
+def _as_begun(plan: Plan, cursors: dict[int, dict[str, Any]]) -> Plan:
+    """A run that began without an index keeps its order when one is made: the index then only verifies."""
+    before = plan.uncounted()
+    begun_so = any(cursor.get("source") == before.fingerprint() for cursor in cursors.values())
+    return before if begun_so else plan
+
+
 def _parse(cursors: dict[int, dict[str, Any]] | None, plan: Plan) -> dict[int, Any]:
     """Cursors from a checkpoint, where JSON may have made texts of the lanes' numbers."""
     if not cursors:
@@ -265,7 +273,7 @@ def _parse(cursors: dict[int, dict[str, Any]] | None, plan: Plan) -> dict[int, A
         )
     if not same:
         raise UserError(
-            "data.train (or its weights, resampling or index), data.shuffle_block, data.caption_key or run.seed is not "
+            "data.train (its weights, resampling or index), data.shuffle_block, data.caption_key or run.seed is not "
             "what it was when the checkpoint was written, so its data position means nothing; restore them, or start a "
             "new run from its weights"
         )

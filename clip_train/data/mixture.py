@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,10 @@ class Mixture:
         """What `MixedCursor.to_dict` gave, from a checkpoint."""
         parsed = (plan.parse(dict(each)) for plan, each in zip(self.plans, cursor["sources"], strict=True))
         return MixedCursor(cursor["count"], tuple(parsed))
+
+    def uncounted(self) -> Mixture:
+        """The order that there was before there was an index."""
+        return replace(self, plans=tuple(plan.uncounted() for plan in self.plans))
 
     def in_new_epoch(self, cursors: dict[int, MixedCursor]) -> dict[int, MixedCursor]:
         """The lanes' positions moved, in every source, to the start of an epoch that none of them has begun."""

@@ -145,13 +145,17 @@ def test_a_shard_with_fewer_samples_than_its_index_says_is_an_error(tmp_path):
             lane.take()
 
 
-def test_an_index_that_appears_between_runs_is_noticed(tmp_path):
+def test_a_run_keeps_the_order_it_began_with_when_an_index_comes_or_goes(tmp_path):
     write_dataset(tmp_path, [30, 20])
-    _, cursors, _ = keys_of(config_of(f"{tmp_path}/*.tar", lanes=4), 1)
+    config = config_of(f"{tmp_path}/*.tar", lanes=4)
+    whole, _, _ = keys_of(config, 6)
+    _, cursors, _ = keys_of(config, 1)
     index(tmp_path)
-    with pytest.raises(UserError, match=r"data.train .or its weights, resampling or index"):
-        loader_of(config_of(f"{tmp_path}/*.tar", lanes=4), cursors=cursors)
-    loader_of(config_of(f"{tmp_path}/*.tar", lanes=4, verify="off"), cursors=cursors)
+    assert keys_of(config, 5, cursors=cursors)[0] == whole[1:]
+    counted, cursors, _ = keys_of(config, 6)
+    assert counted != whole
+    with pytest.raises(UserError, match=r"data.train .its weights, resampling or index"):
+        loader_of(config_of(f"{tmp_path}/*.tar", lanes=4, verify="off"), cursors=cursors)
 
 
 # -- several sources
