@@ -11,7 +11,9 @@ from clip_train.batch import BatchSizes
 from clip_train.data.sources import split
 from clip_train.settings import Settings
 
-MAX_AUTO_LANES = 64
+FEW_LANES, MANY_LANES = 64, 1024  # what `auto` chooses up to, for small and for large global batches
+SAMPLES_PER_AUTO_LANE = 32  # in a global batch, beyond FEW_LANES
+SHUFFLED, LARGEST_BLOCK = 32_768, 512  # samples in the blocks of all lanes, and in one, by `shuffle_block: auto`
 GOOD_LANES = 16  # enough to mix shards and to feed ranks and workers
 SAMPLES_PER_LANE = 4  # at least, where lanes do not divide the global batch
 
@@ -39,11 +41,12 @@ class DataConfig(Settings):
     """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order."""
 
     lanes: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Streams that feed the global batch, fixed for the run. auto: the largest divisor, up to 64, of every
-    global batch's size; where that is below 16, a quarter of the smallest size, up to 64."""
+    """Streams that feed the global batch, fixed for the run. auto: the largest divisor of every global batch's size
+    up to 64, or up to a 32nd of the smallest if that is more, at most 1024; where it is below 16, a quarter of the
+    smallest size, up to 64."""
 
-    shuffle_block: Annotated[int, Field(gt=0)] = 512
-    """Raw samples that a lane permutes together.
+    shuffle_block: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Raw samples that a lane permutes together. auto: 512, and less from 64 lanes on (32,768 over all lanes).
 
     Memory: a rank holds (lanes that it reads) x shuffle_block undecoded samples; 16 lanes of 512 samples
     of 80 kB are 655 MB. Weighted sources share it.
@@ -116,7 +119,13 @@ def resolve_lanes(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
         return lanes
     smallest, _ = sizes.extremes()
     common = math.gcd(*{size for stage in range(len(sizes.stretches)) for size in sizes.distinct(stage)})
-    divisor = max(d for d in range(1, MAX_AUTO_LANES + 1) if common % d == 0)
+    most = min(MANY_LANES, max(FEW_LANES, smallest // SAMPLES_PER_AUTO_LANE))
+    divisor = max(d for d in range(1, most + 1) if common % d == 0)
     if divisor >= min(GOOD_LANES, smallest):
         return divisor
-    return max(divisor, min(MAX_AUTO_LANES, smallest // SAMPLES_PER_LANE))
+    return max(divisor, min(FEW_LANES, smallest // SAMPLES_PER_LANE))
+
+
+def resolve_block(shuffle_block: int | Literal["auto"], lanes: int) -> int:
+    """Samples that a lane permutes together: a function of the recipe alone, as the number of lanes is."""
+    return max(1, min(LARGEST_BLOCK, SHUFFLED // lanes)) if shuffle_block == "auto" else shuffle_block

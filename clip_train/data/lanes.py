@@ -14,7 +14,7 @@ import bisect
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -68,9 +68,9 @@ class LanePlan:
     counts: Counts | None = None  # where all shards are indexed: epochs are exact
     resampled: bool = False  # shards are drawn with replacement
 
-    def open(self, number: int, cursor: Cursor | None = None) -> Lane:
-        """The lane `number`, from a cursor on."""
-        return Lane(self, number, cursor)
+    def open(self, number: int, cursor: Cursor | None = None, *, keep_open: bool = True) -> Lane:
+        """The lane `number`, from a cursor on. keep_open: its shard stays open from block to block."""
+        return Lane(self, number, cursor, keep_open=keep_open)
 
     def parse(self, cursor: dict[str, Any]) -> Cursor:
         """What `Cursor.to_dict` gave, from a checkpoint."""
@@ -169,11 +169,12 @@ class Slot:
 class Lane:
     """A reader of one lane, from a cursor on."""
 
-    def __init__(self, plan: LanePlan, number: int, cursor: Cursor | None = None) -> None:
+    def __init__(self, plan: LanePlan, number: int, cursor: Cursor | None = None, *, keep_open: bool = True) -> None:
         self.plan = plan
         self.number = number
         self._cursor = cursor or Cursor()
-        self._events = self.scan(self._cursor)
+        self._keep_open = keep_open
+        self._events: Generator[Raw | Bad | EpochEnd] | None = None
         self._block: Block | None = None
 
     def take(self) -> Slot:
@@ -210,6 +211,8 @@ class Lane:
         samples: list[Raw] = []
         skipped: list[Bad] = []
         empty_epochs = 0
+        if self._events is None:
+            self._events = self.scan(self._cursor)
         for event in self._events:
             if isinstance(event, Bad):
                 skipped.append(event)
@@ -228,10 +231,13 @@ class Lane:
             else:
                 empty_epochs += 1
                 self._check_not_empty(empty_epochs)
+        if not self._keep_open:
+            self._events.close()
+            self._events = None
         random.Random(hash64(self.plan.seed, self.number, number, -1)).shuffle(samples)
         return Block(samples, after)
 
-    def scan(self, start: Cursor) -> Iterator[Raw | Bad | EpochEnd]:
+    def scan(self, start: Cursor) -> Generator[Raw | Bad | EpochEnd]:
         """All that this lane reads from a position on, in the order of the shards, without end."""
         epoch, first, offset = start.epoch, start.shard, start.offset
         while True:

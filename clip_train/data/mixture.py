@@ -66,9 +66,9 @@ class Mixture:
         """
         return bisect.bisect_right(self._edges, (position * STRIDE + self._offset) % WORD)
 
-    def open(self, number: int, cursor: MixedCursor | None = None) -> MixedLane:
-        """The lane `number`, from a cursor on."""
-        return MixedLane(self, number, cursor)
+    def open(self, number: int, cursor: MixedCursor | None = None, *, keep_open: bool = True) -> MixedLane:
+        """The lane `number`, from a cursor on. keep_open: its shards stay open from block to block."""
+        return MixedLane(self, number, cursor, keep_open=keep_open)
 
     def parse(self, cursor: dict[str, Any]) -> MixedCursor:
         """What `MixedCursor.to_dict` gave, from a checkpoint."""
@@ -97,10 +97,13 @@ class Mixture:
 class MixedLane:
     """A reader of one lane of the stream, from a cursor on; as `Lane` is."""
 
-    def __init__(self, mixture: Mixture, number: int, cursor: MixedCursor | None = None) -> None:
+    def __init__(
+        self, mixture: Mixture, number: int, cursor: MixedCursor | None = None, *, keep_open: bool = True
+    ) -> None:
         self.mixture, self.number = mixture, number
         starts: Sequence[Cursor | None] = cursor.sources if cursor else [None] * len(mixture.plans)
-        self._lanes: list[Lane] = [plan.open(number, at) for plan, at in zip(mixture.plans, starts, strict=True)]
+        pairs = zip(mixture.plans, starts, strict=True)
+        self._lanes: list[Lane] = [plan.open(number, at, keep_open=keep_open) for plan, at in pairs]
         self._count = cursor.count if cursor else 0
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clip_train.data.config import DataConfig
+from clip_train.data.config import DataConfig, resolve_block
 from clip_train.data.dealing import hash64
 from clip_train.data.index import ShardIndex
 from clip_train.data.lanes import LanePlan
@@ -18,13 +18,14 @@ def plan_order(config: DataConfig, index: ShardIndex, reading: Reading, seed: in
         counts = index.counts(config.caption_key, shards)
         return LanePlan(shards, own_seed, lanes, block, config.caption_key, reading, counts, resampled)
 
+    together = resolve_block(config.shuffle_block, lanes)
     if config.train_weights is None:
-        return source(index.shards, 0, config.shuffle_block, config.resampled is True)
+        return source(index.shards, 0, together, config.resampled is True)
     sources = split(config.train)
     weights = config.train_weights
     resampled = config.resampled if isinstance(config.resampled, list) else [config.resampled] * len(sources)
     plans = []
     for number, part in enumerate(sources):
-        block = max(1, round(config.shuffle_block * weights[number] / sum(weights)))
+        block = max(1, round(together * weights[number] / sum(weights)))
         plans.append(source(expand(part), number, block, resampled[number]))
     return Mixture(tuple(plans), tuple(weights), seed)

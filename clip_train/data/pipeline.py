@@ -31,6 +31,7 @@ from clip_train.errors import ClipTrainError, DataError, UserError
 Sample = dict[str, Any]
 Plan = LanePlan | Mixture
 Stage = Callable[[Iterable[Sample]], Iterable[Sample]]  # such as webdataset.map(f)
+MAX_OPEN_LANES = 64  # in a worker: with more, their shards are opened for each block: files and buffers are few
 MAX_SUBSTITUTES = 10_000  # as many samples in a row that do not decode are no accident
 
 
@@ -96,7 +97,9 @@ class SlotSource:
             old, lanes = lanes, {}  # a lane that is needed no more goes
             waiting: _StepSlot | None = None
             for lane_number, first, last, size in shares:
-                lane = old.get(lane_number) or self.plan.open(lane_number, self.cursors.get(lane_number))
+                lane = old.get(lane_number) or self.plan.open(
+                    lane_number, self.cursors.get(lane_number), keep_open=len(shares) <= MAX_OPEN_LANES
+                )
                 lanes[lane_number] = lane
                 for j in range(size):
                     if not first <= j < last:

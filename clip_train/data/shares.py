@@ -96,6 +96,13 @@ class RankShare:
         return RankShare(self.sizes, self.lanes, self.rank, self.world_size, tuple(kept))
 
 
+def times_read(sizes: BatchSizes, lanes: int, world_size: int) -> float:
+    """How often the ranks together read each lane, in the mean, once a schedule has ended: more than once where
+    ranks share lanes. Each sample is decoded once all the same."""
+    last = sizes.stretches[-1].size
+    return sum(len(_lanes_of(last, lanes, rank, world_size)) for rank in range(world_size)) / lanes
+
+
 def _overlap(a: range, b: range) -> int:
     return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 

@@ -222,7 +222,7 @@ def test_a_shard_that_vanished_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "global_size, expected", [(256, 64), (96, 48), (100, 50), (32768, 64), (7, 7), (97, 24), (134, 33), (1009, 64)]
+    "global_size, expected", [(256, 64), (96, 48), (100, 50), (32768, 1024), (7, 7), (97, 24), (134, 33), (1009, 64)]
 )
 def test_auto_lanes(global_size, expected):
     assert resolve_lanes("auto", BatchSizes.constant(global_size)) == expected

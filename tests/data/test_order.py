@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
 
-from clip_train.data import DataConfig, TrainLoader, merge_cursors
+from clip_train.batch import BatchSizes
+from clip_train.data import DataConfig, TrainLoader, merge_cursors, resolve_lanes, times_read
+from clip_train.data.config import resolve_block
 from clip_train.data.index import MARK_EVERY
 from clip_train.data.indexing import index_shards, write_indexes
 from clip_train.data.lanes import LanePlan
@@ -255,3 +259,35 @@ def test_mistakes_are_explained(settings, message):
 
 def test_weights_as_openclip_writes_them():
     assert DataConfig(train="a.tar::b.tar", train_weights="1::2.5").train_weights == [1.0, 2.5]
+
+
+# -- how many lanes
+
+
+@pytest.mark.parametrize(
+    "global_size, lanes, block",
+    [(256, 64, 512), (2048, 64, 512), (8192, 256, 128), (32_768, 1024, 32), (65_536, 1024, 32), (40_000, 1000, 32)],
+)
+def test_lanes_grow_with_the_global_batch_and_blocks_shrink(global_size, lanes, block):
+    sizes = BatchSizes.constant(global_size)
+    assert resolve_lanes("auto", sizes) == lanes
+    assert resolve_block("auto", lanes) == block
+    assert resolve_block(7, lanes) == 7
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 48, 256, 1000, 1024, 4096])
+def test_the_default_divides_well_for_any_number_of_ranks(world_size):
+    read = times_read(BatchSizes.constant(32_768), 1024, world_size)
+    if 1024 % world_size == 0:
+        assert read == 1
+    assert read <= max(2, world_size / 1024)
+
+
+def test_many_lanes_are_closed_between_blocks(unequal, monkeypatch):
+    config = config_of(f"{unequal}/*.tar", lanes=24)
+    whole, _, _ = keys_of(config, 30)
+    gc.collect()  # what earlier loaders held open
+    monkeypatch.setattr("clip_train.data.pipeline.MAX_OPEN_LANES", 2)
+    loader = loader_of(config)
+    assert [next(loader).keys for _ in range(30)] == whole
+    assert sum(os.path.realpath(f"/proc/self/fd/{fd}").endswith(".tar") for fd in os.listdir("/proc/self/fd")) == 0
