@@ -47,6 +47,7 @@ class Mutation:
 ENGINE = "tests/engine/test_deepspeed.py"
 MICRO = "tests/test_step.py::test_micro_batches_and_kept_graphs_are_invisible"
 DROPOUT = "tests/test_step.py::test_the_second_forward_draws_the_same_dropout_as_the_first"
+BANKED_LOSS = "tests/contrastive/test_memory_bank.py::test_float64_equals_autograd_over_the_concatenation"
 EXACT_LOSS = "tests/contrastive/test_info_nce.py::test_float64_equals_autograd"
 LOSS_ON_RANKS = (
     "tests/contrastive/test_info_nce.py::test_ranks_hold_shares_of_the_gradient_of_the_global_mean[2-False-48]"
@@ -95,6 +96,34 @@ MUTATIONS = [
         ".item() > SMALLEST_SUM:",
         ".item() >= 0:",
         ("tests/contrastive/test_info_nce.py",),
+    ),
+    Mutation(
+        "a teacher's opinion with the wrong sign",
+        "clip_train/contrastive/distill.py",
+        "teacher, -weight, side, values=pairs)",
+        "teacher, weight, side, values=pairs)",
+        ("tests/contrastive/test_distill.py::test_float64_equals_autograd",),
+    ),
+    Mutation(
+        "past copies of a sample are its negatives",
+        "clip_train/contrastive/tiles.py",
+        "        if self.ids is not None:\n",
+        "        if self.ids is not None and False:\n",
+        (BANKED_LOSS,),
+    ),
+    Mutation(
+        "past images forgotten in the scale's gradient",
+        "clip_train/contrastive/memory_bank.py",
+        " + row_dots(T, from_past_images).sum()",
+        "",
+        (BANKED_LOSS,),
+    ),
+    Mutation(
+        "past pairs that are no terms have a softmax",
+        "clip_train/contrastive/memory_bank.py",
+        "lse.new_full((self.N + self.M - len(lse),), torch.inf)",
+        "lse.new_full((self.N + self.M - len(lse),), 20.0)",
+        (BANKED_LOSS,),
     ),
     # -- the two passes
     Mutation(
@@ -177,6 +206,63 @@ MUTATIONS = [
         "image, text = self._decode(sample, slot.seed)",
         "image, text = self._decode(sample, slot.seed + (w.id if (w := get_worker_info()) else 0))",
         ("tests/data/test_loader.py::test_global_batches_are_the_same[1-2-2]",),
+    ),
+    # -- batches of varying size, which nothing divides
+    Mutation(
+        "what another rank takes from a lane is not skipped",
+        "clip_train/data/pipeline.py",
+        "                        lane.skip()\n",
+        "                        pass\n",
+        ("tests/data/test_uneven.py::test_ranks_and_workers_change_nothing[5-2-0]",),
+    ),
+    Mutation(
+        "every batch begins with lane 0",
+        "clip_train/data/shares.py",
+        "size = samples_below(P + G, lane, L) - samples_below(P, lane, L)",
+        "size = samples_below(G, lane, L)",
+        ("tests/data/test_uneven.py::test_the_order_is_what_its_definition_says",),
+    ),
+    Mutation(
+        "a lane's position taken from the rank that speaks last",
+        "clip_train/data/loader.py",
+        'if lane not in newest or cursor["count"] > newest[lane]["count"]:',
+        "if True:",
+        ("tests/data/test_uneven.py::test_resumes_of_resumes",),
+    ),
+    Mutation(
+        "lanes of later stages not read from the start",
+        "clip_train/data/shares.py",
+        "for size in sizes.distinct(stage)] + needed[:1]",
+        "for size in sizes.distinct(stage)]",
+        ("tests/data/test_uneven.py::test_ranks_and_workers_change_nothing",),
+    ),
+    Mutation(
+        "micro-batches counted from the rank's own share",
+        "clip_train/protocols.py",
+        "counts = self.shares or (len(self),)",
+        "counts = (len(self),)",
+        ("tests/test_batch.py::test_every_rank_has_equally_many_chunks_and_none_is_empty",),
+    ),
+    Mutation(
+        "local accumulation weighed by the rank's own share",
+        "clip_train/step.py",
+        "N = batch.global_size or len(batch) * dist.world_size()",
+        "N = len(batch) * dist.world_size()",
+        ("tests/test_uneven.py::test_ranks_and_micro_batches_that_do_not_divide_are_invisible[2-5]",),
+    ),
+    Mutation(
+        "learning rate scaled once, to the last size",
+        "launcher/train.py",
+        "config.optim.peak_lr(sizes.at(step))",
+        "config.optim.peak_lr(sizes.at(steps))",
+        ("tests/launcher/test_schedule.py::test_metrics_tell_each_steps_own",),
+    ),
+    Mutation(
+        "a ramp's sum without its last increment",
+        "clip_train/batch.py",
+        "moved = self.unit * floor_sum(i, abs(self.rise)",
+        "moved = self.unit * floor_sum(i - 1, abs(self.rise)",
+        ("tests/test_batch.py::test_sizes_and_their_sums",),
     ),
     # -- checkpoints
     Mutation(
