@@ -41,13 +41,15 @@ class EngineConfig(Settings):
     """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always."""
-    activation_checkpointing: bool = False
-    """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory."""
+    activation_checkpointing: bool | Literal["auto"] = False
+    """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory.
+    auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
-    reduce_gradients: Literal["once", "each_backward"] = "each_backward"
+    reduce_gradients: Literal["once", "each_backward", "auto"] = "each_backward"
     """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per step, holding
-    a whole gradient, summed in the model's precision, on every rank until then. Stages 0 and 1 always do it once."""
+    a whole gradient, summed in the model's precision, on every rank until then. Stages 0 and 1 always do it once.
+    auto: by the memory that there is; in fp32 only, where the order of the sums is all that differs."""
     compile: bool = False
     """torch.compile the model through DeepSpeed."""
     ds_config: str | None = None
