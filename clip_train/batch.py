@@ -100,6 +100,6 @@ def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
         )
     micro = 1 if config.micro_size == "auto" else min(config.micro_size, N // world_size)
     plan = BatchPlan(N, world_size, micro, 1)
-    wanted = {"all": plan.accum_steps, "auto": 1}.get(config.kept_graphs, config.kept_graphs)
-    kept = min(wanted, plan.accum_steps)
+    wanted = config.kept_graphs
+    kept = plan.accum_steps if wanted == "all" else 1 if wanted == "auto" else min(wanted, plan.accum_steps)
     return BatchPlan(N, world_size, micro, kept)

@@ -30,7 +30,8 @@ from clip_train.metrics import (
     peak_memory_bytes,
 )
 from clip_train.protocols import Batch, Engine
-from clip_train.step import StepResult, train_step
+from clip_train.recovery import recovering_step
+from clip_train.step import StepResult
 
 
 class StopRequest:
@@ -82,6 +83,7 @@ class Trainer:
     evaluate: Callable[[], dict[str, float]] | None = None
     evaluate_every: int | None = None
     digest: bool = False
+    log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
     run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
     position: Position = field(default_factory=Position)
@@ -140,13 +142,9 @@ class Trainer:
         """One step with all that follows from it."""
         lr = self.learning_rate(self.position.step)
         try:
-            result = train_step(
-                self.engine,
-                batch,
-                self.contrastive,
-                micro_size=self.plan.micro_size,
-                kept_graphs=self.plan.kept_graphs,
-                lr=lr,
+            # the plan changes where memory has ended, and stays smaller
+            result, self.plan = recovering_step(
+                self.engine, batch, self.contrastive, self.plan, lr=lr, log=self._tell_of_this_step
             )
         except DivergedError as e:
             good = self.checkpoints.last_good
@@ -174,6 +172,10 @@ class Trainer:
             self._evaluate()
         if pause:
             timer.restart()
+
+    def _tell_of_this_step(self, message: str) -> None:
+        if dist.is_main():
+            self.log(f"step {self.position.step + 1}: {message}")
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:

@@ -214,6 +214,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         evaluate=evaluation(config, checked, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
+        log=say,
         run_state={"recipe": config.model_dump(mode="json")},
     )
     if resumed is not None:
