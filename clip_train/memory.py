@@ -135,4 +135,4 @@ def choose(
 
 def gib(size: float) -> str:
     """Three digits, in the unit that suits."""
-    return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:.3g} MiB"
+    return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / 2**20:.3g} MiB"

@@ -107,6 +107,14 @@ def load_base(config: EngineConfig) -> dict[str, Any]:
     return base
 
 
+def reduce_bucket_elements(config: EngineConfig) -> int:
+    """Elements of the buffer through which ZeRO 1 to 3 send gradients; DeepSpeed's default is 5e8."""
+    if config.zero_stage == 0:
+        return 0
+    said = load_base(config).get("zero_optimization", {}).get("reduce_bucket_size", 500_000_000)
+    return int(float(said)) if said != "auto" else 500_000_000
+
+
 def build_ds_config(
     config: EngineConfig, *, micro_size: int, world_size: int, grad_clip_norm: float | None
 ) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from clip_train.metrics.progress import format_seconds
 from clip_train.models import count_parameters, flops_per_sample
 from launcher.config import RunConfig
 from launcher.sizing import estimate_memory, memory_limit, predicted_profile
-from launcher.train import check, sized
+from launcher.train import check, pays_twice, sized
 
 GIB = 2**30
 
@@ -61,6 +61,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
         "reduce_gradients": engine.reduce_gradients if engine.zero_stage >= 2 else "once",
         "memory_limit_bytes": checked.decision.room.limit if checked.decision else None,
         "reason": checked.decision.describe(config.chosen) if checked.decision else None,
+        "advice": pays_twice(plan) if checkpointing and plan.kept_graphs < plan.accum_steps else None,
         "lanes": checked.lanes,
         "steps": config.steps,
         "samples": config.steps * plan.global_size,
@@ -110,4 +111,5 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory per rank", f"about {memory['total'] / GIB:.2f} GiB ({parts})"),
         ("duration", eta),
         *([("chosen", plan["reason"])] if plan["reason"] else []),
+        *([("advice", plan["advice"])] if plan["advice"] else []),
     ]

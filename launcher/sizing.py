@@ -20,7 +20,7 @@ from clip_train.models import CLIP, Architecture, count_parameters
 from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import Engine, MicroBatch
 from launcher.config import RunConfig
-from launcher.ds_config import EngineConfig, reduces_once
+from launcher.ds_config import EngineConfig, reduce_bucket_elements, reduces_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GPU_MARGIN = 0.1  # of what is free: fragments, libraries' workspaces
@@ -34,12 +34,13 @@ class Memory:
     gradients: float
     optimizer: float  # fp32 master weights and moments, on the CPU if offloaded
     activations: float  # of the kept graphs, and of the micro-batch at work
+    buffers: float  # DeepSpeed's bucket for gradients on their way
     features: float  # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
 
     @property
     def fixed(self) -> float:
         """Whatever the micro-batch."""
-        return self.parameters + self.gradients + self.optimizer + self.features
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.features
 
     @property
     def total(self) -> float:
@@ -64,6 +65,7 @@ def estimate_memory(
         gradients=accumulation * P / (1 if whole_gradient else W),
         optimizer=0 if offloaded else (master + moments) * P / (W if stage >= 1 else 1),
         activations=profile.bytes_for(plan) if profile else 0.0,
+        buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(engine),
         features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked(config))
         + 8 * (config.loss.tile or auto_side(plan.per_rank, plan.global_size)) ** 2
         + sample * plan.per_rank,

@@ -358,8 +358,20 @@ def describe_start(config: RunConfig, checked: Checked, device: torch.device, re
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; ZeRO {config.engine.zero_stage}, "
         f"{config.engine.precision}, {device.type}; {checked.lanes} lanes; {config.steps} steps into {config.run_dir}"
     )
+    if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
+        say(pays_twice(plan))
     if resumed is not None:
         say(resumed.describe())
+
+
+def pays_twice(plan: BatchPlan) -> str:
+    """Activation checkpointing and the cache recompute the same forward: together they cost nearly three."""
+    return (
+        f"warning: engine.activation_checkpointing with batch.kept_graphs {plan.kept_graphs} of {plan.accum_steps} "
+        f"pays for the same forward twice ({plan.forwards_per_sample + 1:.2f} forwards per sample): set "
+        "batch.kept_graphs=all, or engine.activation_checkpointing=false with a smaller batch.micro_size, "
+        "or auto for both"
+    )
 
 
 def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:

@@ -26,7 +26,7 @@ PLACES = ["first forward", "kept forward", "replayed forward", "kept backward", 
 
 
 class FailingCLIP(ToyCLIP):
-    """Runs out of memory once: `fail_at` forwards from now, in it or in its backward; dropout from torch's generator."""
+    """Runs out of memory once: `fail_at` forwards from now, in it or in its backward."""
 
     fail_at: int | None = None
     in_backward = False
@@ -51,7 +51,7 @@ def _no_memory(*_):
 def fail(model: FailingCLIP, place: str, k: int) -> None:
     """At 0: the first forward of pass 1; k - 1: a kept one; k: the first of pass 2."""
     model.in_backward = place.endswith("backward")
-    model.fail_at = {"first": 0, "kept": k - 1, "replayed": k}[place.split()[0]]
+    model.fail_at = {"first": 0, "kept": k - 1, "replayed": k}[place.split(maxsplit=1)[0]]
 
 
 def make(kind: str, precision: str = "fp32"):
@@ -145,7 +145,7 @@ def test_where_others_wait_the_run_ends_with_a_remedy(kind, place, remedy):
 def test_one_sample_that_does_not_fit_ends_the_run_with_a_remedy():
     engine, model = make("plain")
     model.register_forward_pre_hook(_no_memory)
-    with pytest.raises(OutOfMemoryError, match="one sample at a time.*zero_stage") as e:
+    with pytest.raises(OutOfMemoryError, match=r"one sample at a time.*zero_stage") as e:
         recovering_step(engine, toy_batch(8), InfoNCE(), BatchPlan(8, 1, 8, 1), lr=0.1, log=lambda _: None)
     assert e.value.everywhere
 
