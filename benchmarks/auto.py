@@ -34,6 +34,7 @@ def command(*line: str) -> subprocess.CompletedProcess[str]:
     hidden = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {k: v for k, v in os.environ.items() if k not in hidden}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ["MALLOC_MMAP_THRESHOLD_"] = "131072"  # fixed: a heap with holes would fill the limited address space
     return subprocess.run(
         [sys.executable, *line], env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900
     )
@@ -119,7 +120,7 @@ def main() -> int:
     missed += [
         f"{limit}: not what plan predicts" for limit, run in zip(LIMITS, runs, strict=True) if not run.get("planned")
     ]
-    for kind, what, spare in (("plain", "plain torch", 300), ("1", "ZeRO 1", 500)):
+    for kind, what, spare in (("plain", "plain torch", 150), ("1", "ZeRO 1", 400)):
         first, cut = limited(kind, None), limited(kind, spare)
         table += [
             row(f"address space, {what}", place, run, first, missed) for place, run in (("free", first), ("ends", cut))

@@ -7,6 +7,7 @@ do and ends, and with it the run.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -126,3 +127,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed blocks of the heap
+    if trim is not None:
+        trim(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from tests.launcher.conftest import metrics, run
 
 AUTO = ("batch.micro_size=auto", "run.steps=3", "schedule.warmup_steps=0")
