@@ -77,10 +77,9 @@ def artificial(steps: int) -> list[tuple[str, dict[str, Any]]]:
     """Two ranks, plain torch: undisturbed, and with a rank out of memory at step 7 in each part of a step."""
     sys.path.insert(0, str(ROOT))
     from tests.ranks import run_ranks
-    from tests.step_seven import PLACES, curve
+    from tests.step_seven import PLACES, curves
 
-    first = run_ranks(curve, 2, steps, None)[0]
-    return [("undisturbed", first), *((place, run_ranks(curve, 2, steps, place)[0]) for place in PLACES)]
+    return list(zip(["undisturbed", *PLACES], run_ranks(curves, 2, steps)[0], strict=True))
 
 
 def row(group: str, name: str, run: dict[str, Any], first: dict[str, Any], missed: list[str]) -> dict[str, Any]:

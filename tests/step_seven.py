@@ -14,7 +14,7 @@ from clip_train.recovery import recovering_step
 from tests.test_recovery import PLACES, FailingCLIP, fail
 from tests.toy import share, toy_batch
 
-__all__ = ["PLACES", "curve"]
+__all__ = ["PLACES", "curve", "curves"]
 
 
 def curve(steps: int, place: str | None) -> dict[str, Any]:
@@ -32,3 +32,8 @@ def curve(steps: int, place: str | None) -> dict[str, Any]:
         losses.append(result.loss)
         sizes.append(plan.micro_size)
     return {"losses": losses, "sizes": sizes, "kept": plan.kept_graphs}
+
+
+def curves(steps: int) -> list[dict[str, Any]]:
+    """Undisturbed, then with the failure in each of `PLACES`."""
+    return [curve(steps, place) for place in (None, *PLACES)]
