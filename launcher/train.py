@@ -23,7 +23,7 @@ from clip_train.batch import BatchPlan, plan_batch
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
-from clip_train.errors import ClipTrainError, Preempted, RemoteRankError, UserError
+from clip_train.errors import CheckpointError, ClipTrainError, Preempted, RemoteRankError, UserError
 from clip_train.evaluate import ZeroShotClasses, evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
 from clip_train.models import CLIP, Architecture
@@ -203,7 +203,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
 
 
 def build_loader(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> TrainLoader:
-    return TrainLoader(
+    loader = TrainLoader(
         config.data,
         image_size=checked.architecture.vision_cfg.image_size,
         context_length=checked.architecture.text_cfg.context_length,
@@ -214,6 +214,12 @@ def build_loader(config: RunConfig, checked: Checked, device: torch.device, resu
         cursors=resumed.state["cursors"] if resumed else None,
         pin_memory=device.type == "cuda",
     )
+    if resumed is not None and loader.step != resumed.state["step"]:
+        raise CheckpointError(
+            f"the checkpoint of step {resumed.step} ({resumed.path}) holds the data position of step {loader.step}; "
+            "go on from an older one (checkpoint.resume=<its path>), or begin anew with checkpoint.resume=never"
+        )
+    return loader
 
 
 def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:

@@ -178,6 +178,63 @@ MUTATIONS = [
         "image, text = self._decode(sample, slot.seed + (w.id if (w := get_worker_info()) else 0))",
         ("tests/data/test_loader.py::test_global_batches_are_the_same[1-2-2]",),
     ),
+    # -- batches of varying size, which nothing divides
+    Mutation(
+        "what another rank takes from a lane is not skipped",
+        "clip_train/data/pipeline.py",
+        "                        lane.skip()\n",
+        "                        pass\n",
+        ("tests/data/test_uneven.py::test_ranks_and_workers_change_nothing[5-2-0]",),
+    ),
+    Mutation(
+        "every batch begins with lane 0",
+        "clip_train/data/shares.py",
+        "size = samples_below(P + G, lane, L) - samples_below(P, lane, L)",
+        "size = samples_below(G, lane, L)",
+        ("tests/data/test_uneven.py::test_the_order_is_what_its_definition_says",),
+    ),
+    Mutation(
+        "a lane's position taken from the rank that speaks last",
+        "clip_train/data/loader.py",
+        'if lane not in newest or cursor["count"] > newest[lane]["count"]:',
+        "if True:",
+        ("tests/data/test_uneven.py::test_resumes_of_resumes",),
+    ),
+    Mutation(
+        "lanes of later stages not read from the start",
+        "clip_train/data/shares.py",
+        "for size in sizes.distinct(stage)] + needed[:1]",
+        "for size in sizes.distinct(stage)]",
+        ("tests/data/test_uneven.py::test_ranks_and_workers_change_nothing",),
+    ),
+    Mutation(
+        "micro-batches counted from the rank's own share",
+        "clip_train/protocols.py",
+        "counts = self.shares or (len(self),)",
+        "counts = (len(self),)",
+        ("tests/test_batch.py::test_every_rank_has_equally_many_chunks_and_none_is_empty",),
+    ),
+    Mutation(
+        "local accumulation weighed by the rank's own share",
+        "clip_train/step.py",
+        "N = batch.global_size or len(batch) * dist.world_size()",
+        "N = len(batch) * dist.world_size()",
+        ("tests/test_uneven.py::test_ranks_and_micro_batches_that_do_not_divide_are_invisible[2-5]",),
+    ),
+    Mutation(
+        "learning rate scaled once, to the last size",
+        "launcher/train.py",
+        "config.optim.peak_lr(sizes.at(step))",
+        "config.optim.peak_lr(sizes.at(steps))",
+        ("tests/launcher/test_schedule.py::test_metrics_tell_each_steps_own",),
+    ),
+    Mutation(
+        "a ramp's sum without its last increment",
+        "clip_train/batch.py",
+        "moved = self.unit * floor_sum(i, abs(self.rise)",
+        "moved = self.unit * floor_sum(i - 1, abs(self.rise)",
+        ("tests/test_batch.py::test_sizes_and_their_sums",),
+    ),
     # -- checkpoints
     Mutation(
         "commit written before the manifest",

@@ -44,7 +44,9 @@ class WorkerTraceback(Exception):
 
 
 class TrainLoader:
-    """Batches without end. Each carries the cursors behind it, so prefetching cannot skew a checkpoint.
+    """Batches without end; the next is that of step `step`.
+
+    Each carries the cursors behind it, so prefetching cannot skew a checkpoint.
 
     Args:
         image_size: S, pixels.
@@ -81,11 +83,11 @@ class TrainLoader:
         self.lanes = resolve_lanes(config.lanes, self._sizes)
         self.plan = LanePlan(expand(config.train), seed, self.lanes, config.shuffle_block, config.caption_key)
         parsed = _parse(cursors, self.plan)
-        self._step = _step_at(parsed, self.plan, self._sizes)
-        workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self._step)
-        source = SlotSource(self.plan, workers, self._step, parsed)
+        self.step = _step_at(parsed, self.plan, self._sizes)
+        workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self.step)
+        source = SlotSource(self.plan, workers, self.step, parsed)
         decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))
-        collate = Collate(context_length, image_size, workers, self._step)
+        collate = Collate(context_length, image_size, workers, self.step)
         self._stream = PieceStream(source, tuple(stages), decode, collate)
         self._world_size = world_size
         self._workers = len(workers) if config.workers else 0
@@ -179,9 +181,9 @@ class TrainLoader:
             keys=[key for p in pieces for key in p.keys],
             cursors={lane: cursor for p in pieces for lane, cursor in p.cursors.items()},
             bad_samples=dict(Counter(f"{bad.reason}\t{bad.shard}" for bad in bads)),
-            shares=tuple(shares(self._sizes.at(self._step), self._world_size)),
+            shares=tuple(shares(self._sizes.at(self.step), self._world_size)),
         )
-        self._step += 1
+        self.step += 1
         self._limit.add(len(batch), bads)
         if self._pin_memory:
             batch.texts, batch.sample_seeds = batch.texts.pin_memory(), batch.sample_seeds.pin_memory()
