@@ -27,10 +27,8 @@ def one_rank() -> tuple[str | None, str | None, dict]:
 def test_ranks_add_up_and_a_resumed_run_goes_on():
     for told, again, state in run_ranks(one_rank, 2):
         assert told is not None and told.startswith("epoch 1 is done (step 4): 5 bad samples in it, 5 so far\n")
-        assert [line.split() for line in told.splitlines()[2:]] == [
-            ["3", "no", "caption", "a.tar"],
-            ["2", "no", "image", "b.tar"],
-        ]
+        rows = [line.split() for line in told.splitlines()[2:]]
+        assert rows == [["3", "no", "caption", "a.tar"], ["2", "no", "image", "b.tar"]]
         assert again is not None and again.startswith("epoch 2 is done (step 9): 2 bad samples in it, 7 so far\n")
         assert state == {
             "bad_samples": {"no caption\ta.tar": 5, "no image\tb.tar": 2},

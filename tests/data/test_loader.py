@@ -298,6 +298,6 @@ def test_a_piece_is_not_overwritten_before_it_is_fetched(folder, prefetch):
 
 
 def test_shared_memory_is_as_large_as_the_largest_piece(folder):
-    with loader_of(config_of(folder, workers=3)) as loader:
+    with loader_of(config_of(folder, workers=2)) as loader:
         next(loader)
-        assert loader._memory._images.shape == (3, 3, 8, 3, 16, 16)  # workers, prefetch + 1, N / 3 samples
+        assert loader._memory._images.shape == (2, 3, 12, 3, 16, 16)  # workers, prefetch + 1, N / 2 samples
