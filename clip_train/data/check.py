@@ -11,6 +11,8 @@ from clip_train.data.sources import expand, missing_files, open_shard
 from clip_train.data.tar import RawSample, TarError, iter_samples
 from clip_train.errors import UserError
 
+SHARDS_TRIED = 3
+
 
 @dataclass(frozen=True)
 class SourceSummary:
@@ -25,6 +27,8 @@ class SourceSummary:
 def check_source(config: DataConfig) -> SourceSummary:
     """Expands `data.train` and `data.val`, and reads the first sample of the first training shard.
 
+    Where that cannot be used it looks at the next shards: one damaged file is no reason not to start.
+
     Raises:
         UserError: nothing matches, a file is missing or cannot be opened, no sample in the first shard,
             no image or no caption in it; each names the field, the value and the remedy.
@@ -32,8 +36,19 @@ def check_source(config: DataConfig) -> SourceSummary:
     shards = _existing(config.train, "data.train")
     if config.val is not None:
         _existing(config.val, "data.val")
-    sample = _first_sample(shards[0], "data.train")
-    where = f"data.train ({shards[0]}): the first sample, {sample.key},"
+    first_mistake: UserError | None = None
+    for shard in shards[:SHARDS_TRIED]:
+        try:
+            return _check_shard(shard, len(shards), config.caption_key)
+        except UserError as e:
+            first_mistake = first_mistake or e
+    assert first_mistake is not None
+    raise first_mistake
+
+
+def _check_shard(shard: str, num_shards: int, caption_key: str | None) -> SourceSummary:
+    sample = _first_sample(shard, "data.train")
+    where = f"data.train ({shard}): the first sample, {sample.key},"
     if sample.duplicate:
         raise UserError(
             f"{where} has two members of one kind: keys end at the first dot of the file name, so "
@@ -47,10 +62,10 @@ def check_source(config: DataConfig) -> SourceSummary:
             f"{', '.join(raw.IMAGE_EXTENSIONS)}"
         ) from e
     try:
-        caption = raw.caption(sample.members, config.caption_key)
+        caption = raw.caption(sample.members, caption_key)
     except BadSample as e:
-        raise UserError(f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, config.caption_key)}") from e
-    return SourceSummary(len(shards), shards[0], sample.key, caption)
+        raise UserError(f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, caption_key)}") from e
+    return SourceSummary(num_shards, shard, sample.key, caption)
 
 
 def _existing(spec: str, field: str) -> list[str]:
