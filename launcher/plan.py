@@ -13,6 +13,7 @@ from rich.table import Table
 
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.tiles import auto_side
+from clip_train.data import times_read
 from clip_train.errors import UserError
 from clip_train.metrics import read_jsonl
 from clip_train.metrics.progress import format_seconds
@@ -113,6 +114,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
         "kept_graphs": plan.kept_graphs,
         "forwards_per_sample": forwards + recomputed,
         "lanes": checked.lanes,
+        "times_read": times_read(config.batch.sizes, checked.lanes, world_size),
         "steps": config.steps,
         "samples": samples,
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
@@ -157,7 +159,7 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
             f"{plan['accum_steps']} micro-batches of {plan['micro_size']} with {plan['kept_graphs']} graphs kept",
         ),
         ("forwards per sample", f"{plan['forwards_per_sample']:.2f}"),
-        ("lanes", str(plan["lanes"])),
+        ("lanes", f"{plan['lanes']}, each read by {plan['times_read']:.3g} ranks in the mean"),
         ("length", f"{plan['steps']:,} steps, {plan['samples']:,} samples{epochs}"),
         ("arithmetic", f"{plan['flops_per_step'] / 1e12:,.3g} TFLOP per step"),
         ("memory per rank", f"about {memory['total'] / GIB:.2f} GiB ({parts})"),

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, PositiveInt, model_validator
 
 from clip_train.contrastive.distill import Distillation, Teacher
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.local import LocalInfoNCE
+from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.seam import ContrastiveLoss
 from clip_train.contrastive.sigmoid import SigmoidLoss

@@ -8,6 +8,7 @@ from clip_train.data.bad_log import BadSampleLog, epoch_of
 from clip_train.data.check import SourceSummary, check_source
 from clip_train.data.config import DataConfig, resolve_lanes
 from clip_train.data.loader import TrainLoader, merge_cursors
+from clip_train.data.shares import times_read
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.transforms import EvalTransform, TrainTransform, decode_image
 from clip_train.data.validation import ValBatch, ValLoader
@@ -28,5 +29,6 @@ __all__ = [
     "epoch_of",
     "merge_cursors",
     "resolve_lanes",
+    "times_read",
     "write_shards",
 ]

@@ -19,22 +19,27 @@ from torch.utils.data import DataLoader
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.bad_samples import BadSampleLimit
 from clip_train.data.config import DataConfig, resolve_lanes
-from clip_train.data.lanes import Cursor, LanePlan
+from clip_train.data.dealing import samples_below
+from clip_train.data.index import index_of
 from clip_train.data.memory import ImageMemory
+from clip_train.data.order import plan_order
 from clip_train.data.pipeline import (
     Collate,
     Decode,
     Failure,
     Piece,
     PieceStream,
+    Plan,
     SlotSource,
     Stage,
 )
-from clip_train.data.shares import RankShare, samples_below
-from clip_train.data.sources import expand
+from clip_train.data.shard_list import ShardList, go_on
+from clip_train.data.shares import RankShare
+from clip_train.data.sources import Reading
 from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch
+from clip_train.storage import StorageConfig
 
 PRELOAD = ["torch", "webdataset", "clip_train.data.pipeline"]  # once in the fork server, not in every worker
 
@@ -57,6 +62,8 @@ class TrainLoader:
         pin_memory: batches in pinned memory, for asynchronous copies to a GPU.
         stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
             must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
+        storage: how patiently remote shards are read.
+        shards_then: `shard_list` of the run that wrote `cursors`; None: unknown.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist, cursors of another order.
@@ -77,11 +84,19 @@ class TrainLoader:
         cursors: dict[int, dict[str, Any]] | None = None,
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
+        storage: StorageConfig | None = None,
+        shards_then: str | None = None,
     ) -> None:
         self._sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
         self._sizes.check_ranks(world_size)
         self.lanes = resolve_lanes(config.lanes, self._sizes)
-        self.plan = LanePlan(expand(config.train), seed, self.lanes, config.shuffle_block, config.caption_key)
+        self.index = index_of(config, storage or StorageConfig())
+        reading = Reading(storage or StorageConfig(), self.index.checksums)
+        self.plan = plan_order(config, self.index, reading, seed, self.lanes)
+        self.shard_list = ShardList.of(self.index).pack()
+        if cursors:
+            self.plan = _as_begun(self.plan, cursors)
+            cursors = go_on(cursors, shards_then, self.index, self.plan, config.allow_changed_shards)
         parsed = _parse(cursors, self.plan)
         self.step = _step_at(parsed, self.plan, self._sizes)
         workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self.step)
@@ -238,7 +253,14 @@ def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int
     return newest
 
 
-def _parse(cursors: dict[int, dict[str, Any]] | None, plan: LanePlan) -> dict[int, Cursor]:
+def _as_begun(plan: Plan, cursors: dict[int, dict[str, Any]]) -> Plan:
+    """A run that began without an index keeps its order when one is made: the index then only verifies."""
+    before = plan.uncounted()
+    begun_so = any(cursor.get("source") == before.fingerprint() for cursor in cursors.values())
+    return before if begun_so else plan
+
+
+def _parse(cursors: dict[int, dict[str, Any]] | None, plan: Plan) -> dict[int, Any]:
     """Cursors from a checkpoint, where JSON may have made texts of the lanes' numbers."""
     if not cursors:
         return {}
@@ -251,14 +273,14 @@ def _parse(cursors: dict[int, dict[str, Any]] | None, plan: LanePlan) -> dict[in
         )
     if not same:
         raise UserError(
-            "data.train, data.shuffle_block, data.caption_key or run.seed is not what it was when the "
-            "checkpoint was written, so its data position means nothing; restore them, or start a new run "
-            "from its weights"
+            "data.train (its weights, resampling or index), data.shuffle_block, data.caption_key or run.seed is not "
+            "what it was when the checkpoint was written, so its data position means nothing; restore them, or start a "
+            "new run from its weights"
         )
-    return {lane: Cursor(**cursor) for lane, cursor in numbered.items()}
+    return {lane: plan.parse(cursor) for lane, cursor in numbered.items()}
 
 
-def _step_at(cursors: dict[int, Cursor], plan: LanePlan, sizes: BatchSizes) -> int:
+def _step_at(cursors: dict[int, Any], plan: Plan, sizes: BatchSizes) -> int:
     """The step that begins where the cursors are. A lane that no batch has reached yet has none."""
     taken = {lane: cursors[lane].count if lane in cursors else 0 for lane in range(plan.lanes)}
     position = sum(taken.values())

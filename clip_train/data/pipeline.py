@@ -20,15 +20,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from clip_train.data import raw
 from clip_train.data.bad_samples import Bad, BadSample, BadTable
-from clip_train.data.lanes import Cursor, Lane, LanePlan, Raw, Slot
+from clip_train.data.lanes import Lane, LanePlan, Raw, Slot
 from clip_train.data.memory import ImageMemory
+from clip_train.data.mixture import MixedLane, Mixture
 from clip_train.data.shares import LaneShare, RankShare
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.transforms import TrainTransform, decode_image
 from clip_train.errors import ClipTrainError, DataError, UserError
 
 Sample = dict[str, Any]
+Plan = LanePlan | Mixture
 Stage = Callable[[Iterable[Sample]], Iterable[Sample]]  # such as webdataset.map(f)
+MAX_OPEN_LANES = 64  # in a worker: with more, their shards are opened for each block: files and buffers are few
 MAX_SUBSTITUTES = 10_000  # as many samples in a row that do not decode are no accident
 
 
@@ -83,18 +86,20 @@ class SlotSource:
     A worker also reads what others take from its lanes, so as to stay in step; only its own are decoded.
     """
 
-    def __init__(self, plan: LanePlan, workers: list[RankShare], start: int, cursors: dict[int, Cursor]) -> None:
+    def __init__(self, plan: Plan, workers: list[RankShare], start: int, cursors: dict[int, Any]) -> None:
         self.plan, self.workers, self.start, self.cursors = plan, workers, start, cursors
 
     def __call__(self) -> Iterator[Sample]:
         fingerprint = self.plan.fingerprint()
-        lanes: dict[int, Lane] = {}
+        lanes: dict[int, Lane | MixedLane] = {}
         number = 0
         for shares in own_steps(self.workers, self.start):
             old, lanes = lanes, {}  # a lane that is needed no more goes
             waiting: _StepSlot | None = None
             for lane_number, first, last, size in shares:
-                lane = old.get(lane_number) or Lane(self.plan, lane_number, self.cursors.get(lane_number))
+                lane = old.get(lane_number) or self.plan.open(
+                    lane_number, self.cursors.get(lane_number), keep_open=len(shares) <= MAX_OPEN_LANES
+                )
                 lanes[lane_number] = lane
                 for j in range(size):
                     if not first <= j < last:

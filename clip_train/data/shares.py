@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from clip_train import batch
 from clip_train.batch import BatchSizes
+from clip_train.data.dealing import samples_below
 
 
 class LaneShare(NamedTuple):
@@ -27,11 +28,6 @@ class LaneShare(NamedTuple):
 
     def __len__(self) -> int:
         return self.last - self.first
-
-
-def samples_below(position: int, lane: int, lanes: int) -> int:
-    """How many of the positions below `position` are of lane `lane`."""
-    return (position + lanes - 1 - lane) // lanes
 
 
 def _below(position: int, lane: int, lanes: int) -> int:
@@ -98,6 +94,13 @@ class RankShare:
     def _only(self, lanes: range) -> RankShare:
         kept = (range(max(r.start, lanes.start), min(r.stop, lanes.stop)) for r in self.needed)
         return RankShare(self.sizes, self.lanes, self.rank, self.world_size, tuple(kept))
+
+
+def times_read(sizes: BatchSizes, lanes: int, world_size: int) -> float:
+    """How often the ranks together read each lane, in the mean, once a schedule has ended: more than once where
+    ranks share lanes. Each sample is decoded once all the same."""
+    last = sizes.stretches[-1].size
+    return sum(len(_lanes_of(last, lanes, rank, world_size)) for rank in range(world_size)) / lanes
 
 
 def _overlap(a: range, b: range) -> int:

@@ -7,6 +7,8 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
+from clip_train.contrastive.exchange import Pairs, Shares
+from clip_train.contrastive.softmax import Softmaxes
 from clip_train.contrastive.tiles import AUTO_SIDE, TileBuffer, auto_side, tiles
 from tests.contrastive.oracle import autograd, features, relative
 from tests.ranks import RankFailedError, run_ranks
@@ -39,7 +41,7 @@ def test_logits_so_spread_that_every_exponential_underflows_fall_back_to_a_runni
     image = image * torch.logspace(-2, 2, 40)[:, None]
     loss, *gradients = autograd(image, text, 30.0)
     outcome = InfoNCE(tile=16)(image, text, torch.tensor([30.0]))
-    assert InfoNCE(tile=16)._negatives(image, text, image, text, 30.0, 0)[2] is None  # the fallback was taken
+    assert Softmaxes.of(Pairs.gathered(image, text, Shares.alone(40)), 30.0, 16).shift is None  # the fallback was taken
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
         assert relative(ours, theirs) < 1e-4  # logits of 3,000 have no more digits in float32

@@ -198,7 +198,7 @@ def test_io_errors_are_retried_and_lose_nothing(tmp_path, monkeypatch):
     plan = plan_of(tmp_path, 2, block=5)
     whole = stream(plan, 1, 40)
     monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url: Flaky(Path(url).read_bytes()))
+    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
     assert stream(plan, 1, 40) == whole
     assert Flaky.reads > 50
 
@@ -206,7 +206,7 @@ def test_io_errors_are_retried_and_lose_nothing(tmp_path, monkeypatch):
 def test_io_errors_that_stay_name_shard_and_offset(tmp_path, monkeypatch):
     write_dataset(tmp_path, [12])
     monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url: Flaky(Path(url).read_bytes()))
+    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
     monkeypatch.setattr(Flaky, "every", 1)
     with pytest.raises(DataError, match=r"000\.tar from byte 0 .*connection reset"):
         Lane(plan_of(tmp_path, 1), 0).take()
@@ -222,7 +222,7 @@ def test_a_shard_that_vanished_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "global_size, expected", [(256, 64), (96, 48), (100, 50), (32768, 64), (7, 7), (97, 24), (134, 33), (1009, 64)]
+    "global_size, expected", [(256, 64), (96, 48), (100, 50), (32768, 1024), (7, 7), (97, 24), (134, 33), (1009, 64)]
 )
 def test_auto_lanes(global_size, expected):
     assert resolve_lanes("auto", BatchSizes.constant(global_size)) == expected
