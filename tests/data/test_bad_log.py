@@ -42,6 +42,7 @@ def test_nothing_bad_is_told_too():
 
 def test_the_slowest_lane_counts():
     assert epoch_of({3: {"epoch": 2}, 4: {"epoch": 1}}) == 1
+    assert epoch_of({0: {"count": 9, "sources": [{"epoch": 3}, {"epoch": 0}]}}) == 0
     assert epoch_of({}) == NO_EPOCH and BadSampleLog().reached(NO_EPOCH, 1) is None
 
 
