@@ -86,8 +86,8 @@ def captions(count: int) -> Iterator[str]:
     rng, tokenizer = random.Random(0), Tokenizer()
     words = [w for i in range(320, 12_000) if (w := tokenizer.decode([i]).strip()).isalpha() and w.isascii()]
     weights = [1 / (i + 10) for i in range(len(words))]
-    for _ in range(count):
-        yield " ".join(rng.choices(words, weights, k=rng.randint(5, 20))).capitalize() + "."
+    for i in range(count):
+        yield f"{' '.join(rng.choices(words, weights, k=rng.randint(5, 20))).capitalize()} no{i}."
 
 
 def write_dataset(folder: Path, size: int, count: int, different: int) -> None:
@@ -291,9 +291,12 @@ def pixels(size: int, count: int) -> tuple[float, float]:
 
 
 def memory(folder: Path, samples: int) -> float:
-    """How far a worker's resident memory moves after a fifth of `samples`, as a fraction; shards are small."""
+    """How far a worker's resident memory moves after a fifth of `samples`, as a fraction.
+
+    The images are small, to end soon; every caption holds a word that no other has, as addresses and names do.
+    """
     data = folder / "memory"
-    write_dataset(data, 256, 2048, different=256)
+    write_dataset(data, 64, samples, different=256)
     server = Server("ours", sys.executable, data)
     resident = []
     try:

@@ -14,8 +14,9 @@ NO_EPOCH = 1 << 31  # of a batch without cursors: above every other
 
 
 def epoch_of(cursors: Mapping[int, Mapping[str, Any]]) -> int:
-    """The epoch that the slowest of these lanes is in."""
-    return min((cursor["epoch"] for cursor in cursors.values()), default=NO_EPOCH)
+    """The epoch that the slowest of these lanes is in; of several sources, in the one that it has seen least of."""
+    positions = (position for cursor in cursors.values() for position in cursor.get("sources", [cursor]))
+    return min((position["epoch"] for position in positions), default=NO_EPOCH)
 
 
 @dataclass

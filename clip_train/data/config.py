@@ -56,7 +56,10 @@ class DataConfig(Settings):
     """Batches that each worker keeps ready."""
 
     caption_key: str | None = None
-    """Take the caption from this key of the sample's `.json`; None: from its `.txt`."""
+    """Take the caption from this key of the sample's `.json`; None: from its `.txt`.
+
+    A list there is several captions: each visit of the sample draws one, by the sample's seed.
+    """
 
     val: str | None = None
     """Validation shards, written like `train`; read once, in order."""

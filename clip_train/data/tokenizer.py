@@ -22,7 +22,7 @@ from torch import Tensor
 MERGES_FILE = Path(__file__).with_name("clip_bpe_merges.txt.gz")
 START = "<start_of_text>"
 END = "<end_of_text>"
-CACHED_CHUNKS = 1 << 17  # ~30 MB at most
+CACHED_CHUNKS = 1 << 15  # ~8 MB at most: a worker's memory is to stay as it is
 LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only push words out
 LONGEST_WORD = 4096  # bytes, of which the rest is left out: merging takes quadratic time, here half a second
 

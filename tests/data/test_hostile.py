@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from clip_train.data import DataConfig, TrainLoader, ValLoader, raw
 from clip_train.data.bad_samples import Bad, BadSample
 from clip_train.data.lanes import Cursor, EpochEnd, Lane, LanePlan, Raw
 from clip_train.data.transforms import decode_image
-from tests.data.hostile import CAPTION_KEY, Kind, json_kinds, kinds, planted, write_hostile
+from tests.data.hostile import CAPTION_KEY, EPS, Kind, json_kinds, kinds, planted, write_hostile
 
 SETS = {None: kinds, CAPTION_KEY: json_kinds}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of palettes and of bombs
@@ -208,3 +208,12 @@ def test_the_largest_image_that_is_let_in(tmp_path):
     """9,450 x 9,450 transparent pixels, just below the limit: Pillow's 4 bytes for each and our 3."""
     Image.new("RGBA", (9_450, 9_450), (0, 200, 0, 100)).save(tmp_path / "large.png", compress_level=1)
     assert peak_mebibytes(tmp_path / "large.png") < 8 * 9_450**2 / 2**20
+
+
+def test_no_stranger_starts_ghostscript(monkeypatch):
+    """Pillow would run it on whatever says %!PS, under any extension."""
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **more: started.append(args))
+    with pytest.raises(BadSample, match="does not decode"):
+        decode_image(EPS)
+    assert not started
