@@ -7,11 +7,13 @@ Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` sample
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+TEXT_STEP = 8  # a micro-batch's texts are cut at multiples of this: each length is a shape to allocate or compile for
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Batch:
     keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> its position AFTER this batch
     bad_samples: dict[str, int] = field(default_factory=dict)  # "reason\tshard" -> count, met making this batch
+    text_lengths: list[int] | None = None  # n, see `text_lengths`; None: micro-batches hold texts as they are
 
     def __len__(self) -> int:
         return len(self.images)
@@ -34,18 +37,30 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
         move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "texts", "sample_seeds")}
-        return Batch(**move, keys=self.keys, cursors=self.cursors, bad_samples=self.bad_samples)
+        return replace(self, **move)
 
     def micro_batches(self, micro_size: int) -> list[MicroBatch]:
-        """Slices of `micro_size` samples; the last one may be shorter."""
+        """Slices of `micro_size` samples; the last one may be shorter. Texts are cut where all of them have ended."""
         return [
             MicroBatch(
                 self.images[i : i + micro_size],
-                self.texts[i : i + micro_size],
+                self.texts[i : i + micro_size, : self._longest_text(i, i + micro_size)],
                 self.sample_seeds[i : i + micro_size],
             )
             for i in range(0, len(self), micro_size)
         ]
+
+    def _longest_text(self, start: int, stop: int) -> int:
+        """Tokens to keep of texts `[start, stop)`; known without asking the device, and rounded up to few shapes."""
+        if self.text_lengths is None:
+            return self.texts.shape[1]
+        longest = max(self.text_lengths[start:stop])
+        return min(-(-longest // TEXT_STEP) * TEXT_STEP, self.texts.shape[1])
+
+
+def text_lengths(texts: Tensor) -> list[int]:
+    """Tokens of each text, int64 [n, L], up to its end: the highest id. A causal tower reads nothing behind it."""
+    return (texts.argmax(dim=1) + 1).tolist()
 
 
 @dataclass
@@ -53,7 +68,7 @@ class MicroBatch:
     """What goes through the model at once."""
 
     images: Tensor  # uint8 [b, 3, H, W]
-    texts: Tensor  # int64 [b, context_length]
+    texts: Tensor  # int64 [b, L], L at most context_length
     sample_seeds: Tensor  # int64 [b]
 
     def __len__(self) -> int:

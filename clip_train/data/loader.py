@@ -32,7 +32,7 @@ from clip_train.data.pipeline import (
 from clip_train.data.sources import expand
 from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
-from clip_train.protocols import Batch
+from clip_train.protocols import Batch, text_lengths
 
 PRELOAD = ["torch", "webdataset", "clip_train.data.pipeline"]  # once in the fork server, not in every worker
 
@@ -158,13 +158,15 @@ class TrainLoader:
     def _assemble(self, pieces: list[Piece]) -> Batch:
         """The workers' pieces, in canonical order -> one batch. DataError above the limit of bad samples."""
         bads = [bad for piece in pieces for bad in piece.bads]
+        texts = torch.cat([p.texts for p in pieces])
         batch = Batch(
             images=torch.cat([p.images for p in pieces]) if len(pieces) > 1 else pieces[0].images,
-            texts=torch.cat([p.texts for p in pieces]),
+            texts=texts,
             sample_seeds=torch.cat([p.seeds for p in pieces]),
             keys=[key for p in pieces for key in p.keys],
             cursors={lane: cursor for p in pieces for lane, cursor in p.cursors.items()},
             bad_samples=dict(Counter(f"{bad.reason}\t{bad.shard}" for bad in bads)),
+            text_lengths=text_lengths(texts),
         )
         self._limit.add(len(batch), bads)
         if self._pin_memory:
