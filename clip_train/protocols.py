@@ -136,17 +136,25 @@ class FragmentSource(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """One model with its optimizer on W ranks. `launcher.engine` builds it on DeepSpeed, `PlainEngine` on torch."""
+class Differentiable(Protocol):
+    """What the two passes need of an engine."""
 
     device: torch.device
 
-    def train(self, mode: bool = True) -> None:
-        """Training (dropout on) or evaluation mode."""
-        ...
-
     def forward(self, micro_batch: MicroBatch) -> Features:
         """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often."""
+        ...
+
+    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+        """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
+        ...
+
+
+class Engine(Differentiable, Protocol):
+    """One model with its optimizer on W ranks. `launcher.engine` builds it on DeepSpeed, `PlainEngine` on torch."""
+
+    def train(self, mode: bool = True) -> None:
+        """Training (dropout on) or evaluation mode."""
         ...
 
     def encode_image(self, images: Tensor) -> Tensor:
@@ -155,10 +163,6 @@ class Engine(Protocol):
 
     def encode_text(self, texts: Tensor) -> Tensor:
         """int64 [b, context_length] -> normalised [b, D]. All ranks call it equally often."""
-        ...
-
-    def backward(self, features: Features, gradients: FeatureGradients) -> None:
-        """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
         ...
 
     def step(self, lr: float) -> StepReport:
