@@ -7,6 +7,7 @@ first N % W ranks hold one sample more than the others; where b does not divide 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor
 from clip_train.batch import chunk_sizes, num_chunks
 
 Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
+TEXT_STEP = 8  # a micro-batch's texts are cut at multiples of this: each length is a shape to allocate or compile for
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Batch:
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> its position AFTER this batch
     bad_samples: dict[str, int] = field(default_factory=dict)  # "reason\tshard" -> count, met making this batch
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
+    text_lengths: list[int] | None = None  # n, see `text_lengths`; None: micro-batches hold texts as they are
 
     def __len__(self) -> int:
         return len(self.images)
@@ -48,11 +51,33 @@ class Batch:
         return sum(self.shares) if self.shares else None
 
     def micro_batches(self, micro_size: int) -> list[MicroBatch]:
-        """Slices of `micro_size` samples, equally many on every rank; the last may be shorter (`chunk_sizes`)."""
+        """Slices of `micro_size` samples, equally many on every rank; the last may be shorter (`chunk_sizes`).
+
+        Texts are cut where all of them have ended.
+        """
         counts = self.shares or (len(self),)
         sizes = chunk_sizes(len(self), num_chunks(max(counts), min(counts), micro_size), micro_size)
-        pieces = (tensor.split(sizes) for tensor in (self.images, self.texts, self.sample_seeds))
-        return [MicroBatch(*piece) for piece in zip(*pieces, strict=True)]
+        stops = list(itertools.accumulate(sizes, initial=0))
+        return [
+            MicroBatch(
+                self.images[start:stop],
+                self.texts[start:stop, : self._longest_text(start, stop)],
+                self.sample_seeds[start:stop],
+            )
+            for start, stop in itertools.pairwise(stops)
+        ]
+
+    def _longest_text(self, start: int, stop: int) -> int:
+        """Tokens to keep of texts `[start, stop)`; known without asking the device, and rounded up to few shapes."""
+        if self.text_lengths is None:
+            return self.texts.shape[1]
+        longest = max(self.text_lengths[start:stop])
+        return min(-(-longest // TEXT_STEP) * TEXT_STEP, self.texts.shape[1])
+
+
+def text_lengths(texts: Tensor) -> list[int]:
+    """Tokens of each text, int64 [n, L], up to its end: the highest id. A causal tower reads nothing behind it."""
+    return (texts.argmax(dim=1) + 1).tolist()
 
 
 @dataclass
@@ -60,7 +85,7 @@ class MicroBatch:
     """What goes through the model at once."""
 
     images: Tensor  # uint8 [b, 3, H, W]
-    texts: Tensor  # int64 [b, context_length]
+    texts: Tensor  # int64 [b, L], L at most context_length
     sample_seeds: Tensor  # int64 [b]
 
     def __len__(self) -> int:
@@ -128,17 +153,25 @@ class FragmentSource(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """One model with its optimizer on W ranks. `launcher.engine` builds it on DeepSpeed, `PlainEngine` on torch."""
+class Differentiable(Protocol):
+    """What the two passes need of an engine."""
 
     device: torch.device
 
-    def train(self, mode: bool = True) -> None:
-        """Training (dropout on) or evaluation mode."""
-        ...
-
     def forward(self, micro_batch: MicroBatch) -> Features:
         """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often."""
+        ...
+
+    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+        """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
+        ...
+
+
+class Engine(Differentiable, Protocol):
+    """One model with its optimizer on W ranks. `launcher.engine` builds it on DeepSpeed, `PlainEngine` on torch."""
+
+    def train(self, mode: bool = True) -> None:
+        """Training (dropout on) or evaluation mode."""
         ...
 
     def encode_image(self, images: Tensor) -> Tensor:
@@ -147,10 +180,6 @@ class Engine(Protocol):
 
     def encode_text(self, texts: Tensor) -> Tensor:
         """int64 [b, context_length] -> normalised [b, D]. All ranks call it equally often."""
-        ...
-
-    def backward(self, features: Features, gradients: FeatureGradients) -> None:
-        """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
         ...
 
     def discard_gradients(self) -> None:

@@ -38,7 +38,7 @@ from clip_train.data.shares import RankShare
 from clip_train.data.sources import Reading
 from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
-from clip_train.protocols import Batch
+from clip_train.protocols import Batch, text_lengths
 from clip_train.storage import StorageConfig
 
 PRELOAD = ["torch", "webdataset", "clip_train.data.pipeline"]  # once in the fork server, not in every worker
@@ -189,14 +189,16 @@ class TrainLoader:
         """The workers' pieces, in canonical order -> one batch. DataError above the limit of bad samples."""
         pieces = [piece for piece in pieces if piece.keys]
         bads = [bad for piece in pieces for bad in piece.bads]
+        texts = torch.cat([p.texts for p in pieces])
         batch = Batch(
             images=self._images(pieces),
-            texts=torch.cat([p.texts for p in pieces]),
+            texts=texts,
             sample_seeds=torch.cat([p.seeds for p in pieces]),
             keys=[key for p in pieces for key in p.keys],
             cursors={lane: cursor for p in pieces for lane, cursor in p.cursors.items()},
             bad_samples=dict(Counter(f"{bad.reason}\t{bad.shard}" for bad in bads)),
             shares=tuple(shares(self._sizes.at(self.step), self._world_size)),
+            text_lengths=text_lengths(texts),
         )
         self.step += 1
         self._limit.add(len(batch), bads)

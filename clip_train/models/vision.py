@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from clip_train.models.blocks import (
     BlockInit,
     LayerNorm,
+    OneToken,
     Transformer,
     fill_parameter,
     new_parameter,
@@ -75,8 +76,7 @@ class VisionTower(nn.Module):
         class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
         x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [b, 1 + T, width]
         x = self.ln_pre(self.patch_dropout(x, sample_seeds))
-        x = self.transformer(x, sample_seeds)
-        return self.ln_post(x[:, 0]) @ self.proj
+        return self.ln_post(self.transformer(x, sample_seeds, OneToken())) @ self.proj
 
     def _pixels(self, images: Tensor) -> Tensor:
         dtype = self.conv1.weight.dtype
