@@ -49,8 +49,6 @@ class UserBatch(Batch):
         return num_samples("images", self.images)
 
     def micro_batches(self, micro_size: int) -> list[MicroBatch]:
-        if micro_size < 1:
-            raise ValueError(f"micro_size ({micro_size}) must be at least 1")
         starts = range(0, len(self), micro_size)
         return [UserMicroBatch(*(cut(x, i, i + micro_size) for x in (self.images, self.texts))) for i in starts]
 
@@ -80,6 +78,8 @@ class UserEngine:
     """
 
     def __init__(self, model: Callable[..., Any], batch: UserBatch, micro_size: int, kept_graphs: int):
+        if micro_size < 1:
+            raise ValueError(f"micro_size ({micro_size}) must be at least 1")
         self.model = model
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         parameters = model.parameters() if isinstance(model, nn.Module) else iter(())

@@ -192,7 +192,7 @@ def contrastive_step(
         ValueError: inputs that cannot be cut alike; a model that returns something else; another kind of loss.
     """
     contrastive = InfoNCE() if loss is None else loss
-    if not isinstance(contrastive, (InfoNCE, SigmoidLoss)):
+    if not isinstance(contrastive, (InfoNCE, SigmoidLoss)) or isinstance(contrastive, LocalInfoNCE):
         raise ValueError(
             f"loss must be InfoNCE or SigmoidLoss, not {type(contrastive).__name__}: others need a trainer"
         )
