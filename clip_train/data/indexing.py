@@ -118,7 +118,7 @@ def index_shards(
 
 
 def write_indexes(entries: Mapping[str, ShardEntry], storage: StorageConfig | None = None) -> list[str]:
-    """sizes.json and clip_train_index.json in every folder, with what they knew of other shards. Returns the indexes' paths.
+    """Both files in every folder, with what they knew of other shards. Returns the paths of our indexes.
 
     Raises:
         UserError: an index that is there is damaged.
