@@ -195,8 +195,8 @@ MUTATIONS = [
     Mutation(
         "shards that changed in content not noticed at resume",
         "clip_train/data/shard_list.py",
-        "if a and b and a != b]",
-        "if False]",
+        "if a and b and a != b",
+        "if False",
         ("tests/data/test_shard_list.py::test_a_change_is_named_and_refused_unless_allowed[changed]",),
     ),
     # -- checkpoints
