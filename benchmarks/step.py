@@ -253,20 +253,6 @@ def peak_memory(row: Row, python: str, threads: int, N: int) -> float:
         return worker.step(N, row.k, row.m)["memory"]
 
 
-def find_peer(wanted: str | None) -> str | None:
-    """A Python that has open_clip."""
-    here = ROOT / ".venv-peers" / "bin" / "python"
-    for python in [wanted] if wanted else [str(here), sys.executable]:
-        code = "import tests.peers.torchvision_shim, open_clip_train.train"
-        try:
-            found = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, check=False)
-        except OSError:
-            continue
-        if found.returncode == 0:
-            return python
-    return None
-
-
 def compare(seconds: dict[Row, list[float]], a: Row, b: Row) -> float:
     """How much longer `a` takes than `b`: the median over rounds of the ratio within a round."""
     return statistics.median(x / y for x, y in zip(seconds[a], seconds[b], strict=True))
@@ -291,7 +277,7 @@ def check(seconds: dict[Row, list[float]]) -> list[str]:
 
 
 def main() -> int:
-    from common import finish, parser
+    from common import find_peer, finish, parser
 
     arguments = parser(__doc__ or "")
     arguments.add_argument("--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)")
@@ -300,7 +286,7 @@ def main() -> int:
     arguments.add_argument("--no-memory", action="store_true", help="time only")
     args = arguments.parse_args()
     N, ks, rounds = (128, [1, 8], 2) if args.quick else (256, [1, 4, 8, 32], args.rounds)
-    peer = find_peer(args.peer_python)
+    peer = find_peer(args.peer_python, "open_clip_train.train")
     python = {"plain": sys.executable, "deepspeed": sys.executable} | ({"openclip": peer} if peer else {})
     rows = rows_for(list(python), ks)
     missed: list[str] = []

@@ -1,24 +1,27 @@
 """What the rooms of the house say to each other: batches, features, gradients, and the Engine.
 
 Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` samples on each rank,
-`n = k b` samples on a rank, `N = W n` in the global batch, `D` the width of the features.
+`n` samples on a rank, `N` in the global batch, `D` the width of the features. Where W does not divide N, the
+first N % W ranks hold one sample more than the others; where b does not divide n, the last micro-batch is short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from clip_train.batch import chunk_sizes, num_chunks
 
 
 @dataclass
 class Batch:
     """One rank's share of a global batch, in the canonical order (see `clip_train.data`).
 
-    Rank r holds positions `[r n, (r + 1) n)` of the global batch, whatever the number of ranks.
+    Ranks hold contiguous shares of it, one after another, whatever their number.
     """
 
     images: Tensor  # uint8 [n, 3, H, W], not normalised: the model does that on the device
@@ -27,6 +30,7 @@ class Batch:
     keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> its position AFTER this batch
     bad_samples: dict[str, int] = field(default_factory=dict)  # "reason\tshard" -> count, met making this batch
+    shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
 
     def __len__(self) -> int:
         return len(self.images)
@@ -34,18 +38,19 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
         move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "texts", "sample_seeds")}
-        return Batch(**move, keys=self.keys, cursors=self.cursors, bad_samples=self.bad_samples)
+        return replace(self, **move)
+
+    @property
+    def global_size(self) -> int | None:
+        """N; None where every rank holds as many samples as this one."""
+        return sum(self.shares) if self.shares else None
 
     def micro_batches(self, micro_size: int) -> list[MicroBatch]:
-        """Slices of `micro_size` samples; the last one may be shorter."""
-        return [
-            MicroBatch(
-                self.images[i : i + micro_size],
-                self.texts[i : i + micro_size],
-                self.sample_seeds[i : i + micro_size],
-            )
-            for i in range(0, len(self), micro_size)
-        ]
+        """Slices of `micro_size` samples, equally many on every rank; the last may be shorter (`chunk_sizes`)."""
+        counts = self.shares or (len(self),)
+        sizes = chunk_sizes(len(self), num_chunks(max(counts), min(counts), micro_size), micro_size)
+        pieces = (tensor.split(sizes) for tensor in (self.images, self.texts, self.sample_seeds))
+        return [MicroBatch(*piece) for piece in zip(*pieces, strict=True)]
 
 
 @dataclass

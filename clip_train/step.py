@@ -43,8 +43,8 @@ def train_step(
 ) -> StepResult:
     """Take one optimizer step on this rank's share `batch`, on the engine's device, of the global batch.
 
-    The result does not depend on `micro_size` or `kept_graphs` beyond rounding. All ranks must hold equally
-    many samples. DivergedError, on all ranks, before the update, if the loss is not finite.
+    The result does not depend on `micro_size` or `kept_graphs` beyond rounding. Ranks that do not hold equally
+    many samples need `batch.shares`. DivergedError, on all ranks, before the update, if the loss is not finite.
     """
     engine.train()
     if isinstance(contrastive, LocalInfoNCE):
@@ -52,7 +52,7 @@ def train_step(
     teacher = getattr(contrastive, "teacher", None)
     cache = encode(engine, batch, micro_size, kept_graphs, teacher)  # pass 1: features; graphs of the last ones only
     scale = cache.entries[-1].features.logit_scale.item()
-    outcome = contrast(contrastive, cache, batch.keys)  # once, over the global batch
+    outcome = contrast(contrastive, cache, batch.keys, batch.global_size)  # once, over the global batch
     loss = finite(outcome.loss.item())
     replay(engine, cache, cache.split(outcome))  # pass 2: the cached gradients go back through the model
     result = update(engine, lr, StepResult(loss, math.nan, scale, extra=outcome.extra))
@@ -118,9 +118,9 @@ def replay(engine: Engine, cache: FeatureCache, gradients: list[FeatureGradients
 def local_step(engine: Engine, batch: Batch, contrastive: LocalInfoNCE, *, micro_size: int, lr: float) -> StepResult:
     """Plain gradient accumulation: each micro-batch on each rank is its own contrastive batch. No cache.
 
-    The loss is the mean over micro-batches, each weighed by its samples (only a short last one differs).
+    The loss is the mean over micro-batches, each weighed by its samples.
     """
-    N = len(batch) * dist.world_size()
+    N = batch.global_size or len(batch) * dist.world_size()
     total = 0.0
     for micro_batch in batch.micro_batches(micro_size):
         features = engine.forward(micro_batch)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.tiles import auto_side
+from clip_train.data import times_read
 from clip_train.errors import UserError
 from clip_train.metrics import read_jsonl
 from clip_train.metrics.progress import format_seconds
@@ -100,24 +101,27 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
     teacher = config.model.teacher_architecture()
     taught = flops_per_sample(teacher) if teacher else 0
     rate = rate or measured_rate(config)
+    samples = config.batch.sizes.before(config.steps)
     return {
         "model": config.model.name,
         "parameters": count_parameters(architecture),
         "world_size": world_size,
-        "global_size": plan.global_size,
+        "global_size": plan.global_size,  # the largest
+        "schedule": str(config.batch.sizes) if config.batch.schedule else None,
         "per_rank": plan.per_rank,
         "micro_size": plan.micro_size,
         "accum_steps": plan.accum_steps,
         "kept_graphs": plan.kept_graphs,
         "forwards_per_sample": forwards + recomputed,
         "lanes": checked.lanes,
+        "times_read": times_read(config.batch.sizes, checked.lanes, world_size),
         "steps": config.steps,
-        "samples": config.steps * plan.global_size,
-        "epochs": config.steps * plan.global_size / config.data.num_samples if config.data.num_samples else None,
+        "samples": samples,
+        "epochs": samples / config.data.num_samples if config.data.num_samples else None,
         "flops_per_step": plan.global_size * (forward * (2 + forwards + recomputed) + taught),
         "memory_bytes": {**memory.__dict__, "total": memory.total},
         "samples_per_second": rate,
-        "eta_seconds": config.steps * plan.global_size / rate if rate else None,
+        "eta_seconds": samples / rate if rate else None,
     }
 
 
@@ -145,15 +149,17 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         if plan["eta_seconds"]
         else "unknown: give --samples-per-second, or plan again when the run has some steps"
     )
+    uneven = f"{plan['per_rank'] - 1:,} or " if plan["global_size"] % plan["world_size"] else ""
     return [
         ("parameters", f"{plan['parameters']:,}"),
+        *([("batch schedule", plan["schedule"])] if plan["schedule"] else []),
         (
-            "global batch",
-            f"{plan['global_size']:,} = {plan['world_size']} ranks x {plan['per_rank']:,}, in "
+            "largest global batch" if plan["schedule"] else "global batch",
+            f"{plan['global_size']:,} = {plan['world_size']} ranks x {uneven}{plan['per_rank']:,}, in "
             f"{plan['accum_steps']} micro-batches of {plan['micro_size']} with {plan['kept_graphs']} graphs kept",
         ),
         ("forwards per sample", f"{plan['forwards_per_sample']:.2f}"),
-        ("lanes", str(plan["lanes"])),
+        ("lanes", f"{plan['lanes']}, each read by {plan['times_read']:.3g} ranks in the mean"),
         ("length", f"{plan['steps']:,} steps, {plan['samples']:,} samples{epochs}"),
         ("arithmetic", f"{plan['flops_per_step'] / 1e12:,.3g} TFLOP per step"),
         ("memory per rank", f"about {memory['total'] / GIB:.2f} GiB ({parts})"),

@@ -23,7 +23,7 @@ from clip_train.batch import BatchPlan, plan_batch
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import SourceSummary, Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
-from clip_train.errors import ClipTrainError, Preempted, RemoteRankError, UserError
+from clip_train.errors import CheckpointError, ClipTrainError, Preempted, RemoteRankError, UserError
 from clip_train.evaluate import ZeroShotClasses, evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
 from clip_train.models import CLIP, Architecture
@@ -70,11 +70,11 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
     ds_config = collect(
         lambda: build_ds_config(config.engine, micro_size=micro_size, world_size=world_size, grad_clip_norm=clip)
     )
-    lanes = collect(lambda: resolve_lanes(config.data.lanes, config.batch.global_size, world_size)) if plan else None
+    lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
     source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
     if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
-    if problems or plan is None or lanes is None:
+    if problems or plan is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
     return Checked(plan, architecture, ds_config, lanes, source)
 
@@ -155,7 +155,7 @@ def describe_run_dir(config: RunConfig, checked: Checked) -> None:
 
 def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
-    steps, peak_lr = config.steps, config.optim.peak_lr(checked.plan.global_size)
+    steps, sizes = config.steps, config.batch.sizes
     torch.manual_seed(config.run.seed * 1_000_003 + dist.rank())  # what is random beside the counter-based draws
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
     resumed = checkpoints.resume()
@@ -179,8 +179,9 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         contrastive=dist.agreed(partial(build_objective, config, device)),
         batches=loader,
         plan=checked.plan,
+        sizes=sizes,
         steps=steps,
-        learning_rate=lambda step: learning_rate(config.schedule, peak_lr, step, steps),
+        learning_rate=lambda step: learning_rate(config.schedule, config.optim.peak_lr(sizes.at(step)), step, steps),
         checkpoints=checkpoints,
         sinks=sinks,
         progress=ProgressLine(
@@ -202,11 +203,11 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
 
 
 def build_loader(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> TrainLoader:
-    return TrainLoader(
+    loader = TrainLoader(
         config.data,
         image_size=checked.architecture.vision_cfg.image_size,
         context_length=checked.architecture.text_cfg.context_length,
-        global_size=checked.plan.global_size,
+        global_size=config.batch.sizes,
         seed=config.run.seed,
         rank=dist.rank(),
         world_size=dist.world_size(),
@@ -215,6 +216,12 @@ def build_loader(config: RunConfig, checked: Checked, device: torch.device, resu
         storage=config.storage,
         shards_then=resumed.state.get("shards") if resumed else None,
     )
+    if resumed is not None and loader.step != resumed.state["step"]:
+        raise CheckpointError(
+            f"the checkpoint of step {resumed.step} ({resumed.path}) holds the data position of step {loader.step}; "
+            "go on from an older one (checkpoint.resume=<its path>), or begin anew with checkpoint.resume=never"
+        )
+    return loader
 
 
 def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
@@ -246,7 +253,7 @@ def build_objective(config: RunConfig, device: torch.device) -> ContrastiveLoss:
 
     local = config.batch.accumulation == "local"
     teacher_or_none = None if teacher is None else teach
-    return build_loss(config.loss, teacher_or_none, local=local, global_size=config.batch.global_size)
+    return build_loss(config.loss, teacher_or_none, local=local)
 
 
 def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[[], dict[str, float]] | None:
@@ -281,7 +288,7 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
 # the loader's to check, by the fingerprint in its cursors: a folder may move.)
 IDENTITY = (
     "run.seed", "model.name", "model.dropout", "model.patch_dropout", "model.teacher", "data.aug_scale",
-    "batch.global_size", "batch.accumulation", "loss.kind", "optim.name",
+    "batch.global_size", "batch.schedule", "batch.accumulation", "loss.kind", "optim.name",
 )  # fmt: skip
 BANK = ("loss.bank_size", "loss.bank_warmup_steps", "loss.bank_mode")  # where there are memory banks
 
@@ -318,15 +325,17 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
             trainer.batches.close()
         if dist.is_main() and trainer.position.step:
             try:
-                write_report(config.run_dir, bad_samples=trainer.bad_samples)
+                bad = trainer.bad_samples
+                write_report(config.run_dir, bad_samples=bad.total, bad_epochs=bad.epochs)
             except Exception as e:  # a picture is no reason to call a good run failed
                 say(f"the report could not be written: {type(e).__name__}: {e}")
 
 
 def describe_start(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> None:
-    plan = checked.plan
+    plan, sizes = checked.plan, config.batch.sizes
+    varying = f"{sizes}; the largest, " if config.batch.schedule else ""
     say(
-        f"{config.model.name}: global batch {plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
+        f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; ZeRO {config.engine.zero_stage}, "
         f"{config.engine.precision}, {device.type}; {checked.lanes} lanes; {config.steps} steps into {config.run_dir}"
     )

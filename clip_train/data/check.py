@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from clip_train.data import raw
@@ -113,5 +112,5 @@ def _members(sample: RawSample) -> str:
 def _json_keys(sample: RawSample) -> str:
     try:
         return ", ".join(map(str, raw.metadata(sample.members))) or "no keys"
-    except (BadSample, json.JSONDecodeError):
+    except BadSample:
         return "no readable JSON"

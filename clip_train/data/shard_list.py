@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import zlib
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from clip_train.data.index import ShardIndex, split
-from clip_train.data.lanes import Cursor, LanePlan
+from clip_train.data.lanes import LanePlan
+from clip_train.data.mixture import Mixture
 from clip_train.errors import UserError
 
 NAMES_SHOWN = 5
@@ -61,7 +62,7 @@ class ShardList:
 
 
 def go_on(
-    cursors: dict[int, dict[str, Any]], then: str | None, index: ShardIndex, plan: LanePlan, allowed: bool
+    cursors: dict[int, dict[str, Any]], then: str | None, index: ShardIndex, plan: LanePlan | Mixture, allowed: bool
 ) -> dict[int, dict[str, Any]]:
     """The checkpoint's cursors; where the shards have changed and that is allowed, at the start of another epoch.
 
@@ -76,12 +77,10 @@ def go_on(
             f"data.train is not the list of shards that the checkpoint was written with: {changes}. Restore it, or set "
             "data.allow_changed_shards=true to go on with the new one, from the start of an epoch"
         )
-    at = {lane: Cursor(**{k: v for k, v in cursor.items() if k != "source"}) for lane, cursor in cursors.items()}
-    epoch = max(cursor.epoch for cursor in at.values()) + 1  # an order that no lane has begun
-    return {
-        lane: {**replace(c, epoch=epoch, shard=0, offset=0, taken=0).to_dict(), "source": plan.fingerprint()}
-        for lane, c in at.items()
+    at: dict[int, Any] = {
+        lane: plan.parse({k: v for k, v in cursor.items() if k != "source"}) for lane, cursor in cursors.items()
     }
+    return {lane: {**cursor.to_dict(), "source": plan.fingerprint()} for lane, cursor in plan.in_new_epoch(at).items()}
 
 
 def _some(names: list[str]) -> str:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from clip_train.batch import BatchConfig, BatchSizes
 from clip_train.data import lanes as lanes_module
 from clip_train.data.config import resolve_lanes
 from clip_train.data.lanes import Cursor, Lane, LanePlan, hash64
 from clip_train.data.tar import TarError
-from clip_train.errors import DataError, UserError
+from clip_train.errors import DataError
 from tests.data.shards import keys_in, sample, tar_bytes, write_dataset, write_shard
 
 
@@ -261,16 +262,23 @@ def test_a_shard_that_vanished_is_an_error(tmp_path, monkeypatch):
         Lane(plan, 0).take()
 
 
-@pytest.mark.parametrize("global_size,expected", [(256, 64), (96, 48), (100, 50), (97, 1), (32768, 64)])
+@pytest.mark.parametrize(
+    "global_size, expected", [(256, 64), (96, 48), (100, 50), (32768, 1024), (7, 7), (97, 24), (134, 33), (1009, 64)]
+)
 def test_auto_lanes(global_size, expected):
-    assert resolve_lanes("auto", global_size, 1) == expected
+    assert resolve_lanes("auto", BatchSizes.constant(global_size)) == expected
 
 
-def test_lanes_must_divide():
-    assert resolve_lanes(6, 96, 4) == 6
-    with pytest.raises(UserError, match=r"data\.lanes \(7\).*\(96\).*6 and 8"):
-        resolve_lanes(7, 96, 1)
-    with pytest.raises(UserError, match=r"data\.lanes \(200\).*96"):
-        resolve_lanes(200, 96, 1)
-    with pytest.raises(UserError, match=r"global_size \(96\).*\(5\).*95 and 100"):
-        resolve_lanes("auto", 96, 5)
+def test_auto_lanes_of_a_schedule_divide_all_sizes_where_they_can():
+    def lanes(*stages, last):
+        return resolve_lanes("auto", BatchConfig(global_size=last, schedule=stages).sizes)
+
+    assert lanes({"until_step": 9, "global_size": 96}, last=128) == 32
+    assert lanes({"until_step": 9, "global_size": 96, "ramp_to": 480, "increment": 48}, last=480) == 48
+    assert lanes({"until_step": 9, "global_size": 96}, last=127) == 24  # a quarter of the smallest
+    assert lanes({"until_step": 9, "global_size": 2}, last=4096) == 2
+
+
+def test_any_number_of_lanes_goes():
+    assert resolve_lanes(7, BatchSizes.constant(96)) == 7
+    assert resolve_lanes(200, BatchSizes.constant(96)) == 200
