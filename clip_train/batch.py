@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import AfterValidator, PositiveInt, model_validator
 
 from clip_train.errors import UserError
 from clip_train.settings import Settings
@@ -38,6 +39,22 @@ class BatchStage(Settings):
         return self
 
 
+def parse_bytes(value: int | str) -> int:
+    """Bytes, from a number or from "24GiB", "500 MB". ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", str(value), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise ValueError(f"batch.memory_limit ({value!r}) must be bytes, or a size such as 24GiB or 500MB")
+    number, unit, binary = match.groups()
+    power = " KMGT".index(unit.upper()) if unit else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def _size(value: int | str | None) -> int | str | None:
+    if value is not None:
+        parse_bytes(value)
+    return value  # as the user wrote it: recipes are compared and read
+
+
 class BatchConfig(Settings):
     """The `batch` section: what the user wants, and how it may be computed."""
 
@@ -46,16 +63,30 @@ class BatchConfig(Settings):
     schedule: list[BatchStage] | None = None
     """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...], behind which
     global_size holds. With `ramp_to: 4096` a piece rises (or falls) linearly, in steps of its `increment`."""
-    micro_size: PositiveInt = 256
+    micro_size: PositiveInt | Literal["auto"] = 256
     """Samples that go through the model at once on a rank (less where a rank has fewer). It changes memory
-    and speed, never the result; the last micro-batch may be shorter."""
-    kept_graphs: PositiveInt | Literal["all"] = 1
+    and speed, never the result; the last micro-batch may be shorter. auto: the fastest that fits, measured
+    at the start."""
+    kept_graphs: PositiveInt | Literal["all", "auto"] = 1
     """How many of the last micro-batches keep their graph and need no second forward. Each costs one
-    micro-batch's activations; "all" is the full-batch step."""
+    micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto, or as many as
+    fit beside a given micro_size."""
+    memory_limit: Annotated[int | str | None, AfterValidator(_size)] = None
+    """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations and features,
+    as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU needs it said (Python and its
+    libraries come on top there, about 0.5 GiB a rank)."""
     accumulation: Literal["cached", "local"] = "cached"
     """cached: every sample of the global batch is every other's negative, however it is cut. local: plain
     gradient accumulation, for comparison: negatives only within a micro-batch on a rank, so that micro_size
     and the number of ranks do change the result."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _graphs_follow_the_size(cls, raw: Any) -> Any:
+        """With a chosen micro-batch the kept graphs are chosen too, unless the recipe says a number."""
+        if isinstance(raw, dict) and raw.get("micro_size") == "auto":
+            return {"kept_graphs": "auto", **raw}
+        return raw
 
     @model_validator(mode="after")
     def _pieces_follow_each_other(self) -> BatchConfig:
@@ -253,9 +284,14 @@ class BatchPlan:
 
 
 def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
-    """The plan of the largest global batch on `world_size` ranks; UserError where a rank would get no sample."""
+    """The plan of the largest global batch on `world_size` ranks; UserError where a rank would get no sample.
+
+    Where something is `auto` it is the smallest plan, until memory has been looked at (`clip_train.memory`).
+    """
     config.sizes.check_ranks(world_size)
     _, largest = config.sizes.extremes()
-    plan = BatchPlan(largest, world_size, config.micro_size, 1).at(largest)
-    kept = plan.accum_steps if config.kept_graphs == "all" else min(config.kept_graphs, plan.accum_steps)
+    micro = 1 if config.micro_size == "auto" else config.micro_size
+    plan = BatchPlan(largest, world_size, micro, 1).at(largest)
+    wanted = config.kept_graphs
+    kept = plan.accum_steps if wanted == "all" else 1 if wanted == "auto" else min(wanted, plan.accum_steps)
     return replace(plan, kept_graphs=kept)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from clip_train.batch import chunk_sizes, num_chunks
+
+Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
 
 
 @dataclass
@@ -149,6 +151,18 @@ class Engine(Protocol):
 
     def backward(self, features: Features, gradients: FeatureGradients) -> None:
         """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
+        ...
+
+    def discard_gradients(self) -> None:
+        """As if no backward had been called since the last step, even in the midst of one. All ranks call it."""
+        ...
+
+    def recovers(self, phase: Phase) -> bool:
+        """Whether a rank that fails in `phase` leaves no other waiting, and `discard_gradients` makes it good."""
+        ...
+
+    def remedy(self, phase: Phase) -> str:
+        """What a user can do where it does not."""
         ...
 
     def step(self, lr: float) -> StepReport:

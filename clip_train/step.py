@@ -9,7 +9,9 @@ and the loss in closed form).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -18,7 +20,9 @@ from clip_train.contrastive import ContrastiveLoss, FeatureCache, LocalInfoNCE, 
 from clip_train.contrastive.distill import Teacher
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import DivergedError
-from clip_train.protocols import Batch, Engine, FeatureGradients
+from clip_train.protocols import Batch, Engine, FeatureGradients, Phase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,16 @@ class StepResult:
     extra: dict[str, float] = field(default_factory=dict)  # what the objective has to tell beside the loss
 
 
+class Guard(Protocol):
+    """Runs one part of a step."""
+
+    def __call__(self, phase: Phase, action: Callable[[], T], /) -> T: ...
+
+
+def unguarded(phase: Phase, action: Callable[[], T], /) -> T:
+    return action()
+
+
 def train_step(
     engine: Engine,
     batch: Batch,
@@ -40,21 +54,26 @@ def train_step(
     micro_size: int,
     kept_graphs: int,
     lr: float,
+    guard: Guard = unguarded,
 ) -> StepResult:
     """Take one optimizer step on this rank's share `batch`, on the engine's device, of the global batch.
 
     The result does not depend on `micro_size` or `kept_graphs` beyond rounding. Ranks that do not hold equally
-    many samples need `batch.shares`. DivergedError, on all ranks, before the update, if the loss is not finite.
+    many samples need `batch.shares`. DivergedError, on all ranks, before the update, if the loss is not finite. `guard`
+    runs each part (`clip_train.recovery`): up to the last one, a step that fails has changed nothing but gradients.
     """
     engine.train()
     if isinstance(contrastive, LocalInfoNCE):
         return local_step(engine, batch, contrastive, micro_size=micro_size, lr=lr)
     teacher = getattr(contrastive, "teacher", None)
-    cache = encode(engine, batch, micro_size, kept_graphs, teacher)  # pass 1: features; graphs of the last ones only
+    # pass 1: features; graphs of the last ones only
+    cache = guard("forward pass", lambda: encode(engine, batch, micro_size, kept_graphs, teacher))
     scale = cache.entries[-1].features.logit_scale.item()
-    outcome = contrast(contrastive, cache, batch.keys, batch.global_size)  # once, over the global batch
+    # once, over the global batch
+    outcome = guard("loss", lambda: contrast(contrastive, cache, batch.keys, batch.global_size))
     loss = finite(outcome.loss.item())
-    replay(engine, cache, cache.split(outcome))  # pass 2: the cached gradients go back through the model
+    # pass 2: the cached gradients go back through the model
+    guard("backward pass", lambda: replay(engine, cache, cache.split(outcome)))
     result = update(engine, lr, StepResult(loss, math.nan, scale, extra=outcome.extra))
     if isinstance(contrastive, StatefulLoss):
         contrastive.after_step()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -32,7 +32,8 @@ from clip_train.metrics import (
     peak_memory_bytes,
 )
 from clip_train.protocols import Batch, Engine
-from clip_train.step import StepResult, train_step
+from clip_train.recovery import recovering_step
+from clip_train.step import StepResult
 
 
 class StopRequest:
@@ -85,6 +86,7 @@ class Trainer:
     evaluate: Callable[[], dict[str, float]] | None = None
     evaluate_every: int | None = None
     digest: bool = False
+    log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
     run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
     position: Position = field(default_factory=Position)
@@ -149,13 +151,8 @@ class Trainer:
         lr = self.learning_rate(self.position.step)
         plan = self.plan.at(self.sizes.at(self.position.step))
         try:
-            result = train_step(
-                self.engine,
-                batch,
-                self.contrastive,
-                micro_size=plan.micro_size,
-                kept_graphs=plan.kept_graphs,
-                lr=lr,
+            result, fitting = recovering_step(
+                self.engine, batch, self.contrastive, plan, lr=lr, log=self._tell_of_this_step
             )
         except DivergedError as e:
             good = self.checkpoints.last_good
@@ -166,6 +163,10 @@ class Trainer:
                 f"step {self.position.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
                 "or raise schedule.warmup_steps, and run again"
             ) from None
+        if fitting is not plan:  # where memory has ended, and smaller from here on
+            kept = min(self.plan.kept_graphs, fitting.kept_graphs)
+            self.plan = replace(self.plan, micro_size=fitting.micro_size, kept_graphs=kept)
+            plan = fitting
         position = self.position
         position.step += 1
         position.samples += plan.global_size
@@ -186,6 +187,10 @@ class Trainer:
             self._evaluate()
         if pause:
             timer.restart()
+
+    def _tell_of_this_step(self, message: str) -> None:
+        if dist.is_main():
+            self.log(f"step {self.position.step + 1}: {message}")
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:

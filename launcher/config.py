@@ -103,7 +103,18 @@ class RunConfig(Settings):
                 raise ValueError(f"{what} goes with loss.kind=info_nce, not with {self.loss.kind}")
         if self.model.teacher is not None and self.batch.accumulation == "local":
             raise ValueError(f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached")
+        if self.batch.accumulation == "local" and self.chosen:
+            raise ValueError(
+                f"{self.chosen[0]} (auto) needs batch.accumulation=cached: with local the size of a micro-batch "
+                "changes what is learned; set it to a number"
+            )
         return self
+
+    @property
+    def chosen(self) -> list[str]:
+        """The keys that say `auto` and are chosen by memory (see `launcher.sizing`)."""
+        keys = ("batch.micro_size", "batch.kept_graphs", "engine.activation_checkpointing", "engine.reduce_gradients")
+        return [key for key in keys if getattr(getattr(self, key.split(".")[0]), key.split(".")[1]) == "auto"]
 
     @property
     def steps(self) -> int:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,8 @@ from clip_train.protocols import Engine, Features, MicroBatch
 from clip_train.trainer import Trainer
 from launcher import env as ranks
 from launcher.config import RunConfig, known_keys
-from launcher.ds_config import build_ds_config
+from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.sizing import Decision, decide, measure, memory_limit, no_limit
 from launcher.verdict import clear_verdict, word_for, write_verdict
 
 
@@ -45,6 +46,8 @@ class Checked:
     architecture: Architecture
     ds_config: dict[str, Any]
     lanes: int
+    engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at
+    decision: Decision | None = None  # where something is `auto`
     source: SourceSummary | None = None  # on the rank that has looked at the shards
 
 
@@ -65,18 +68,33 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
             problems.append(bias_mistake(config))
         collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
-    micro_size = plan.micro_size if plan else 1
-    clip = config.optim.grad_clip_norm
-    ds_config = collect(
-        lambda: build_ds_config(config.engine, micro_size=micro_size, world_size=world_size, grad_clip_norm=clip)
-    )
+    ds_config = collect(lambda: ds_config_for(config, config.engine, plan, world_size))
     lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
+    if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
+        problems.append(no_limit(config))
     source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
     if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     if problems or plan is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
-    return Checked(plan, architecture, ds_config, lanes, source)
+    return Checked(plan, architecture, ds_config, lanes, config.engine, source=source)
+
+
+def ds_config_for(config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int) -> dict[str, Any]:
+    return build_ds_config(
+        engine,
+        micro_size=plan.micro_size if plan else 1,
+        world_size=world_size,
+        grad_clip_norm=config.optim.grad_clip_norm,
+    )
+
+
+def sized(config: RunConfig, checked: Checked, limit: float) -> Checked:
+    """`checked` with every `auto` decided within `limit` bytes a rank, before there is an engine to ask."""
+    decision = decide(config, checked.architecture, checked.plan, limit)
+    plan, engine = decision.layout.plan, decision.engine
+    ds_config = ds_config_for(config, engine, plan, plan.world_size)
+    return replace(checked, plan=plan, engine=engine, ds_config=ds_config, decision=decision)
 
 
 def bias_mistake(config: RunConfig) -> str:
@@ -103,6 +121,8 @@ def train(config: RunConfig) -> int:
         if dist.is_main():
             say(env.describe())
         dist.on_main(partial(make_run_dir, config))
+        if config.chosen:
+            checked = sized(config, checked, memory_limit(config, device))
         trainer = build_trainer(config, checked, device)
         evaluated = run(config, trainer)
         if dist.is_main():
@@ -166,6 +186,8 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     engine = build_engine_for(config, checked, device)
     if resumed is None:
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
+    if checked.decision is not None:
+        checked = measured(config, checked, engine)
     loader = dist.agreed(partial(build_loader, config, checked, device, resumed))
     if len(set(dist.gather_objects(loader.plan.fingerprint()))) > 1:
         raise UserError(
@@ -193,6 +215,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         evaluate=evaluation(config, checked, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
+        log=say,
         run_state={"recipe": config.model_dump(mode="json"), "shards": loader.shard_list},
     )
     if resumed is not None:
@@ -200,6 +223,15 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     if dist.is_main():
         describe_start(config, checked, device, resumed)
     return trainer
+
+
+def measured(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
+    """`checked` with the micro-batch that the engine's own forwards allow; says once what was chosen, and why."""
+    assert checked.decision is not None
+    decision = measure(config, checked.architecture, engine, checked.decision, checked.decision.room.limit)
+    if dist.is_main():
+        say(decision.describe(config.chosen))
+    return replace(checked, plan=decision.layout.plan, decision=decision)
 
 
 def build_loader(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> TrainLoader:
@@ -231,7 +263,7 @@ def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) 
         lambda: CLIP(
             checked.architecture,
             dropout=config.model.dropout,
-            activation_checkpointing=config.engine.activation_checkpointing,
+            activation_checkpointing=bool(checked.engine.activation_checkpointing),
         ),
         lambda named: build_optimizer(config.optim, named),
         checked.ds_config,
@@ -341,8 +373,20 @@ def describe_start(config: RunConfig, checked: Checked, device: torch.device, re
     )
     if checked.source is not None:
         say(f"data.train: {checked.source.index.describe(config.data.caption_key)}")
+    if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
+        say(pays_twice(plan))
     if resumed is not None:
         say(resumed.describe())
+
+
+def pays_twice(plan: BatchPlan) -> str:
+    """Activation checkpointing and the cache recompute the same forward: together they cost nearly three."""
+    return (
+        f"warning: engine.activation_checkpointing with batch.kept_graphs {plan.kept_graphs} of {plan.accum_steps} "
+        f"pays for the same forward twice ({plan.forwards_per_sample + 1:.2f} forwards per sample): set "
+        "batch.kept_graphs=all, or engine.activation_checkpointing=false with a smaller batch.micro_size, "
+        "or auto for both"
+    )
 
 
 def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:
