@@ -207,6 +207,27 @@ MUTATIONS = [
         "image, text = self._decode(sample, slot.seed + (w.id if (w := get_worker_info()) else 0))",
         ("tests/data/test_loader.py::test_global_batches_are_the_same[1-2-2]",),
     ),
+    Mutation(
+        "a local block's checksum not looked at",
+        "clip_train/storage/blocks.py",
+        "if block_sum(data) == self._checksums.of(block):",
+        "if True:",
+        ("tests/data/test_index.py::test_any_flipped_byte_of_a_local_shard_stops_the_run",),
+    ),
+    Mutation(
+        "a damaged archive believed at first sight",
+        "clip_train/data/lanes.py",
+        "if damages.count(str(e)) > REREADS:",
+        "if True:",
+        ("tests/data/test_lanes.py::test_a_header_broken_on_the_way_is_read_again_and_told",),
+    ),
+    Mutation(
+        "shards that changed in content not noticed at resume",
+        "clip_train/data/shard_list.py",
+        "if a and b and a != b",
+        "if False",
+        ("tests/data/test_shard_list.py::test_a_change_is_named_and_refused_unless_allowed[changed]",),
+    ),
     # -- batches of varying size, which nothing divides
     Mutation(
         "what another rank takes from a lane is not skipped",

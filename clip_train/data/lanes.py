@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import logging
 import random
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,7 +29,11 @@ from clip_train.storage import ReadError
 
 RETRIES = 4
 BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
+REREADS = 3  # times an archive must look damaged at the same place before that is believed
+UNINDEXED = "bytes change on their way here, in images perhaps unseen; `clip-train index` lets every block be verified"
 EMPTY_EPOCHS = 100  # a lane may find nothing in so many epochs in a row, when samples are fewer than lanes
+
+_log = logging.getLogger("clip_train.data")
 
 
 @dataclass(frozen=True)
@@ -279,19 +284,26 @@ def read_shard(
         DataError: the shard still cannot be read after the retries.
     """
     failures = 0
-    damage: str | None = None
+    damages: list[str] = []
     while True:
         try:
             with open_shard(url, reading) as file:
                 for sample in iter_samples(file, offset, wanted):
                     yield _usable(sample, url, caption_key)
-                    offset, failures = sample.end, 0
+                    if damages:
+                        _log.warning("%s: %s at first, but not when read again: %s", url, damages[0], UNINDEXED)
+                    offset, failures, damages = sample.end, 0, []
             return
-        except TarError as e:
-            if damage == str(e):
+        except TarError as e:  # of the archive, or of the way here: then other bytes come the next time
+            damages.append(str(e))
+            if damages.count(str(e)) > REREADS:
                 yield Bad(e.reason, url, f"byte {e.offset}", damage=True)
                 return
-            damage = str(e)  # the way here may have damaged it: other bytes would come the second time
+            if len(damages) > 4 * REREADS:
+                raise DataError(
+                    f"shard {url} comes damaged from byte {offset} on, each time elsewhere: {UNINDEXED}\n"
+                    + "\n".join(damages)
+                ) from e
         except ReadError as e:  # retried enough
             raise DataError(f"cannot read shard {url} from byte {offset} on: {type(e).__name__}: {e}") from e
         except OSError as e:

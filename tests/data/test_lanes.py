@@ -13,6 +13,7 @@ from clip_train.batch import BatchConfig, BatchSizes
 from clip_train.data import lanes as lanes_module
 from clip_train.data.config import resolve_lanes
 from clip_train.data.lanes import Cursor, Lane, LanePlan, hash64
+from clip_train.data.tar import TarError
 from clip_train.errors import DataError
 from tests.data.shards import keys_in, sample, tar_bytes, write_dataset, write_shard
 
@@ -201,6 +202,46 @@ def test_io_errors_are_retried_and_lose_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
     assert stream(plan, 1, 40) == whole
     assert Flaky.reads > 50
+
+
+class Flipping(io.BytesIO):
+    """The first three times that it is opened, one bit is wrong: in the first header, then further on."""
+
+    opened = 0
+
+    def __init__(self, data: bytes) -> None:
+        at = Flipping.opened * 3 * 512
+        if Flipping.opened < 3:
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        Flipping.opened += 1
+        super().__init__(data)
+
+
+def test_a_header_broken_on_the_way_is_read_again_and_told(tmp_path, monkeypatch, caplog):
+    write_dataset(tmp_path, [12])
+    plan = plan_of(tmp_path, 1)
+    whole = stream(plan, 0, 24)
+    monkeypatch.setattr(Flipping, "opened", 0)
+    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flipping(Path(url).read_bytes()))
+    lane = Lane(plan, 0)
+    slots = [lane.take() for _ in range(24)]
+    assert [slot.sample.fields["__key__"] for slot in slots] == [key for key, _, _ in whole]
+    assert not [bad for slot in slots for bad in slot.sample.skipped]
+    assert "bad header at byte 0 at first, but not when read again" in caplog.text and "clip-train index" in caplog.text
+
+
+def test_bytes_that_always_change_stop_the_run(tmp_path, monkeypatch):
+    write_dataset(tmp_path, [12])
+    place = itertools.count(512, 512)
+
+    def broken(file, start, wanted):
+        raise TarError("damaged shard: bad header", next(place))
+
+    monkeypatch.setattr(lanes_module, "iter_samples", broken)
+    with pytest.raises(
+        DataError, match=r"000\.tar comes damaged from byte 0 on, each time elsewhere.*clip-train index"
+    ):
+        Lane(plan_of(tmp_path, 1), 0).take()
 
 
 def test_io_errors_that_stay_name_shard_and_offset(tmp_path, monkeypatch):

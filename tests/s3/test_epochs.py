@@ -20,18 +20,20 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path, tmp_path_factory) -> list[str]:
-    """From the local disk, without an index: nothing of this issue's code."""
-    bare = tmp_path_factory.mktemp("bare")
-    for path in folder.glob("*.tar"):
-        (bare / path.name).write_bytes(path.read_bytes())
-    digests = epoch_digests(str(bare / "*.tar"))
+def expected(folder: Path) -> list[str]:
+    """From the local disk; with an index, which deals the samples more evenly, the order is another one."""
+    digests = epoch_digests(str(folder / "*.tar"))
     assert len(digests) == len(set(digests)) == EPOCHS * sum(SIZES) // N
     return digests
 
 
-def test_local_shards_with_an_index_are_the_same(folder: Path, expected: list[str]) -> None:
-    assert epoch_digests(str(folder / "*.tar")) == expected
+@pytest.fixture(scope="module")
+def unindexed(folder: Path, tmp_path_factory) -> list[str]:
+    """From the local disk, without an index: nothing is verified, nor read in blocks."""
+    bare = tmp_path_factory.mktemp("bare")
+    for path in folder.glob("*.tar"):
+        (bare / path.name).write_bytes(path.read_bytes())
+    return epoch_digests(str(bare / "*.tar"))
 
 
 @pytest.mark.parametrize("name", ["reset in mid-body", "burst of 503", "stall", "short body", "flipped bit"])
@@ -55,21 +57,21 @@ def test_all_faults_at_once_in_workers(
 
 @pytest.mark.parametrize("name", sorted(set(SURVIVED) - set(NEED_AN_INDEX) - {"stall", "no answer", "slow drip"})[:3])
 def test_without_an_index(
-    name: str, folder: Path, expected: list[str], server: Server, proxy: FaultyProxy, bucket: str
+    name: str, folder: Path, unindexed: list[str], server: Server, proxy: FaultyProxy, bucket: str
 ) -> None:
     train = upload(server, folder, bucket, index=False)
     proxy.faults = fresh(SURVIVED[name])
-    assert epoch_digests(train) == expected
+    assert epoch_digests(train) == unindexed
     assert proxy.fired
 
 
 def test_a_header_damaged_on_the_way_does_not_shorten_the_shard(
-    folder: Path, expected: list[str], server: Server, proxy: FaultyProxy, bucket: str
+    folder: Path, unindexed: list[str], server: Server, proxy: FaultyProxy, bucket: str
 ) -> None:
     """Without an index: the archive looks broken, and is read again before that is believed."""
     train = upload(server, folder, bucket, index=False)
     proxy.faults = [Fault("flip", at=0.0, key=f"00{i}.tar", times=1) for i in range(6)]  # the first letter of a name
-    assert epoch_digests(train) == expected
+    assert epoch_digests(train) == unindexed
     assert all(fault.fired for fault in proxy.faults)
 
 
@@ -86,6 +88,7 @@ def test_faults_that_last_name_the_shard(
     proxy.faults = fresh([fault])
     with pytest.raises(DataError, match=rf"s3://{bucket}/set/003\.tar.*bytes \d+-\d+, attempt 4 of 4"):
         epoch_digests(train, workers=workers, storage=FAST.model_copy(update={"attempts": 4}))
+    assert proxy.fired == 4 or workers  # what is final is not tried again by who asked for it
 
 
 def test_a_shard_cut_where_it_is_stored_is_never_a_shorter_epoch(
