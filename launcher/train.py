@@ -158,9 +158,11 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     steps, peak_lr = config.steps, config.optim.peak_lr(checked.plan.global_size)
     torch.manual_seed(config.run.seed * 1_000_003 + dist.rank())  # what is random beside the counter-based draws
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
+    checkpoints.preflight()
     resumed = checkpoints.resume()
     if resumed is not None:
         refuse_another_run(config, resumed)
+    checkpoints.begin()
     dist.on_main(partial(describe_run_dir, config, checked))
     start = resumed.state["step"] if resumed else 0
     engine = build_engine_for(config, checked, device)
@@ -309,6 +311,7 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
         return trainer.run()
     finally:
         trainer.progress.close()
+        trainer.checkpoints.close()
         trainer.sinks.close()
         if isinstance(trainer.batches, TrainLoader):
             trainer.batches.close()

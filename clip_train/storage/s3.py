@@ -22,6 +22,8 @@ from typing import Any, BinaryIO, TypeVar
 from clip_train.storage.base import Entry
 
 T = TypeVar("T")
+Entries = list[Entry]  # `list` is a method below
+Parts = list[dict[str, Any]]
 
 PART_BYTES = 8 << 20  # of an upload; a file of more than MAX_PARTS of them gets larger ones
 MAX_PARTS = 9000  # S3 allows 10,000
@@ -109,14 +111,14 @@ class S3Storage:
 
         return await self._retried(f"reading {name}", get, num_bytes=span[1] - span[0] if span else self.part_bytes)
 
-    def list(self, prefix: str = "") -> list[Entry]:
+    def list(self, prefix: str = "") -> Entries:
         return self._run(self._list(prefix))
 
-    async def _list(self, prefix: str) -> list[Entry]:
+    async def _list(self, prefix: str) -> Entries:
         folder = self._key(prefix)
         folder = folder.rstrip("/") + "/" if folder else ""
         cut = len(self._root) + 1 if self._root else 0
-        entries: list[Entry] = []
+        entries: Entries = []
         more: dict[str, Any] = {}
         while True:
             page = dict(more)
@@ -219,10 +221,10 @@ class S3Storage:
             await self._abort(upload)
             raise
 
-    async def _put_parts(self, fd: int, name: str, upload: dict[str, Any], size: int, part_bytes: int) -> list[Any]:
+    async def _put_parts(self, fd: int, name: str, upload: dict[str, Any], size: int, part_bytes: int) -> Parts:
         """A few workers, one part in memory each; the first failure ends them all."""
         count = math.ceil(size / part_bytes)
-        done: list[Any] = [None] * count
+        done: Parts = [{}] * count
         numbers = iter(range(count))
 
         async def work(numbers: Iterator[int]) -> None:
@@ -245,7 +247,7 @@ class S3Storage:
             await asyncio.gather(*workers, return_exceptions=True)
         return done
 
-    async def _complete(self, name: str, upload: dict[str, Any], parts: list[Any], size: int) -> None:
+    async def _complete(self, name: str, upload: dict[str, Any], parts: Parts, size: int) -> None:
         async def complete(client: Any) -> None:
             await client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
 
@@ -385,23 +387,24 @@ class S3Storage:
         code = str(e.response.get("Error", {}).get("Code", ""))
         status = int(e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         told = f"{head} {code} {e.response.get('Error', {}).get('Message', '')}".rstrip()
-        if code == "NoSuchBucket":
-            return "final", S3Error(errno.ENXIO, f"{head} there is no bucket {self.bucket}; create it, or correct it")
         if status == 412 or code == "PreconditionFailed":
             return "final", _TakenError(told)
         if code in _EXPIRED:
             return "renew", PermissionError(errno.EACCES, f"{told}; the credentials have expired: renew them")
-        if code == "RequestTimeTooSkewed":
-            return "final", S3Error(errno.EPERM, f"{told}; set this machine's clock (NTP)")
         if code in _AGAIN or status >= 500 or status in (0, 200, 409, 429):
             return "retry", S3Error(errno.EIO, told)
+        return "final", self._refusal(code, status, told)
+
+    def _refusal(self, code: str, status: int, told: str) -> OSError:
+        if code == "NoSuchBucket":
+            return S3Error(errno.ENXIO, f"{told}; create the bucket {self.bucket}, or correct the URL")
+        if code == "RequestTimeTooSkewed":
+            return S3Error(errno.EPERM, f"{told}; set this machine's clock (NTP)")
         if status == 404:
-            return "final", FileNotFoundError(errno.ENOENT, told)
+            return FileNotFoundError(errno.ENOENT, told)
         if status in (401, 403):
-            return "final", PermissionError(
-                errno.EACCES, f"{told} (HTTP {status}); give these credentials the right to do it"
-            )
-        return "final", S3Error(errno.EIO, f"{told} (HTTP {status})")
+            return PermissionError(errno.EACCES, f"{told} (HTTP {status}); give these credentials the right to do it")
+        return S3Error(errno.EIO, f"{told} (HTTP {status})")
 
 
 class _RangedReader(io.RawIOBase):
