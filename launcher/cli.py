@@ -21,6 +21,7 @@ examples:
   clip-train demo                                        train on captioned shapes, 4 minutes on a laptop
   clip-train train recipes/vit_b32.yaml optim.lr=1e-3    one process; resumes by itself when run again
   torchrun --nproc-per-node 8 -m launcher train recipes/vit_b32.yaml engine.precision=bf16
+  clip-train index 's3://bucket/cc12m/{00000..01242}.tar'   once, before training from shards
   clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
 """
 
@@ -84,6 +85,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--output", help="folder to write (default: <run.dir>/export)")
     export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+
+    index = verbs.add_parser(
+        "index",
+        help="count and checksum shards, so that epochs are exact and damage is seen",
+        description="Read shards once and write sizes.json and index.json beside them, on disk or on S3.",
+    )
+    index.add_argument("shards", nargs="+", metavar="SHARDS", help="as data.train: paths, URLs, braces, globs")
+    index.add_argument("--caption-key", help="as data.caption_key: count samples with this key in their .json")
+    index.add_argument("--workers", type=int, help="processes (default: one for each CPU, 2 to 16)")
+    index.add_argument("--check", action="store_true", help="read again and compare with the index; write nothing")
 
     demo = add(
         "demo",
@@ -153,6 +164,11 @@ def _run(args: argparse.Namespace) -> int:
         from launcher.demo import run_demo
 
         return run_demo(args.data, args.dir, args.overrides)
+
+    if args.verb == "index":
+        from launcher.index import run_index
+
+        return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
 
     from launcher.config import load_config
 

@@ -26,12 +26,14 @@ from clip_train.batch import BatchConfig
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
 from clip_train.data.config import DataConfig
+from clip_train.data.index import index_of
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import ModelConfig
 from clip_train.optim import OptimConfig, ScheduleConfig
 from clip_train.settings import Settings
+from clip_train.storage import StorageConfig
 from launcher.ds_config import EngineConfig
 
 
@@ -47,7 +49,7 @@ class RunSection(Settings):
     steps: PositiveInt | None = None
     """Optimizer steps in all. Give this or run.epochs."""
     epochs: PositiveFloat | None = None
-    """An alternative to run.steps; needs data.num_samples."""
+    """An alternative to run.steps; needs an index of the shards, or data.num_samples."""
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
@@ -62,6 +64,7 @@ class RunConfig(Settings):
     run: RunSection
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
+    storage: StorageConfig = Field(default_factory=StorageConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -75,7 +78,8 @@ class RunConfig(Settings):
     def _epochs_need_a_size(self) -> RunConfig:
         if self.run.epochs is not None and self.data.num_samples is None:
             raise ValueError(
-                f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch; or give run.steps"
+                f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch, "
+                "or shards with an index (`clip-train index`); or give run.steps"
             )
         if self.schedule.warmup_steps >= self.steps and self.schedule.warmup_steps > 0:
             raise ValueError(
@@ -183,7 +187,23 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     """The recipe at `path` with overrides, checked. UserError lists every mistake."""
-    return check_config(apply_overrides(read_recipe(path), overrides or []), path)
+    return check_config(count_samples(apply_overrides(read_recipe(path), overrides or [])), path)
+
+
+def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with data.num_samples from the shards' index, where run.epochs needs it and the recipe leaves it out."""
+    run, data = raw.get("run"), raw.get("data")
+    if not (isinstance(run, dict) and isinstance(data, dict)):
+        return raw
+    if run.get("epochs") is None or data.get("num_samples") is not None:
+        return raw
+    try:
+        config = DataConfig.model_validate(data)
+        storage = StorageConfig.model_validate(raw.get("storage") or {})
+    except ValidationError:
+        return raw  # to be explained with all other mistakes
+    counted = index_of(config, storage).num_samples(config.caption_key)
+    return raw if counted is None else {**raw, "data": {**data, "num_samples": counted}}
 
 
 def check_config(raw: dict[str, Any], source: str) -> RunConfig:

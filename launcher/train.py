@@ -22,7 +22,7 @@ from clip_train import dist
 from clip_train.batch import BatchPlan, plan_batch
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
-from clip_train.data import Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
+from clip_train.data import SourceSummary, Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
 from clip_train.errors import ClipTrainError, Preempted, RemoteRankError, UserError
 from clip_train.evaluate import ZeroShotClasses, evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
@@ -45,6 +45,7 @@ class Checked:
     architecture: Architecture
     ds_config: dict[str, Any]
     lanes: int
+    source: SourceSummary | None = None  # on the rank that has looked at the shards
 
 
 def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Checked:
@@ -70,13 +71,12 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
         lambda: build_ds_config(config.engine, micro_size=micro_size, world_size=world_size, grad_clip_norm=clip)
     )
     lanes = collect(lambda: resolve_lanes(config.data.lanes, config.batch.global_size, world_size)) if plan else None
-    if read_data:
-        collect(lambda: check_source(config.data))
-        if config.data.val is not None and config.evaluate.zero_shot_classes is not None:
-            collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
+    source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
+    if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
+        collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     if problems or plan is None or lanes is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
-    return Checked(plan, architecture, ds_config, lanes)
+    return Checked(plan, architecture, ds_config, lanes, source)
 
 
 def bias_mistake(config: RunConfig) -> str:
@@ -214,6 +214,7 @@ def build_loader(config: RunConfig, checked: Checked, device: torch.device, resu
         world_size=dist.world_size(),
         cursors=resumed.state["cursors"] if resumed else None,
         pin_memory=device.type == "cuda",
+        storage=config.storage,
     )
 
 
@@ -265,6 +266,8 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
             rank=dist.rank(),
             world_size=dist.world_size(),
             caption_key=config.data.caption_key,
+            verify=config.data.verify,
+            storage=config.storage,
         )
         out = evaluate(engine, batches, config.evaluate, tokenizer)
         (unusable,) = dist.sum_scalars(batches.num_bad)
@@ -329,6 +332,8 @@ def describe_start(config: RunConfig, checked: Checked, device: torch.device, re
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; ZeRO {config.engine.zero_stage}, "
         f"{config.engine.precision}, {device.type}; {checked.lanes} lanes; {config.steps} steps into {config.run_dir}"
     )
+    if checked.source is not None:
+        say(f"data.train: {checked.source.index.describe(config.data.caption_key)}")
     if resumed is not None:
         say(resumed.describe())
 

@@ -19,7 +19,10 @@ class DataConfig(Settings):
     """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several joined by `::`."""
 
     num_samples: Annotated[int, Field(gt=0)] | None = None
-    """Samples in one epoch, if you know it; only turns `run.epochs` into steps."""
+    """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards knows it: leave it out then."""
+
+    verify: Literal["auto", "off"] = "auto"
+    """auto: shards beside which `clip-train index` has left an index are held against it, block by block."""
 
     workers: Annotated[int, Field(ge=0)] = 2
     """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order."""

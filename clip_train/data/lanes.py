@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from clip_train.data import raw
 from clip_train.data.bad_samples import WINDOW, Bad, BadTable
-from clip_train.data.sources import open_shard
+from clip_train.data.sources import PLAIN, Reading, open_shard
 from clip_train.data.tar import RawSample, TarError, iter_samples
 from clip_train.errors import DataError
+from clip_train.storage import ReadError
 
 RETRIES = 4
 BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
@@ -70,6 +71,7 @@ class LanePlan:
     lanes: int  # L
     shuffle_block: int  # K
     caption_key: str | None = None
+    reading: Reading = PLAIN  # how they are opened; says nothing about the order
 
     def parts(self, lane: int, epoch: int) -> list[Part]:
         """What `lane` reads in `epoch`, in this order. Over all lanes every sample comes exactly once."""
@@ -220,7 +222,8 @@ class Lane:
                 if position >= first:
                     begin = offset if position == first else 0
                     wanted = self.plan.wanted(part, epoch)
-                    for event in read_shard(self.plan.shards[part.shard], begin, wanted, self.plan.caption_key):
+                    url, key = self.plan.shards[part.shard], self.plan.caption_key
+                    for event in read_shard(url, begin, wanted, key, self.plan.reading):
                         if isinstance(event, Raw):
                             event.epoch, event.shard = epoch, position
                         yield event
@@ -230,7 +233,7 @@ class Lane:
     def _check_not_empty(self, empty_epochs: int) -> None:
         """This lane found nothing in an epoch: is it alone with that?"""
         if empty_epochs == 1:
-            check_any_usable(self.plan.shards, self.plan.caption_key)
+            check_any_usable(self.plan)
         if empty_epochs == EMPTY_EPOCHS:
             raise DataError(
                 f"lane {self.number} of {self.plan.lanes} found no sample in {EMPTY_EPOCHS} epochs: "
@@ -243,27 +246,32 @@ class EpochEnd(NamedTuple):
 
 
 def read_shard(
-    url: str, offset: int, wanted: Callable[[int], bool] | None, caption_key: str | None
+    url: str, offset: int, wanted: Callable[[int], bool] | None, caption_key: str | None, reading: Reading = PLAIN
 ) -> Iterator[Raw | Bad]:
     """The samples of one shard, usable or not, from byte `offset` on.
 
-    Damage to the archive ends it, as one `Bad`. An error of the disk or the network is retried, from the
-    sample that it hit, and is never taken for the end of the data.
+    Damage to the archive ends it, as one `Bad`, if it is there when it is read again. An error of the disk or
+    the network is retried, from the sample that it hit, and is never taken for the end of the data.
 
     Raises:
         DataError: the shard still cannot be read after the retries.
     """
     failures = 0
+    damage: str | None = None
     while True:
         try:
-            with open_shard(url) as file:
+            with open_shard(url, reading) as file:
                 for sample in iter_samples(file, offset, wanted):
                     yield _usable(sample, url, caption_key)
                     offset, failures = sample.end, 0
             return
         except TarError as e:
-            yield Bad(e.reason, url, f"byte {e.offset}")
-            return
+            if damage == str(e):
+                yield Bad(e.reason, url, f"byte {e.offset}")
+                return
+            damage = str(e)  # the way here may have damaged it: other bytes would come the second time
+        except ReadError as e:  # retried enough
+            raise DataError(f"cannot read shard {url} from byte {offset} on: {type(e).__name__}: {e}") from e
         except OSError as e:
             failures += 1
             if failures > RETRIES:
@@ -273,15 +281,15 @@ def read_shard(
             time.sleep(BACKOFF_SECONDS * 2 ** (failures - 1))
 
 
-def check_any_usable(shards: list[str], caption_key: str | None) -> None:
+def check_any_usable(plan: LanePlan) -> None:
     """DataError with the table of reasons unless some shard holds a usable sample."""
     bads: list[Bad] = []
-    for url in shards:
-        for event in read_shard(url, 0, None, caption_key):
+    for url in plan.shards:
+        for event in read_shard(url, 0, None, plan.caption_key, plan.reading):
             if isinstance(event, Raw):
                 return
             bads.append(event)
-    raise DataError(f"none of the samples in {len(shards)} shards can be used\n{_table(bads)}")
+    raise DataError(f"none of the samples in {len(plan.shards)} shards can be used\n{_table(bads)}")
 
 
 def _usable(sample: RawSample, url: str, caption_key: str | None) -> Raw | Bad:

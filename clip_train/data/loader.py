@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from clip_train.data.bad_samples import BadSampleLimit
 from clip_train.data.config import DataConfig, resolve_lanes
+from clip_train.data.index import index_of
 from clip_train.data.lanes import Cursor, LanePlan
 from clip_train.data.pipeline import (
     Collate,
@@ -29,10 +30,11 @@ from clip_train.data.pipeline import (
     deal_to_workers,
     rank_shares,
 )
-from clip_train.data.sources import expand
+from clip_train.data.sources import Reading
 from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch
+from clip_train.storage import StorageConfig
 
 PRELOAD = ["torch", "webdataset", "clip_train.data.pipeline"]  # once in the fork server, not in every worker
 
@@ -53,6 +55,7 @@ class TrainLoader:
         pin_memory: batches in pinned memory, for asynchronous copies to a GPU.
         stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
             must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
+        storage: how patiently remote shards are read.
 
     Raises:
         UserError: sizes that do not divide, shards that do not exist, cursors of another order.
@@ -73,9 +76,12 @@ class TrainLoader:
         cursors: dict[int, dict[str, Any]] | None = None,
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
+        storage: StorageConfig | None = None,
     ) -> None:
         self.lanes = resolve_lanes(config.lanes, global_size, world_size)
-        self.plan = LanePlan(expand(config.train), seed, self.lanes, config.shuffle_block, config.caption_key)
+        self.index = index_of(config, storage or StorageConfig())
+        reading = Reading(storage or StorageConfig(), self.index.checksums)
+        self.plan = LanePlan(self.index.shards, seed, self.lanes, config.shuffle_block, config.caption_key, reading)
         shares = deal_to_workers(rank_shares(global_size, self.lanes, rank, world_size), config.workers)
         source = SlotSource(self.plan, global_size // self.lanes, shares, _parse(cursors, self.plan))
         decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))

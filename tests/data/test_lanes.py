@@ -197,7 +197,7 @@ def test_io_errors_are_retried_and_lose_nothing(tmp_path, monkeypatch):
     plan = plan_of(tmp_path, 2, block=5)
     whole = stream(plan, 1, 40)
     monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url: Flaky(Path(url).read_bytes()))
+    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
     assert stream(plan, 1, 40) == whole
     assert Flaky.reads > 50
 
@@ -205,7 +205,7 @@ def test_io_errors_are_retried_and_lose_nothing(tmp_path, monkeypatch):
 def test_io_errors_that_stay_name_shard_and_offset(tmp_path, monkeypatch):
     write_dataset(tmp_path, [12])
     monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url: Flaky(Path(url).read_bytes()))
+    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
     monkeypatch.setattr(Flaky, "every", 1)
     with pytest.raises(DataError, match=r"000\.tar from byte 0 .*connection reset"):
         Lane(plan_of(tmp_path, 1), 0).take()
