@@ -15,7 +15,6 @@ from clip_train.checkpoint import manager as manager_module
 from clip_train.errors import CheckpointError, UserError
 from tests.checkpoint.parts import bits, committed, cut, whole
 
-
 RUNS: list["Run"] = []
 
 
@@ -323,7 +322,9 @@ def test_who_began_last_may_commit(tmp_path: Path) -> None:
     assert zombie.resume() is None and successor.resume() is None
     zombie.save(1)
     successor.manager.begin()
-    with pytest.raises(CheckpointError, match=r"process \d+ on .* writes to .* now \(its epoch is 1, this process's is 0"):
+    with pytest.raises(
+        CheckpointError, match=r"process \d+ on .* writes to .* now \(its epoch is 1, this process's is 0"
+    ):
         zombie.manager.save(2, [], {}, {}, wait=True)
     assert set(committed(tmp_path)) == {1}
     successor.save(1)  # although the zombie has done the same step
