@@ -139,8 +139,9 @@ class Storm:
             self.__dict__.pop("seen", None)
             ranks, stage = layouts[i % len(layouts)]
             moments.append(self.kill_once(ranks, stage))
-            print(f"{self.name}: kill {i + 1}/{kills}, {ranks} ranks, ZeRO {stage}, {moments[-1]}, "
-                  f"at step {self.last_step()}, newest commit {self.bucket.newest_step('run')}", flush=True)  # fmt: skip
+            newest = self.bucket.newest_step("run")
+            told = f"{self.name}: kill {i + 1}/{kills}, {ranks} ranks, ZeRO {stage}, {moments[-1]}"
+            print(f"{told}, at step {self.last_step()}, newest commit {newest}", flush=True)
             if self.last_step() >= self.steps - 8:
                 raise RuntimeError("the run is about to end before all kills: raise --steps")
         time.sleep(60 * GRACE_MINUTES + 1)

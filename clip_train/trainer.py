@@ -16,7 +16,8 @@ from typing import Any
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.checkpoint.manager import CheckpointManager, Resumed
+from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.opening import Resumed
 from clip_train.contrastive import ContrastiveLoss, StatefulLoss
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted

@@ -20,7 +20,8 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan, plan_batch
-from clip_train.checkpoint.manager import CheckpointManager, Resumed
+from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.opening import Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import SourceSummary, Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
 from clip_train.errors import ClipTrainError, Preempted, RemoteRankError, UserError
@@ -32,8 +33,9 @@ from clip_train.optim import build_optimizer, learning_rate
 from clip_train.protocols import Engine, Features, MicroBatch
 from clip_train.trainer import Trainer
 from launcher import env as ranks
-from launcher.config import RunConfig, known_keys
+from launcher.config import RunConfig
 from launcher.ds_config import build_ds_config
+from launcher.same_run import compare_with
 from launcher.verdict import clear_verdict, word_for, write_verdict
 
 
@@ -160,8 +162,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
     checkpoints.preflight()
     resumed = checkpoints.resume()
-    if resumed is not None:
-        refuse_another_run(config, resumed)
+    notes = [] if resumed is None else compare_with(config, resumed, checked.plan.world_size)
     checkpoints.begin()
     dist.on_main(partial(describe_run_dir, config, checked))
     start = resumed.state["step"] if resumed else 0
@@ -194,17 +195,21 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         evaluate=evaluation(config, checked, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
-        run_state={"recipe": config.model_dump(mode="json")},
+        run_state={
+            "recipe": config.model_dump(mode="json"),
+            "architecture": checked.architecture.model_dump(mode="json"),  # for an export without the recipe's files
+        },
     )
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():
-        describe_start(config, checked, device, resumed)
+        describe_start(config, checked, device, resumed, notes)
     return trainer
 
 
 def build_loader(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> TrainLoader:
-    return TrainLoader(
+    build = partial(
+        TrainLoader,
         config.data,
         image_size=checked.architecture.vision_cfg.image_size,
         context_length=checked.architecture.text_cfg.context_length,
@@ -212,10 +217,17 @@ def build_loader(config: RunConfig, checked: Checked, device: torch.device, resu
         seed=config.run.seed,
         rank=dist.rank(),
         world_size=dist.world_size(),
-        cursors=resumed.state["cursors"] if resumed else None,
         pin_memory=device.type == "cuda",
         storage=config.storage,
     )
+    try:
+        return build(cursors=resumed.state["cursors"] if resumed else None)
+    except UserError as e:
+        if resumed is None or not config.checkpoint.allow_changed_recipe:
+            raise
+        if dist.is_main():
+            say(f"WARNING: the data begins anew, as checkpoint.allow_changed_recipe allows: {e}")
+        return build(cursors=None)
 
 
 def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
@@ -278,35 +290,6 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
     return run_once
 
 
-# What makes it another run: the gradient would not go on as it began. (That the data and its order do is
-# the loader's to check, by the fingerprint in its cursors: a folder may move.)
-IDENTITY = (
-    "run.seed", "model.name", "model.dropout", "model.patch_dropout", "model.teacher", "data.aug_scale",
-    "batch.global_size", "batch.accumulation", "loss.kind", "optim.name",
-)  # fmt: skip
-BANK = ("loss.bank_size", "loss.bank_warmup_steps", "loss.bank_mode")  # where there are memory banks
-
-
-def refuse_another_run(config: RunConfig, resumed: Resumed) -> None:
-    """UserError where the checkpoint belongs to a run that this recipe does not continue."""
-
-    defaults = {path: field.get_default() for path, field in known_keys()}
-
-    def at(recipe: dict[str, Any], path: str) -> Any:
-        section, key = path.split(".")
-        return recipe.get(section, {}).get(key, defaults[path])  # an older version's recipe lacks newer keys
-
-    now, then = config.model_dump(mode="json"), resumed.state["recipe"]
-    identity = [*IDENTITY, *(BANK if config.loss.kind == "memory_bank" else ())]
-    pairs = [(path, at(then, path), at(now, path)) for path in identity]
-    changed = [f"{path} was {before!r}, is {after!r}" for path, before, after in pairs if before != after]
-    if changed:
-        raise UserError(
-            f"the checkpoint of step {resumed.step} ({resumed.path}) belongs to another run: {'; '.join(changed)}. "
-            "Restore the recipe, or begin anew with another run.name, or with checkpoint.resume=never"
-        )
-
-
 def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
     """Run the trainer with signals caught; leave sinks closed and the report written, however it ends."""
     trainer.stop.listen()
@@ -325,7 +308,9 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
                 say(f"the report could not be written: {type(e).__name__}: {e}")
 
 
-def describe_start(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> None:
+def describe_start(
+    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None, notes: list[str]
+) -> None:
     plan = checked.plan
     say(
         f"{config.model.name}: global batch {plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
@@ -335,7 +320,7 @@ def describe_start(config: RunConfig, checked: Checked, device: torch.device, re
     if checked.source is not None:
         say(f"data.train: {checked.source.index.describe(config.data.caption_key)}")
     if resumed is not None:
-        say(resumed.describe())
+        say("\n".join([resumed.describe(), *notes]))
 
 
 def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:

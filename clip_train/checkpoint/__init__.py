@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from clip_train.checkpoint.config import CheckpointConfig
-    from clip_train.checkpoint.manager import CheckpointManager, LastGood, Resumed
+    from clip_train.checkpoint.manager import CheckpointManager, LastGood
+    from clip_train.checkpoint.opening import Resumed
     from clip_train.checkpoint.reader import FragmentReader
 
 __all__ = ["CheckpointConfig", "CheckpointManager", "FragmentReader", "LastGood", "Resumed"]
 
-_HOME = {"CheckpointConfig": "config", "FragmentReader": "reader"}
+_HOME = {"CheckpointConfig": "config", "FragmentReader": "reader", "Resumed": "opening"}
 
 
 def __getattr__(name: str) -> Any:

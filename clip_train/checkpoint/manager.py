@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +14,12 @@ from clip_train import dist
 from clip_train.checkpoint import layout, lease
 from clip_train.checkpoint.client import SaverClient
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.files import ByteSource, LocalFile, RemoteFile
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.locate import locate
+from clip_train.checkpoint.opening import Resumed, open_found
 from clip_train.checkpoint.pipeline import Settings, check_space, explain, free_bytes
 from clip_train.checkpoint.preflight import preflight
-from clip_train.checkpoint.reader import FragmentReader
-from clip_train.checkpoint.resume import Places, Resolution, Skipped, keep_locally, resolve
+from clip_train.checkpoint.resume import Places, Resolution, keep_locally, resolve
 from clip_train.checkpoint.retention import Policy
 from clip_train.checkpoint.snapshot import Plan, SharedBuffer, plan_file
 from clip_train.errors import CheckpointError
@@ -36,27 +34,6 @@ class LastGood(NamedTuple):
 
     step: int
     path: str
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint to continue from."""
-
-    step: int
-    state: dict[str, Any]  # as given to `save`; dicts with integer keys have them back, tuples are lists
-    reader: FragmentReader
-    rank_tensors: dict[str, Tensor] | None  # this rank's; None if the number of ranks has changed
-    world_size: int  # of the run that wrote it
-    path: str  # where it lies: a folder or a URL
-    skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole, and why
-    fetched: int = 0  # bytes that came from the remote store
-
-    def describe(self) -> str:
-        """One line, and one more per checkpoint that was passed over."""
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        got = f", {self.fetched / 1e6:,.1f} MB fetched" if self.fetched else ""
-        lines = [f"resuming from step {self.step} ({self.path}, written by {ranks}{got})"]
-        return "\n".join(lines + [f"  passed over {each}" for each in self.skipped])
 
 
 class _Offer(NamedTuple):
@@ -486,41 +463,11 @@ class CheckpointManager:
         return resumed
 
     def _open(self, places: Places, answer: Resolution) -> Resumed:
-        found = answer.found
-        assert found is not None
-        prefix, manifest = found.commit.prefix, found.manifest
-        main = places.remote if answer.in_remote else places.local
-        assert main is not None
-        everything_here = places.cache is not None and (not answer.in_remote or self._all_see_folder())
-        if everything_here and places.local is not None and places.remote is not None and not answer.in_local:
-            local, remote = places.local, places.remote
+        everything_here = not answer.in_remote or self._all_see_folder()
+        local, remote, found = places.local, places.remote, answer.found
+        if everything_here and local is not None and remote is not None and found is not None and not answer.in_local:
             dist.on_main(lambda: keep_locally(local, remote, found))
-
-        def source(i: int, entry: layout.FileEntry) -> ByteSource:
-            name = f"{prefix}/{entry.name}"
-            brought = places.cache is not None and i % dist.world_size() == dist.rank()
-            if places.cache is not None and (everything_here or brought):
-                return LocalFile(places.cache.path(name))
-            assert places.remote is not None
-            return RemoteFile(places.remote, name, entry)
-
-        def read() -> tuple[FragmentReader, dict[str, Tensor] | None]:
-            files = {entry.name: source(i, entry) for i, entry in enumerate(manifest.files)}
-            reader = FragmentReader(files, f"{main.url}/{prefix}")
-            same_world = manifest.world_size == dist.world_size()
-            return reader, reader.rank_tensors(dist.rank()) if same_world else None
-
-        reader, rank_tensors = dist.agreed(read)
-        return Resumed(
-            step=manifest.step,
-            state=manifest.state,
-            reader=reader,
-            rank_tensors=rank_tensors,
-            world_size=manifest.world_size,
-            path=f"{main.url}/{prefix}",
-            skipped=answer.skipped,
-            fetched=answer.fetched,
-        )
+        return open_found(places, answer, everything_here=everything_here)
 
     def _nothing_found(self, mode: str, places: Places, answer: Resolution) -> None:
         where = " and ".join(each.url for each in places[:2] if each is not None)

@@ -62,7 +62,7 @@ def resolve(places: Places, only: CommitRef | None = None) -> Resolution:
     only: consider this checkpoint alone. Without `places.cache` the contents of remote files are not verified
     here but as they are read. CheckpointError, on all ranks, where one cannot read.
     """
-    known = dist.on_main(lambda: _list(places))
+    known = dist.on_main(lambda: list_places(places))
     commits = sorted(set(known[0]) | set(known[1]), reverse=True)
     skipped: list[Skipped] = []
     for ref in commits:
@@ -79,7 +79,8 @@ def resolve(places: Places, only: CommitRef | None = None) -> Resolution:
     return Resolution(None, skipped, commits)
 
 
-def _list(places: Places) -> tuple[list[CommitRef], list[CommitRef]]:
+def list_places(places: Places) -> tuple[list[CommitRef], list[CommitRef]]:
+    """The commits of the local disk and of the remote store, newest first. CheckpointError."""
     local, remote = ([] if each is None else readable(each, marks.list_commits) for each in places[:2])
     return local, remote
 

@@ -243,7 +243,7 @@ def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
     run.manager.begin()
     run.save(11)
     run.manager.note_metrics(11, {"loss": 2.0})
-    wait_until(lambda: (tmp_path / "metric/e000001-s0000000011.json").exists())
+    wait_until((tmp_path / "metric/e000001-s0000000011.json").exists)
     run.save(12)
     assert set(committed(tmp_path)) == {10, 11, 12}  # resumed from, best, newest
 
