@@ -9,6 +9,7 @@ time. After every kill the bucket is read by code that is not the package's.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -61,7 +62,6 @@ class Storm:
         self.folder = folder
         self.bucket = Bucket(server, f"storm-{name}")
         self.steps = steps
-        self.recovered: list[int] = []  # steps resumed from
         self.incomplete: list[str] = []
 
     def start(self, ranks: int, stage: int) -> subprocess.Popen:
@@ -89,13 +89,12 @@ class Storm:
             self.wait(process, lambda: self.last_step() != begun, 120)
             moment = self.rng.choices(["writing", "uploading", "committing", "any"], [2, 4, 2, 2])[0]
             if moment == "any":
-                time.sleep(self.rng.uniform(0, 2))
+                time.sleep(self.rng.uniform(0, 3))
             else:
                 self.wait(process, lambda: self.is_at(moment), 60)
-                time.sleep(self.rng.uniform(0, 0.15))
+                time.sleep(self.rng.uniform(0, 1) ** 2)  # soon, or in the upload, the commit or the retention after it
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            kill_tree(process)
         time.sleep(0.3)  # a request that is on its way may still be carried out
         self.incomplete += self.bucket.incomplete("run")
         return moment
@@ -149,6 +148,21 @@ class Storm:
         return moments
 
 
+def kill_tree(process: subprocess.Popen) -> None:
+    """SIGKILL to all of it at once: torchrun's ranks are in sessions of their own and would survive its group."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+    doomed = {process.pid}
+    while more := {pid for pid, parent in parents.items() if parent in doomed} - doomed:
+        doomed |= more
+    for pid in doomed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
 def compare(found: dict[int, tuple], expected: dict[int, tuple]) -> tuple[float, float, bool]:
     """(largest relative difference of a loss, that of the last, same batches)"""
     differences = [abs(found[step][0] - expected[step][0]) / abs(expected[step][0]) for step in expected]
@@ -176,7 +190,7 @@ def main() -> int:
             os.environ |= server.environment()
             data = shapes(folder / "shapes", 600, per_shard=150)
             (folder / "model.json").write_text(json.dumps(MODEL))
-            steps = args.steps or 40 + 12 * (kills - same_kills)
+            steps = args.steps or 60 + 30 * (kills - same_kills)
             recipe = RECIPE.format(steps=steps, train=data.train, model=folder / "model.json", grace=GRACE_MINUTES)
             (folder / "recipe.yaml").write_text(recipe)
             whole = Storm(folder, server, "uninterrupted", steps, random.Random(0))

@@ -72,12 +72,14 @@ class CheckpointManager:
         self._buffer: SharedBuffer | None = None
         self._buffer_busy: int | None = None  # the step that is being written from it
         self._pending: dict[int, str] = {}  # step -> where its attempt lies; handed over, not yet decided
+        self._tidying: set[int] = set()  # steps after whose commit old checkpoints are being removed
         self._lost: dict[int, str] = {}  # steps that this rank's saver has failed at, not yet told to the others
         self._handed_over: int | None = None  # the last step given to the saver, or resumed from: on all ranks alike
         self._saved: int | None = None  # rank 0: the step last committed in the main store, or resumed from there
         self._protect: set[CommitRef] = set()
         self._damaged: set[CommitRef] = set()
         self._failures = 0  # saves in a row
+        self._abandoned = False  # the last save did not make it within the grace
         self._fatal: str | None = None  # why the run must stop
         self._numbers: dict[str, float] = {}
         self._clock_started = time.monotonic()  # seconds; of the last save
@@ -257,6 +259,7 @@ class CheckpointManager:
             "world_size": dist.world_size(), "size": plan.num_bytes, "state": encoded,
         }  # fmt: skip
         self._pending[step], self._buffer_busy, self._handed_over = first.prefix, step, step
+        self._tidying.add(step)
         try:
             self._saver.send(body)
         except CheckpointError as e:  # of this rank alone: the others hear of it at the next save
@@ -342,6 +345,8 @@ class CheckpointManager:
         match told["told"]:
             case "written":
                 self._buffer_busy = None
+            case "rest":
+                self._tidying.discard(told["step"])
             case "kept":
                 self._last_good = LastGood(told["step"], told["where"])
             case "done":
@@ -358,6 +363,7 @@ class CheckpointManager:
                 self._say(told["text"])
             case "gone":
                 self._buffer_busy = None
+                self._tidying.clear()
                 for step in list(self._pending):
                     self._failed(step, "the process that writes checkpoints has ended")
 
@@ -394,6 +400,7 @@ class CheckpointManager:
         while step in self._pending and time.monotonic() < end:
             self._hear(min(1.0, max(end - time.monotonic(), 0.0)))
         abandoned = step in self._pending
+        self._abandoned = abandoned
         self._pending.clear()  # what is older has been overtaken
         told = dist.broadcast_object((self._saved, self._last_good, self._failures, self._fatal))
         self._saved, self._last_good, self._failures, self._fatal = told
@@ -417,7 +424,9 @@ class CheckpointManager:
         waiting = sorted(self._pending)
         if waiting:
             self._say(f"finishing the checkpoint of step {waiting[-1]} (up to {self.config.grace_seconds:.0f} s)")
-        while self._pending and time.monotonic() < end:
+        while (self._pending or (self._tidying and not self._abandoned)) and time.monotonic() < end:
+            if not self._saver.connected:
+                break
             self._hear(min(1.0, max(end - time.monotonic(), 0.0)))
         if waiting and not self._pending and self._saved == waiting[-1]:
             self._say(f"step {waiting[-1]} is committed ({self._fallback()})")

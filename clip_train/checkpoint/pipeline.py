@@ -177,6 +177,7 @@ class Pipeline:
                 self._tell({"told": "note", "text": f"step {order.step} is not committed locally: {explain(e)}"})
             if self.remote is None:
                 self._done(order)
+                self._tell({"told": "rest", "step": order.step})
             else:
                 self._hand_over(order)
 
@@ -187,6 +188,7 @@ class Pipeline:
 
     def _fail(self, order: Order, why: str, *, fenced: bool = False) -> None:
         self._tell({"told": "fenced" if fenced else "failed", "step": order.step, "why": why})
+        self._tell({"told": "rest", "step": order.step})
         if order.rank == 0:
             return
         for store in self._stores():  # rank 0 waits for a word
@@ -230,6 +232,7 @@ class Pipeline:
                 self._uploading.remove(order)
             if order.rank == 0 and self.remote is not None:
                 self._retain(self.remote)
+            self._tell({"told": "rest", "step": order.step})
 
     def _upload(self, order: Order) -> None:
         """Try until it succeeds, is fenced, is out of time, or a newer save waits. CheckpointError."""
@@ -277,7 +280,7 @@ class Pipeline:
             state = layout.decode_state(order.state)
             order.manifest = Manifest(order.step, order.epoch, order.world_size, files, state, created).to_bytes()
         store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)
-        lease.check(store if store is self.remote or self.remote is None else self.remote, order.epoch)
+        self._check_fence(store, order)
         marker = Commit(order.epoch, order.step, order.prefix, layout.sha256_of(order.manifest))
         made = store.put_bytes(order.ref.name, marker.to_bytes(), if_absent=True)
         if not made and marks.read_commit(store, order.ref) != marker:  # else by an earlier try of ours
@@ -286,6 +289,15 @@ class Pipeline:
             store.put_bytes(layout.HINT, layout.seal({"commit": order.ref.name}))
         except OSError as e:  # only a hint
             self._tell({"told": "note", "text": f"{store.url}/{layout.HINT} could not be written: {explain(e)}"})
+
+    def _check_fence(self, store: Storage, order: Order) -> None:
+        """FencedError; OSError, but not for a local commit: that is wanted most when the remote store is down,
+        and one that comes too late sorts below the successor's."""
+        try:
+            lease.check(self.remote or store, order.epoch)
+        except OSError:
+            if store is self.remote or self.remote is None:
+                raise
 
     def _gather_words(self, store: Storage, order: Order) -> list[FileEntry]:
         """Every rank's entries. RefusedError where a rank has failed or says nothing in time; OSError."""
@@ -320,7 +332,7 @@ class Pipeline:
     def _retain(self, store: Storage) -> None:
         try:
             apply_retention(store, self.settings.policy, in_flight=self._in_flight())
-        except (OSError, CheckpointError) as e:
+        except Exception as e:  # whatever it is, saving goes on
             text = f"old checkpoints under {store.url} could not be removed: {explain(e)}"
             self._tell({"told": "note", "text": text})
 

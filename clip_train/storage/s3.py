@@ -52,7 +52,8 @@ class S3Storage:
     """`Storage` over `s3://bucket/prefix`. Safe to use from several threads.
 
     url: names no secret; credentials come from the default chain (environment, profile, role) and are
-    asked for again when they have expired. patience_seconds: of one operation, with all its retries.
+    asked for again when they have expired. patience_seconds: of one operation, with all its retries (default:
+    `CLIP_TRAIN_S3_PATIENCE_SECONDS`, or a minute).
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class S3Storage:
         parallel: int = PARALLEL,
         min_rate: int = MIN_RATE,
         request_seconds: float = REQUEST_SECONDS,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         path = self.url.split("://", 1)[1]
@@ -71,7 +72,8 @@ class S3Storage:
         self.part_bytes = part_bytes
         self._min_rate = min_rate
         self._request_seconds = request_seconds
-        self._patience = patience_seconds
+        told = os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", PATIENCE_SECONDS)
+        self._patience = float(told) if patience_seconds is None else patience_seconds
         self._slots = asyncio.Semaphore(parallel)
         self._parallel = parallel
         self._fs: Any = None

@@ -51,8 +51,11 @@ class Bucket:
         for _ in range(4):
             try:
                 return self.server.get(f"{self.name}/{key}")
-            except (http.client.HTTPException, ConnectionError):
-                time.sleep(0.5)  # a busy server cuts an answer short: that says nothing about what is stored
+            except (http.client.HTTPException, ConnectionError, urllib.error.HTTPError) as e:
+                # a busy server cuts an answer short or has an error: that says nothing about what is stored
+                if isinstance(e, urllib.error.HTTPError) and e.code < 500:
+                    raise
+                time.sleep(0.5)
         return self.server.get(f"{self.name}/{key}")
 
     def put(self, key: str, data: bytes) -> None:
@@ -63,7 +66,14 @@ class Bucket:
 
     def commits(self, root: str) -> dict[str, dict[str, Any]]:
         """marker's key -> its content, newest last."""
-        return {key: json.loads(self.get(key)) for key in sorted(self.keys(f"{root}/commit/"))}
+        found = {}
+        for key in sorted(self.keys(f"{root}/commit/")):
+            try:
+                found[key] = json.loads(self.get(key))
+            except urllib.error.HTTPError as e:
+                if e.code != 404:  # removed since
+                    raise
+        return found
 
     def newest_step(self, root: str) -> int | None:
         commits = list(self.commits(root).values())
