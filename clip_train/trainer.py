@@ -152,6 +152,7 @@ class Trainer:
                 lr=lr,
             )
         except DivergedError as e:
+            self.checkpoints.settle()
             good = self.checkpoints.last_good
             where = (
                 f"the last good checkpoint is that of step {good.step} ({good.path})" if good else "no checkpoint yet"

@@ -413,6 +413,15 @@ class CheckpointManager:
             self._say(f"the save of step {step} was abandoned after {seconds:.0f} s; {self._fallback()}")
         return False
 
+    def settle(self, seconds: float = 20.0) -> None:
+        """Wait until the newest save is committed somewhere or has failed, so that `last_good` is up to date."""
+        end = time.monotonic() + min(seconds, self.config.grace_seconds)
+        newest = max(self._pending, default=0)
+        while newest in self._pending and time.monotonic() < end:
+            if self._last_good is not None and self._last_good.step == newest:
+                return
+            self._hear(min(0.2, max(end - time.monotonic(), 0.0)))
+
     def close(self) -> None:
         """The saver finishes what is under way within `checkpoint.grace_seconds`, or abandons it, and says which.
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 Action = Literal[
     "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
-    "unconditional", "skew",
+    "unconditional", "skew", "hide",
 ]  # fmt: skip
 
 
@@ -33,7 +33,8 @@ class Fault:
     the body and then silence; drip: 200 bytes a second; flip: one bit of the body; other: other bytes, as many;
     status: an S3 error; hang: no answer; expired: 403 for requests signed with the key `access_key`.
     lost: carried out, then reset instead of the answer; upflip: one bit of the request's body; unconditional: the
-    request without its If-None-Match; skew: the answer's Date is an hour early.
+    request without its If-None-Match; skew: the answer's Date is an hour early;
+    hide: the objects whose key contains `hidden` are left out of listings.
     """
 
     action: Action
@@ -46,6 +47,7 @@ class Fault:
     code: int = 503
     s3code: str = "SlowDown"
     access_key: str = ""
+    hidden: str = ""
     at: float | None = None  # where in the body, as a fraction; None: drawn
     seen: int = field(default=0, init=False)
     fired: int = field(default=0, init=False)
@@ -155,7 +157,11 @@ class FaultyProxy:
         if action == "skew":
             early = email.utils.formatdate(time.time() - 3600, usegmt=True)
             answer_head = _with_header(answer_head, b"Date", early.encode())
-        if hit is None or action in ("upflip", "unconditional", "skew"):
+        if hit is not None and action == "hide":
+            entry = rb"<Contents>(?:(?!</Contents>).)*" + re.escape(hit.hidden.encode()) + rb".*?</Contents>"
+            answer = re.sub(entry, b"", answer, flags=re.DOTALL)
+            answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
+        if hit is None or action in ("upflip", "unconditional", "skew", "hide"):
             writer.write(answer_head + answer)
             await writer.drain()
             return True
