@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed
 from clip_train.errors import CheckpointError, UserError
 from tests.checkpoint.parts import bits, committed, cut, whole
+from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
 from tests.s3.server import Server
@@ -369,4 +371,38 @@ def test_a_survey_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) ->
     assert bits(found.reader.full_state()["ln.weight"]) == bits(whole(1)["ln.weight", "param"])
     with pytest.raises(UserError, match=r"--step \(7\).*\[1, 2, 3\]"):
         open_to_look(places, 7)
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
+
+
+def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
+    """A rank whose disk no other rank sees: it resumes what is there, and saves `step`."""
+    rank, world_size = dist.rank(), dist.world_size()
+    said: list[str] = []
+    config = CheckpointConfig(remote=url, grace_seconds=60.0, orphan_grace_minutes=0.0)
+    manager = CheckpointManager(config, root / f"disk{rank}", log=said.append)
+    resumed = manager.resume()
+    same = True
+    if resumed is not None:
+        for fragment in cut(whole(resumed.step), rank, world_size):
+            for slot, want in fragment.tensors.items():
+                got = resumed.reader.read(fragment.name, slot, fragment.start, want.numel())
+                same &= bits(got) == bits(want)
+    own = {"rng": torch.tensor([rank], dtype=torch.uint8)}
+    saved = manager.save(step, cut(whole(step), rank, world_size), own, {"step": step}, wait=True)
+    manager.close()
+    files = sorted(path.name for path in (root / f"disk{rank}").rglob("*.safetensors"))
+    return {"resumed": resumed and resumed.step, "same": same, "saved": saved, "files": files, "said": said}
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_no_disk(tmp_path: Path, url: str, view: Bucket) -> None:
+    first = run_ranks(on_its_own_disk, 2, tmp_path / "a", url, 1)
+    assert [(seen["resumed"], seen["saved"]) for seen in first] == [(None, True)] * 2
+    assert [seen["files"] for seen in first] == [["rank00000.safetensors"], ["rank00001.safetensors"]]
+    assert view.incomplete("run") == [] and len(view.commits("run")) == 1
+    again = run_ranks(on_its_own_disk, 2, tmp_path / "b", url, 2)  # each fetches its own file
+    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in again] == [(1, True, True)] * 2
+    assert [set(seen["files"]) for seen in again] == [{"rank00000.safetensors"}, {"rank00001.safetensors"}]
+    more = run_ranks(on_its_own_disk, 3, tmp_path / "c", url, 3)  # and blocks of the others' where it needs them
+    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [(2, True, True)] * 3
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
