@@ -65,7 +65,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "set")
         make_shards(data)
-        expected = epoch_digests(str(data / "*.tar"))
+        expected = {True: epoch_digests(str(data / "*.tar"))}  # the index has a part in the order
+        make_shards(Path(folder, "bare"), index=False)
+        expected[False] = epoch_digests(str(Path(folder, "bare", "*.tar")))
         server = Server().start()
         try:
             with FaultyProxy(server.port) as proxy:
@@ -89,14 +91,20 @@ class Bench:
     """One bucket for each row."""
 
     def __init__(
-        self, server: Server, proxy: FaultyProxy, data: Path, expected: list[str], rows: list, missed: list[str]
+        self,
+        server: Server,
+        proxy: FaultyProxy,
+        data: Path,
+        expected: dict[bool, list[str]],
+        rows: list,
+        missed: list[str],
     ) -> None:
         self.server, self.proxy, self.data, self.expected = server, proxy, data, expected
         self.rows, self.missed = rows, missed
 
     def survive(self, name: str, faults: list[Fault], *, index: bool) -> None:
         train = self.bucket(index)
-        outcome, hits, attempts = self.run(train, fresh(faults))
+        outcome, hits, attempts = self.run(train, fresh(faults), index)
         if not index and name in NEED_AN_INDEX:
             outcome += " (as the start of the run tells)"
         elif outcome != "same digests":
@@ -107,7 +115,7 @@ class Bench:
         train = self.bucket(True)
         if isinstance(fault, str):
             spoil(self.server, train.split("/")[2], fault, (self.data / SHARD).read_bytes())
-        outcome, hits, attempts = self.run(train, fresh([fault]) if isinstance(fault, Fault) else [])
+        outcome, hits, attempts = self.run(train, fresh([fault]) if isinstance(fault, Fault) else [], True)
         if not outcome.startswith("error naming"):
             self.missed.append(f"{name}: {outcome}")
         self.add(name, True, outcome, hits, attempts)
@@ -117,7 +125,7 @@ class Bench:
         self.server.put(name)
         return upload(self.server, self.data, name, index)
 
-    def run(self, train: str, faults: list[Fault]) -> tuple[str, int, int]:
+    def run(self, train: str, faults: list[Fault], index: bool) -> tuple[str, int, int]:
         """(outcome, faults that hit, attempts repeated)"""
         self.proxy.faults = faults
         with retries() as lines:
@@ -127,8 +135,10 @@ class Bench:
                 told = f"{train.rpartition('/')[0]}/{SHARD}" in str(e)
                 outcome = f"error naming the shard: {e}" if told else f"error without the shard's name: {e}"
             else:
-                same = sum(a == b for a, b in zip(found, self.expected, strict=True))
-                outcome = "same digests" if found == self.expected else f"{same} of {len(found)} batches the same"
+                same = sum(a == b for a, b in zip(found, self.expected[index], strict=True))
+                outcome = (
+                    "same digests" if found == self.expected[index] else f"{same} of {len(found)} batches the same"
+                )
         self.proxy.faults = []
         forget_file_systems()
         return outcome, sum(fault.fired for fault in faults), len(lines)

@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     index = verbs.add_parser(
         "index",
         help="count and checksum shards, so that epochs are exact and damage is seen",
-        description="Read shards once and write sizes.json and index.json beside them, on disk or on S3.",
+        description="Read shards once and write sizes.json and clip_train_index.json beside them, on disk or on S3.",
     )
     index.add_argument("shards", nargs="+", metavar="SHARDS", help="as data.train: paths, URLs, braces, globs")
     index.add_argument("--caption-key", help="as data.caption_key: count samples with this key in their .json")

@@ -6,6 +6,7 @@ All mistakes are reported at once, each with its path, its value and what to wri
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from clip_train.batch import BatchConfig
+from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
 from clip_train.data.config import DataConfig
@@ -102,7 +103,18 @@ class RunConfig(Settings):
                 raise ValueError(f"{what} goes with loss.kind=info_nce, not with {self.loss.kind}")
         if self.model.teacher is not None and self.batch.accumulation == "local":
             raise ValueError(f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached")
+        if self.batch.accumulation == "local" and self.chosen:
+            raise ValueError(
+                f"{self.chosen[0]} (auto) needs batch.accumulation=cached: with local the size of a micro-batch "
+                "changes what is learned; set it to a number"
+            )
         return self
+
+    @property
+    def chosen(self) -> list[str]:
+        """The keys that say `auto` and are chosen by memory (see `launcher.sizing`)."""
+        keys = ("batch.micro_size", "batch.kept_graphs", "engine.activation_checkpointing", "engine.reduce_gradients")
+        return [key for key in keys if getattr(getattr(self, key.split(".")[0]), key.split(".")[1]) == "auto"]
 
     @property
     def steps(self) -> int:
@@ -110,7 +122,7 @@ class RunConfig(Settings):
         if self.run.steps is not None:
             return self.run.steps
         assert self.run.epochs is not None and self.data.num_samples is not None
-        return max(1, round(self.run.epochs * self.data.num_samples / self.batch.global_size))
+        return self.batch.sizes.steps_for(self.run.epochs * self.data.num_samples)
 
     @property
     def run_dir(self) -> Path:
@@ -202,6 +214,8 @@ def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
         storage = StorageConfig.model_validate(raw.get("storage") or {})
     except ValidationError:
         return raw  # to be explained with all other mistakes
+    if config.train_weights is not None or config.resampled:
+        return raw  # no epoch in which each sample comes once
     counted = index_of(config, storage).num_samples(config.caption_key)
     return raw if counted is None else {**raw, "data": {**data, "num_samples": counted}}
 
@@ -218,19 +232,18 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
 def _explain(error: Any) -> str:
     """One pydantic error as: field (value): what is wrong; what to do."""
     path = ".".join(str(part) for part in error["loc"])
+    key = ".".join(itertools.takewhile(lambda part: isinstance(part, str), error["loc"]))  # a list is set as a whole
     value = error["input"]
     match error["type"]:
         case "extra_forbidden":
             return f"{path} ({value!r}): there is no such key; {_nearest(path)}"
         case "missing":
-            return f"{path} is missing; add it to the recipe, or {path}=... to the command"
+            return f"{path} is missing; add it to the recipe, or {key}=... to the command"
         case "value_error":
             return str(error["ctx"]["error"])
         case _:
             remedy = " (an empty section? delete it)" if value is None and "." not in path else ""
-            return (
-                f"{path} ({value!r}): {error['msg'][0].lower()}{error['msg'][1:]}{remedy}; set {path}=<a valid value>"
-            )
+            return f"{path} ({value!r}): {error['msg'][0].lower()}{error['msg'][1:]}{remedy}; set {key}=<a valid value>"
 
 
 # What users of OpenCLIP and of Hugging Face would write.
@@ -262,6 +275,8 @@ OTHER_NAMES = {
 
 def _nearest(path: str) -> str:
     known = [key for key, _ in known_keys()]
+    if path.startswith("batch.schedule."):
+        return f"known ones are {', '.join(BatchStage.model_fields)}"
     meant = OTHER_NAMES.get(path.rsplit(".", 1)[-1].replace("-", "_"))
     if meant is not None:
         return f"did you mean {meant}?"

@@ -13,7 +13,7 @@ from launcher.config import RunConfig, known_keys
 # the loader's to check, by the fingerprint in its cursors: a folder may move.)
 IDENTITY = (
     "run.seed", "model.name", "model.dropout", "model.patch_dropout", "model.teacher", "data.aug_scale",
-    "batch.global_size", "batch.accumulation", "loss.kind", "optim.name",
+    "batch.global_size", "batch.schedule", "batch.accumulation", "loss.kind", "optim.name",
 )  # fmt: skip
 BANK = ("loss.bank_size", "loss.bank_warmup_steps", "loss.bank_mode")  # where there are memory banks
 # What the curve cannot tell: where and how it is computed, what is written about it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from clip_train.data import raw
@@ -13,6 +12,8 @@ from clip_train.data.sources import Reading, expand, missing_files, open_shard
 from clip_train.data.tar import RawSample, TarError, iter_samples
 from clip_train.errors import UserError
 from clip_train.storage import StorageConfig, is_remote, local_path
+
+SHARDS_TRIED = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class SourceSummary:
 def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
     """Expands `data.train` and `data.val`, and reads the first sample of the first training shard.
 
+    Where that cannot be used it looks at the next shards: one damaged file is no reason not to start.
+
     Raises:
         UserError: nothing matches, a file is missing, cannot be opened or is not as long as its index says, no
             sample in the first shard, no image or no caption in it; each names the field, the value and the remedy.
@@ -40,8 +43,20 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     _check_sizes(index)
     if config.val is not None:
         _existing(config.val, "data.val")
-    sample = _first_sample(shards[0], "data.train", Reading(storage, index.checksums))
-    where = f"data.train ({shards[0]}): the first sample, {sample.key},"
+    reading = Reading(storage, index.checksums)
+    first_mistake: UserError | None = None
+    for shard in shards[:SHARDS_TRIED]:
+        try:
+            return _check_shard(shard, index, reading, config.caption_key)
+        except UserError as e:
+            first_mistake = first_mistake or e
+    assert first_mistake is not None
+    raise first_mistake
+
+
+def _check_shard(shard: str, index: ShardIndex, reading: Reading, caption_key: str | None) -> SourceSummary:
+    sample = _first_sample(shard, "data.train", reading)
+    where = f"data.train ({shard}): the first sample, {sample.key},"
     if sample.duplicate:
         raise UserError(
             f"{where} has two members of one kind: keys end at the first dot of the file name, so "
@@ -55,10 +70,10 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
             f"{', '.join(raw.IMAGE_EXTENSIONS)}"
         ) from e
     try:
-        caption = raw.caption(sample.members, config.caption_key)
+        caption = raw.caption(sample.members, caption_key)
     except BadSample as e:
-        raise UserError(f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, config.caption_key)}") from e
-    return SourceSummary(len(shards), shards[0], sample.key, caption, index)
+        raise UserError(f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, caption_key)}") from e
+    return SourceSummary(len(index.shards), shard, sample.key, caption, index)
 
 
 def _existing(spec: str, field: str) -> list[str]:
@@ -113,5 +128,5 @@ def _members(sample: RawSample) -> str:
 def _json_keys(sample: RawSample) -> str:
     try:
         return ", ".join(map(str, raw.metadata(sample.members))) or "no keys"
-    except (BadSample, json.JSONDecodeError):
+    except BadSample:
         return "no readable JSON"

@@ -1,7 +1,7 @@
 """The shard index: how many samples, how many bytes and which bytes each shard has.
 
 `clip-train index` writes two files beside the shards: `sizes.json`, OpenCLIP's `{name: samples}`, and
-`index.json`, which adds the size, the sha256 and the sum of every block. With it an epoch's length is exact,
+`clip_train_index.json`, which adds the size, the sha256 and the sum of every block. With it an epoch's length is exact,
 and no byte of a shard is used before its block has been verified.
 """
 
@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clip_train.data.config import DataConfig
+from clip_train.data.lanes import Counts
 from clip_train.data.sources import expand
 from clip_train.errors import UserError
 from clip_train.storage import Checksums, StorageConfig, open_read
 
-INDEX_NAME = "index.json"
+INDEX_NAME = "clip_train_index.json"  # MosaicML has taken index.json
 SIZES_NAME = "sizes.json"
 FORMAT = "clip-train index 1"
+MARK_EVERY = 64  # usable samples
 READS = 3  # of an index that does not fit its own sum: other bytes may come
 
 
@@ -34,20 +36,24 @@ class ShardEntry:
     sha256: str  # of the whole file
     checksums: Checksums
     damage: str | None = None  # of the archive, as it was indexed
+    marks: tuple[int, ...] = ()  # bytes: where it goes on behind MARK_EVERY, 2 MARK_EVERY, ... usable samples
 
     def to_dict(self) -> dict[str, Any]:
         sums = self.checksums
         return {
             "samples": self.samples, "unusable": self.unusable, "caption_key": self.caption_key,
             "bytes": sums.size, "sha256": self.sha256, "block_bytes": sums.block_bytes, "blocks": sums.sums,
-            "damage": self.damage,
+            "damage": self.damage, "marks": self.marks,
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ShardEntry:
         sums = Checksums(found["bytes"], found["block_bytes"], found["blocks"])
+        marks = tuple(found["marks"])
+        if len(marks) != found["samples"] // MARK_EVERY:
+            raise ValueError(f"it has {len(marks)} marks for {found['samples']} samples")
         return cls(
-            found["samples"], found["unusable"], found["caption_key"], found["sha256"], sums, found.get("damage")
+            found["samples"], found["unusable"], found["caption_key"], found["sha256"], sums, found["damage"], marks
         )
 
 
@@ -67,12 +73,18 @@ class ShardIndex:
         """The shards that no index knows."""
         return [shard for shard in self.shards if shard not in self.entries]
 
+    def counts(self, caption_key: str | None, shards: list[str] | None = None) -> Counts | None:
+        """Of some of the shards, or all; None where they are not all counted, or by another caption."""
+        entries = [self.entries.get(shard) for shard in (self.shards if shards is None else shards)]
+        known = [entry for entry in entries if entry is not None and entry.caption_key == caption_key]
+        if len(known) < len(entries) or not any(entry.samples for entry in known):
+            return None
+        return Counts(tuple(entry.samples for entry in known), tuple(entry.marks for entry in known), MARK_EVERY)
+
     def num_samples(self, caption_key: str | None) -> int | None:
         """Usable samples in one epoch; None where they are not all counted, or by another caption."""
-        entries = [self.entries.get(shard) for shard in self.shards]
-        if any(entry is None or entry.caption_key != caption_key for entry in entries):
-            return None
-        return sum(entry.samples for entry in entries if entry is not None)
+        counts = self.counts(caption_key)
+        return None if counts is None else sum(counts.samples)
 
     def describe(self, caption_key: str | None) -> str:
         """What it gives, or what is lost without it."""
@@ -94,7 +106,7 @@ def index_of(config: DataConfig, storage: StorageConfig) -> ShardIndex:
 
 
 def find_index(shards: list[str], storage: StorageConfig) -> ShardIndex:
-    """Reads the index.json beside the shards, where there is one.
+    """Reads the indexes beside the shards, where there is one.
 
     Raises:
         UserError: it is damaged, or it cannot be told whether there is one.
@@ -142,7 +154,7 @@ def parse(data: bytes) -> dict[str, ShardEntry]:
 
 
 def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
-    """An index.json; the same entries give the same bytes."""
+    """An index file; the same entries give the same bytes."""
     shards = {name: entries[name].to_dict() for name in sorted(entries)}
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in shards.items())
     text = f'{{"format": "{FORMAT}", "sha256": "{_sum(shards)}", "shards": {{\n{lines}\n}}}}\n'

@@ -68,20 +68,23 @@ def index_shard(
         DataError: it cannot be read.
     """
     samples = unusable = 0
+    marks: list[int] = []
     damage = None
     try:
         with open_shard(url, Reading(storage or StorageConfig())) as file:
             hashed = HashedFile(url, file, block_bytes)
             try:
                 for sample in iter_samples(hashed):  # type: ignore[arg-type]
-                    usable = raw.check(sample.members, sample.duplicate, caption_key) is None
+                    usable = raw.check(sample, caption_key) is None
                     samples, unusable = samples + usable, unusable + (not usable)
+                    if usable and samples % index.MARK_EVERY == 0:
+                        marks.append(sample.end)
             except TarError as e:
                 damage = str(e)
             checksums, sha256 = hashed.finish()
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
-    return ShardEntry(samples, unusable, caption_key, sha256, checksums, damage)
+    return ShardEntry(samples, unusable, caption_key, sha256, checksums, damage, tuple(marks))
 
 
 def index_shards(
@@ -118,7 +121,7 @@ def index_shards(
 
 
 def write_indexes(entries: Mapping[str, ShardEntry], storage: StorageConfig | None = None) -> list[str]:
-    """sizes.json and index.json in every folder, with what they knew of other shards. Returns the indexes' paths.
+    """sizes.json and our index in every folder, with what they knew of other shards. Returns the indexes' paths.
 
     Raises:
         UserError: an index that is there is damaged.

@@ -16,6 +16,11 @@ from clip_train.storage import Checksums, StorageConfig, expand_glob, is_remote,
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
 
 
+def split(spec: str) -> list[str]:
+    """The sources that `::` joins, each with its braces and globs."""
+    return [part.strip() for part in spec.split("::")]
+
+
 def expand(spec: str, field: str = "data.train") -> list[str]:
     """`spec` (braces, globs, parts joined by `::`) -> shard paths or URLs, in an order all ranks agree on.
 
@@ -23,7 +28,7 @@ def expand(spec: str, field: str = "data.train") -> list[str]:
         UserError: a `pipe:` URL, braces that do not close, or a pattern that matches nothing.
     """
     shards: list[str] = []
-    for part in map(str.strip, spec.split("::")):
+    for part in split(spec):
         if part.startswith("pipe:"):
             raise UserError(
                 f"{field} ({part}): `pipe:` runs a shell command, whose failure looks like the end of "

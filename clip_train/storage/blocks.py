@@ -82,6 +82,7 @@ class BlockFile(io.BufferedIOBase):
                 self._data = memoryview(self._load(block))
                 self._number = block
             piece = self._data[begin : begin + left]
+            assert piece, f"block {block} of {self.url} is shorter than it must be"
             pieces.append(piece)
             self._position += len(piece)
             left -= len(piece)

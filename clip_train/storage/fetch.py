@@ -59,8 +59,9 @@ class Source:
             raise Transfer(f"not all of it came within {limit:.3g} s (storage.min_rate, {rate} bytes/s)") from e
         return _whole(data, begin, end)
 
-    async def renew(self) -> None:
-        """Ask the credential chain anew, as far as the file system can."""
+    async def renew(self) -> bool:
+        """Ask the credential chain anew; False where the file system cannot."""
+        return False
 
 
 class S3Source(Source):
@@ -85,10 +86,11 @@ class S3Source(Source):
             body.close()
         return _whole(data, begin, end)
 
-    async def renew(self) -> None:
+    async def renew(self) -> bool:
         async with _renewing:
             if self.fs.session is self._session:  # not renewed meanwhile, by another file
                 await self.fs.set_session(refresh=True)
+        return True
 
     async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         bucket, key, version = self.fs.split_path(self.path)
@@ -150,11 +152,18 @@ def meaning(error: BaseException) -> Meaning:
         return "denied"
     if type(error).__name__ == "NoCredentialsError" or (status, code) == (400, "400"):
         return "denied"  # a HEAD has no body to say ExpiredToken in
-    if status == 404 or (status is None and isinstance(error, FileNotFoundError) and error.__cause__ is None):
-        return "missing"  # fsspec's HTTP calls every failed look-up a FileNotFoundError: its cause tells them apart
+    if status == 404 or (status is None and isinstance(error, FileNotFoundError) and not _of_network(error.__cause__)):
+        return "missing"
     if status is not None and 400 <= status < 500 and status not in (408, 409, 425, 429):
         return "changed" if status in (412, 416) else "final"
     return "again"
+
+
+def _of_network(cause: BaseException | None) -> bool:
+    """fsspec's HTTP calls every look-up that failed a FileNotFoundError: what caused it tells them apart."""
+    if isinstance(cause, FileNotFoundError):
+        return False
+    return isinstance(cause, OSError | asyncio.TimeoutError) or type(cause).__module__.startswith("aiohttp")
 
 
 def describe(error: BaseException) -> str:

@@ -130,11 +130,10 @@ class RangedFile(BlockFile):
             except Exception as e:
                 kind = meaning(e)
                 told = f"{self.url}: {what}, attempt {attempt} of {attempts}: {describe(e)}"
-                if kind == "denied" and not renewed:
+                if kind == "denied" and not renewed and attempt < attempts and await self._source.renew():
                     renewed = True
-                    await self._source.renew()
                 elif kind != "again" or attempt == attempts:
-                    raise _final(kind, told) from e
+                    raise _final(kind, told, renewed) from e
                 _log.log(logging.WARNING if attempt >= LOUD_ATTEMPT else logging.INFO, "%s; trying again", told)
                 await asyncio.sleep(backoff(attempt, self._config))
         raise AssertionError("unreachable")
@@ -146,9 +145,10 @@ def backoff(attempt: int, config: StorageConfig) -> float:
     return _random.uniform(longest / 2, longest)
 
 
-def _final(kind: str, told: str) -> ReadError:
+def _final(kind: str, told: str, renewed: bool) -> ReadError:
     if kind == "missing":
         return MissingError(told)
     if kind == "denied":
-        return DeniedError(f"{told} (credentials were fetched anew in between; see the AWS_* variables or ~/.aws)")
+        anew = " (credentials were fetched anew in between; see the AWS_* variables or ~/.aws)" if renewed else ""
+        return DeniedError(told + anew)
     return ReadError(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import uuid
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -18,6 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/s3/" in item.nodeid]
     for item in here:
         item.add_marker(pytest.mark.s3)
+        # What s3fs, when it renews a session, leaves of the old one to the garbage collector.
+        item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+        item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
     if here and python() is None:
         for item in here:
             item.add_marker(pytest.mark.skip(reason=MISSING))
@@ -54,9 +58,21 @@ def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyPro
 def forget_file_systems() -> None:
     """fsspec keeps them by their arguments, and the endpoint is not among those."""
     import s3fs
+    from fsspec.asyn import sync
 
+    for fs in s3fs.S3FileSystem._cache.values():
+        if fs._s3 is not None:  # left to the collector, it would have a tenth of a second, and on any thread's loop
+            sync(fs.loop, fs._s3creator.__aexit__, None, None, None, timeout=10)
     s3fs.S3FileSystem.clear_instance_cache()
-    gc.collect()  # here: collected in the proxy's thread they would close their connections on its loop
+    gc.collect()
+
+
+@pytest.fixture
+def new_workers(proxy: FaultyProxy) -> Iterator[None]:
+    """Loader workers that know the proxy: the fork server keeps the environment of the test that started it."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ class FaultyProxy:
         self.faults: list[Fault] = []
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
         self.port = 0
+        self._clients: set[asyncio.Task | None] = set()  # the loop holds them weakly, and some sleep for an hour
 
     @property
     def url(self) -> str:
@@ -116,6 +117,7 @@ class FaultyProxy:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients.add(asyncio.current_task())
         try:
             while await self._exchange(reader, writer):
                 pass
@@ -123,6 +125,7 @@ class FaultyProxy:
             pass
         finally:
             writer.transport.abort()
+            self._clients.discard(asyncio.current_task())
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request and its answer; whether the connection lives on."""
