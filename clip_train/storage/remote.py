@@ -127,4 +127,4 @@ class RemoteStorage:
         raise self._read_only()
 
     def _read_only(self) -> UserError:
-        return UserError(f"{self.url}: only s3:// and local folders can be written to")
+        return UserError(f"{self.url}: it is read-only here; only s3:// and local folders can be written to")

@@ -293,6 +293,23 @@ def test_the_outcome_is_heard_at_a_later_step(tmp_path: Path) -> None:
         wait_until(lambda: run.manager.poll() is None)
 
 
+def test_a_snapshot_is_not_overwritten_while_it_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=50, max_failed_saves=50)
+    padding = torch.zeros(4_000_000)
+    for step in range(1, 9):  # as fast as they come: some are skipped
+        run.manager.save(step, cut(whole(step), 0, 1), {"padding": padding}, {"step": step, "cursors": {0: step}})
+        time.sleep(0.02)
+    run.save(9)
+    steps = committed(tmp_path)
+    assert 1 in steps and 9 in steps
+    for folder in steps.values():
+        step = int(folder.parent.name[1:])
+        reader = Run(tmp_path, resume=str(folder)).resume()
+        assert reader is not None
+        for (name, slot), tensor in whole(step).items():
+            assert bits(reader.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
+
+
 def test_a_saver_that_dies_is_replaced(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
