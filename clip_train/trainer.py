@@ -17,7 +17,8 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes
-from clip_train.checkpoint.manager import CheckpointManager, Resumed
+from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.opening import Resumed
 from clip_train.contrastive import ContrastiveLoss, StatefulLoss
 from clip_train.contrastive.rng import RngState
 from clip_train.data import BadSampleLog, epoch_of, merge_cursors
@@ -119,8 +120,10 @@ class Trainer:
                 self._end_preempted()
             else:
                 self._step(batch, timer)
-        if not self._save():  # before the evaluation: a mistake in its inputs must not cost the last steps
-            raise CheckpointError(f"all {self.steps} steps are trained, but the last save failed (see above)")
+        if not self._save(wait=True):  # before the evaluation: a mistake in its inputs must not cost the last steps
+            raise CheckpointError(
+                f"all {self.steps} steps are trained, but the last save failed (see above); run the same line again"
+            )
         evaluated = self._evaluate()
         dist.raise_agreed(self.failure)  # of the last records, which no boundary follows
         return evaluated
@@ -155,6 +158,7 @@ class Trainer:
                 self.engine, batch, self.contrastive, plan, lr=lr, log=self._tell_of_this_step
             )
         except DivergedError as e:
+            self.checkpoints.settle()
             good = self.checkpoints.last_good
             where = (
                 f"the last good checkpoint is that of step {good.step} ({good.path})" if good else "no checkpoint yet"
@@ -200,6 +204,7 @@ class Trainer:
         self._on_this_rank(lambda: self.sinks.write({"step": step, **evaluated}, "eval"))
         told = "  ".join(f"{name} {value:.4g}" for name, value in evaluated.items())
         self.progress.message(f"step {step}: {told}")
+        self._on_this_rank(lambda: self.checkpoints.note_metrics(step, evaluated))
         return evaluated
 
     def _on_this_rank(self, action: Callable[[], None]) -> None:
@@ -230,10 +235,11 @@ class Trainer:
             batch_digest=digest,
         ).to_dict()
         record |= result.extra
+        self._on_this_rank(lambda: record.update(self.checkpoints.poll()))  # what became of earlier saves
         self._on_this_rank(lambda: self.sinks.write(record))
         self.progress.update(record)
 
-    def _save(self) -> bool:
+    def _save(self, *, wait: bool = False) -> bool:
         everyone = dist.gather_objects(self.position.cursors)
         cursors = merge_cursors(everyone)  # a lane's newest: of who took from it last
         self.bad_samples.sum()
@@ -247,15 +253,17 @@ class Trainer:
         }
         rng = RngState.capture(self.engine.device).tensors()
         shared = self.contrastive.state_tensors() if isinstance(self.contrastive, StatefulLoss) else None
-        return self.checkpoints.save(self.position.step, self.engine.state_fragments(), rng, state, shared)
+        step, fragments = self.position.step, self.engine.state_fragments()
+        return self.checkpoints.save(step, fragments, rng, state, shared, wait=wait)
 
     def _end_preempted(self) -> None:
         reasons = ", ".join(dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None))
         step = self.position.step
         if step == 0:
             raise Preempted(f"stopped by {reasons} before the first step; run the same line to begin")
-        saved = self._save()
+        saved = self._save(wait=True)
         good = self.checkpoints.last_good
+        saved = saved or (good is not None and good.step == step)  # on the local disk, if not in the remote store
         committed = f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
         if not saved:
             raise CheckpointError(

@@ -39,7 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"clip-train {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
-    def add(verb: str, help: str, description: str, recipe: bool = True) -> argparse.ArgumentParser:
+    def add(
+        verb: str, help: str, description: str, recipe: bool = True, place: bool = False
+    ) -> argparse.ArgumentParser:
         sub = verbs.add_parser(
             verb,
             help=help,
@@ -48,6 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
         if recipe:
             sub.add_argument("recipe", help=RECIPE_HELP)
+        if place:
+            sub.add_argument("place", metavar="PLACE", help="a recipe, a run's folder, or a URL of checkpoints")
         sub.add_argument("overrides", nargs="*", metavar="key.path=value", help=OVERRIDE_HELP)
         return sub
 
@@ -81,7 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
     export = add(
         "export",
         "weights for OpenCLIP, as safetensors",
-        "Write a folder that open_clip loads, without a GPU.",
+        """\
+        Write a folder that open_clip loads, without a GPU. Instead of the recipe a run's folder will do, or the URL
+        of a run's checkpoints: then none of the run's files are needed.""",
     )
     export.add_argument("--output", help="folder to write (default: <run.dir>/export)")
     export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
@@ -95,6 +101,17 @@ def build_parser() -> argparse.ArgumentParser:
     index.add_argument("--caption-key", help="as data.caption_key: count samples with this key in their .json")
     index.add_argument("--workers", type=int, help="processes (default: one for each CPU, 2 to 16)")
     index.add_argument("--check", action="store_true", help="read again and compare with the index; write nothing")
+
+    checkpoints = add(
+        "checkpoints",
+        "what checkpoints there are, whole or not, and which will stay",
+        """\
+        List the checkpoints of a run, on its disk and in checkpoint.remote. PLACE is a recipe, a run's folder, or a URL
+        or folder of checkpoints. Exit status 1 where a committed one is not whole.""",
+        recipe=False,
+        place=True,
+    )
+    checkpoints.add_argument("--verify", action="store_true", help="read every byte and compare it with its sha256")
 
     demo = add(
         "demo",
@@ -172,16 +189,9 @@ def _say(message: str) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.verb == "demo":
-        from launcher.demo import run_demo
-
-        return run_demo(args.data, args.dir, args.overrides)
-
-    if args.verb == "index":
-        from launcher.index import run_index
-
-        return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
-
+    status = _run_without_recipe(args)
+    if status is not None:
+        return status
     from launcher.config import load_config
 
     config = load_config(args.recipe, args.overrides)
@@ -193,10 +203,27 @@ def _run(args: argparse.Namespace) -> int:
         from launcher.plan import print_plan
 
         return print_plan(config, args.world_size, args.samples_per_second, as_json=args.json)
-    if args.verb == "evaluate":
-        from launcher.inspect_run import evaluate_run
+    from launcher.inspect_run import evaluate_run
 
-        return evaluate_run(config, args.weights)
-    from launcher.inspect_run import export_run
+    return evaluate_run(config, args.weights)
 
-    return export_run(config, args.output, args.step)
+
+def _run_without_recipe(args: argparse.Namespace) -> int | None:
+    """The verbs that need none, or can do without; None for the others."""
+    if args.verb == "demo":
+        from launcher.demo import run_demo
+
+        return run_demo(args.data, args.dir, args.overrides)
+    if args.verb == "index":
+        from launcher.index import run_index
+
+        return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
+    if args.verb == "checkpoints":
+        from launcher.checkpoints import print_checkpoints
+
+        return print_checkpoints(args.place, args.overrides, verify=args.verify)
+    if args.verb == "export":
+        from launcher.inspect_run import export_run
+
+        return export_run(args.recipe, args.overrides, args.output, args.step)
+    return None

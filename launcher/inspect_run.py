@@ -6,32 +6,21 @@ import os
 from pathlib import Path
 
 from clip_train import dist
-from clip_train.checkpoint.manager import CheckpointManager, Resumed
+from clip_train.checkpoint.opening import Resumed, open_to_look, places_of
 from clip_train.errors import UserError
-from clip_train.models import CLIP, export_openclip
+from clip_train.models import CLIP, Architecture, export_openclip
+from clip_train.models.config import ModelConfig
 from clip_train.models.weights import initial_weights
 from clip_train.plain_engine import PlainEngine
 from launcher import env as ranks
-from launcher.config import RunConfig
+from launcher.checkpoints import places_of_run, recipe_in
+from launcher.config import RunConfig, load_config
 from launcher.train import check, evaluation, say
 
 
 def find_checkpoint(config: RunConfig, step: int | None = None) -> Resumed:
-    """The newest complete checkpoint of the run, or the one of `step`. UserError if there is none."""
-    folder = config.run_dir / "checkpoints"
-    wanted = "must"
-    if step is not None:
-        commits = sorted((folder / "commit").glob(f"e*-s{step:010d}.json"))
-        if not commits:
-            there = sorted(int(p.stem.split("-s")[1]) for p in (folder / "commit").glob("e*-s*.json"))
-            raise UserError(f"--step ({step}): {folder} has no such checkpoint; it has {there or 'none'}")
-        wanted = str(commits[-1])
-    elif not folder.is_dir():
-        raise UserError(f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name")
-    checkpoint = config.checkpoint.model_copy(update={"resume": wanted})
-    found = CheckpointManager(checkpoint, folder, log=say).resume()
-    assert found is not None  # "must" and a path raise where there is nothing
-    return found
+    """The newest complete checkpoint of the run, here or in the remote store, or the one of `step`. UserError."""
+    return open_to_look(places_of_run(config), step)
 
 
 def evaluate_run(config: RunConfig, weights: str | None) -> int:
@@ -63,12 +52,27 @@ def evaluate_run(config: RunConfig, weights: str | None) -> int:
         ranks.stop()
 
 
-def export_run(config: RunConfig, output: str | None, step: int | None) -> int:
-    """Write a checkpoint's weights as a folder that `open_clip` loads."""
-    found = find_checkpoint(config, step)
-    folder = export_openclip(
-        found.reader.full_state(), config.model.architecture(), output or config.run_dir / "export"
-    )
-    say(f"step {found.step} exported to {folder}; load it with")
-    print(f"open_clip.create_model_and_transforms('local-dir:{Path(folder).resolve()}')")
+def export_run(place: str, overrides: list[str], output: str | None, step: int | None) -> int:
+    """Write a checkpoint's weights as a folder that `open_clip` loads.
+
+    place: a recipe, a run's folder, or a URL or folder of checkpoints, which needs none of the run's files.
+    """
+    recipe = recipe_in(place)
+    if recipe is not None:
+        config = load_config(recipe, overrides)
+        found, folder = find_checkpoint(config, step), output or str(config.run_dir / "export")
+    else:
+        places, only = places_of(place)
+        found, folder = open_to_look(places, step, only), output or "export"
+    written = export_openclip(found.reader.full_state(), architecture_of(found), folder)
+    say(f"step {found.step} of {found.path} exported to {written}; load it with")
+    print(f"open_clip.create_model_and_transforms('local-dir:{Path(written).resolve()}')")
     return 0
+
+
+def architecture_of(found: Resumed) -> Architecture:
+    """As the checkpoint has it, whatever has become of the recipe's files."""
+    stored = found.state.get("architecture")
+    if stored is None:  # written by an older version
+        return ModelConfig.model_validate(found.state["recipe"]["model"]).architecture()
+    return Architecture.model_validate(stored)

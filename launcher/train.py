@@ -20,7 +20,8 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan, plan_batch
-from clip_train.checkpoint.manager import CheckpointManager, Resumed
+from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.opening import Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import SourceSummary, Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
 from clip_train.errors import CheckpointError, ClipTrainError, Preempted, RemoteRankError, UserError
@@ -32,8 +33,9 @@ from clip_train.optim import build_optimizer, learning_rate
 from clip_train.protocols import Engine, Features, MicroBatch
 from clip_train.trainer import Trainer
 from launcher import env as ranks
-from launcher.config import RunConfig, known_keys
+from launcher.config import RunConfig
 from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.same_run import compare_with
 from launcher.sizing import Decision, decide, measure, memory_limit, no_limit
 from launcher.verdict import clear_verdict, word_for, write_verdict
 
@@ -178,9 +180,10 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     steps, sizes = config.steps, config.batch.sizes
     torch.manual_seed(config.run.seed * 1_000_003 + dist.rank())  # what is random beside the counter-based draws
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
+    checkpoints.preflight()
     resumed = checkpoints.resume()
-    if resumed is not None:
-        refuse_another_run(config, resumed)
+    notes = [] if resumed is None else compare_with(config, resumed, checked.plan.world_size)
+    checkpoints.begin()
     dist.on_main(partial(describe_run_dir, config, checked))
     start = resumed.state["step"] if resumed else 0
     engine = build_engine_for(config, checked, device)
@@ -188,7 +191,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
     if checked.decision is not None:
         checked = measured(config, checked, engine)
-    loader = dist.agreed(partial(build_loader, config, checked, device, resumed))
+    loader, data_began = dist.agreed(partial(build_loader, config, checked, device, resumed))
     if len(set(dist.gather_objects(loader.plan.fingerprint()))) > 1:
         raise UserError(
             f"data.train ({config.data.train}) is not the same list of shards on all nodes; mount it on all"
@@ -216,12 +219,17 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
         log=say,
-        run_state={"recipe": config.model_dump(mode="json"), "shards": loader.shard_list},
+        run_state={
+            "recipe": config.model_dump(mode="json"),
+            "architecture": checked.architecture.model_dump(mode="json"),  # for an export without the recipe's files
+            "shards": loader.shard_list,
+            "data_began": data_began,
+        },
     )
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():
-        describe_start(config, checked, device, resumed)
+        describe_start(config, checked, device, resumed, notes)
     return trainer
 
 
@@ -234,8 +242,12 @@ def measured(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
     return replace(checked, plan=decision.layout.plan, decision=decision)
 
 
-def build_loader(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> TrainLoader:
-    loader = TrainLoader(
+def build_loader(
+    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None
+) -> tuple[TrainLoader, int]:
+    """The loader at the checkpoint's position, and the step at which its data began: 0, but where it began anew."""
+    build = partial(
+        TrainLoader,
         config.data,
         image_size=checked.architecture.vision_cfg.image_size,
         context_length=checked.architecture.text_cfg.context_length,
@@ -243,17 +255,27 @@ def build_loader(config: RunConfig, checked: Checked, device: torch.device, resu
         seed=config.run.seed,
         rank=dist.rank(),
         world_size=dist.world_size(),
-        cursors=resumed.state["cursors"] if resumed else None,
         pin_memory=device.type == "cuda",
         storage=config.storage,
         shards_then=resumed.state.get("shards") if resumed else None,
     )
-    if resumed is not None and loader.step != resumed.state["step"]:
+    began = resumed.state.get("data_began", 0) if resumed else 0  # the step at which the data began (anew)
+    try:
+        loader = build(cursors=resumed.state["cursors"] if resumed else None)
+    except UserError as e:
+        if resumed is None or not config.checkpoint.allow_changed_recipe or config.batch.schedule is not None:
+            raise
+        if dist.is_main():
+            say(f"WARNING: the data begins anew, as checkpoint.allow_changed_recipe allows: {e}")
+        resumed.state["cursors"] = {}  # of the data as it was
+        return build(cursors=None, shards_then=None), resumed.step
+    if resumed is not None and began + loader.step != resumed.step:
         raise CheckpointError(
-            f"the checkpoint of step {resumed.step} ({resumed.path}) holds the data position of step {loader.step}; "
-            "go on from an older one (checkpoint.resume=<its path>), or begin anew with checkpoint.resume=never"
+            f"the checkpoint of step {resumed.step} ({resumed.path}) holds the data position of step "
+            f"{began + loader.step}; go on from an older one (checkpoint.resume=<its path>), or begin anew with "
+            "checkpoint.resume=never"
         )
-    return loader
+    return loader, began
 
 
 def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
@@ -316,35 +338,6 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
     return run_once
 
 
-# What makes it another run: the gradient would not go on as it began. (That the data and its order do is
-# the loader's to check, by the fingerprint in its cursors: a folder may move.)
-IDENTITY = (
-    "run.seed", "model.name", "model.dropout", "model.patch_dropout", "model.teacher", "data.aug_scale",
-    "batch.global_size", "batch.schedule", "batch.accumulation", "loss.kind", "optim.name",
-)  # fmt: skip
-BANK = ("loss.bank_size", "loss.bank_warmup_steps", "loss.bank_mode")  # where there are memory banks
-
-
-def refuse_another_run(config: RunConfig, resumed: Resumed) -> None:
-    """UserError where the checkpoint belongs to a run that this recipe does not continue."""
-
-    defaults = {path: field.get_default() for path, field in known_keys()}
-
-    def at(recipe: dict[str, Any], path: str) -> Any:
-        section, key = path.split(".")
-        return recipe.get(section, {}).get(key, defaults[path])  # an older version's recipe lacks newer keys
-
-    now, then = config.model_dump(mode="json"), resumed.state["recipe"]
-    identity = [*IDENTITY, *(BANK if config.loss.kind == "memory_bank" else ())]
-    pairs = [(path, at(then, path), at(now, path)) for path in identity]
-    changed = [f"{path} was {before!r}, is {after!r}" for path, before, after in pairs if before != after]
-    if changed:
-        raise UserError(
-            f"the checkpoint of step {resumed.step} ({resumed.path}) belongs to another run: {'; '.join(changed)}. "
-            "Restore the recipe, or begin anew with another run.name, or with checkpoint.resume=never"
-        )
-
-
 def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
     """Run the trainer with signals caught; leave sinks closed and the report written, however it ends."""
     trainer.stop.listen()
@@ -352,6 +345,7 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
         return trainer.run()
     finally:
         trainer.progress.close()
+        trainer.checkpoints.close()
         trainer.sinks.close()
         if isinstance(trainer.batches, TrainLoader):
             trainer.batches.close()
@@ -363,7 +357,9 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
                 say(f"the report could not be written: {type(e).__name__}: {e}")
 
 
-def describe_start(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> None:
+def describe_start(
+    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None, notes: list[str]
+) -> None:
     plan, sizes = checked.plan, config.batch.sizes
     varying = f"{sizes}; the largest, " if config.batch.schedule else ""
     say(
@@ -376,7 +372,7 @@ def describe_start(config: RunConfig, checked: Checked, device: torch.device, re
     if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
         say(pays_twice(plan))
     if resumed is not None:
-        say(resumed.describe())
+        say("\n".join([resumed.describe(), *notes]))
 
 
 def pays_twice(plan: BatchPlan) -> str:

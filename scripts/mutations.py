@@ -288,22 +288,51 @@ MUTATIONS = [
     # -- checkpoints
     Mutation(
         "commit written before the manifest",
-        "clip_train/checkpoint/writer.py",
-        '    storage.put_bytes(f"{prefix}/{layout.MANIFEST}", manifest)\n'
-        "    marker = Commit(epoch, snapshot.step, prefix, layout.sha256_of(manifest))\n"
-        "    if not storage.put_bytes(marker.ref.name, marker.to_bytes(), if_absent=True):\n",
-        "    marker = Commit(epoch, snapshot.step, prefix, layout.sha256_of(manifest))\n"
-        "    first = storage.put_bytes(marker.ref.name, marker.to_bytes(), if_absent=True)\n"
-        '    storage.put_bytes(f"{prefix}/{layout.MANIFEST}", manifest)\n'
-        "    if not first:\n",
+        "clip_train/checkpoint/pipeline.py",
+        '        store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)\n'
+        "        self._check_fence(store, order)\n",
+        "        self._check_fence(store, order)\n"
+        "        early = Commit(order.epoch, order.step, order.prefix, layout.sha256_of(order.manifest))\n"
+        "        store.put_bytes(order.ref.name, early.to_bytes(), if_absent=True)\n"
+        '        store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)\n',
         ("tests/test_mutations_found.py::test_a_save_killed_between_any_two_writes_leaves_nothing_damaged",),
     ),
     Mutation(
         "files' hashes not looked at",
-        "clip_train/checkpoint/resume.py",
-        "if digest.hexdigest() != entry.sha256:",
-        "if False:",
+        "clip_train/checkpoint/files.py",
+        "    if digest.hexdigest() != entry.sha256:",
+        "    if False:",
         ("tests/checkpoint/test_manager.py",),
+    ),
+    Mutation(
+        "no fence before the commit",
+        "clip_train/checkpoint/pipeline.py",
+        "        self._check_fence(store, order)\n",
+        "",
+        ("tests/checkpoint/test_manager.py::test_who_began_last_may_commit",),
+    ),
+    Mutation(
+        "orphans removed without a grace",
+        "clip_train/checkpoint/retention.py",
+        "if ref in removed or now - modified >= policy.orphan_grace_seconds:",
+        "if True:",
+        ("tests/checkpoint/test_manager.py::test_leftovers_of_killed_saves_go_after_a_grace",),
+    ),
+    Mutation(
+        "the one resumed from not protected",
+        "clip_train/checkpoint/manager.py",
+        "            self._protect = {answer.found.commit.ref}\n",
+        "",
+        ("tests/checkpoint/test_manager.py::test_retention_keeps_the_newest_and_the_one_resumed_from",),
+    ),
+    Mutation(
+        "the snapshot's buffer free before it is written",
+        "clip_train/checkpoint/pipeline.py",
+        "                order.entry = self._write(order)\n",
+        '                self._tell({"told": "written", "step": order.step})\n'
+        "                time.sleep(0.2)\n"
+        "                order.entry = self._write(order)\n",
+        ("tests/checkpoint/test_manager.py::test_a_snapshot_is_not_overwritten_while_it_is_written",),
     ),
 ]
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, layout
+from clip_train.checkpoint.pipeline import Order, Pipeline, Settings
+from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
 from clip_train.contrastive import InfoNCE
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.step import train_step
@@ -58,7 +63,15 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ):
     """The marker comes last. Random kills (checkpoint/test_kill.py) seldom hit the moment before it."""
-    assert CheckpointManager(CheckpointConfig(), tmp_path).save(1, [], {}, {})
+    first = CheckpointManager(CheckpointConfig(), tmp_path)
+    assert first.save(1, [], {}, {}, wait=True)
+    first.close()
+    pipeline = Pipeline(Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=3)), lambda told: None)
+    plan = plan_file(0, [], {"rng": torch.zeros(3)})
+    buffer = SharedBuffer(plan.num_bytes, pin=False)
+    buffer.fill(plan)
+    pipeline.set_buffer(os.dup(buffer.fd))
+    order = Order(2, layout.new_prefix(1, 2), 1, 0, 1, plan.num_bytes, {})
     left = writes
 
     def counting(method: str) -> None:
@@ -76,8 +89,11 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(
     counting("put_bytes")
     counting("put_file")
     with pytest.raises(Killed):
-        CheckpointManager(CheckpointConfig(), tmp_path).save(2, [], {}, {})
+        order.entry = pipeline._write(order)
+        pipeline._word(pipeline.local, order, {"files": [asdict(order.entry)]})
+        pipeline._commit(pipeline.local, order)
     monkeypatch.undo()
+    buffer.close()
     resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()
     assert resumed is not None
     assert (resumed.step, resumed.skipped) == (1, [])

@@ -1,13 +1,16 @@
 """The names and the small files of a checkpoint, and nothing that touches a disk.
 
-    ckpt/s0000001200/e000000-1f2e3d4c/rank00000.safetensors   fragments and random state of one rank
-                                     /_rank00000.json         size and sha256 of that rank's files
+    lease/e000007.json                                        who writes with epoch 7: made if absent
+    ckpt/s0000001200/e000007-1f2e3d4c/rank00000.safetensors   fragments and random state of one rank
+                                     /_rank00000.json         that rank's word: size and sha256 of its files
                                      /_MANIFEST.json          all ranks' files, and the trainer's state
-    commit/e000000-s0000001200.json                           written last: without it there is no checkpoint
+    commit/e000007-s0000001200.json                           written last: without it there is no checkpoint
+    metric/e000007-s0000001200.json                           what the evaluation at that step came to
+    latest.json                                               a hint, for when a listing hides the newest
 
-An attempt to save has a folder of its own, never written twice. `e` is the epoch of the writer, not of the
-data: a run that leaves commits behind (damaged ones, or those of a run that it does not continue) takes the
-next epoch, and the newest checkpoint is the one with the highest (epoch, step).
+An attempt to save has a folder of its own, never written twice. `e` is the epoch of the writer: every process
+that is going to write takes the next one, and a writer whose epoch is no longer the highest may not commit.
+The newest checkpoint is the one with the highest (epoch, step).
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import hashlib
 import json
 import re
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no blocks, no leases and no seals
+BLOCK_BYTES = 16 << 20  # what is fetched and verified at once
 
+_LEASE_NAME = re.compile(r"lease/e(\d{6,})\.json")
 _COMMIT_NAME = re.compile(r"commit/e(\d{6,})-s(\d{10,})\.json")
 _PREFIX = re.compile(r"ckpt/s(\d{10,})/e(\d{6,})-[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -37,6 +42,10 @@ class CommitRef(NamedTuple):
     @property
     def name(self) -> str:
         return f"commit/e{self.epoch:06d}-s{self.step:010d}.json"
+
+    @property
+    def metric_name(self) -> str:
+        return f"metric/e{self.epoch:06d}-s{self.step:010d}.json"
 
     @classmethod
     def parse(cls, name: str) -> CommitRef | None:
@@ -56,6 +65,16 @@ def parse_prefix(prefix: str) -> CommitRef | None:
     return CommitRef(int(match[2]), int(match[1])) if match else None
 
 
+def lease_name(epoch: int) -> str:
+    return f"lease/e{epoch:06d}.json"
+
+
+def parse_lease(name: str) -> int | None:
+    """The epoch; None for a file that is no lease."""
+    match = _LEASE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def rank_file(rank: int) -> str:
     return f"rank{rank:05d}.safetensors"
 
@@ -65,6 +84,7 @@ def rank_manifest(rank: int) -> str:
 
 
 MANIFEST = "_MANIFEST.json"
+HINT = "latest.json"
 
 # -- tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for what belongs to the rank,
 # "@shared|name" in rank 0's for what is the same on all of them
@@ -106,6 +126,29 @@ def parse_shared_tensor_key(key: str) -> str | None:
 # -- small files
 
 
+def seal(body: dict[str, Any]) -> bytes:
+    """JSON that carries its own sha256, so that a bit that flips on the way is seen and read again."""
+    body = {**body, "format": FORMAT_VERSION}
+    return json.dumps({**body, "seal": sha256_of(_canonical(body))}, sort_keys=True).encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The inverse of `seal`. ValueError for anything else; NewerFormatError."""
+    body = json.loads(data)
+    if isinstance(body, dict) and body.get("format") != 1 and "seal" in body:
+        told = body.pop("seal")
+        if told != sha256_of(_canonical(body)):  # before its format is believed
+            raise ValueError("it does not have the sha256 that it names")
+        return _check_format(body)
+    if _check_format(body)["format"] > 1:
+        raise ValueError("it names no sha256")
+    return body
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """What a file must be."""
@@ -114,6 +157,7 @@ class FileEntry:
     size: int  # bytes
     sha256: str
     rank: int  # who wrote it
+    blocks: list[str] = field(default_factory=list)  # sha256 of every BLOCK_BYTES bytes; empty in format 1
 
 
 @dataclass(frozen=True)
@@ -134,7 +178,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
         """ValueError for anything but a manifest of this format."""
-        body = _parse(data)
+        body = _check_format(json.loads(data))  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         try:
             files = [FileEntry(**entry) for entry in body["files"]]
             manifest = cls(
@@ -167,12 +211,12 @@ class Commit:
         return CommitRef(self.epoch, self.step)
 
     def to_bytes(self) -> bytes:
-        return json.dumps({**asdict(self), "format": FORMAT_VERSION}, sort_keys=True).encode()
+        return seal(asdict(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Commit:
         """ValueError for anything but a commit marker of this format."""
-        body = _parse(data)
+        body = unseal(data)
         try:
             commit = cls(
                 epoch=int(body["epoch"]),
@@ -195,14 +239,13 @@ class NewerFormatError(Exception):
     """Written by a newer version of this program: not damage, and not to be stepped over."""
 
 
-def _parse(data: bytes) -> dict[str, Any]:
-    body = json.loads(data)  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+def _check_format(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ValueError("not a JSON object")
     version = body.get("format")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise NewerFormatError(f"format {version}; this program reads formats up to {FORMAT_VERSION}")
-    if version != FORMAT_VERSION:
+    if version not in (1, FORMAT_VERSION):
         raise ValueError(f"format {version!r}")
     return body
 

@@ -1,27 +1,30 @@
-"""What the trainer calls: is a save due, save, resume."""
+"""What the trainer calls: is a save due, save, hear what became of it, resume."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint import layout
+from clip_train.checkpoint import layout, lease
+from clip_train.checkpoint.client import SaverClient
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.layout import CommitRef, FileEntry
-from clip_train.checkpoint.reader import FragmentReader
-from clip_train.checkpoint.resume import Resolution, Skipped, list_commits, resolve
-from clip_train.checkpoint.retention import apply_retention
-from clip_train.checkpoint.writer import Snapshot, check_space, commit, free_bytes, take_snapshot, write_rank
-from clip_train.errors import CheckpointError, UserError
+from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.locate import locate
+from clip_train.checkpoint.opening import Resumed, open_found
+from clip_train.checkpoint.pipeline import Settings, check_space, explain, free_bytes
+from clip_train.checkpoint.preflight import preflight
+from clip_train.checkpoint.resume import Places, Resolution, keep_locally, resolve
+from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.snapshot import Plan, SharedBuffer, plan_file
+from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
-from clip_train.storage import LocalStorage, is_remote, local_path
+from clip_train.storage import LocalStorage, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +36,25 @@ class LastGood(NamedTuple):
     path: str
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint to continue from."""
+class _Offer(NamedTuple):
+    """What a rank brings to the moment at which all decide about a save."""
 
-    step: int
-    state: dict[str, Any]  # as given to `save`; dicts with integer keys have them back, tuples are lists
-    reader: FragmentReader
-    rank_tensors: dict[str, Tensor] | None  # this rank's; None if the number of ranks has changed
-    world_size: int  # of the run that wrote it
-    path: Path
-    skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole, and why
-
-    def describe(self) -> str:
-        """One line, and one more per checkpoint that was passed over."""
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        lines = [f"resuming from step {self.step} ({self.path}, written by {ranks})"]
-        return "\n".join(lines + [f"  passed over {each}" for each in self.skipped])
+    error: str | None  # why it cannot
+    num_bytes: int
+    free: int  # bytes, on the disk
+    lost: dict[int, str]  # earlier steps that this rank's saver has failed at
+    prefix: str  # rank 0's holds, and so for the next two
+    failures: int
+    last_good: LastGood | None
+    fatal: str | None
 
 
 class CheckpointManager:
     """Saves and resumes one run's checkpoints. All ranks make the same calls in the same order.
 
-    folder: `<run.dir>/checkpoints`, on a disk that all ranks share. log: told of failed saves and of
-    damaged checkpoints, on rank 0.
+    `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
+
+    folder: `<run.dir>/checkpoints`. log: told of what became of saves and of damaged checkpoints, on rank 0.
     """
 
     def __init__(
@@ -65,14 +63,25 @@ class CheckpointManager:
         self.config = config
         self.folder = Path(folder).absolute()
         self.storage = LocalStorage(self.folder)
-        self.staging = self.folder / "tmp"
+        self.remote: Storage | None = open_storage(config.remote) if config.remote else None
         self._log = log or logger.warning
         self._last_good: LastGood | None = None
-        self._epoch: int | None = None  # known once `resume` or `save` has looked
-        self._saved: CommitRef | None = None  # the newest commit of this process, or the one resumed from
+        self._shared: bool | None = None  # all ranks see `folder`; None: not looked yet
+        self._policy: Policy | None = None  # once `begin` has taken a lease
+        self._saver: SaverClient | None = None
+        self._buffer: SharedBuffer | None = None
+        self._buffer_busy: int | None = None  # the step that is being written from it
+        self._pending: dict[int, str] = {}  # step -> where its attempt lies; handed over, not yet decided
+        self._tidying: set[int] = set()  # steps after whose commit old checkpoints are being removed
+        self._lost: dict[int, str] = {}  # steps that this rank's saver has failed at, not yet told to the others
+        self._handed_over: int | None = None  # the last step given to the saver, or resumed from: on all ranks alike
+        self._saved: int | None = None  # rank 0: the step last committed in the main store, or resumed from there
         self._protect: set[CommitRef] = set()
         self._damaged: set[CommitRef] = set()
         self._failures = 0  # saves in a row
+        self._abandoned = False  # the last save did not make it within the grace
+        self._fatal: str | None = None  # why the run must stop
+        self._numbers: dict[str, float] = {}
         self._clock_started = time.monotonic()  # seconds; of the last save
         self._clock_step: int | None = None  # step at which the clock started
         self._next_look = 0  # step at which the clock is looked at again
@@ -104,6 +113,64 @@ class CheckpointManager:
         due, self._next_look = dist.broadcast_object((left <= 0, step + max(1, int(min(steps_left, 2e6) / 2))))
         return due
 
+    # -- begin
+
+    def preflight(self) -> None:
+        """Before anything is built: can the remote store be used? UserError or CheckpointError says what to fix."""
+
+        def look() -> list[str]:
+            assert self.remote is not None
+            return preflight(self.remote).warnings(self.remote.url)
+
+        if self.remote is not None:
+            for warning in dist.on_main(look):
+                if dist.is_main():
+                    self._log(f"warning: {warning}")
+
+    def begin(self) -> None:
+        """Take the right to write, which an older process of this run loses by it, and start the saver.
+
+        Once, after `resume`; `save` does it if need be. CheckpointError.
+        """
+        if self._policy is not None:
+            return
+        others = [self.storage] if self.remote is not None else []
+        main = self.remote or self.storage
+
+        def take() -> int:
+            try:
+                return lease.acquire(main, others)
+            except OSError as e:
+                raise CheckpointError(f"checkpoints cannot be written to {main.url}: {explain(e)}") from e
+
+        epoch = dist.on_main(take)
+        config = self.config
+        self._policy = Policy(
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            orphan_grace_seconds=60 * config.orphan_grace_minutes,
+            epoch=epoch,
+            protect=self._protect,
+            damaged=self._damaged,
+        )
+        settings = Settings(
+            str(self.folder), config.remote, self._all_see_folder(), 60 * config.save_timeout_minutes, self._policy
+        )
+        self._saver = SaverClient(settings)
+
+    def _all_see_folder(self) -> bool:
+        """Rank 0 leaves a file; whoever does not see it has another disk. Without a remote store they must."""
+        if self._shared is None and (self.remote is None or dist.world_size() == 1):
+            self._shared = True
+        if self._shared is None:
+            name = f".seen-{time.time_ns()}"
+            token = dist.on_main(lambda: self.storage.put_bytes(name, b"") and name)
+            self._shared = all(dist.gather_objects(self.storage.path(str(token)).exists()))
+            if dist.is_main():
+                self.storage.delete(name)
+        return self._shared
+
     # -- save
 
     def save(
@@ -113,110 +180,272 @@ class CheckpointManager:
         rank_tensors: dict[str, Tensor],
         state: dict[str, Any],
         shared_tensors: dict[str, Tensor] | None = None,
+        *,
+        wait: bool = False,
     ) -> bool:
         """Make a checkpoint of the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
 
-        shared_tensors: the same on all ranks; rank 0's are written.
+        Returns when the snapshot is taken; `poll` hears the rest. shared_tensors: the same on all ranks; rank
+        0's are written. wait: return when it is committed, or after `checkpoint.grace_seconds`.
 
-        True: it is committed. False: it is not, on any rank; rank 0 has logged why and training may go on.
-        CheckpointError after `max_failed_saves` failures in a row. A step that is saved already is not again.
+        True: it is on its way (wait: it is committed). False: it is not, on any rank; rank 0 has logged why and
+        training may go on. CheckpointError after `max_failed_saves` failures in a row, or when another process
+        has taken over. A step that is saved already is not again.
         """
-        if self._saved is not None and self._saved.step == step:
-            return True
+        self.begin()
+        self._hear(0.0)
+        end = time.monotonic() + self.config.grace_seconds
+        if self._handed_over == step and dist.broadcast_object(self._saved == step or step in self._pending):
+            return self._finish(step, end) if wait else True
+        while wait and self._buffer_busy is not None and time.monotonic() < end:
+            self._hear(min(1.0, end - time.monotonic()))
         try:
-            ref, prefix = self._save(step, fragments, rank_tensors, state, shared_tensors)
+            self._hand_over(step, fragments, rank_tensors, state, shared_tensors)
         except CheckpointError as e:
-            self._failures += 1
-            message = f"checkpoint of step {step} failed ({self._failures} in a row): {e}"
-            if self._failures >= self.config.max_failed_saves:
-                raise CheckpointError(f"{message}; {self._fallback()}") from e
-            if dist.is_main():
-                self._log(f"{message}; training goes on, {self._fallback()}")
+            self._count_failure(step, str(e))
+            if self._fatal is not None:
+                raise CheckpointError(self._fatal) from e
             return False
         finally:
             self._clock_started, self._clock_step, self._next_look = time.monotonic(), step, 0
-        self._failures = 0
-        self._saved = ref
-        self._last_good = LastGood(step, str(self.folder / prefix))
-        if dist.is_main():
-            self._retain()
-        return True
+        return self._finish(step, end) if wait else True
 
-    def _fallback(self) -> str:
-        return f"the last good one is {self.last_good.path}" if self.last_good else "there is no good one yet"
-
-    def _save(
+    def _hand_over(
         self,
         step: int,
         fragments: Iterable[Fragment],
         rank_tensors: dict[str, Tensor],
         state: dict[str, Any],
         shared_tensors: dict[str, Tensor] | None,
-    ) -> tuple[CommitRef, str]:
-        """CheckpointError on all ranks if anything fails on any."""
-        rank, world_size = dist.rank(), dist.world_size()
-        snapshot: Snapshot | None = None
-        entries: list[FileEntry] = []
-
-        def prepare() -> tuple[str, int, int, int]:
-            nonlocal snapshot
-            epoch = self._writer_epoch() if rank == 0 else 0
-            snapshot = take_snapshot(step, rank, fragments, rank_tensors, state if rank == 0 else {}, shared_tensors)
-            return layout.new_prefix(epoch, step), epoch, snapshot.num_bytes, free_bytes(self.folder)
-
-        def write() -> list[FileEntry]:
-            assert snapshot is not None
-            return write_rank(self.storage, self.staging, prefix, snapshot)
-
-        plans = self._on_all(prepare)
-        prefix, epoch, _, _ = plans[0]
-        self._epoch = epoch
-        # all ranks share the disk: the sum must fit where the least is free
-        check_space(self.folder, sum(plan[2] for plan in plans), min(plan[3] for plan in plans))
-        for written in self._on_all(write):
-            entries += written
-
-        def publish() -> None:
-            if rank == 0:
-                assert snapshot is not None
-                commit(self.storage, prefix, snapshot, epoch=epoch, world_size=world_size, files=entries)
-
-        self._on_all(publish)
-        return CommitRef(epoch, step), prefix
-
-    def _on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """Run `action` on all ranks and give all results to all; one CheckpointError for all if any fails."""
-        result, error = None, None
+    ) -> None:
+        """CheckpointError, on all ranks alike, if any cannot."""
+        assert self._saver is not None and self._policy is not None
+        rank = dist.rank()
+        plan, encoded, error = None, None, None
         try:
-            result = action()
+            encoded = layout.encode_state(state) if rank == 0 else None
+            plan = self._snapshot(rank, fragments, rank_tensors, shared_tensors)
         except Exception as e:
-            error = str(e) if isinstance(e, CheckpointError) else f"{type(e).__name__}: {e}"
-            logger.debug("saving failed on this rank", exc_info=True)
-        outcomes = dist.gather_objects((result, error))
-        errors = [f"rank {rank}: {each}" for rank, (_, each) in enumerate(outcomes) if each is not None]
+            error = explain(e)
+            logger.debug("the snapshot failed on this rank", exc_info=True)
+        lost, self._lost = self._lost, {}
+        offer = _Offer(
+            error,
+            plan.num_bytes if plan else 0,
+            free_bytes(self.folder),
+            lost,
+            layout.new_prefix(self._policy.epoch, step),
+            self._failures,
+            self._last_good,
+            self._fatal,
+        )
+        offers = dist.gather_objects(offer)
+        first = offers[0]
+        self._failures, self._last_good, self._fatal = first.failures, first.last_good, first.fatal
+        if first.fatal is not None:
+            raise CheckpointError(first.fatal)
+        if rank == 0:
+            self._stop_waiting_for(offers)
+        errors = [f"rank {r}: {each.error}" for r, each in enumerate(offers) if each.error is not None]
         if errors:
             more = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
             raise CheckpointError("; ".join(errors[:3]) + more)
-        return [each for each, _ in outcomes]
-
-    def _writer_epoch(self) -> int:
-        """Rank 0 only. A run that saves without having resumed leaves all there is behind."""
-        if self._epoch is None:
-            commits = list_commits(self.storage)
-            self._epoch = commits[0].epoch + 1 if commits else 0
-        return self._epoch
-
-    def _retain(self) -> None:
+        # where ranks share the disk the sum must fit where the least is free
+        free = min(each.free for each in offers)
+        check_space(self.folder, sum(each.num_bytes for each in offers) if self._shared else 0, free)
+        assert plan is not None
+        body = {
+            "do": "save", "step": step, "prefix": first.prefix, "epoch": self._policy.epoch, "rank": rank,
+            "world_size": dist.world_size(), "size": plan.num_bytes, "state": encoded,
+        }  # fmt: skip
+        self._pending[step], self._buffer_busy, self._handed_over = first.prefix, step, step
+        self._tidying.add(step)
         try:
-            apply_retention(
-                self.storage,
-                self.staging,
-                self.config.keep_last,
-                protect=self._protect,
-                damaged=self._damaged,
-            )
-        except (OSError, CheckpointError) as e:
-            self._log(f"old checkpoints under {self.folder} could not be removed: {type(e).__name__}: {e}")
+            self._saver.send(body)
+        except CheckpointError as e:  # of this rank alone: the others hear of it at the next save
+            self._decide({"told": "failed", "step": step, "why": str(e)})
+
+    def _snapshot(
+        self,
+        rank: int,
+        fragments: Iterable[Fragment],
+        rank_tensors: dict[str, Tensor],
+        shared_tensors: dict[str, Tensor] | None,
+    ) -> Plan:
+        assert self._saver is not None
+        if not self._saver.connected:
+            self._saver.connect()
+            if self._buffer is not None:
+                self._saver.send({"do": "buffer"}, self._buffer.fd)
+        if self._buffer_busy is not None:
+            raise CheckpointError(f"step {self._buffer_busy} is still being written to {self.folder}")
+        plan = plan_file(rank, fragments, rank_tensors, shared_tensors)
+        if self._buffer is None or self._buffer.capacity < plan.num_bytes:
+            if self._buffer is not None:
+                self._buffer.close()
+                self._buffer = None
+            pin = any(tensor.is_cuda for _, tensor in plan.places)
+            self._buffer = SharedBuffer(plan.num_bytes, pin=pin)
+            self._saver.send({"do": "buffer"}, self._buffer.fd)
+        self._buffer.fill(plan)
+        return plan
+
+    def _stop_waiting_for(self, offers: list[_Offer]) -> None:
+        """Rank 0's saver waits for all ranks' words; some will not come."""
+        assert self._saver is not None
+        for rank, offer in enumerate(offers):
+            for step, why in offer.lost.items():
+                if rank != 0 and step in self._pending and self._saver.connected:
+                    self._saver.send({"do": "cancel", "step": step, "why": f"rank {rank}: {why}"})
+
+    def _count_failure(self, step: int, why: str) -> None:
+        """Too many in a row are fatal."""
+        if self._fatal is not None:
+            return
+        self._failures += 1
+        message = f"checkpoint of step {step} failed ({self._failures} in a row): {why}"
+        if self._failures >= self.config.max_failed_saves:
+            self._fatal = f"{message}; {self._fallback()}"
+        else:
+            self._say(f"{message}; training goes on, {self._fallback()}")
+
+    def _fallback(self) -> str:
+        return f"the last good one is {self.last_good.path}" if self.last_good else "there is no good one yet"
+
+    # -- hear
+
+    def poll(self) -> dict[str, float]:
+        """At every step: what has become of earlier saves, without waiting; numbers for the step's record.
+
+        CheckpointError, on rank 0, after too many failures in a row, or when another process has taken over.
+        """
+        self._hear(0.0)
+        if self._fatal is not None and dist.is_main():
+            raise CheckpointError(self._fatal)
+        numbers, self._numbers = self._numbers, {}
+        return numbers
+
+    def note_metrics(self, step: int, values: dict[str, float]) -> None:
+        """What the evaluation at `step` came to, for `checkpoint.keep_best`."""
+        if self.config.keep_best is None or not dist.is_main() or self._saver is None or self._policy is None:
+            return
+        name = self.config.keep_best.removeprefix("-")
+        if name not in values:
+            self._log(f"checkpoint.keep_best ({name}): no such number; the evaluation has {', '.join(sorted(values))}")
+        elif self._saver.connected:
+            value = {name: values[name]}
+            self._saver.send({"do": "metric", "epoch": self._policy.epoch, "step": step, "values": value})
+
+    def _hear(self, timeout: float) -> None:
+        for told in self._saver.news(timeout) if self._saver is not None else []:
+            self._decide(told)
+
+    def _decide(self, told: dict[str, Any]) -> None:
+        """One message of the saver's."""
+        match told["told"]:
+            case "written":
+                self._buffer_busy = None
+            case "rest":
+                self._tidying.discard(told["step"])
+            case "kept":
+                self._last_good = LastGood(told["step"], told["where"])
+            case "done":
+                self._done(told)
+            case "failed":
+                self._failed(told["step"], told["why"])
+            case "fenced":
+                self._pending.pop(told["step"], None)
+                self._fatal = told["why"]
+            case "retry":
+                pause = told["seconds"]
+                self._say(f"checkpoint of step {told['step']}: {told['why']}; trying again in {pause:.0f} s")
+            case "note":
+                self._say(told["text"])
+            case "gone":
+                self._buffer_busy = None
+                self._tidying.clear()
+                for step in list(self._pending):
+                    self._failed(step, "the process that writes checkpoints has ended")
+
+    def _done(self, told: dict[str, Any]) -> None:
+        """On rank 0 it is committed; elsewhere this rank's part is where it belongs."""
+        self._pending.pop(told["step"], None)
+        if not dist.is_main():
+            return
+        self._failures, self._saved = 0, told["step"]
+        self._last_good = LastGood(told["step"], told["where"])
+        seconds, size = told["seconds"], told["bytes"]
+        self._numbers = {"checkpoint_step": told["step"], "checkpoint_seconds": seconds, "checkpoint_failures": 0}
+        logger.info("checkpoint of step %d committed after %.1f s (%d bytes on rank 0)", told["step"], seconds, size)
+
+    def _failed(self, step: int, why: str) -> None:
+        self._pending.pop(step, None)
+        if dist.is_main():
+            self._numbers = {"checkpoint_failures": self._failures + 1}
+            self._count_failure(step, why)
+        else:
+            self._lost[step] = why
+
+    def _say(self, text: str) -> None:
+        if dist.is_main():
+            self._log(text)
+
+    # -- end
+
+    def _finish(self, step: int, end: float) -> bool:
+        """Wait until `step` is decided on all ranks, or until `end` (by this process's clock). Collective."""
+        if step in self._pending and self.remote is not None:
+            left = max(end - time.monotonic(), 0.0)
+            self._say(f"waiting up to {left:.0f} s for step {step} to be committed at {self.remote.url}")
+        while step in self._pending and time.monotonic() < end:
+            self._hear(min(1.0, max(end - time.monotonic(), 0.0)))
+        abandoned = step in self._pending
+        self._abandoned = abandoned
+        self._pending.clear()  # what is older has been overtaken
+        told = dist.broadcast_object((self._saved, self._last_good, self._failures, self._fatal))
+        self._saved, self._last_good, self._failures, self._fatal = told
+        if self._saved == step:
+            return True
+        if self._fatal is not None:
+            raise CheckpointError(self._fatal)
+        if abandoned:
+            seconds = self.config.grace_seconds
+            self._say(f"the save of step {step} was abandoned after {seconds:.0f} s; {self._fallback()}")
+        return False
+
+    def settle(self, seconds: float = 20.0) -> None:
+        """Wait until the newest save is committed somewhere or has failed, so that `last_good` is up to date."""
+        end = time.monotonic() + min(seconds, self.config.grace_seconds)
+        newest = max(self._pending, default=0)
+        while newest in self._pending and time.monotonic() < end:
+            if self._last_good is not None and self._last_good.step == newest:
+                return
+            self._hear(min(0.2, max(end - time.monotonic(), 0.0)))
+
+    def close(self) -> None:
+        """The saver finishes what is under way within `checkpoint.grace_seconds`, or abandons it, and says which.
+
+        Every rank for itself: nothing here waits for another one.
+        """
+        if self._saver is None:
+            return
+        end = time.monotonic() + self.config.grace_seconds
+        waiting = sorted(self._pending)
+        if waiting:
+            self._say(f"finishing the checkpoint of step {waiting[-1]} (up to {self.config.grace_seconds:.0f} s)")
+        while (self._pending or (self._tidying and not self._abandoned)) and time.monotonic() < end:
+            if not self._saver.connected:
+                break
+            self._hear(min(1.0, max(end - time.monotonic(), 0.0)))
+        if waiting and not self._pending and self._saved == waiting[-1]:
+            self._say(f"step {waiting[-1]} is committed ({self._fallback()})")
+        elif self._pending:
+            self._say(f"abandoned the checkpoint of step {max(self._pending)}; {self._fallback()}")
+        self._saver.close()
+        self._saver, self._policy = None, None
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
 
     # -- resume
 
@@ -229,74 +458,47 @@ class CheckpointManager:
         mode = self.config.resume
         if mode == "never":
             return None
-        elsewhere = None if mode in ("auto", "must") else dist.on_main(lambda: _locate(mode))
-        folder, only = elsewhere or (self.folder, None)
-        storage = LocalStorage(folder)
-        answer = resolve(storage, only)
-        own = folder.resolve() == self.folder.resolve()
+        own = mode in ("auto", "must")
+        only: CommitRef | None = None
+        places = Places(self.storage, self.remote, self.storage)
+        if not own:
+            place, only = dist.on_main(lambda: locate(mode))
+            own = place in {self.folder.resolve().as_posix(), self.remote.url if self.remote else None}
+            if not own:
+                places = _elsewhere(place, self.storage)
+        answer = resolve(places, only)
         if own:
-            self._leave_behind(answer)
+            self._damaged = {each.ref for each in answer.skipped}
         if answer.found is None:
-            self._nothing_found(mode, folder, answer)
+            self._nothing_found(mode, places, answer)
             return None
-
-        found = answer.found
-        path = folder / found.commit.prefix
-        same_world = found.manifest.world_size == dist.world_size()
-
-        def read() -> tuple[FragmentReader, dict[str, Tensor] | None]:
-            reader = FragmentReader(path, [entry.name for entry in found.manifest.files])
-            return reader, reader.rank_tensors(dist.rank()) if same_world else None
-
-        reader, rank_tensors = dist.agreed(read)
+        resumed = self._open(places, answer)
         if own:
-            self._saved = found.commit.ref
-            self._protect = {found.commit.ref}
-        self._last_good = LastGood(found.manifest.step, str(path))
-        return Resumed(
-            step=found.manifest.step,
-            state=found.manifest.state,
-            reader=reader,
-            rank_tensors=rank_tensors,
-            world_size=found.manifest.world_size,
-            path=path,
-            skipped=answer.skipped,
-        )
+            self._protect = {answer.found.commit.ref}
+            if self.remote is None or answer.in_remote:
+                self._saved = self._handed_over = resumed.step
+        self._last_good = LastGood(resumed.step, resumed.path)
+        return resumed
 
-    def _leave_behind(self, answer: Resolution) -> None:
-        """Stay in the epoch of the newest commit if that is the one to continue, else open the next."""
-        self._damaged = {each.ref for each in answer.skipped}
-        if answer.commits:
-            newest = answer.commits[0]
-            goes_on = answer.found is not None and answer.found.commit.ref == newest
-            self._epoch = newest.epoch if goes_on else newest.epoch + 1
+    def _open(self, places: Places, answer: Resolution) -> Resumed:
+        everything_here = not answer.in_remote or self._all_see_folder()
+        local, remote, found = places.local, places.remote, answer.found
+        if everything_here and local is not None and remote is not None and found is not None and not answer.in_local:
+            dist.on_main(lambda: keep_locally(local, remote, found))
+        return open_found(places, answer, everything_here=everything_here)
 
-    def _nothing_found(self, mode: str, folder: Path, answer: Resolution) -> None:
+    def _nothing_found(self, mode: str, places: Places, answer: Resolution) -> None:
+        where = " and ".join(each.url for each in places[:2] if each is not None)
         reasons = "".join(f"\n  {each}" for each in answer.skipped)
-        what = f"none of the checkpoints under {folder} is whole:{reasons}" if reasons else ""
+        what = f"none of the checkpoints under {where} is whole:{reasons}" if reasons else ""
         if mode != "auto":
             remedy = "set checkpoint.resume to auto to start fresh" if mode == "must" else "choose another"
-            raise CheckpointError(f"{what or f'there is no checkpoint under {folder}'}\n{remedy}")
+            raise CheckpointError(f"{what or f'there is no checkpoint under {where}'}\n{remedy}")
         if what and dist.is_main():
             self._log(f"{what}\nSTARTING FRESH, from step 0")
 
 
-def _locate(path: str) -> tuple[Path, CommitRef | None]:
-    """The checkpoints' folder that `checkpoint.resume: path` means, and which one in it if it says so."""
-    if is_remote(path):
-        raise UserError(f"checkpoint.resume ({path}): only a local path can be resumed from so far")
-    here = local_path(path).absolute()
-    if not here.exists():
-        raise UserError(f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that exists")
-    for folder in (here, here / "checkpoints"):
-        if (folder / "commit").is_dir():
-            return folder, None
-    for folder in list(here.parents)[:3]:
-        inside = here.relative_to(folder).as_posix()
-        ref = CommitRef.parse(inside) or layout.parse_prefix(inside)
-        if ref is not None and (folder / "commit").is_dir():
-            return folder, ref
-    raise UserError(
-        f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder, its checkpoints folder, "
-        "or one checkpoint's commit/*.json or ckpt/*/* in it"
-    )
+def _elsewhere(place: str, fetch_to: LocalStorage) -> Places:
+    """Another run's checkpoints: a folder is read where it is, a remote one fetched to this run's folder."""
+    storage = open_storage(place)
+    return Places(storage, None, storage) if isinstance(storage, LocalStorage) else Places(None, storage, fetch_to)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from clip_train.checkpoint import layout
+from clip_train.checkpoint.files import ByteSource
+from clip_train.checkpoint.snapshot import DTYPES
 from clip_train.errors import CheckpointError
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Piece(NamedTuple):
@@ -22,47 +25,51 @@ class _Piece(NamedTuple):
     key: str
 
 
+class _Place(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int  # byte offset in the file
+
+
 class FragmentReader:
     """A `FragmentSource` over the files of one checkpoint.
 
-    Only the files' headers are read at first; `read` takes the bytes it needs and no more. The files stay
+    Only the files' headers are read at first; `read` takes the bytes it needs and no more. Local files stay
     mapped as long as the reader lives, so retention may remove the checkpoint under it.
     """
 
-    def __init__(self, folder: Path, files: Iterable[str]) -> None:
-        """folder: of the attempt, on a local disk; files: in it. CheckpointError if one cannot be read."""
-        from safetensors import safe_open
-
-        self.folder = Path(folder)
-        self._open: dict[str, Any] = {}
+    def __init__(self, files: Mapping[str, ByteSource], where: str = "the checkpoint") -> None:
+        """files: by their name in the attempt's folder. CheckpointError if one makes no sense."""
+        self._where = where
+        self._files = files
+        self._places: dict[str, dict[str, _Place]] = {}  # file -> key -> place
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[tuple[str, str], list[_Piece]] = {}
-        for name in files:
+        for name, source in files.items():
             try:
-                handle = safe_open(self.folder / name, framework="pt", device="cpu")
-                shapes = json.loads((handle.metadata() or {}).get("shapes", "{}"))
-            except Exception as e:  # SafetensorError is not an OSError
-                raise CheckpointError(f"{self.folder / name}: {type(e).__name__}: {e}") from e
-            self._open[name] = handle
+                shapes, self._places[name] = _parse_header(source)
+            except (ValueError, KeyError, TypeError) as e:
+                raise CheckpointError(f"{source.where}: not a safetensors file: {type(e).__name__}: {e}") from e
             for param, shape in shapes.items():
                 known = self._shapes.setdefault(param, tuple(shape))
                 if known != tuple(shape):
-                    raise CheckpointError(
-                        f"{self.folder / name}: {param} has shape {tuple(shape)}, but {known} elsewhere"
-                    )
-            for key in handle.keys():  # noqa: SIM118  (not a dict)
-                self._index(name, key, handle)
+                    raise CheckpointError(f"{source.where}: {param} has shape {tuple(shape)}, but {known} elsewhere")
+            for key, place in self._places[name].items():
+                parsed = layout.parse_fragment_key(key)
+                if parsed is not None and (numel := math.prod(place.shape)):
+                    param, slot, start = parsed
+                    self._pieces.setdefault((param, slot), []).append(_Piece(start, start + numel, name, key))
         for pieces in self._pieces.values():
             pieces.sort()
 
-    def _index(self, file: str, key: str, handle: Any) -> None:
-        parsed = layout.parse_fragment_key(key)
-        if parsed is None:
-            return
-        name, slot, start = parsed
-        (numel,) = handle.get_slice(key).get_shape()
-        if numel:
-            self._pieces.setdefault((name, slot), []).append(_Piece(start, start + numel, file, key))
+    def _tensor(self, file: str, key: str, start: int, end: int) -> Tensor:
+        """Elements `[start, end)` of a stored tensor, flattened."""
+        place = self._places[file][key]
+        width = place.dtype.itemsize
+        if start >= end:
+            return torch.empty(0, dtype=place.dtype)
+        data = self._files[file].read(place.at + start * width, place.at + end * width)
+        return torch.frombuffer(data, dtype=place.dtype)
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""
@@ -78,7 +85,7 @@ class FragmentReader:
         CheckpointError if the checkpoint has no such parameter or slot, or lacks a part of the range.
         """
         if name not in self._shapes:
-            raise CheckpointError(f"{self.folder}: no parameter {name!r} in this checkpoint")
+            raise CheckpointError(f"{self._where}: no parameter {name!r} in this checkpoint")
         parts: list[Tensor] = []
         done, end = start, start + numel  # [start, done) is in `parts`
         for piece in self._pieces.get((name, slot), []):
@@ -86,12 +93,11 @@ class FragmentReader:
                 break
             if piece.end > done:
                 upto = min(end, piece.end)
-                view = self._open[piece.file].get_slice(piece.key)
-                parts.append(view[done - piece.start : upto - piece.start])
+                parts.append(self._tensor(piece.file, piece.key, done - piece.start, upto - piece.start))
                 done = upto
         if done < end:
             raise CheckpointError(
-                f"{self.folder}: {slot!r} of {name} {list(self._shapes[name])} lacks element {done}; "
+                f"{self._where}: {slot!r} of {name} {list(self._shapes[name])} lacks element {done}; "
                 f"[{start}, {end}) was asked for, the checkpoint has {sorted(self.slots())}"
             )
         if not parts:
@@ -114,8 +120,31 @@ class FragmentReader:
 
     def _named(self, rank: int, parse: Callable[[str], str | None]) -> dict[str, Tensor]:
         file = layout.rank_file(rank)
-        if file not in self._open:
-            raise CheckpointError(f"{self.folder}: no file {file} in this checkpoint")
-        handle = self._open[file]
-        named = {key: parse(key) for key in handle.keys()}  # noqa: SIM118
-        return {name: handle.get_tensor(key) for key, name in named.items() if name is not None}
+        if file not in self._files:
+            raise CheckpointError(f"{self._where}: no file {file} in this checkpoint")
+        out = {}
+        for key, place in self._places[file].items():
+            name = parse(key)
+            if name is not None:
+                # a copy: the caller may keep it for long, and write to it
+                out[name] = self._tensor(file, key, 0, math.prod(place.shape)).reshape(place.shape).clone()
+        return out
+
+
+def _parse_header(source: ByteSource) -> tuple[dict[str, Any], dict[str, _Place]]:
+    """(shapes of whole parameters, where each tensor lies). ValueError, KeyError, TypeError for anything else."""
+    if source.size < 8:
+        raise ValueError(f"{source.size} bytes")
+    begin = 8 + int.from_bytes(source.read(0, 8), "little")
+    if begin > source.size:
+        raise ValueError("its header is longer than the file")
+    header = json.loads(bytes(source.read(8, begin)))
+    metadata = header.pop("__metadata__", {})
+    places = {}
+    for key, told in header.items():
+        place = _Place(_TORCH[told["dtype"]], tuple(told["shape"]), begin + told["data_offsets"][0])
+        end = begin + told["data_offsets"][1]
+        if end > source.size or end - place.at != math.prod(place.shape) * place.dtype.itemsize:
+            raise ValueError(f"{key} lies outside of the file")
+        places[key] = place
+    return json.loads(metadata.get("shapes", "{}")), places

@@ -2,61 +2,141 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
-from clip_train.checkpoint import layout
+from clip_train.checkpoint import layout, lease, marks
 from clip_train.checkpoint.layout import CommitRef
-from clip_train.checkpoint.resume import list_commits, prefix_of
-from clip_train.storage import Storage
+from clip_train.storage import LocalStorage, Storage
 
 
-def apply_retention(
-    storage: Storage,
-    staging: Path,
-    keep_last: int,
-    *,
-    protect: Collection[CommitRef] = (),
-    damaged: Collection[CommitRef] = (),
-) -> list[CommitRef]:
-    """Rank 0, after a commit: keep the `keep_last` newest checkpoints; returns those removed. OSError.
+@dataclass(frozen=True)
+class Policy:
+    """What stays. protect: whatever happens (the one resumed from). damaged: they do not count as kept."""
 
-    protect: never removed (the one resumed from). damaged: not counted as kept; they go when older ones do.
-    The marker goes first and the data second, so a kill in between leaves rubbish for the next time (at
-    worst an empty folder for good), not a broken checkpoint.
+    keep_last: int
+    keep_every: int | None = None  # steps
+    keep_best: str | None = None  # a metric's name; with a minus in front the lowest is best
+    orphan_grace_seconds: float = 3600.0
+    epoch: int = 0  # of the writer
+    protect: set[CommitRef] = field(default_factory=set)
+    damaged: set[CommitRef] = field(default_factory=set)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "protect": sorted(self.protect), "damaged": sorted(self.damaged)}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Policy:
+        sets = {key: {CommitRef(*ref) for ref in body[key]} for key in ("protect", "damaged")}
+        return cls(**{**body, **sets})
+
+
+def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, float]) -> dict[CommitRef, str]:
+    """Why each checkpoint stays; those that are not in it go at the next save. commits: newest first."""
+    why: dict[CommitRef, str] = {}
+    good = [ref for ref in commits if ref not in policy.damaged]
+    for ref in good[: policy.keep_last]:
+        why[ref] = f"one of the {policy.keep_last} newest"
+    if policy.keep_every is not None:
+        for ref in good:
+            if ref.step % policy.keep_every == 0:
+                why.setdefault(ref, f"a multiple of {policy.keep_every} steps")
+    scored = {ref: metrics[ref] for ref in good if ref in metrics}
+    if scored:
+        lowest = (policy.keep_best or "").startswith("-")
+        best = min(scored, key=lambda ref: (scored[ref] if lowest else -scored[ref], -ref.step))
+        why.setdefault(best, f"the best {policy.keep_best} ({scored[best]:.6g})")
+    for ref in commits:
+        if ref in policy.protect:
+            why.setdefault(ref, "the one resumed from")
+        elif good and ref in policy.damaged and ref > good[: policy.keep_last][-1]:
+            why.setdefault(ref, "damaged, and newer than what is kept")
+    return why
+
+
+def read_metrics(storage: Storage, commits: Collection[CommitRef], name: str | None) -> dict[CommitRef, float]:
+    """What the evaluation `name` came to, of the checkpoints that have one. OSError."""
+    out: dict[CommitRef, float] = {}
+    if name is None:
+        return out
+    there = {entry.name for entry in storage.list("metric")}
+    for ref in commits:
+        if ref.metric_name not in there:
+            continue
+        try:
+            value = marks.read_sealed(storage, ref.metric_name)["values"].get(name.removeprefix("-"))
+        except (FileNotFoundError, ValueError):
+            continue
+        if value is not None:
+            out[ref] = float(value)
+    return out
+
+
+def apply_retention(storage: Storage, policy: Policy, *, in_flight: Collection[str] = ()) -> list[CommitRef]:
+    """Rank 0's saver, after a commit: returns the checkpoints removed. OSError; FencedError.
+
+    The marker goes first and the data second, so a kill in between leaves rubbish for the next time, not a
+    broken checkpoint. in_flight: attempts of this process that may still be committed.
     """
-    commits = list_commits(storage)
-    good = [ref for ref in commits if ref not in damaged]
-    if not good:
+    commits = marks.list_commits(storage)
+    if not any(ref not in policy.damaged for ref in commits):
         return []
-    oldest_kept = good[:keep_last][-1]
-    removed = [ref for ref in commits if ref < oldest_kept and ref not in protect]
+    lease.check(storage, policy.epoch)
+    kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
+    removed = [ref for ref in commits if ref not in kept]
     for ref in removed:
         storage.delete(ref.name)
-    kept = [ref for ref in commits if ref not in removed]
-    _remove_orphans(storage, staging, kept, newest=commits[0])
+        storage.delete(ref.metric_name)
+    _remove_orphans(storage, policy, [ref for ref in commits if ref in kept], in_flight, set(removed))
+    lease.forget_old(storage, policy.epoch)
     return removed
 
 
-def _remove_orphans(storage: Storage, staging: Path, kept: list[CommitRef], newest: CommitRef) -> None:
-    """Attempts that no marker names. Those newer than the newest commit stay: they may be in the making."""
-    prefixes = {ref: prefix_of(storage, ref) for ref in kept}
-    attempts = {"/".join(entry.name.split("/")[:3]) for entry in storage.list("ckpt")}
-    orphans = set()
-    for attempt in attempts:
+def _remove_orphans(
+    storage: Storage, policy: Policy, kept: list[CommitRef], in_flight: Collection[str], removed: set[CommitRef]
+) -> None:
+    """Attempts that no marker names: those just removed, and those that nobody has written to for the grace."""
+    files = storage.list("ckpt")
+    newest: dict[str, float] = {}  # attempt -> when it was last written to, by the store's clock
+    for entry in files:
+        attempt = "/".join(entry.name.split("/")[:3])
+        newest[attempt] = max(newest.get(attempt, 0.0), entry.modified)
+    named = {ref: marks.prefix_of(storage, ref) for ref in kept}
+    now = storage.clock()
+    for attempt, modified in sorted(newest.items()):
         ref = layout.parse_prefix(attempt)
-        if ref is None or ref > newest:
+        if ref is None or attempt in in_flight:
             continue
         # a marker that makes no sense could mean any attempt of its epoch and step: leave them all
-        if ref in prefixes and prefixes[ref] in (attempt, None):
+        if ref in named and named[ref] in (attempt, None):
             continue
-        orphans.add(attempt)
-    for orphan in sorted(orphans):
-        step_folder = orphan.rsplit("/", 1)[0]
-        alone = all(other in orphans for other in attempts if other.startswith(step_folder + "/"))
-        storage.delete_tree(step_folder if alone else orphan)
-    if staging.is_dir():
-        for left in staging.iterdir():
-            ref = layout.parse_prefix("/".join(left.name.split("+")[:3]))
-            if ref is not None and ref <= newest:
-                left.unlink(missing_ok=True)
+        if ref in removed or now - modified >= policy.orphan_grace_seconds:
+            storage.delete_tree(attempt)
+    storage.sweep(now - max(policy.orphan_grace_seconds, 1.0))
+    if isinstance(storage, LocalStorage):
+        _tidy_folders(storage, now - policy.orphan_grace_seconds)
+
+
+def _tidy_folders(storage: LocalStorage, older_than: float) -> None:
+    """Empty folders, and files that a kill left half written."""
+    for left in storage.path("tmp").glob("ckpt+*"):
+        if left.stat().st_mtime < older_than:
+            left.unlink(missing_ok=True)
+    for folder in storage.path("ckpt").glob("s*"):
+        try:
+            folder.rmdir()
+        except OSError:
+            continue  # not empty
+
+
+def remove_own_files(storage: LocalStorage, rank: int, keep_last: int, in_flight: Collection[str]) -> None:
+    """Where ranks do not share the disk, each clears up after itself: all but its newest files go."""
+    own = re.compile(rf"(ckpt/s\d+/e\d+-[0-9a-f]+)/({layout.rank_file(rank)}|{layout.rank_manifest(rank)})")
+    found = [match for entry in storage.list("ckpt") if (match := own.fullmatch(entry.name))]
+    attempts = {match[1]: layout.parse_prefix(match[1]) for match in found}
+    newest = sorted((ref for ref in attempts.values() if ref is not None), reverse=True)[:keep_last]
+    for match in found:
+        if attempts[match[1]] not in newest and match[1] not in in_flight:
+            storage.delete(match[0])

@@ -1,7 +1,7 @@
 """One I/O interface for local disk and remote stores. The only place that imports fsspec.
 
 `open_storage(url)` gives a `Storage` (a checkpoint folder, a bucket); `open_read`, `write_bytes` and
-`expand_glob` are for single files, such as shards. Remote stores are read-only so far, but for `write_bytes`.
+`expand_glob` are for single files, such as shards. S3 and local folders can be written to.
 """
 
 from clip_train.storage.base import Entry, Storage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
 
@@ -13,6 +13,7 @@ class Entry:
 
     name: str  # relative to the storage's root, with "/"
     size: int  # bytes
+    modified: float = field(default=0.0, compare=False)  # seconds since the epoch, by the store's clock
 
 
 class Storage(Protocol):
@@ -22,6 +23,7 @@ class Storage(Protocol):
     and *it cannot be told* (permission, network, a broken disk), which always raises another `OSError`.
     So a store that cannot be read is never taken for an empty one. A name that leaves the root is a
     programmer's mistake: `ValueError`. Writing to a read-only store is a `UserError`.
+    All calls may be made from several threads.
     """
 
     url: str  # where the root is, for messages
@@ -32,6 +34,10 @@ class Storage(Protocol):
 
     def read_bytes(self, name: str) -> bytes:
         """The whole of a small file. FileNotFoundError; OSError."""
+        ...
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes `[start, end)`, all of them. FileNotFoundError; OSError, also for a file that is shorter."""
         ...
 
     def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
@@ -45,7 +51,8 @@ class Storage(Protocol):
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         """Store a small file, whole or not at all; True when it was stored.
 
-        if_absent: only if there is none by that name; of several racing writers exactly one gets True.
+        if_absent: only if there is none by that name; of several racing writers exactly one gets True. Their
+        `data` must differ: a remote store takes its own bytes, found there, for an earlier try that went through.
         OSError: then nothing was published.
         """
         ...
@@ -71,4 +78,12 @@ class Storage(Protocol):
 
     def delete_tree(self, prefix: str) -> None:
         """Remove the folder `prefix` with all in it; it is no error if there is none. OSError."""
+        ...
+
+    def clock(self) -> float:
+        """The store's time, in seconds since the epoch: what `Entry.modified` is told in. OSError."""
+        ...
+
+    def sweep(self, older_than: float) -> int:
+        """Remove unfinished writes that were begun before `older_than` (the store's clock); how many. OSError."""
         ...

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
+import time
 import uuid
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -40,6 +42,14 @@ class LocalStorage:
 
     def read_bytes(self, name: str) -> bytes:
         return self.path(name).read_bytes()
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        with self.path(name).open("rb") as f:
+            f.seek(start)
+            data = f.read(end - start)
+        if len(data) != end - start:
+            raise OSError(errno.EIO, f"{self.path(name)} ends before byte {end}")
+        return data
 
     def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
         source, target = Path(local_path), self.path(name)
@@ -93,10 +103,11 @@ class LocalStorage:
                     folders.append(Path(item.path))
                 elif not _is_part(item.name):
                     try:
-                        size = item.stat().st_size
+                        found_stat = item.stat()
                     except FileNotFoundError:
                         continue  # deleted since
-                    entries.append(Entry(Path(item.path).relative_to(self.root).as_posix(), size))
+                    name = Path(item.path).relative_to(self.root).as_posix()
+                    entries.append(Entry(name, found_stat.st_size, found_stat.st_mtime))
         return sorted(entries)
 
     def size(self, name: str) -> int:
@@ -128,6 +139,22 @@ class LocalStorage:
                 shutil.rmtree(target, ignore_errors=True)
             return
         fsync_folder(target.parent)
+
+    def clock(self) -> float:
+        return time.time()
+
+    def sweep(self, older_than: float) -> int:
+        old = [path for path in self.root.rglob(".*.part") if _modified(path) < older_than]
+        for path in old:
+            path.unlink(missing_ok=True)
+        return len(old)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf  # gone since
 
 
 def _part_beside(target: Path) -> Path:

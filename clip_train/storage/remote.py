@@ -58,7 +58,7 @@ def glob(pattern: str) -> list[str]:
 
 
 class RemoteStorage:
-    """`Storage` over a remote folder, read-only: enough for shards and for looking at a checkpoint."""
+    """`Storage` over any other remote folder, read-only: enough to look at a checkpoint."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -79,6 +79,13 @@ class RemoteStorage:
     def read_bytes(self, name: str) -> bytes:
         with self.open_read(name) as file:
             return file.read()
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        fs, path = self._at(name)
+        data = fs.cat_file(path, start=start, end=end)
+        if len(data) != end - start:
+            raise OSError(f"{self.url}/{name}: {len(data)} bytes came instead of {end - start}")
+        return data
 
     def list(self, prefix: str = "") -> list[Entry]:
         fs, path = self._at(prefix)
@@ -113,5 +120,11 @@ class RemoteStorage:
     def delete_tree(self, prefix: str) -> None:
         raise self._read_only()
 
+    def clock(self) -> float:
+        raise self._read_only()
+
+    def sweep(self, older_than: float) -> int:
+        raise self._read_only()
+
     def _read_only(self) -> UserError:
-        return UserError(f"{self.url}: remote storage is read-only so far; give a local folder to write to")
+        return UserError(f"{self.url}: it is read-only here; only s3:// and local folders can be written to")

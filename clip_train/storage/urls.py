@@ -34,10 +34,21 @@ def local_path(url: str) -> Path:
 
 
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """The storage rooted at a local folder or at a remote URL (read-only so far). Touches nothing yet."""
+    """The storage rooted at a local folder or at a remote URL (S3 can be written to). Touches nothing yet.
+
+    UserError for an S3 URL without a bucket, or with credentials in it.
+    """
     url = os.fspath(url)
     if not is_remote(url):
         return LocalStorage(local_path(url))
+    if url.lower().startswith(("s3://", "s3a://")):
+        from clip_train.storage.s3 import S3Storage
+
+        bucket = url.split("://", 1)[1].split("/")[0]
+        if not bucket or "@" in bucket:
+            shown = f"s3://...{bucket[bucket.rfind('@') :]}" if "@" in bucket else url
+            raise UserError(f"{shown}: write s3://bucket/prefix; credentials come from the environment or a profile")
+        return S3Storage(url)
     from clip_train.storage.remote import RemoteStorage
 
     return RemoteStorage(url)

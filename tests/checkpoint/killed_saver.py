@@ -21,8 +21,9 @@ from tests.checkpoint.parts import bits, committed, cut, whole
 def child(folder: Path, pipe: int) -> None:
     # padding makes writing the data last long enough to be hit
     padding = torch.zeros(2_000_000)
-    manager = CheckpointManager(CheckpointConfig(keep_last=2), folder)
+    manager = CheckpointManager(CheckpointConfig(keep_last=2, orphan_grace_minutes=0.0), folder)
     resumed = manager.resume()
+    manager.begin()
     step = resumed.step if resumed else 0
     if resumed:
         assert resumed.skipped == [], resumed.describe()  # a kill never makes a committed one damaged
@@ -31,7 +32,7 @@ def child(folder: Path, pipe: int) -> None:
     os.write(pipe, f"{step}\n".encode())
     while True:
         step += 1
-        if manager.save(step, cut(whole(step), 0, 1), {"padding": padding}, {"step": step}):
+        if manager.save(step, cut(whole(step), 0, 1), {"padding": padding}, {"step": step}, wait=True):
             os.write(pipe, f"{step}\n".encode())
 
 

@@ -62,8 +62,16 @@ def test_rubbish_is_a_value_error(data: bytes) -> None:
 
 
 def test_a_newer_format_is_not_rubbish() -> None:
-    with pytest.raises(NewerFormatError, match="format 2"):
-        Commit.from_bytes(b'{"format": 2}')
+    with pytest.raises(NewerFormatError, match="format 3"):
+        Commit.from_bytes(b'{"format": 3}')
+
+
+def test_a_bit_that_flips_on_the_way_is_seen() -> None:
+    data = Commit(0, 3, new_prefix(0, 3), "ff").to_bytes()
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises((ValueError, NewerFormatError)):
+            Commit.from_bytes(flipped)
 
 
 def test_a_manifest_cannot_point_elsewhere() -> None:
@@ -82,6 +90,6 @@ def test_config_checks_itself() -> None:
         3,
         "auto",
     )
-    for wrong in ({"keep_last": 0}, {"every_steps": 0}, {"every_minutes": 0}, {"remote": "s3://b"}):
+    for wrong in ({"keep_last": 0}, {"every_steps": 0}, {"every_minutes": 0}, {"remote": ""}, {"unknown": 1}):
         with pytest.raises(ValueError):
             CheckpointConfig(**wrong)

@@ -3,7 +3,8 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,29 @@ from clip_train.checkpoint import manager as manager_module
 from clip_train.errors import CheckpointError, UserError
 from tests.checkpoint.parts import bits, committed, cut, whole
 
+RUNS: list["Run"] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    while RUNS:
+        RUNS.pop().manager.close()
+
 
 class Run:
     """One process's life: a manager, and short names."""
 
     def __init__(self, folder: Path, **config: object) -> None:
         self.said: list[str] = []
+        config = {"grace_seconds": 30.0, "orphan_grace_minutes": 0.0, **config}
         self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append)  # type: ignore[arg-type]
+        RUNS.append(self)
 
     def save(self, *steps: int) -> None:
         for step in steps:
             own = {"rng": torch.full((4,), step % 256, dtype=torch.uint8)}
-            assert self.manager.save(step, cut(whole(step), 0, 1), own, {"step": step, "cursors": {0: step}})
+            assert self.manager.save(step, cut(whole(step), 0, 1), own, {"step": step, "cursors": {0: step}}, wait=True)
 
     def resume(self) -> Resumed | None:
         return self.manager.resume()
@@ -147,8 +159,6 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
         Run(new, resume=str(tmp_path / "absent")).resume()
     with pytest.raises(UserError, match="holds no checkpoints"):
         Run(new, resume=str(tmp_path)).resume()
-    with pytest.raises(UserError, match="only a local path"):
-        Run(new, resume="s3://bucket/run").resume()
 
 
 def test_going_back_within_a_run(tmp_path: Path) -> None:
@@ -183,58 +193,131 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     assert left == {"e000001-s0000000005.json", "e000001-s0000000006.json", "e000000-s0000000002.json"}
 
 
-def test_leftovers_of_killed_saves_go(tmp_path: Path) -> None:
-    run = Run(tmp_path, keep_last=2)
+def test_leftovers_of_killed_saves_go_after_a_grace(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=2, orphan_grace_minutes=10.0)
     run.save(10)
-    for prefix in (
-        "s0000000005/e000000-aaaaaaaa",
-        "s0000000010/e000000-bbbbbbbb",
-        "s0000000099/e000000-cccccccc",
+    for prefix, minutes in (
+        ("s0000000005/e000000-aaaaaaaa", 11),
+        ("s0000000010/e000000-bbbbbbbb", 11),
+        ("s0000000099/e000000-cccccccc", 11),
+        ("s0000000099/e000000-dddddddd", 9),  # its writer may not know yet that it has lost the lease
     ):
         (tmp_path / "ckpt" / prefix).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "ckpt" / prefix / "rank00000.safetensors").write_bytes(b"half")
-    (tmp_path / "tmp" / "ckpt+s0000000005+e000000-aaaaaaaa+rank00000.safetensors").write_bytes(b"half")
-    (tmp_path / "tmp" / "somebody's file").write_bytes(b"")
+        age(tmp_path / "ckpt" / prefix / "rank00000.safetensors", minutes)
+    age(tmp_path / "tmp" / "ckpt+s0000000005+e000000-aaaaaaaa+rank00000.safetensors", 11)
+    age(tmp_path / "ckpt/s0000000010/e000000-bbbbbbbb/._MANIFEST.json.0123.part", 11)
+    age(tmp_path / "tmp" / "somebody's file", 11)
     run.save(20)
-    kept = {p.name for p in (tmp_path / "ckpt").iterdir()}
-    assert kept == {"s0000000010", "s0000000020", "s0000000099"}  # the last could be in the making
+    kept = {p.parent.relative_to(tmp_path).as_posix() for p in (tmp_path / "ckpt").glob("*/*/*")}
+    whole_ones = {p.relative_to(tmp_path).as_posix() for p in committed(tmp_path).values()}
+    assert kept == whole_ones | {"ckpt/s0000000099/e000000-dddddddd"}
     assert set(committed(tmp_path)) == {10, 20}
-    assert len(list((tmp_path / "ckpt/s0000000010").iterdir())) == 1
+    assert not (tmp_path / "ckpt/s0000000005").exists()
     assert [p.name for p in (tmp_path / "tmp").iterdir()] == ["somebody's file"]
 
 
-def test_a_kill_between_marker_and_data_leaves_rubbish_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, keep_last=1)
-    run.save(1)
-    monkeypatch.setattr(run.manager.storage, "delete_tree", lambda prefix: (_ for _ in ()).throw(OSError("killed")))
-    run.save(2)
-    assert "could not be removed: OSError: killed" in run.said[0]
+def age(path: Path, minutes: float) -> None:
+    path.write_bytes(b"half")
+    then = time.time() - 60 * minutes
+    os.utime(path, (then, then))
+
+
+def test_a_kill_between_marker_and_data_leaves_rubbish_only(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=2)
+    run.save(1, 2)
+    (tmp_path / "commit/e000000-s0000000001.json").unlink()
     assert set(committed(tmp_path)) == {2} and data_file(tmp_path, 1).exists()
-    monkeypatch.undo()
     run.save(3)
-    assert {p.name for p in (tmp_path / "ckpt").iterdir()} == {"s0000000003"}
+    assert {p.name for p in (tmp_path / "ckpt").iterdir()} == {"s0000000002", "s0000000003"}
 
 
-def test_failed_saves_are_reported_then_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=1, keep_every=4, keep_best="top1")
+    for step in range(1, 11):
+        run.save(step)
+        run.manager.note_metrics(step, {"top1": 0.9 if step == 6 else 0.1 * step / 10, "top5": 1.0})
+        wait_until(lambda step=step: (tmp_path / f"metric/e000000-s{step:010d}.json").exists())
+    assert set(committed(tmp_path)) == {4, 8, 6, 10}
+    run = Run(tmp_path, keep_last=1, keep_best="-loss")
+    assert_is(run.resume(), 10)
+    run.manager.begin()
+    run.save(11)
+    run.manager.note_metrics(11, {"loss": 2.0})
+    wait_until((tmp_path / "metric/e000001-s0000000011.json").exists)
+    run.save(12)
+    assert set(committed(tmp_path)) == {10, 11, 12}  # resumed from, best, newest
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
     run = Run(tmp_path, max_failed_saves=2)
     run.save(1)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def save(step: int) -> bool:
+        return run.manager.save(step, [], {}, {}, wait=True)
 
-    monkeypatch.setattr(manager_module, "write_rank", full)
-    args = ([], {}, {})
-    assert run.manager.save(2, *args) is False
-    assert "checkpoint of step 2 failed (1 in a row): rank 0: OSError" in run.said[0]
+    def break_it() -> None:
+        (tmp_path / "tmp").rmdir()
+        (tmp_path / "tmp").write_bytes(b"in the way")
+
+    break_it()
+    assert save(2) is False
+    assert "checkpoint of step 2 failed (1 in a row): FileExistsError" in run.said[0]
     assert str(committed(tmp_path)[1]) in run.said[0]
-    monkeypatch.undo()
+    (tmp_path / "tmp").unlink()
     run.save(3)  # success starts the count anew
-    monkeypatch.setattr(manager_module, "write_rank", full)
-    assert run.manager.save(4, *args) is False
+    break_it()
+    assert save(4) is False
     with pytest.raises(CheckpointError, match=r"step 5 failed \(2 in a row\).*last good one is .*s0000000003"):
-        run.manager.save(5, *args)
+        save(5)
     assert run.manager.last_good is not None and run.manager.last_good.step == 3
     assert set(committed(tmp_path)) == {1, 3}
+
+
+def test_the_outcome_is_heard_at_a_later_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_failed_saves=1)
+    assert run.manager.save(1, cut(whole(1), 0, 1), {}, {"step": 1})
+    heard: dict[str, float] = {}
+    wait_until(lambda: bool(heard.update(run.manager.poll()) or heard))
+    assert heard["checkpoint_step"] == 1 and set(committed(tmp_path)) == {1}
+    shutil.rmtree(tmp_path / "tmp")
+    (tmp_path / "tmp").write_bytes(b"in the way")
+    assert run.manager.save(2, [], {}, {})  # on its way
+    with pytest.raises(CheckpointError, match=r"step 2 failed \(1 in a row\)"):
+        wait_until(lambda: run.manager.poll() is None)
+
+
+def test_a_snapshot_is_not_overwritten_while_it_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=50, max_failed_saves=50)
+    padding = torch.zeros(4_000_000)
+    for step in range(1, 9):  # as fast as they come: some are skipped
+        run.manager.save(step, cut(whole(step), 0, 1), {"padding": padding}, {"step": step, "cursors": {0: step}})
+        time.sleep(0.02)
+    run.save(9)
+    steps = committed(tmp_path)
+    assert 1 in steps and 9 in steps
+    for folder in steps.values():
+        step = int(folder.parent.name[1:])
+        reader = Run(tmp_path, resume=str(folder)).resume()
+        assert reader is not None
+        for (name, slot), tensor in whole(step).items():
+            assert bits(reader.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
+
+
+def test_a_saver_that_dies_is_replaced(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    process = run.manager._saver._process  # type: ignore[union-attr]
+    process.kill()  # type: ignore[union-attr]
+    process.wait()  # type: ignore[union-attr]
+    run.save(2)
+    assert_is(Run(tmp_path).resume(), 2)
 
 
 def test_no_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +325,7 @@ def test_no_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr(manager_module, "free_bytes", lambda folder: 1000)
     assert run.manager.save(1, cut(whole(1), 0, 1), {}, {}) is False
     assert f"not enough space for a checkpoint at {tmp_path}" in run.said[0] and "0.000 GB free" in run.said[0]
-    assert list(tmp_path.rglob("*")) == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["lease", "e000000.json"]
 
 
 def test_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
@@ -251,13 +334,18 @@ def test_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
     assert "state.a.b: cannot be kept as JSON: Tensor" in run.said[0]
 
 
-def test_two_writers_of_one_folder_are_noticed(tmp_path: Path) -> None:
-    first, second = Run(tmp_path), Run(tmp_path)
-    assert first.resume() is None and second.resume() is None
-    first.manager._epoch = second.manager._epoch = 0  # both looked before either saved
-    first.save(1)
-    assert second.manager.save(1, [], {}, {}) is False
-    assert "is another run writing to the same folder?" in second.said[0]
+def test_who_began_last_may_commit(tmp_path: Path) -> None:
+    zombie, successor = Run(tmp_path), Run(tmp_path)
+    assert zombie.resume() is None and successor.resume() is None
+    zombie.save(1)
+    successor.manager.begin()
+    with pytest.raises(
+        CheckpointError, match=r"process \d+ on .* writes to .* now \(its epoch is 1, this process's is 0"
+    ):
+        zombie.manager.save(2, [], {}, {}, wait=True)
+    assert set(committed(tmp_path)) == {1}
+    successor.save(1)  # although the zombie has done the same step
+    assert len(list((tmp_path / "commit").iterdir())) == 2
     assert_is(Run(tmp_path).resume(), 1)
 
 
@@ -277,8 +365,8 @@ def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path, monkeypatc
 
 def test_a_newer_format_is_not_stepped_over(tmp_path: Path) -> None:
     Run(tmp_path).save(1, 2)
-    (tmp_path / "commit/e000000-s0000000002.json").write_text('{"format": 2}')
-    with pytest.raises(CheckpointError, match="reads formats up to 1"):
+    (tmp_path / "commit/e000000-s0000000002.json").write_text('{"format": 3}')
+    with pytest.raises(CheckpointError, match="reads formats up to 2"):
         Run(tmp_path).resume()
 
 

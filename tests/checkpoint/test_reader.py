@@ -1,5 +1,6 @@
 """Any cut is read back at any other cut, bitwise."""
 
+import hashlib
 import random
 from pathlib import Path
 
@@ -9,21 +10,38 @@ import safetensors.torch
 import torch
 
 from clip_train.checkpoint import FragmentReader
-from clip_train.checkpoint.writer import take_snapshot, write_rank, write_safetensors
+from clip_train.checkpoint.files import LocalFile
+from clip_train.checkpoint.layout import BLOCK_BYTES
+from clip_train.checkpoint.pipeline import copy_hashed
+from clip_train.checkpoint.snapshot import Plan, SharedBuffer, lay_out, plan_file
 from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
-from clip_train.storage import LocalStorage
 from tests.checkpoint.parts import SHAPES, SLOTS, bits, cut, whole
 
 
+def write_file(path: Path, plan: Plan) -> None:
+    """As the saver does: through the shared buffer."""
+    buffer = SharedBuffer(plan.num_bytes, pin=False)
+    buffer.fill(plan)
+    path.parent.mkdir(exist_ok=True)
+    sha256, blocks = copy_hashed(buffer.fd, path, plan.num_bytes)
+    buffer.close()
+    content = path.read_bytes()
+    assert sha256 == hashlib.sha256(content).hexdigest()
+    cuts = range(0, len(content), BLOCK_BYTES)
+    assert blocks == [hashlib.sha256(content[at : at + BLOCK_BYTES]).hexdigest() for at in cuts]
+
+
+def read(folder: Path, *names: str) -> FragmentReader:
+    return FragmentReader({name: LocalFile(folder / name) for name in names})
+
+
 def write(folder: Path, seed: int, world_size: int) -> FragmentReader:
-    storage, files = LocalStorage(folder), []
     for rank in range(world_size):
         own = {"cpu": torch.tensor([rank, 255], dtype=torch.uint8)}
-        snapshot = take_snapshot(1, rank, cut(whole(seed), rank, world_size), own, {})
-        files += write_rank(storage, folder / "tmp", "data", snapshot)
-    assert not list((folder / "tmp").iterdir())
-    return FragmentReader(folder / "data", [entry.name for entry in files])
+        plan = plan_file(rank, cut(whole(seed), rank, world_size), own)
+        write_file(folder / "data" / f"rank{rank:05d}.safetensors", plan)
+    return read(folder / "data", *sorted(path.name for path in (folder / "data").iterdir()))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -61,7 +79,7 @@ def test_rank_tensors_are_each_ranks_own(tmp_path: Path) -> None:
 
 def test_a_gap_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, 1, 3)
-    reader = FragmentReader(tmp_path / "data", ["rank00000.safetensors", "rank00002.safetensors"])
+    reader = read(tmp_path / "data", "rank00000.safetensors", "rank00002.safetensors")
     with pytest.raises(CheckpointError, match=r"'param' of visual.conv1.weight \[5, 3, 2, 2\] lacks element 33"):
         reader.read("visual.conv1.weight", "param", 0, 60)
     assert reader.read("visual.conv1.weight", "param", 0, 33).numel() == 33
@@ -75,13 +93,14 @@ def test_a_gap_is_an_error(tmp_path: Path) -> None:
 
 def test_a_snapshot_is_a_copy(tmp_path: Path) -> None:
     state = whole(1)
-    cursors = {0: {"block": 1}}
-    snapshot = take_snapshot(1, 0, cut(state, 0, 1), {}, {"cursors": cursors})
+    buffer = SharedBuffer(1 << 20, pin=False)
+    plan = plan_file(0, cut(state, 0, 1), {})
+    buffer.fill(plan)
     state["logit_scale", "param"].fill_(9)
-    cursors[0]["block"] = 2
-    assert snapshot.tensors["param|0|logit_scale"].item() == whole(1)["logit_scale", "param"].item()
-    assert snapshot.state == {"cursors": {0: {"block": 1}}}
-    assert snapshot.num_bytes == sum(t.numel() * 4 for t in state.values())
+    copy_hashed(buffer.fd, tmp_path / "f", plan.num_bytes)
+    buffer.close()
+    assert read(tmp_path, "f").read("logit_scale", "param", 0, 1).item() == whole(1)["logit_scale", "param"].item()
+    assert plan.num_bytes - len(plan.head) == sum(t.numel() * 4 for t in state.values())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +114,7 @@ def test_a_snapshot_is_a_copy(tmp_path: Path) -> None:
 )
 def test_a_snapshot_refuses_nonsense(start: int, tensors: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        take_snapshot(1, 0, [Fragment("w", (2, 2), start, tensors)], {}, {})
+        plan_file(0, [Fragment("w", (2, 2), start, tensors)], {})
 
 
 def test_the_library_reads_our_files(tmp_path: Path) -> None:
@@ -105,8 +124,9 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
         "empty": torch.zeros(0), "é|\"\\": torch.ones(1),
         "f16": torch.randn(1, 1).half(), "big": torch.randn(5_000_000),
     }  # fmt: skip
-    size, _ = write_safetensors(tmp_path / "f", tensors, {"key": "value"})
-    assert size == (tmp_path / "f").stat().st_size
+    plan = lay_out(tensors, {"key": "value"})
+    write_file(tmp_path / "f", plan)
+    assert plan.num_bytes == (tmp_path / "f").stat().st_size > BLOCK_BYTES
     back = safetensors.torch.load_file(tmp_path / "f")
     assert set(back) == set(tensors)
     for key, tensor in tensors.items():
@@ -118,4 +138,4 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
 def test_we_read_the_librarys_files(tmp_path: Path) -> None:
     tensors = {"param|0|w": torch.arange(3.0), "param|3|w": torch.arange(3.0, 6.0)}
     safetensors.torch.save_file(tensors, tmp_path / "f", {"shapes": '{"w": [2, 3]}'})
-    assert FragmentReader(tmp_path, ["f"]).full_state()["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert read(tmp_path, "f").full_state()["w"].tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -6,17 +6,22 @@ It runs in a thread of the test: `with FaultyProxy(port) as proxy: proxy.faults 
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import random
 import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal
 
-Action = Literal["reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other"]
+Action = Literal[
+    "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
+    "unconditional", "skew", "hide",
+]  # fmt: skip
 
 
 @dataclass
@@ -27,6 +32,9 @@ class Fault:
     with the right Content-Length; short: a part of the body, with a Content-Length that fits; stall: a part of
     the body and then silence; drip: 200 bytes a second; flip: one bit of the body; other: other bytes, as many;
     status: an S3 error; hang: no answer; expired: 403 for requests signed with the key `access_key`.
+    lost: carried out, then reset instead of the answer; upflip: one bit of the request's body; unconditional: the
+    request without its If-None-Match; skew: the answer's Date is an hour early;
+    hide: the objects whose key contains `hidden` are left out of listings.
     """
 
     action: Action
@@ -39,6 +47,7 @@ class Fault:
     code: int = 503
     s3code: str = "SlowDown"
     access_key: str = ""
+    hidden: str = ""
     at: float | None = None  # where in the body, as a fraction; None: drawn
     seen: int = field(default=0, init=False)
     fired: int = field(default=0, init=False)
@@ -141,8 +150,21 @@ class FaultyProxy:
             writer.write(kind.encode() + (b"" if method == b"HEAD" else error))
             await writer.drain()
             return True
+        if action == "upflip" and body:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        if action == "unconditional":
+            head = _with_header(head, b"If-None-Match", None)
         answer_head, answer = await self._forward(head, body, method == b"HEAD")
-        if hit is None:
+        if action == "lost":
+            return _reset(writer)
+        if action == "skew":
+            early = email.utils.formatdate(time.time() - 3600, usegmt=True)
+            answer_head = _with_header(answer_head, b"Date", early.encode())
+        if hit is not None and action == "hide":
+            entry = rb"<Contents>(?:(?!</Contents>).)*" + re.escape(hit.hidden.encode()) + rb".*?</Contents>"
+            answer = re.sub(entry, b"", answer, flags=re.DOTALL)
+            answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
+        if hit is None or action in ("upflip", "unconditional", "skew", "hide"):
             writer.write(answer_head + answer)
             await writer.drain()
             return True

@@ -87,6 +87,16 @@ class Server:
             self._process = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def environment(self, url: str | None = None) -> dict[str, str]:
+        """What a process needs to find it, or a proxy at `url`."""
+        return {
+            "AWS_ENDPOINT_URL": url or self.url,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
     def put(self, path: str, data: bytes = b"") -> None:
         """`path` is "bucket" or "bucket/key". Plain HTTP: no code of the package under test."""
         request = urllib.request.Request(f"{self.url}/{path}", data=data, method="PUT")

@@ -1,0 +1,173 @@
+"""What a save costs the training loop, what the saver's process takes, and how fast it uploads.
+
+About 1 GB of state on one rank. `stall` is the time that `save` keeps the loop waiting, against one copy of the same
+bytes by torch within memory (both into memory that has been touched before; the first save, which allocates, is
+compared with a copy into fresh memory). The upload goes to a real S3 server (LocalStack, from scripts/setup_s3.sh) and
+is compared with the clients that are there: s3fs's own `put`, and obstore where it is installed; each in turn, the
+medians are compared. Absolute figures are this machine's and this server's.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import finish, parser
+
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.protocols import Fragment
+from clip_train.storage.s3 import S3Storage
+from tests.s3.bucket import Bucket
+from tests.s3.server import Server, python
+
+TARGETS = {
+    "stall": "a save keeps the loop waiting for at most 1.3 x one memory copy of the snapshot",
+    "memory": "the saver's resident memory grows by at most 300 MiB while it writes and uploads",
+    "upload": "at least 80% of the rate of the fastest client measured beside it",
+}
+SLOTS = ("param", "exp_avg", "exp_avg_sq")
+TENSORS = 64
+
+
+def state(num_bytes: int) -> list[Fragment]:
+    numel = num_bytes // 4 // len(SLOTS) // TENSORS
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Fragment(f"w{i}", (numel,), 0, {slot: torch.randn(numel, generator=generator) for slot in SLOTS})
+        for i in range(TENSORS)
+    ]
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+class Memory:
+    """The most that a process has had resident while this was watching, above what it had at first."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._stop = pid, threading.Event()
+        self.first = self.most = self._now()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _now(self) -> int:
+        pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self.most = max(self.most, self._now())
+
+    def stop(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return self.most - self.first
+
+
+def measure_saves(folder: Path, url: str, fragments: list[Fragment], repeats: int) -> tuple[dict[str, Any], Path]:
+    """Stalls and copies in turn, the saver's memory over all of it, and a file to upload."""
+    manager = CheckpointManager(CheckpointConfig(remote=url, keep_last=1, grace_seconds=600), folder)
+    manager.begin()
+    saver = manager._saver
+    assert saver is not None and saver._process is not None
+    memory = Memory(saver._process.pid)
+    tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
+    fresh_copy = seconds(lambda: [tensor.clone() for tensor in tensors])
+    target = [torch.zeros_like(tensor) for tensor in tensors]
+
+    def copy() -> None:
+        for to, tensor in zip(target, tensors, strict=True):
+            to.copy_(tensor)
+
+    stalls, copies = [], []
+    for step in range(1, repeats + 2):
+        copies.append(seconds(copy))
+        stalls.append(seconds(lambda step=step: manager.save(step, fragments, {}, {"step": step})))
+        assert manager.save(step, fragments, {}, {"step": step}, wait=True)  # quiet again before the next one
+    grown = memory.stop()
+    kept = next((folder / "ckpt").glob(f"s{repeats + 1:010d}/*/rank00000.safetensors"))
+    manager.close()
+    ratio = statistics.median(stalls[1:]) / statistics.median(copies[1:])
+    row = {
+        "first save": stalls[0], "fresh copy": fresh_copy, "save": statistics.median(stalls[1:]),
+        "copy": statistics.median(copies[1:]), "stall / copy": ratio, "saver MiB": grown / 2**20,
+        "saver MiB at rest": memory.first / 2**20,
+    }  # fmt: skip
+    return row, kept
+
+
+def clients(path: Path, bucket: str) -> dict[str, Callable[[], Any]]:
+    """name -> an upload of `path`."""
+    import s3fs
+
+    ours = S3Storage(f"s3://{bucket}/ours")
+    fs = s3fs.S3FileSystem(skip_instance_cache=True)
+    out: dict[str, Callable[[], Any]] = {
+        "clip_train": lambda: ours.put_file(path, "file"),
+        "s3fs.put": lambda: fs.put_file(str(path), f"{bucket}/s3fs", chunksize=16 << 20, max_concurrency=4),
+    }
+    if find_spec("obstore"):
+        import obstore
+
+        endpoint = os.environ["AWS_ENDPOINT_URL"]
+        store = obstore.store.S3Store(bucket, endpoint=endpoint, client_options={"allow_http": True})
+        out["obstore"] = lambda: obstore.put(store, "obstore", path, chunk_size=16 << 20, max_concurrency=8)
+    return out
+
+
+def main() -> int:
+    args = parser(__doc__ or "").parse_args()
+    if python() is None:
+        print("the S3 server is not set up: run scripts/setup_s3.sh")
+        return 1
+    torch.set_num_threads(1)
+    num_bytes, repeats = (256 << 20, 3) if args.quick else (1 << 30, 7)
+    server = Server().start()
+    rows: list[dict[str, Any]] = []
+    missed: list[str] = []
+    try:
+        os.environ |= server.environment()
+        bucket = Bucket(server, "bench")
+        with tempfile.TemporaryDirectory() as folder:
+            saves, path = measure_saves(Path(folder), f"{bucket.url}/run", state(num_bytes), repeats)
+            rates: dict[str, list[float]] = {}
+            uploads = clients(path, bucket.name)
+            for _ in range(repeats):
+                for name, upload in uploads.items():
+                    rates.setdefault(name, []).append(path.stat().st_size / seconds(upload) / 1e6)
+    finally:
+        server.stop()
+    medians = {name: statistics.median(each) for name, each in rates.items()}
+    fastest = max(rate for name, rate in medians.items() if name != "clip_train")
+    share = medians["clip_train"] / fastest
+    rows = [{"what": name, "value": value} for name, value in saves.items()]
+    rows += [{"what": f"upload, {name}, MB/s", "value": rate} for name, rate in medians.items()]
+    rows += [{"what": "upload, share of the fastest other", "value": share}]
+    if "obstore" not in medians:
+        rows += [{"what": "obstore", "value": "not installed here"}]
+    first = saves["first save"] / saves["fresh copy"]
+    for name, value, most in (
+        ("stall / copy", saves["stall / copy"], 1.3),
+        ("first save / fresh copy", first, 1.3),
+        ("saver MiB", saves["saver MiB"], 300),
+        ("fastest other upload / ours", 1 / share, 1 / 0.8),
+    ):
+        if value > most:
+            missed.append(f"{name}: {value:.2f}, at most {most:g}")
+    return finish("checkpoint", rows, TARGETS, missed, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

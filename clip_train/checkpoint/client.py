@@ -1,0 +1,124 @@
+"""A rank's end of the saver: starts the node's process, hands snapshots over, hears what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from clip_train import dist
+from clip_train.checkpoint.pipeline import Settings, encoded
+from clip_train.checkpoint.saver import receive
+from clip_train.errors import CheckpointError
+
+_CONNECT_SECONDS = 60.0
+
+
+class SaverClient:
+    """Made on all ranks together: the first rank of each node starts the process, the others find it."""
+
+    def __init__(self, settings: Settings) -> None:
+        """CheckpointError, on all ranks, where one cannot reach its saver."""
+        self._settings = settings
+        own = (_node(), f"clip-train-saver-{uuid.uuid4().hex}")
+        everyone = dist.gather_objects(own)
+        leader = next(rank for rank, (node, _) in enumerate(everyone) if node == own[0])
+        self._address = everyone[leader][1]
+        self._leads = leader == dist.rank()
+        self._process: subprocess.Popen | None = None
+        self._connection: socket.socket | None = None
+        dist.agreed(self.connect)
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    def connect(self) -> None:
+        """Also after the saver has died: then a new one is started. CheckpointError."""
+        if self._leads and (self._process is None or self._process.poll() is not None):
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.close()
+            self._process = _start(self._address)
+        end = time.monotonic() + _CONNECT_SECONDS
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect("\0" + self._address)
+                break
+            except OSError as e:
+                connection.close()
+                ended = self._process is not None and self._process.poll() is not None
+                if ended or time.monotonic() > end:
+                    raise CheckpointError(f"the process that writes checkpoints cannot be reached: {e}") from e
+            time.sleep(0.02)
+        self._connection = connection
+        self.send({"do": "settings", **self._settings.to_json()})
+
+    def send(self, body: dict[str, Any], fd: int | None = None) -> None:
+        """CheckpointError if the saver has gone."""
+        try:
+            if self._connection is None:
+                raise ConnectionResetError("not connected")
+            data = encoded(body)
+            if fd is not None:
+                sent = socket.send_fds(self._connection, [data], [fd])
+                data = data[sent:]
+            self._connection.sendall(data)
+        except OSError as e:
+            self._lost()
+            raise CheckpointError(f"the process that writes checkpoints has ended: {e}") from e
+
+    def news(self, timeout: float = 0.0) -> list[dict[str, Any]]:
+        """What the saver has told since; waits up to `timeout` seconds for the first. `gone` if it has ended."""
+        told: list[dict[str, Any]] = []
+        while self._connection is not None:
+            ready, _, _ = select.select([self._connection], [], [], 0.0 if told else timeout)
+            if not ready:
+                break
+            try:
+                told.append(receive(self._connection)[0])
+            except OSError:
+                self._lost()
+                told.append({"told": "gone"})
+        return told
+
+    def _lost(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def close(self) -> None:
+        """The saver ends with its last rank."""
+        self._lost()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            # else other ranks of the node still use it; it is theirs then
+            self._process = None
+
+
+def _start(address: str) -> subprocess.Popen:
+    # the same import path as here, whatever it came from
+    code = f"import sys; sys.path[:] = {sys.path!r}; from clip_train.checkpoint.saver import main; main({address!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, close_fds=True
+    )
+
+
+def _node() -> tuple[str, str, int]:
+    """Equal for processes that can reach each other's abstract sockets."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        boot, network = "", 0
+    return socket.gethostname(), boot, network

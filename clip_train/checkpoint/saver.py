@@ -1,0 +1,133 @@
+"""The saver: one process per node that takes snapshots from its ranks and brings them to disk and bucket.
+
+It imports neither torch nor DeepSpeed, listens on a socket in the abstract namespace (which leaves no file
+behind), and ends at once when its last rank has gone: whatever was under way is then an attempt without a
+commit. Messages are JSON; a snapshot's memory is handed over once, as a file descriptor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from typing import Any
+
+from clip_train.checkpoint.pipeline import Order, Pipeline, Settings, encoded, explain
+
+
+class Server:
+    """Serves every rank of this node, each in a thread of its own."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("\0" + address)
+        self._listener.listen(64)
+        self._ranks = 0
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        threading.Thread(target=self._outlive_nobody, daemon=True).start()
+        while True:
+            connection, _ = self._listener.accept()
+            if _user_of(connection) != os.getuid():
+                connection.close()
+                continue
+            with self._lock:
+                self._ranks += 1
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _outlive_nobody(self) -> None:
+        """The process that started this one holds the other end of stdin, even before it has connected."""
+        sys.stdin.buffer.read()
+        with self._lock:
+            if self._ranks == 0:
+                os._exit(0)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            _Rank(connection).serve()
+        except (ConnectionError, OSError):
+            pass
+        finally:
+            with self._lock:
+                self._ranks -= 1
+                if self._ranks == 0:
+                    os._exit(0)  # not sys.exit: uploads must not go on for a run that has ended
+
+
+class _Rank:
+    """One rank at the other end of the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._pipeline: Pipeline | None = None
+
+    def serve(self) -> None:
+        while True:
+            body, fds = receive(self._connection)
+            try:
+                self._obey(body, fds)
+            except Exception as e:
+                self._tell({"told": "note", "text": f"the saver: {explain(e)}"})
+
+    def _obey(self, body: dict[str, Any], fds: list[int]) -> None:
+        match body.pop("do"):
+            case "settings":
+                self._pipeline = Pipeline(Settings.from_json(body), self._tell)
+            case "buffer":
+                assert self._pipeline is not None
+                self._pipeline.set_buffer(fds[0])
+            case "save":
+                assert self._pipeline is not None
+                self._pipeline.save(Order(**body))
+            case "cancel":
+                assert self._pipeline is not None
+                self._pipeline.cancel(body["step"], body["why"])
+            case "metric":
+                assert self._pipeline is not None
+                self._pipeline.note_metric(body["epoch"], body["step"], body["values"])
+
+    def _tell(self, body: dict[str, Any]) -> None:
+        with self._sending:
+            try:
+                self._connection.sendall(encoded(body))
+            except OSError:
+                return  # the rank has gone; `serve` sees it
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next message and the file descriptors that came with it. ConnectionError at the end."""
+    head = b""
+    fds: list[int] = []
+    while len(head) < 4:
+        data, new, _, _ = socket.recv_fds(connection, 4 - len(head), 1)
+        if not data:
+            raise ConnectionResetError("the other side has gone")
+        head, fds = head + data, fds + list(new)
+    size = int.from_bytes(head, "little")
+    body = bytearray()
+    while len(body) < size:
+        data = connection.recv(size - len(body))
+        if not data:
+            raise ConnectionResetError("the other side has gone")
+        body += data
+    return json.loads(bytes(body)), fds
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Who is at the other end: anyone on this machine can reach an abstract socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]
+
+
+def main(address: str) -> None:
+    """Until the last rank has gone."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks: they decide when this ends
+    os.nice(5)  # training comes first
+    Server(address).run()

@@ -1,0 +1,81 @@
+"""`clip-train checkpoints`: what there is of a run, here and in the remote store, and what will become of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.opening import places_of
+from clip_train.checkpoint.resume import Places
+from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.survey import Line, survey
+from clip_train.errors import UserError
+from clip_train.storage import LocalStorage, is_remote, open_storage
+from launcher.config import RunConfig, load_config
+
+
+def recipe_in(place: str) -> str | None:
+    """The recipe that `place` is, or that a run's folder holds; None for a URL or a bare folder of checkpoints."""
+    if is_remote(place):
+        return None
+    path = Path(place).expanduser()
+    if path.is_dir():
+        return str(path / "recipe.yaml") if (path / "recipe.yaml").exists() else None
+    return place
+
+
+def places_of_run(config: RunConfig) -> Places:
+    """Where a recipe's run keeps its checkpoints. UserError where nothing has been trained."""
+    folder = config.run_dir / "checkpoints"
+    remote = open_storage(config.checkpoint.remote) if config.checkpoint.remote else None
+    local = LocalStorage(folder) if folder.is_dir() else None
+    if local is None and remote is None:
+        raise UserError(f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name")
+    return Places(local, remote, local)  # without a local folder only the blocks that are read are fetched
+
+
+def print_checkpoints(place: str, overrides: list[str], *, verify: bool) -> int:
+    """0, or 1 where a committed checkpoint is not whole."""
+    recipe = recipe_in(place)
+    if recipe is not None:
+        config = load_config(recipe, overrides)
+        places, settings = places_of_run(config), config.checkpoint
+    else:
+        places, settings = places_of(place)[0], CheckpointConfig()
+    policy = Policy(
+        keep_last=settings.keep_last,
+        keep_every=settings.keep_every,
+        keep_best=settings.keep_best,
+        orphan_grace_seconds=60 * settings.orphan_grace_minutes,
+    )
+    lines = survey(places, policy, verify=verify)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if not lines:
+        console.print("no checkpoints")
+        return 0
+    console.print(_table(lines, verify))
+    console.print(" ".join(["in", *(each.url for each in places[:2] if each is not None)]), soft_wrap=True)
+    return 1 if any(line.problem and line.ranks is not None for line in lines) else 0
+
+
+def _table(lines: list[Line], verify: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state", "retention"):
+        table.add_column(column, justify="right" if column in ("step", "MB") else "left", overflow="fold")
+    for line in lines:
+        layout = f"{line.ranks} x ZeRO {line.zero_stage}" if line.ranks is not None else "?"
+        table.add_row(
+            str(line.step),
+            str(line.epoch),
+            line.created.removesuffix("+00:00").replace("T", " "),
+            f"{line.num_bytes / 1e6:,.1f}",
+            layout,
+            line.where,
+            line.problem or ("complete, every byte verified" if verify else "complete"),
+            line.future,
+        )
+    return table

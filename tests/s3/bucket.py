@@ -1,0 +1,103 @@
+"""A bucket as seen by code that is not the package's: plain HTTP, json and hashlib."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import xml.etree.ElementTree as ET
+from typing import Any
+
+from tests.s3.server import SIGNED, Server
+
+
+class Bucket:
+    """Made when it is first named."""
+
+    def __init__(self, server: Server, name: str) -> None:
+        self.server, self.name = server, name
+        server.put(name)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}"
+
+    def _query(self, query: str) -> ET.Element:
+        request = urllib.request.Request(f"{self.server.url}/{self.name}?{query}", headers={"Authorization": SIGNED})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            text = re.sub(rb' xmlns="[^"]*"', b"", answer.read())
+        return ET.fromstring(text)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        found: list[str] = []
+        after = ""
+        while True:
+            query = urllib.parse.urlencode({"list-type": "2", "prefix": prefix, "start-after": after})
+            page = self._query(query)
+            found += [key.text or "" for key in page.iter("Key")]
+            if page.findtext("IsTruncated") != "true":
+                return found
+            after = found[-1]
+
+    def unfinished_uploads(self) -> list[str]:
+        return [upload.findtext("Key") or "" for upload in self._query("uploads").iter("Upload")]
+
+    def get(self, key: str) -> bytes:
+        for _ in range(4):
+            try:
+                return self.server.get(f"{self.name}/{key}")
+            except (http.client.HTTPException, ConnectionError, urllib.error.HTTPError) as e:
+                # a busy server cuts an answer short or has an error: that says nothing about what is stored
+                if isinstance(e, urllib.error.HTTPError) and e.code < 500:
+                    raise
+                time.sleep(0.5)
+        return self.server.get(f"{self.name}/{key}")
+
+    def put(self, key: str, data: bytes) -> None:
+        self.server.put(f"{self.name}/{key}", data)
+
+    def delete(self, key: str) -> None:
+        self.server.delete(f"{self.name}/{key}")
+
+    def commits(self, root: str) -> dict[str, dict[str, Any]]:
+        """marker's key -> its content, newest last."""
+        found = {}
+        for key in sorted(self.keys(f"{root}/commit/")):
+            try:
+                found[key] = json.loads(self.get(key))
+            except urllib.error.HTTPError as e:
+                if e.code != 404:  # removed since
+                    raise
+        return found
+
+    def newest_step(self, root: str) -> int | None:
+        commits = list(self.commits(root).values())
+        return commits[-1]["step"] if commits else None
+
+    def incomplete(self, root: str) -> list[str]:
+        """What is wrong with any committed checkpoint."""
+        wrong = []
+        for key, marker in self.commits(root).items():
+            folder = f"{root}/{marker['prefix']}"
+            try:
+                manifest = self.get(f"{folder}/_MANIFEST.json")
+                if hashlib.sha256(manifest).hexdigest() != marker["manifest_sha256"]:
+                    wrong.append(f"{key}: another manifest")
+                for entry in json.loads(manifest)["files"]:
+                    content = self.get(f"{folder}/{entry['name']}")
+                    if (len(content), hashlib.sha256(content).hexdigest()) != (entry["size"], entry["sha256"]):
+                        wrong.append(f"{key}: {entry['name']} differs")
+            except urllib.error.HTTPError as e:
+                wrong.append(f"{key}: {e.url} {e.code}")
+        return wrong
+
+    def orphans(self, root: str) -> list[str]:
+        """Keys that no commit names, and uploads that were never finished."""
+        named = {f"{root}/{marker['prefix']}/" for marker in self.commits(root).values()}
+        stray = [key for key in self.keys(f"{root}/ckpt/") if not key.startswith(tuple(named) or ("-",))]
+        return stray + [f"unfinished {key}" for key in self.unfinished_uploads()]

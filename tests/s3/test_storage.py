@@ -1,0 +1,185 @@
+"""S3 as a store that can be written to: whole or not at all, one winner, and 'not there' kept from 'cannot tell'."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clip_train.errors import UserError
+from clip_train.storage import open_storage
+from clip_train.storage.s3 import S3Storage
+from tests.s3.bucket import Bucket
+from tests.s3.proxy import Fault, FaultyProxy, fresh
+from tests.s3.server import Server
+
+PART = 5 << 20  # S3's least
+DATA = random.Random(1).randbytes(2 * PART + 12345)
+
+
+@pytest.fixture
+def view(server: Server, bucket: str) -> Bucket:
+    return Bucket(server, bucket)
+
+
+@pytest.fixture
+def storage(proxy: FaultyProxy, bucket: str) -> S3Storage:
+    return S3Storage(f"s3://{bucket}/run", part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=6)
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    path = tmp_path / "big"
+    path.write_bytes(DATA)
+    return path
+
+
+def test_put_read_list_delete(storage: S3Storage, view: Bucket, big: Path) -> None:
+    assert storage.list() == [] and not storage.exists("a")
+    assert storage.put_bytes("a", b"1") and storage.put_bytes("b/two", b"22") and storage.put_bytes("b/two", b"222")
+    storage.put_file(big, "b/big", move=True)
+    assert not big.exists() and view.get("run/b/big") == DATA
+    assert [(e.name, e.size) for e in storage.list()] == [("a", 1), ("b/big", len(DATA)), ("b/two", 3)]
+    assert [e.name for e in storage.list("b")] == ["b/big", "b/two"] and storage.list("nothing") == []
+    assert (storage.read_bytes("b/two"), storage.size("b/two")) == (b"222", 3)
+    assert storage.read_range("b/big", PART - 7, PART + 9) == DATA[PART - 7 : PART + 9]
+    with storage.open_read("b/big") as f:
+        f.seek(-5, 2)
+        assert f.read() == DATA[-5:]
+        f.seek(3)
+        assert f.read(4) == DATA[3:7] and f.read() == DATA[7:]
+    storage.delete("a")
+    storage.delete("a")
+    storage.delete_tree("b")
+    assert view.keys() == []
+    with pytest.raises(ValueError, match="relative"):
+        storage.read_bytes("../other")
+    with pytest.raises(ValueError, match="below the root"):
+        storage.delete_tree("")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("status", burst=4, times=4, method="PUT|POST", key="big"),
+        Fault("reset", times=3, method="PUT|POST", key="big"),
+        Fault("hang", times=1, method="PUT", key="big"),
+        Fault("lost", times=1, method="PUT", key="big"),
+        Fault("lost", times=1, method="POST", skip=1, key="big"),  # the answer to its completion
+        Fault("upflip", times=2, method="PUT", key="big"),
+        Fault("status", times=1, method="POST", skip=1, code=200, s3code="InternalError", key="big"),
+        Fault("status", times=1, method="HEAD", key="big"),
+    ],
+    ids=lambda fault: f"{fault.action}-{fault.method}-{fault.skip}",
+)
+def test_an_upload_survives_what_passes(
+    storage: S3Storage, proxy: FaultyProxy, view: Bucket, big: Path, fault: Fault
+) -> None:
+    proxy.faults = fresh([fault])
+    storage.put_file(big, "big")
+    assert proxy.fired >= 1
+    assert view.get("run/big") == DATA and view.unfinished_uploads() == []
+
+
+def test_an_upload_that_fails_publishes_nothing(
+    storage: S3Storage, proxy: FaultyProxy, view: Bucket, big: Path
+) -> None:
+    proxy.faults = [Fault("status", method="PUT", key="big", skip=1)]
+    with pytest.raises(OSError, match=r"writing big, part \d: SlowDown"):
+        storage.put_file(big, "big")
+    assert view.keys() == []
+    proxy.faults = []
+    assert storage.sweep(storage.clock() + 10) == len(view.unfinished_uploads()) == 0
+
+
+def test_uploads_of_the_dead_are_swept(storage: S3Storage, server: Server, view: Bucket) -> None:
+    import s3fs
+
+    fs = s3fs.S3FileSystem(skip_instance_cache=True)
+    fs.call_s3("create_multipart_upload", Bucket=view.name, Key="run/ckpt/x")
+    assert storage.sweep(storage.clock() - 60) == 0 and view.unfinished_uploads() == ["run/ckpt/x"]
+    assert storage.sweep(storage.clock() + 60) == 1 and view.unfinished_uploads() == []
+
+
+@pytest.mark.parametrize("faults", [[], [Fault("lost", times=1, method="PUT", key="mark")]], ids=["plain", "lost"])
+def test_of_racing_writers_one_wins(storage: S3Storage, proxy: FaultyProxy, view: Bucket, faults: list) -> None:
+    proxy.faults = fresh(faults)
+    won: list[int] = []
+
+    def race(i: int) -> None:
+        if storage.put_bytes("mark", f"{i}".encode(), if_absent=True):
+            won.append(i)
+
+    threads = [threading.Thread(target=race, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [f"{i}".encode() for i in won] == [view.get("run/mark")]
+
+
+ASK: list[Callable[[S3Storage], object]] = [
+    lambda s: s.list("commit"),
+    lambda s: s.exists("a"),
+    lambda s: s.size("a"),
+    lambda s: s.read_bytes("a"),
+    lambda s: s.read_range("a", 0, 1),
+    lambda s: s.put_bytes("a", b""),
+    lambda s: s.delete_tree("a"),
+]
+
+
+@pytest.mark.parametrize("ask", ASK)
+def test_what_cannot_be_told_is_never_missing(storage: S3Storage, proxy: FaultyProxy, ask: Callable) -> None:
+    methods = "GET|HEAD|PUT|DELETE"
+    for fault in (
+        Fault("status", method=methods, key="", code=403, s3code="AccessDenied"),
+        Fault("status", method=methods, key="", code=400, s3code="ExpiredToken"),
+        Fault("status", method=methods, key="", code=400, s3code="AuthorizationHeaderMalformed"),
+    ):
+        proxy.faults = [fault]
+        with pytest.raises(OSError) as caught:
+            ask(storage)
+        assert not isinstance(caught.value, FileNotFoundError)
+    proxy.faults = []
+    with pytest.raises(OSError, match="create the bucket nowhere") as caught:
+        ask(S3Storage("s3://nowhere/run", patience_seconds=2))
+    assert not isinstance(caught.value, FileNotFoundError)
+
+
+def test_what_is_missing_is_missing(storage: S3Storage) -> None:
+    for ask in (storage.read_bytes, storage.size, storage.open_read):
+        with pytest.raises(FileNotFoundError):
+            ask("a")
+    with pytest.raises(FileNotFoundError):
+        storage.read_range("a", 0, 5)
+
+
+@pytest.mark.parametrize("action", ["reset", "cut", "end", "short", "stall", "drip", "status"])
+def test_reads_survive_what_passes(storage: S3Storage, proxy: FaultyProxy, view: Bucket, action: str) -> None:
+    view.put("run/f", DATA)
+    proxy.faults = [Fault(action, times=2, key="f$")]  # type: ignore[arg-type]
+    assert storage.read_range("f", 100, PART) == DATA[100:PART]
+    assert proxy.fired == 2
+
+
+def test_expired_credentials_are_asked_for_again(
+    storage: S3Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert storage.list() == []
+    proxy.faults = [Fault("expired", key="", access_key="test", method="GET|PUT")]
+    with pytest.raises(PermissionError, match="have expired: renew them"):
+        storage.list()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+    assert storage.list() == [] and storage.put_bytes("a", b"")
+
+
+def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(open_storage("s3://bucket/prefix/"), S3Storage)
+    for url in ("s3://", "s3://key:secret@bucket/run"):
+        with pytest.raises(UserError, match="write s3://bucket/prefix") as caught:
+            open_storage(url)
+        assert "secret" not in str(caught.value)
