@@ -7,11 +7,9 @@ the engine's numbers into the metrics. Everything that can end a run is agreed o
 from __future__ import annotations
 
 import enum
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from clip_train import dist
@@ -31,22 +29,7 @@ from clip_train.metrics import (
 )
 from clip_train.protocols import Batch, Engine
 from clip_train.step import StepResult, train_step
-
-
-class StopRequest:
-    """Set by SIGTERM or SIGINT; looked at by all ranks together at the next step boundary."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def listen(self) -> None:
-        """Take over both signals. A second one of the same kind does what it always did: ends the process."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+from clip_train.stop import StopRequest
 
 
 class Boundary(enum.IntEnum):
@@ -84,6 +67,7 @@ class Trainer:
     digest: bool = False
     run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
+    phase: Callable[[str], None] = lambda phase: None  # told where the rank is: "step", "save", "evaluate"
     position: Position = field(default_factory=Position)
     bad_samples: Counter[str] = field(default_factory=Counter)
     failure: Exception | None = None  # of this rank alone, to be told to the others at the next boundary
@@ -108,6 +92,7 @@ class Trainer:
         batches = iter(self.batches)
         timer = StepTimer()
         while self.position.step < self.steps:
+            self.phase("step")
             with timer.data_wait():
                 batch = self._next_batch(batches)
             if batch is None:
@@ -178,6 +163,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             return {}
+        self.phase("evaluate")
         evaluated = self.evaluate()
         step = self.position.step
         self._on_this_rank(lambda: self.sinks.write({"step": step, **evaluated}, "eval"))
@@ -217,6 +203,7 @@ class Trainer:
         self.progress.update(record)
 
     def _save(self) -> bool:
+        self.phase("save")
         everyone = dist.gather_objects((self.position.cursors, dict(self.bad_samples)))
         cursors = {lane: cursor for share, _ in everyone for lane, cursor in share.items()}
         bad_samples = sum((Counter(counts) for _, counts in everyone), Counter[str]())

@@ -12,6 +12,9 @@ from typing import NoReturn
 
 from clip_train import __version__
 from clip_train.errors import ClipTrainError, RemoteRankError
+from clip_train.stop import StopRequest
+from launcher.marks import is_lost_contact, mark_error
+from launcher.startup import Startup
 
 EPILOG = """\
 exit status: 0 done; 75 preempted after a commit (run the same line again); 2 a mistake in the recipe
@@ -106,7 +109,10 @@ def entry() -> NoReturn:
     which races at times ("terminate called without an active exception") and would turn a finished run's
     status 0, or a preempted one's 75, into a crash.
     """
-    status = main()
+    stop = StopRequest()
+    if sys.argv[1:2] == ["train"]:
+        stop.listen()  # before the imports, during which a signal would otherwise kill the rank
+    status = main(stop=stop)
     logging.shutdown()
     with contextlib.suppress(OSError):  # a reader that has gone away
         sys.stdout.flush()
@@ -114,8 +120,10 @@ def entry() -> NoReturn:
     os._exit(status)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     """Run one verb; returns the exit status. Messages for the user go to stderr, without a traceback."""
+    startup = Startup()
+    startup.done("python")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"] and "--keys" in arguments:
         from launcher.show import print_keys
@@ -125,8 +133,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = [a for a in arguments if not a.startswith(("--local_rank", "--local-rank"))]
     args = build_parser().parse_args(arguments)
     try:
-        return _run(args)
+        return _run(args, stop, startup)
     except ClipTrainError as e:
+        mark_error(e)
         # Once for all ranks: rank 0 prints what all raise together, else the failing rank prints its own.
         if not (isinstance(e, RemoteRankError) or e.told) and (not e.everywhere or _rank() in (None, "0")):
             _say(f"error: {e}")
@@ -134,6 +143,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
+    except Exception as e:
+        mark_error(e)
+        if not is_lost_contact(e):
+            raise
+        _say(f"error: lost contact with another rank, which has its own message: {' '.join(str(e).split())[:300]}")
+        return 1
 
 
 def _rank() -> str | None:
@@ -148,7 +163,7 @@ def _say(message: str) -> None:
     print(f"clip-train: {'' if rank is None else f'[rank {rank}] '}{message}", file=sys.stderr, flush=True)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, stop: StopRequest | None, startup: Startup) -> int:
     if args.verb == "demo":
         from launcher.demo import run_demo
 
@@ -160,7 +175,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.verb == "train":
         from launcher.train import train
 
-        return train(config)
+        return train(config, stop, startup)
     if args.verb == "plan":
         from launcher.plan import print_plan
 

@@ -1,0 +1,176 @@
+"""What each rank of an attempt leaves behind for its batch script: one small file, why it ended.
+
+Exit codes lie (torchrun makes 1 of any, srun reports the ranks that it killed itself), so a rank that fails
+says so in `<attempt folder>/rank00003.json`. Without a supervisor there is no folder and nothing is written.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+FOLDER = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, set by launcher.supervise
+RANKS = "ranks.json"  # in it: the node of each rank
+END_TIME = "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.supervise for older ones
+
+# In the run directory.
+STOP_FILE = "STOP"  # made by the user: save, stop, and do not requeue
+PROGRESS_FILE = "PROGRESS"  # the newest committed step, for the batch script
+
+# error: this rank's own. mistake: the user's, will come again. all: of the run, not of a node (data, checkpoints).
+# lost: another rank went away. hang: the watchdog fired here.
+Kind = Literal["error", "mistake", "all", "lost", "hang"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Why one rank ended."""
+
+    rank: int
+    node: str
+    kind: Kind
+    message: str
+    waiting: bool = False  # hang: it stood in a collective, so another rank is to blame
+
+
+def attempt_folder() -> Path | None:
+    folder = os.environ.get(FOLDER)
+    return Path(folder) if folder else None
+
+
+def this_rank() -> int:
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
+
+
+def leave_mark(kind: Kind, message: str, *, waiting: bool = False) -> None:
+    """The first mark of a rank stays: what follows is a consequence. A disk that is gone is no second error."""
+    folder = attempt_folder()
+    if folder is None:
+        return
+    mark = Mark(this_rank(), socket.gethostname(), kind, message, waiting)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank{mark.rank:05d}.json").open("x") as f:
+            json.dump(asdict(mark), f)
+
+
+def leave_ranks(nodes: Sequence[str]) -> None:
+    """Rank 0: the node of each rank, so that a rank that leaves no mark can be found."""
+    folder = attempt_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RANKS).write_text(json.dumps(list(nodes)))
+
+
+def read_marks(folder: Path) -> list[Mark]:
+    """In the order of the ranks; a torn file counts as none."""
+    marks = []
+    for file in sorted(folder.glob("rank[0-9]*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            marks.append(Mark(**json.loads(file.read_text())))
+    return marks
+
+
+def read_ranks(folder: Path) -> list[str]:
+    try:
+        return json.loads((folder / RANKS).read_text())
+    except (OSError, ValueError):
+        return []
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt failed."""
+
+    reason: str
+    nodes: tuple[str, ...] = ()  # to blame; none where it is not a node's fault
+    fatal: bool = False  # it will come again
+
+
+# srun tells of a rank that died by a signal: "srun: error: n2: task 1: Killed"
+SRUN_DEATH = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited)(\w[\w ]*)")
+SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): ")
+
+
+def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: int) -> Cause:
+    """The first of: an error of its own, a rank killed first, a rank that hangs, one that vanished.
+
+    nodes: by rank, empty if the ranks never met. log: the attempt's, in which srun tells who was killed.
+    """
+    for kind in ("mistake", "all", "error"):
+        of_kind = [mark for mark in marks if mark.kind == kind]
+        if of_kind:
+            first = of_kind[0]
+            own = {mark.node for mark in of_kind} if kind == "error" else set()
+            return Cause(f"rank {first.rank} on {first.node}: {first.message}", _some(own, nodes), kind == "mistake")
+    hangs = [mark for mark in marks if mark.kind == "hang"]
+    first_dead = SRUN_ERROR.search(log)
+    death = SRUN_DEATH.search(log)
+    if not hangs and death and first_dead and death.start() == first_dead.start():
+        node, tasks, how = death.groups()
+        return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", (node,))
+    silent = [rank for rank in range(len(nodes)) if rank not in {mark.rank for mark in marks}]
+    if hangs:
+        busy = [mark for mark in hangs if not mark.waiting]
+        if busy:
+            told = f"rank {busy[0].rank} on {busy[0].node} hangs: {busy[0].message}"
+            return Cause(told, _some({mark.node for mark in busy}, nodes))
+        if silent:
+            told = f"rank {silent[0]} on {nodes[silent[0]]} hangs and does not answer; {hangs[0].message}"
+            return Cause(told, _some({nodes[rank] for rank in silent}, nodes))
+        return Cause(f"all ranks hang in a collective: {hangs[0].message}")
+    if marks and silent:
+        told = f"rank {silent[0]} on {nodes[silent[0]]} vanished; {marks[0].message}"
+        return Cause(told, _some({nodes[rank] for rank in silent}, nodes))
+    if marks:
+        return Cause(f"rank {marks[0].rank} on {marks[0].node}: {marks[0].message}")
+    return Cause(f"the ranks ended with status {status} and without a word")
+
+
+def _some(blamed: set[str], nodes: Sequence[str]) -> tuple[str, ...]:
+    """What happens on every node of several is no node's fault."""
+    everywhere = set(nodes)
+    return () if len(everywhere) > 1 and blamed >= everywhere else tuple(sorted(blamed))
+
+
+def mark_error(error: BaseException) -> None:
+    """A mark for what ended this rank; none for what another rank has to tell, or for a clean stop."""
+    from clip_train.errors import ClipTrainError, Preempted, RankError, RemoteRankError, UserError
+
+    message = " ".join(str(error).split())[:500] or type(error).__name__
+    if isinstance(error, Preempted):
+        return
+    if isinstance(error, RemoteRankError):
+        leave_mark("lost", message)
+    elif isinstance(error, UserError) and not isinstance(error, RankError):
+        leave_mark("mistake", message)
+    elif isinstance(error, ClipTrainError) and not isinstance(error, RankError):
+        leave_mark("all", message)  # data, checkpoints, a diverged loss: no node's fault
+    elif is_lost_contact(error):
+        leave_mark("lost", f"lost contact with another rank: {message}")
+    else:
+        leave_mark("error", f"{type(error).__name__}: {message}")
+
+
+LOST = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Timed out (waiting|after)|Broken pipe"
+    r"|NCCL (error|communicator)|Application timeout|wait timeout|Socket (closed|Timeout)|unhandled system error",
+    re.IGNORECASE,
+)
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """A collective that failed because another rank has gone: gloo's and NCCL's words for it."""
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
