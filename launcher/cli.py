@@ -75,6 +75,37 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
 
+    submit = add(
+        "submit",
+        "render, check and submit a SLURM job",
+        """\
+        Check everything that would fail after hours in the queue, freeze recipe and code beside the batch script,
+        and hand it to sbatch. The job requeues itself until it is done, or gives up: docs/slurm.md.""",
+    )
+    submit.add_argument("--nodes", type=int, help="(default: of the site file, else 1)")
+    submit.add_argument("--gpus-per-node", type=int, help="each with a rank (default: of the site file, else 8)")
+    submit.add_argument("--tasks-per-node", type=int, help="ranks per node, where --gpus-per-node is 0")
+    submit.add_argument("--cpus-per-task", type=int, help="cores per rank (default: of the site file, else 8)")
+    submit.add_argument("--time", help="limit of one attempt, such as 24:00:00")
+    submit.add_argument("--partition")
+    submit.add_argument("--account")
+    submit.add_argument("--qos")
+    submit.add_argument(
+        "--template",
+        choices=["single", "train", "chain", "torchrun"],
+        help="of slurm/ (default: single or train, by --nodes); chain: where jobs may not requeue",
+    )
+    submit.add_argument("--site", help="YAML of defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)")
+    submit.add_argument("--dry-run", action="store_true", help="print the batch script and write nothing")
+
+    doctor = add(
+        "doctor",
+        "check this machine, the recipe and the cluster",
+        "One line for each thing that can go wrong: ok, warning or error, with the remedy. Status 1 with an error.",
+        recipe=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
     evaluate = add("evaluate", "zero-shot and retrieval of a run's checkpoint", "Evaluate a checkpoint on data.val.")
     evaluate.add_argument(
         "--weights", help="an exported folder or a weights file instead of the run's newest checkpoint"
@@ -131,7 +162,11 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         return print_keys()
     # torch's and DeepSpeed's own launchers may append --local_rank=N; the environment says it already.
     arguments = [a for a in arguments if not a.startswith(("--local_rank", "--local-rank"))]
-    args = build_parser().parse_args(arguments)
+    parser = build_parser()
+    args, rest = parser.parse_known_args(arguments)
+    if any(word.startswith("-") or "=" not in word for word in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides += rest  # overrides that stand behind an option
     try:
         return _run(args, stop, startup)
     except ClipTrainError as e:
@@ -169,6 +204,11 @@ def _run(args: argparse.Namespace, stop: StopRequest | None, startup: Startup) -
 
         return run_demo(args.data, args.dir, args.overrides)
 
+    if args.verb == "doctor":
+        from launcher.doctor import run_doctor
+
+        return run_doctor(args.overrides, as_json=args.json)
+
     from launcher.config import load_config
 
     config = load_config(args.recipe, args.overrides)
@@ -176,6 +216,11 @@ def _run(args: argparse.Namespace, stop: StopRequest | None, startup: Startup) -
         from launcher.train import train
 
         return train(config, stop, startup)
+    if args.verb == "submit":
+        from launcher.site import load_site
+        from launcher.submit import submit
+
+        return submit(config, vars(args), load_site(args.site), dry_run=args.dry_run)
     if args.verb == "plan":
         from launcher.plan import print_plan
 

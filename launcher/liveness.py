@@ -8,6 +8,7 @@ thread's stack in the log and a mark that says whether this rank waited for othe
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import socket
 import statistics
@@ -110,13 +111,14 @@ class Liveness:
         faulthandler.dump_traceback_later(2 * self._limit + 60, exit=True)
 
     def _run(self) -> None:
-        armed = time.monotonic()
+        armed = before = time.monotonic()
         while not self._closed.wait(0.25):
+            now = time.monotonic()
+            frozen, before = now - before, now  # seconds in which not even this thread ran
             self._look_for_stop()
             self._write_progress()
-            now = time.monotonic()
             if now - self._since > self._limit:
-                self._fire(now - self._since)
+                self._fire(now - self._since, frozen)
             if now - armed > 30:  # this thread runs, so the lock is free
                 armed = now
                 self._arm()
@@ -142,8 +144,10 @@ class Liveness:
         except OSError:
             return  # again in a moment
 
-    def _fire(self, seconds: float) -> None:
+    def _fire(self, seconds: float, frozen: float) -> None:
         where, waiting = position(sys._current_frames().get(self._main or 0))
+        if frozen > max(3.0, seconds / 4):  # SIGSTOP, a paused machine: Slurm wakes it to end it
+            where, waiting = f"the whole process did not run for {frozen:.0f} s of them; {where}", False
         told = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
         leave_mark("hang", told, waiting=waiting)
         rank = os.environ.get("RANK", "0")
@@ -202,10 +206,12 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def last_collectives() -> str:
-    """What torch's flight recorder remembers of the last collectives of each group; it records NCCL's."""
+    """The newest entries of torch's flight recorder: what each group did last, and whether it was completed."""
     try:
         from torch._C._distributed_c10d import _dump_fr_trace_json
 
-        return f"flight recorder: {_dump_fr_trace_json(True, True)[-4000:]!r}"
-    except Exception as e:
-        return f"no flight recorder: {type(e).__name__}: {e}"
+        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])[-4:]
+        told = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries]
+        return f"the last collectives: {'; '.join(told) or 'none recorded'}"
+    except Exception as e:  # another torch
+        return f"the last collectives are not known: {type(e).__name__}: {e}"

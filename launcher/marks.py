@@ -97,9 +97,8 @@ class Cause:
     fatal: bool = False  # it will come again
 
 
-# srun tells of a rank that died by a signal: "srun: error: n2: task 1: Killed"
-SRUN_DEATH = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited)(\w[\w ]*)")
-SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): ")
+# The first rank that ended badly, as srun tells it: "srun: error: n2: task 1: Killed". The later ones it killed itself.
+SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (\w[\w ]*)")
 
 
 def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: int) -> Cause:
@@ -114,11 +113,13 @@ def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: in
             own = {mark.node for mark in of_kind} if kind == "error" else set()
             return Cause(f"rank {first.rank} on {first.node}: {first.message}", _some(own, nodes), kind == "mistake")
     hangs = [mark for mark in marks if mark.kind == "hang"]
-    first_dead = SRUN_ERROR.search(log)
-    death = SRUN_DEATH.search(log)
-    if not hangs and death and first_dead and death.start() == first_dead.start():
+    death = SRUN_ERROR.search(log)
+    if death and not hangs:
         node, tasks, how = death.groups()
-        return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", (node,))
+        if not how.startswith("Exited"):
+            return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", (node,))
+        if not marks:
+            return Cause(f"rank {tasks} on {node} {how.lower().strip()}, without a word", (node,))
     silent = [rank for rank in range(len(nodes)) if rank not in {mark.rank for mark in marks}]
     if hangs:
         busy = [mark for mark in hangs if not mark.waiting]

@@ -40,8 +40,8 @@ SlurmUser=$me
 SlurmdUser=$me
 AuthType=auth/none
 CredType=cred/none
-# a requeued job waits for its old credential to expire: 120 s by default
-AuthInfo=cred_expire=3
+# a requeued job waits for its old credential to expire: 120 s by default, 5 at least
+AuthInfo=cred_expire=5
 StateSaveLocation=$LAB/state
 SlurmdSpoolDir=$LAB/spool.%n
 SlurmctldPidFile=$LAB/ctld.pid
@@ -129,11 +129,10 @@ up() {
 
 down() {
     local pid folder
-    [ -f "$SLURM_CONF" ] || return 0
-    timeout 5 scancel --user="$(id -un)" 2>/dev/null || true
+    [ ! -f "$SLURM_CONF" ] || timeout 5 scancel --user="$(id -un)" 2>/dev/null || true
     for folder in "$LAB"/hosts.d/*/; do [ -d "$folder" ] && host_crash "$(basename "$folder")"; done
     for pid in $(ours); do kill "$pid" 2>/dev/null || true; done
-    for _ in $(seq 1 30); do [ -z "$(ours)" ] && break || sleep 0.1; done
+    for _ in $(seq 1 30); do if [ -z "$(ours)" ]; then break; fi; sleep 0.1; done
     for pid in $(ours); do kill -9 "$pid" 2>/dev/null || true; done
     lab_down
     for folder in /sys/fs/cgroup/*/slurm_n[0-9]*; do
