@@ -22,7 +22,7 @@ or the command; 1 anything else.
 
 examples:
   clip-train demo                                        train on captioned shapes, 4 minutes on a laptop
-  clip-train train recipes/vit_b32.yaml optim.lr=1e-3    one process; resumes by itself when run again
+  clip-train train recipes/vit_b32.yaml optim.lr=1e-3    all GPUs of this machine; resumes by itself when run again
   torchrun --nproc-per-node 8 -m launcher train recipes/vit_b32.yaml engine.precision=bf16
   clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
 """
@@ -59,6 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
         """\
         Train the recipe; if its run directory has a checkpoint, go on from the newest complete one.
         Under torchrun, the deepspeed launcher or srun, every rank runs this same line.""",
+    )
+    train.add_argument(
+        "--ranks", type=int, help="without a launcher: ranks on this machine (default: one for each GPU, else 1)"
     )
     train.add_argument("--keys", action="store_true", help="print every key of a recipe with its default, and exit")
 
@@ -168,7 +171,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides += rest  # overrides that stand behind an option
     try:
-        return _run(args, stop, startup)
+        return _run(args, arguments, stop, startup)
     except ClipTrainError as e:
         mark_error(e)
         # Once for all ranks: rank 0 prints what all raise together, else the failing rank prints its own.
@@ -198,7 +201,7 @@ def _say(message: str) -> None:
     print(f"clip-train: {'' if rank is None else f'[rank {rank}] '}{message}", file=sys.stderr, flush=True)
 
 
-def _run(args: argparse.Namespace, stop: StopRequest | None, startup: Startup) -> int:
+def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | None, startup: Startup) -> int:
     if args.verb == "demo":
         from launcher.demo import run_demo
 
@@ -213,6 +216,11 @@ def _run(args: argparse.Namespace, stop: StopRequest | None, startup: Startup) -
 
     config = load_config(args.recipe, args.overrides)
     if args.verb == "train":
+        from launcher.local import launch_local, local_ranks
+
+        ranks = local_ranks(args.ranks, os.environ)
+        if ranks > 1:
+            return launch_local(config, ranks, arguments)
         from launcher.train import train
 
         return train(config, stop, startup)

@@ -219,17 +219,18 @@ class Supervisor:
         return self._requeue(decision)
 
     def _requeue(self, decision: Decision) -> int:
-        left_out = self._leave_out_bad_nodes(self.job)
         for _ in range(3):
             if self.signals.terminated:  # since: a requeue now would bring back what the user has cancelled
                 say("not requeued: Slurm ended the job in the meantime")
                 return 143
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the requeue itself sends; KillWait is left
             said = slurm("scontrol", "requeue", self.job)
             if said is None:
-                say(f"requeued{left_out}: {decision.why}")
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                time.sleep(120)  # Slurm ends this shell
+                say(f"requeued: {decision.why}")
+                self._leave_out_bad_nodes(self.job)
+                time.sleep(120)  # Slurm ends this process
                 return 0
+            self.signals.listen()
             time.sleep(2)
         say(f"scontrol requeue was refused ({said}): submit the same line again to go on")
         return 75
@@ -240,20 +241,23 @@ class Supervisor:
         self._end_chain()
         return 1
 
-    def _leave_out_bad_nodes(self, job: str) -> str:
-        """The next attempt runs without them, if enough others are there."""
+    def _leave_out_bad_nodes(self, job: str) -> None:
+        """The next attempt runs without them, if enough others are there. Slurm takes it for waiting jobs only."""
         bad = self.history.bad_nodes(self.limits)
         if not bad:
-            return ""
+            return
+        told = f"{', '.join(bad)} failed {self.limits.node_failures} times"
         others = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) - set(bad)
         if len(others) < len(self.nodes):
-            say(f"{', '.join(bad)} failed {self.limits.node_failures} times, but there are no others: not left out")
-            return ""
-        said = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(bad)}")
-        if said is not None:
-            say(f"{', '.join(bad)} could not be left out: {said}")
-            return ""
-        return f" without {', '.join(bad)}, which failed {self.limits.node_failures} times"
+            say(f"{told}, but there are not {len(self.nodes)} others: not left out")
+            return
+        for _ in range(20):
+            said = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(bad)}")
+            if said is None:
+                break
+            time.sleep(0.3)
+        self.history.append("exclude", attempt=self.history.next_number, nodes=bad, refused=said)
+        say(f"{told}: {'left out of the next attempt' if said is None else f'could not be left out: {said}'}")
 
     def _end_chain(self) -> None:
         """Nothing is left for the other jobs of the array."""

@@ -124,7 +124,7 @@ def test_a_bad_node_is_left_out(submit, uninterrupted):
     finished_like(job, uninterrupted)
     ends = job.attempts()
     assert [end["blamed"] for end in ends] == [["n2"], ["n2"], []], job.told()
-    assert "requeued without n2, which failed 2 times" in job.told()
+    assert "n2 failed 2 times: left out of the next attempt" in job.told()
 
 
 def test_a_stop_file_stops_and_is_not_requeued(submit):
