@@ -100,22 +100,28 @@ def decide(outcome: Outcome, failures: int, fruitless: int, limits: Limits) -> D
     failures = 0 if progress else failures + failed
     fruitless = 0 if progress else fruitless + (outcome.verdict != "DONE")
 
-    def decision(action: Action, why: str) -> Decision:
-        return Decision(action, why, failures, fruitless)
-
-    if outcome.verdict == "DONE":
-        return decision("done", "trained to the last step")
-    if outcome.terminated:
-        return decision("leave", "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to")
-    if outcome.verdict == "FATAL":
-        return decision("stop", f"it would come again: {outcome.reason}")
-    if outcome.stop_file:
-        return decision("leave", "the run directory has a STOP file: remove it and submit again to go on")
-    if failures >= limits.failures:
-        return decision("give up", f"{failures} failures in a row without a new checkpoint; the last: {outcome.reason}")
-    if fruitless >= limits.fruitless:
-        return decision("give up", f"{fruitless} attempts in a row without a new checkpoint; the last: {outcome.reason}")
-    if outcome.verdict == "PREEMPTED":
-        return decision("requeue", "preempted after a commit")
-    return decision("requeue", f"failure {failures} without a new checkpoint, of {limits.failures}" if failures else
-                    "it failed, but had come further")  # fmt: skip
+    failure = f"failure {failures} without a new checkpoint, of {limits.failures}"
+    rules: tuple[tuple[bool, Action, str], ...] = (  # the first that holds
+        (outcome.verdict == "DONE", "done", "trained to the last step"),
+        (
+            outcome.terminated,
+            "leave",
+            "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to",
+        ),
+        (outcome.verdict == "FATAL", "stop", f"it would come again: {outcome.reason}"),
+        (outcome.stop_file, "leave", "the run directory has a STOP file: remove it and submit again to go on"),
+        (
+            failures >= limits.failures,
+            "give up",
+            f"{failures} failures in a row without a new checkpoint; the last: {outcome.reason}",
+        ),
+        (
+            fruitless >= limits.fruitless,
+            "give up",
+            f"{fruitless} attempts in a row without a new checkpoint; the last: {outcome.reason}",
+        ),
+        (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
+        (True, "requeue", failure if failures else "it failed, but had come further"),
+    )
+    action, why = next((action, why) for holds, action, why in rules if holds)
+    return Decision(action, why, failures, fruitless)

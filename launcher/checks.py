@@ -98,21 +98,28 @@ def check_group() -> Iterator[Finding]:
         yield error("process group", (said or ["it failed without a word"])[0][:300], remedy)
         return
     found = json.loads(answers[0])
-    told = f"{ranks} ranks, all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
+    speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
+    told = f"{ranks} ranks, {speed}"
     slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
-    yield warning("process group", told, "slow for GPUs: check nvidia-smi topo -m") if slow else ok("process group", told)
+    yield (
+        warning("process group", told, "slow for GPUs: check nvidia-smi topo -m") if slow else ok("process group", told)
+    )
 
 
 def check_limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < 4096:
-        yield warning("limits", f"{files} open files (ulimit -n)", "ulimit -n 65536: loader workers and sockets need them")
+        yield warning(
+            "limits", f"{files} open files (ulimit -n)", "ulimit -n 65536: loader workers and sockets need them"
+        )
     else:
         yield ok("limits", f"{files} open files")
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     if shm is not None and shm.free < 2**30:
         told = f"/dev/shm has {shm.free / 2**20:.0f} MiB free"
-        yield warning("limits", told, "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it")
+        yield warning(
+            "limits", told, "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
+        )
 
 
 def check_extensions() -> Iterator[Finding]:
@@ -121,7 +128,9 @@ def check_extensions() -> Iterator[Finding]:
     folder = Path(place) if place else Path("~/.cache/torch_extensions").expanduser()
     locks = [file for file in folder.glob("**/lock") if time.time() - file.stat().st_mtime > 600]
     if locks:
-        yield error("extensions", f"a killed build has left {locks[0]}: later runs wait for it without a word", f"rm {locks[0]}")
+        yield error(
+            "extensions", f"a killed build has left {locks[0]}: later runs wait for it without a word", f"rm {locks[0]}"
+        )
     else:
         yield ok("extensions", "no lock of a killed build")
 
@@ -169,18 +178,21 @@ def check_slurm() -> Iterator[Finding]:
         yield warning("slurm", "scontrol does not answer", "is this a login node, and is SLURM_CONF right?")
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
-    before = ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
-    yield before
+    yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
     if config.get("JobRequeue") == "0":
         yield warning(
-            "slurm", "JobRequeue=0: jobs are not requeued by default", "keep #SBATCH --requeue, or submit --template chain"
+            "slurm",
+            "JobRequeue=0: jobs are not requeued by default",
+            "keep #SBATCH --requeue, or submit --template chain",
         )
     wait = int(re.match(r"\d*", config.get("KillWait", ""))[0] or 30)  # type: ignore[index]
     if wait < 15:
         yield warning("slurm", f"KillWait={wait} s: scancel leaves no time to save", "touch STOP before you cancel")
     if config.get("ProctrackType", "").endswith("linuxproc"):
         yield warning(
-            "slurm", "ProctrackType=proctrack/linuxproc signals every process and loses some", "ask for proctrack/cgroup"
+            "slurm",
+            "ProctrackType=proctrack/linuxproc signals every process and loses some",
+            "ask for proctrack/cgroup",
         )
     exported = [name for name in ("SBATCH_EXPORT", "SLURM_EXPORT_ENV") if name in os.environ]
     if exported:
@@ -217,10 +229,13 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
                 reasons[e.reason] = reasons.get(e.reason, 0) + 1
             if seen >= LOOK_AT or time.monotonic() - began > 3:
                 break
-    told = f"{seen - bad} of the first {seen} samples have one, {size / max(time.monotonic() - began, 1e-6) / 1e6:.0f} MB/s"
+    rate = size / max(time.monotonic() - began, 1e-6) / 1e6
+    told = f"{seen - bad} of the first {seen} samples have one, read at {rate:.0f} MB/s"
     if bad > config.data.bad_sample_limit * seen:
         why = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
-        yield error("captions", f"{told} ({why})", "data.caption_key names the key of the .json; or write the shards again")
+        yield error(
+            "captions", f"{told} ({why})", "data.caption_key names the key of the .json; or write the shards again"
+        )
     else:
         yield ok("captions", told)
     remote = [url for url in config.data.train.split("::") if is_remote(url)]
@@ -234,7 +249,9 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     checked = check(config, world, read_data=False)
     plan = checked.plan
     yield ok(
-        "recipe", f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.lanes} lanes, {config.steps} steps"
+        "recipe",
+        f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.lanes} lanes; "
+        f"{config.steps} steps",
     )
 
 
@@ -261,7 +278,8 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
         yield ok("disk", told)
     local = next((path for path in load_site(None).local_paths if run_dir.is_relative_to(path)), None)
     if local is not None and shutil.which("sbatch") is not None:
-        yield warning("disk", f"run.dir ({run_dir}) is under {local}, which each node has for itself", "choose a shared folder")
+        told = f"run.dir ({run_dir}) is under {local}, which each node has for itself"
+        yield warning("disk", told, "choose a shared folder")
     if (run_dir / STOP_FILE).exists():
         yield error("run", f"{run_dir / STOP_FILE} is there: training would stop at once", f"rm {run_dir / STOP_FILE}")
 

@@ -201,7 +201,7 @@ def _say(message: str) -> None:
     print(f"clip-train: {'' if rank is None else f'[rank {rank}] '}{message}", file=sys.stderr, flush=True)
 
 
-def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | None, startup: Startup) -> int:
+def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | None, startup: Startup) -> int:  # noqa: PLR0911  one for each verb
     if args.verb == "demo":
         from launcher.demo import run_demo
 

@@ -16,7 +16,6 @@ import torch.distributed as torch_dist
 
 from clip_train.errors import RankError
 
-
 SLURM_STEP = "the SLURM step"
 
 

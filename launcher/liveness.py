@@ -208,7 +208,7 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
 def last_collectives() -> str:
     """The newest entries of torch's flight recorder: what each group did last, and whether it was completed."""
     try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
         entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])[-4:]
         told = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries]

@@ -102,40 +102,61 @@ SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (\w[\w ]*)")
 
 
 def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: int) -> Cause:
-    """The first of: an error of its own, a rank killed first, a rank that hangs, one that vanished.
+    """The first of: an error of its own, a rank that hangs, one killed first, one that vanished.
 
     nodes: by rank, empty if the ranks never met. log: the attempt's, in which srun tells who was killed.
     """
+    silent = [rank for rank in range(len(nodes)) if rank not in {mark.rank for mark in marks}]
+    return (
+        _own_error(marks, nodes)
+        or _hang(marks, nodes, silent)
+        or _death(marks, log)
+        or _vanished(marks, nodes, silent)
+        or Cause(f"the ranks ended with status {status} and without a word")
+    )
+
+
+def _own_error(marks: Sequence[Mark], nodes: Sequence[str]) -> Cause | None:
     for kind in ("mistake", "all", "error"):
         of_kind = [mark for mark in marks if mark.kind == kind]
         if of_kind:
             first = of_kind[0]
             own = {mark.node for mark in of_kind} if kind == "error" else set()
             return Cause(f"rank {first.rank} on {first.node}: {first.message}", _some(own, nodes), kind == "mistake")
+    return None
+
+
+def _hang(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) -> Cause | None:
     hangs = [mark for mark in marks if mark.kind == "hang"]
-    death = SRUN_ERROR.search(log)
-    if death and not hangs:
-        node, tasks, how = death.groups()
-        if not how.startswith("Exited"):
-            return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", (node,))
-        if not marks:
-            return Cause(f"rank {tasks} on {node} {how.lower().strip()}, without a word", (node,))
-    silent = [rank for rank in range(len(nodes)) if rank not in {mark.rank for mark in marks}]
-    if hangs:
-        busy = [mark for mark in hangs if not mark.waiting]
-        if busy:
-            told = f"rank {busy[0].rank} on {busy[0].node} hangs: {busy[0].message}"
-            return Cause(told, _some({mark.node for mark in busy}, nodes))
-        if silent:
-            told = f"rank {silent[0]} on {nodes[silent[0]]} hangs and does not answer; {hangs[0].message}"
-            return Cause(told, _some({nodes[rank] for rank in silent}, nodes))
-        return Cause(f"all ranks hang in a collective: {hangs[0].message}")
-    if marks and silent:
-        told = f"rank {silent[0]} on {nodes[silent[0]]} vanished; {marks[0].message}"
+    if not hangs:
+        return None
+    busy = [mark for mark in hangs if not mark.waiting]
+    if busy:
+        told = f"rank {busy[0].rank} on {busy[0].node} hangs: {busy[0].message}"
+        return Cause(told, _some({mark.node for mark in busy}, nodes))
+    if silent:
+        told = f"rank {silent[0]} on {nodes[silent[0]]} hangs and does not answer; {hangs[0].message}"
         return Cause(told, _some({nodes[rank] for rank in silent}, nodes))
-    if marks:
+    return Cause(f"all ranks hang in a collective: {hangs[0].message}")
+
+
+def _death(marks: Sequence[Mark], log: str) -> Cause | None:
+    first = SRUN_ERROR.search(log)
+    if first is None:
+        return None
+    node, tasks, how = first.groups()
+    if not how.startswith("Exited"):
+        return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", (node,))
+    return None if marks else Cause(f"rank {tasks} on {node} {how.lower().strip()}, without a word", (node,))
+
+
+def _vanished(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) -> Cause | None:
+    if not marks:
+        return None
+    if not silent:
         return Cause(f"rank {marks[0].rank} on {marks[0].node}: {marks[0].message}")
-    return Cause(f"the ranks ended with status {status} and without a word")
+    told = f"rank {silent[0]} on {nodes[silent[0]]} vanished; {marks[0].message}"
+    return Cause(told, _some({nodes[rank] for rank in silent}, nodes))
 
 
 def _some(blamed: set[str], nodes: Sequence[str]) -> tuple[str, ...]:

@@ -120,8 +120,9 @@ def check_submission(config: RunConfig, job: Job, site: Site, *, read_data: bool
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"run.dir ({run_dir}) has {free / 1e9:.1f} GB free, and checkpoint.keep_last ({config.checkpoint.keep_last}) "
-            f"checkpoints and one in the making need {needed / 1e9:.1f} GB: make room, choose another, or keep fewer"
+            f"run.dir ({run_dir}) has {free / 1e9:.1f} GB free, and checkpoint.keep_last "
+            f"({config.checkpoint.keep_last}) checkpoints and one in the making need {needed / 1e9:.1f} GB: "
+            "make room, choose another, or keep fewer"
         )
 
 
@@ -163,15 +164,16 @@ def render(template: str, job: Job, site: Site, *, name: str, folder: Path) -> s
     }
     extra = {"partition": job.partition, "account": job.account, "qos": job.qos, **site.sbatch}
     lines: list[str] = []
-    for line in template.splitlines():
-        match = re.match(r"#SBATCH --([a-z-]+)=(\S+)(\s*)(#.*)?$", line)
+    for given in template.splitlines():
+        line = given
+        match = re.match(r"#SBATCH --([a-z-]+)=(\S+)\s*(#.*)?$", line)
         if match and match[1] in values:
             value = values[match[1]]
             if value is None:
                 continue
             head = f"#SBATCH --{match[1]}={value}"
             # the number in the template's remark may not be this one's
-            line = f"{head:<36} {match[4]}" if match[4] and value == match[2] else head
+            line = f"{head:<36} {match[3]}" if match[3] and value == match[2] else head
         if line.startswith("set -euo pipefail"):
             at = max(i for i, before in enumerate(lines) if before.startswith("#SBATCH")) + 1
             lines[at:at] = [f"#SBATCH --{key}={value}" for key, value in extra.items() if value is not None]

@@ -13,6 +13,7 @@ Exit status: 0 done or requeued, 75 preempted and left to be submitted again, 14
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -277,10 +278,8 @@ def copy_lines(source: IO[bytes], log: IO[bytes]) -> None:
 def committed_step(run_dir: Path) -> int:
     """The newest committed step that is known here: what rank 0 has told, or the commits themselves."""
     steps = [0]
-    try:
+    with contextlib.suppress(OSError, ValueError):  # none yet
         steps.append(int((run_dir / PROGRESS_FILE).read_text()))
-    except (OSError, ValueError):
-        pass  # none yet
     for commit in (run_dir / "checkpoints" / "commit").glob("e*-s*.json"):
         number = commit.stem.rpartition("-s")[2]
         if number.isdigit():

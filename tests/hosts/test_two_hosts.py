@@ -12,9 +12,6 @@ import pytest
 
 from launcher.verdict import read_verdict
 from tests.launcher.conftest import ROOT, finish, metrics, wait_for_step
-from tests.launcher.conftest import data as data
-from tests.launcher.conftest import model as model
-from tests.launcher.conftest import recipe as recipe
 from tests.slurm.conftest import missing
 
 pytestmark = pytest.mark.hosts

@@ -24,7 +24,13 @@ def doctor(tmp_path: Path, *arguments: str, limit: int | None = None, **environ:
     out = subprocess.run(
         line,
         cwd=tmp_path,
-        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path), **environ},
+        env={
+            **clean,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(tmp_path),
+            **environ,
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -51,7 +57,18 @@ def test_a_healthy_set_up(recipe, tmp_path):
     status, told = doctor(tmp_path, str(recipe), PATH="/usr/bin:/bin", limit=65536)
     assert status == 0, told
     assert not any("error:" in lines for lines in told.values()), told
-    for check in ("versions", "devices", "ranks", "process group", "limits", "shards", "captions", "S3", "disk", "time"):
+    for check in (
+        "versions",
+        "devices",
+        "ranks",
+        "process group",
+        "limits",
+        "shards",
+        "captions",
+        "S3",
+        "disk",
+        "time",
+    ):
         assert check in told
     assert "GB/s" in told["process group"] and "latency" in told["process group"]
 

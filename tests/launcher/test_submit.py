@@ -18,7 +18,11 @@ from launcher.submit import absolute, check_slurm, frozen_recipe, make_job, pars
 from tests.launcher.conftest import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
-SCRIPTS = [*sorted((ROOT / "slurm").glob("*.sbatch")), *sorted((ROOT / "scripts").glob("*.sh")), *sorted(GOLDEN.glob("*"))]
+SCRIPTS = [
+    *sorted((ROOT / "slurm").glob("*.sbatch")),
+    *sorted((ROOT / "scripts").glob("*.sh")),
+    *sorted(GOLDEN.glob("*")),
+]
 SITE = """\
 partition: gpu
 account: clip
@@ -130,7 +134,9 @@ def test_what_is_frozen_and_sent(here, tmp_path, monkeypatch, capsys):
     assert json.loads((folder / "submit.json").read_text())["job"] == "4711"
     frozen = load_config(str(folder / "recipe.yaml"))
     assert frozen.run_dir == here / "here"
-    assert (folder / "code" / "launcher" / "supervise.py").read_text() == (ROOT / "launcher" / "supervise.py").read_text()
+    assert (folder / "code" / "launcher" / "supervise.py").read_text() == (
+        ROOT / "launcher" / "supervise.py"
+    ).read_text()
     done = subprocess.run(
         [sys.executable, "-c", "import launcher, clip_train; print(launcher.__file__, clip_train.__file__)"],
         cwd=folder / "code", capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ""},

@@ -16,7 +16,6 @@ import pytest
 
 from launcher.verdict import read_verdict
 from tests.launcher.conftest import MODEL, RECIPE, ROOT, metrics, run
-from tests.launcher.conftest import data as data  # the session's small data set
 
 SETUP = ROOT / "scripts" / "setup_slurm.sh"
 FAULTS = Path(__file__).parent / "faults"
@@ -173,8 +172,10 @@ def submit(cluster, data, tmp_path, request) -> Iterator[Callable[..., Job]]:
 
     yield submit
     for job in jobs:
-        subprocess.run(["scancel", job.number], env={**os.environ, "SLURM_CONF": str(cluster.lab / "slurm.conf")})
-        job.wait(lambda job=job: job.state() not in ("RUNNING", "COMPLETING", "PENDING"), "the job's end", 60)
+        subprocess.run(
+            ["scancel", job.number], check=False, env={**os.environ, "SLURM_CONF": str(cluster.lab / "slurm.conf")}
+        )
+        job.wait(lambda job=job: job.cluster.call("squeue", "-h", "-o", "%i") == "", "the end of all jobs", 60)
         keep = os.environ.get("SLURM_LOGS")
         if keep:
             folder = Path(keep) / request.node.name

@@ -9,6 +9,9 @@ import time
 
 import pytest
 
+from launcher.cli import main
+from tests.slurm.conftest import STEPS, Job
+
 pytestmark = pytest.mark.slurm
 
 
@@ -33,16 +36,25 @@ def test_time_limits_requeue_until_it_is_done(submit, uninterrupted):
 
 
 def test_preemption_with_a_grace(submit, cluster, uninterrupted):
-    job = submit("1x2", "--partition=low")
-    job.wait_for_step(10)
-    high = cluster.call(
-        "sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
-    )
-    finished_like(job, uninterrupted)
+    """PREEMPTIONS=12 preempts it as often, in a run that is so much longer."""
+    times = int(os.environ.get("PREEMPTIONS", "1"))
+    job = submit("1x2", "--partition=low", overrides=(f"run.steps={STEPS * max(1, times // 2)}",))
+    before = 0
+    for _ in range(times):
+        job.wait_for_step(before + 5)
+        cluster.call(
+            "sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true"
+        )
+        job.wait(lambda: job.verdict() == "PREEMPTED", "preempted")
+        job.wait(lambda: job.state() == "PENDING", "requeued")
+        before = job.attempts()[-1]["step"]
+    job.wait_for_state("COMPLETED")
     ends = job.attempts()
-    assert [(end["verdict"], end["decision"]) for end in ends] == [("PREEMPTED", "requeue"), ("DONE", "done")]
-    assert "SIGTERM" in ends[0]["reason"]
-    assert "COMPLETED" in cluster.call("scontrol", "show", "job", high)
+    told = [(end["verdict"], end["decision"]) for end in ends]
+    assert told == [("PREEMPTED", "requeue")] * times + [("DONE", "done")]
+    assert all("SIGTERM" in end["reason"] for end in ends[:-1])
+    if times == 1:
+        finished_like(job, uninterrupted)
 
 
 def test_power_loss_of_a_node(submit, cluster, uninterrupted):
@@ -142,3 +154,45 @@ def test_a_mistake_is_not_tried_again(submit):
     (end,) = job.attempts()
     assert (end["verdict"], end["decision"]) == ("FATAL", "stop"), job.told()
     assert "batch.global_size (33)" in end["reason"]
+
+
+def test_torchrun_on_each_node(submit, uninterrupted):
+    job = submit("2x1", "torchrun.sbatch", RANKS_PER_NODE="1")
+    job.wait_for_step(10)
+    job.cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    finished_like(job, uninterrupted)
+    assert [end["verdict"] for end in job.attempts()] == ["PREEMPTED", "DONE"], job.told()
+    assert "SIGUSR1" in job.attempts()[0]["reason"]
+
+
+def test_a_chain_goes_on_and_its_rest_is_cancelled(submit, uninterrupted):
+    job = submit("1x2", "chain.sbatch", "--array=1-4%1")
+    job.wait_for_step(10)
+    job.cluster.call("scancel", "--batch", "--signal=USR1", f"{job.number}_1")
+    job.wait(lambda: job.cluster.call("squeue", "-h", "-o", "%i") == "", "the chain's end")
+    assert job.verdict() == "DONE", job.told()
+    assert job.losses()[-1] == pytest.approx(uninterrupted[-1], rel=1e-5)
+    assert [(end["verdict"], end["decision"]) for end in job.attempts()] == [("PREEMPTED", "requeue"), ("DONE", "done")]
+
+
+def test_submit(cluster, submit, tmp_path, data, monkeypatch, capsys, uninterrupted):
+    """The real verb: the job runs the frozen code, not the one here; and a second submission is refused."""
+    (tmp_path / "site.yaml").write_text("{gpus_per_node: 0, cpus_per_task: 1, warn_seconds: 20, local_paths: []}\n")
+    monkeypatch.setenv("SLURM_CONF", str(cluster.lab / "slurm.conf"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    line = ["submit", str(tmp_path / "recipe.yaml"), f"run.steps={STEPS}", "--site", str(tmp_path / "site.yaml")]
+    line += ["--nodes=2", "--tasks-per-node=1", "--time=10"]
+    assert main(line) == 0
+    number = capsys.readouterr().out.split()[1].rstrip(":")
+    folder = tmp_path / "run" / "submit" / "0001"
+    job = Job(cluster, number, tmp_path / "run", folder / f"small-{number}.log")
+    try:
+        assert main(line) == 2
+        assert f"job {number} is queued or running" in capsys.readouterr().err
+        job.wait_for_step(3)
+        ranks = job.rank_pids()
+        assert {os.readlink(f"/proc/{pid}/cwd") for pid in ranks.values()} == {str(folder / "code")}
+        finished_like(job, uninterrupted)
+    finally:
+        cluster.call("scancel", number)
