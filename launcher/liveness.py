@@ -73,6 +73,7 @@ class Liveness:
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
         self._begun = False  # the first step
         self._told: int | None = None  # the step in PROGRESS
+        self._asked: float | None = None  # when a stop was asked for during the start
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
@@ -116,6 +117,8 @@ class Liveness:
             now = time.monotonic()
             frozen, before = now - before, now  # seconds in which not even this thread ran
             self._look_for_stop()
+            if self._phase == "start" and not self._begun and self.stop.look():
+                self._leave_early(now)
             self._write_progress()
             if now - self._since > self._limit:
                 self._fire(now - self._since, frozen)
@@ -130,6 +133,14 @@ class Liveness:
             self.stop.ask(f"the file {self.run_dir / STOP_FILE}")
         if self._parent is not None and os.getppid() != self._parent:
             self.stop.ask("its launcher's death")
+
+    def _leave_early(self, now: float) -> None:
+        """Asked to stop before the first step: nothing is to be saved, and the others may be gone already."""
+        self._asked = self._asked or now
+        if now - self._asked > 3:  # seconds; the main thread may come to the first step by itself
+            leave_mark("stopped", f"stopped by {self.stop.reason} before the first step")
+            print(f"clip-train: stopped by {self.stop.reason} before the first step", file=sys.stderr, flush=True)
+            os._exit(75)
 
     def _write_progress(self) -> None:
         """For the batch script: it counts attempts that have come no further."""

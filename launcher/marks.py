@@ -26,8 +26,8 @@ STOP_FILE = "STOP"  # made by the user: save, stop, and do not requeue
 PROGRESS_FILE = "PROGRESS"  # the newest committed step, for the batch script
 
 # error: this rank's own. mistake: the user's, will come again. all: of the run, not of a node (data, checkpoints).
-# lost: another rank went away. hang: the watchdog fired here.
-Kind = Literal["error", "mistake", "all", "lost", "hang"]
+# lost: another rank went away. hang: the watchdog fired here. stopped: asked to, before the first step.
+Kind = Literal["error", "mistake", "all", "lost", "hang", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,14 @@ def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: in
     )
 
 
+def stopped_early(marks: Sequence[Mark], log: str) -> str | None:
+    """Why all ranks ended before their first step, if they were asked to. srun asks the same of those that are left
+    when it ends a step in which one rank has died: then that one is the first that it tells of."""
+    first = SRUN_ERROR.search(log)
+    asked = first is None or first[3].startswith(("Exited with exit code 75", "Terminated"))
+    return marks[0].message if marks and asked and all(mark.kind == "stopped" for mark in marks) else None
+
+
 def _own_error(marks: Sequence[Mark], nodes: Sequence[str]) -> Cause | None:
     for kind in ("mistake", "all", "error"):
         of_kind = [mark for mark in marks if mark.kind == kind]
@@ -147,7 +155,9 @@ def _death(marks: Sequence[Mark], log: str) -> Cause | None:
     node, tasks, how = first.groups()
     if not how.startswith("Exited"):
         return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", (node,))
-    return None if marks else Cause(f"rank {tasks} on {node} {how.lower().strip()}, without a word", (node,))
+    if any(mark.kind != "stopped" for mark in marks):
+        return None
+    return Cause(f"rank {tasks} on {node} {how.lower().strip()}, without a word", (node,))
 
 
 def _vanished(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) -> Cause | None:

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import IO
 
 from launcher.attempts import Decision, History, Limits, Outcome, decide
-from launcher.marks import END_TIME, FOLDER, PROGRESS_FILE, STOP_FILE, find_cause, read_marks, read_ranks
+from launcher.marks import END_TIME, FOLDER, PROGRESS_FILE, STOP_FILE, find_cause, read_marks, read_ranks, stopped_early
 from launcher.verdict import clear_verdict, read_verdict, write_verdict
 
 
@@ -192,8 +192,11 @@ class Supervisor:
         stop_file = (self.run_dir / STOP_FILE).exists()
         if word in ("DONE", "PREEMPTED"):
             return Outcome(word, before, after, why["reason"], (), self.signals.terminated, stop_file)
-        text = log.read_text(errors="replace")
-        cause = find_cause(read_marks(folder), read_ranks(folder), text, status)
+        text, marks = log.read_text(errors="replace"), read_marks(folder)
+        early = stopped_early(marks, text)
+        if not word and early is not None:
+            return Outcome("PREEMPTED", before, after, early, (), self.signals.terminated, stop_file)
+        cause = find_cause(marks, read_ranks(folder), text, status)
         word = "FATAL" if cause.fatal else word or "CRASHED"
         return Outcome(word, before, after, cause.reason, cause.nodes, self.signals.terminated, stop_file)
 
@@ -257,7 +260,7 @@ class Supervisor:
             if said is None:
                 break
             time.sleep(0.3)
-        self.history.append("exclude", attempt=self.history.next_number, nodes=bad, refused=said)
+        self.history.append("exclude", attempt=self.history.next_number - 1, nodes=bad, refused=said)
         say(f"{told}: {'left out of the next attempt' if said is None else f'could not be left out: {said}'}")
 
     def _end_chain(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.attempts import History, Limits, Outcome, decide
-from launcher.marks import Mark, find_cause
+from launcher.marks import Mark, find_cause, stopped_early
 
 LIMITS = Limits(failures=3, fruitless=5, node_failures=2)
 TWO = ("n1", "n2")
@@ -96,6 +96,7 @@ EXITED = "srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: tas
         ([mark(0, "hang", waiting=True), mark(1, "hang", waiting=True)], "", (), "all ranks hang"),
         ([mark(0, "lost", "Connection reset")], "", ("n2",), "rank 1 on n2 vanished"),
         ([mark(0, "all", "diverged"), mark(1, "lost")], "", (), "diverged"),
+        ([mark(0, "stopped")], EXITED, ("n2",), "rank 1 on n2 exited with exit code 3"),
         ([], "", (), "status 7"),
     ],
 )
@@ -104,3 +105,12 @@ def test_the_cause(marks, log, nodes, said):
     assert cause.nodes == nodes
     assert said in cause.reason
     assert cause.fatal == (bool(marks) and marks[0].kind == "mistake")
+
+
+def test_ranks_that_were_asked_to_stop_during_the_start():
+    both = [mark(0, "stopped", "stopped by SIGTERM"), mark(1, "stopped")]
+    assert stopped_early(both, "srun: error: n1: task 0: Exited with exit code 75\n") == "stopped by SIGTERM"
+    assert stopped_early(both, "") == "stopped by SIGTERM"
+    assert stopped_early(both[:1], EXITED) is None  # rank 1 died, and srun ended rank 0
+    assert stopped_early([both[0], mark(1, "error")], "") is None
+    assert stopped_early([], "") is None

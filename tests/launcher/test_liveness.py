@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
@@ -12,6 +13,7 @@ import pytest
 
 from clip_train.stop import StopRequest
 from launcher.liveness import LaunchConfig, Liveness, phase_limit, position, stop_time
+from tests.launcher.conftest import ROOT
 
 
 def until(condition, timeout=10.0) -> bool:
@@ -99,5 +101,26 @@ def test_signals_are_flags_and_a_second_term_does_not_kill():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
     finally:
+        signal.set_wakeup_fd(-1)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_signal_is_seen_while_the_main_thread_is_in_c(tmp_path):
+    """A process that never returns to Python, as in a rendezvous whose other ranks are gone."""
+    code = (
+        "import ctypes, time; from clip_train.stop import StopRequest; from launcher.liveness import *\n"
+        "stop = StopRequest(); stop.listen(); Liveness(LaunchConfig(), stop, environ={}).start()\n"
+        "print('up', flush=True)\n"
+        "ctypes.CDLL(None).sleep.argtypes = [ctypes.c_uint]; left = 100\n"
+        "while left: left = ctypes.CDLL(None).sleep(left)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 75
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -127,7 +127,7 @@ class Job:
         return [line["loss"] for line in metrics(self.run_dir)]
 
 
-STEPS = 120
+STEPS = 60
 OPTIONS = {
     "2x1": ["--nodes=2", "--ntasks-per-node=1"],
     "1x2": ["--nodes=1", "--ntasks-per-node=2"],

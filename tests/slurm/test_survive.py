@@ -25,14 +25,14 @@ def finished_like(job, uninterrupted) -> None:
 
 def test_time_limits_requeue_until_it_is_done(submit, uninterrupted):
     """One minute a time: the signal comes 10 to 40 s after the start, for Slurm looks twice a minute."""
-    job = submit("2x1", "--time=1", "--signal=B:USR1@20", overrides=("run.steps=250",))
+    job = submit("2x1", "--time=1", "--signal=B:USR1@20", overrides=("run.steps=300",))
     job.wait(lambda: len(job.attempts()) >= 2 if (job.run_dir / "attempts.jsonl").exists() else False, "2 attempts")
     job.wait_for_state("COMPLETED", timeout=240)
     assert job.verdict() == "DONE", job.told()
     ends = job.attempts()
     assert [end["verdict"] for end in ends] == ["PREEMPTED"] * (len(ends) - 1) + ["DONE"]
     assert all("USR1" in end["reason"] or "the job's time" in end["reason"] for end in ends[:-1])
-    assert len(job.losses()) == 250
+    assert len(job.losses()) == 300
 
 
 def test_preemption_with_a_grace(submit, cluster, uninterrupted):
@@ -168,7 +168,8 @@ def test_torchrun_on_each_node(submit, uninterrupted):
 def test_a_chain_goes_on_and_its_rest_is_cancelled(submit, uninterrupted):
     job = submit("1x2", "chain.sbatch", "--array=1-4%1")
     job.wait_for_step(10)
-    job.cluster.call("scancel", "--batch", "--signal=USR1", f"{job.number}_1")
+    (first,) = job.cluster.call("squeue", "-h", "-t", "RUNNING", "-o", "%A").split()
+    job.cluster.call("scancel", "--batch", "--signal=USR1", first)
     job.wait(lambda: job.cluster.call("squeue", "-h", "-o", "%i") == "", "the chain's end")
     assert job.verdict() == "DONE", job.told()
     assert job.losses()[-1] == pytest.approx(uninterrupted[-1], rel=1e-5)
