@@ -117,11 +117,17 @@ def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: in
 
 
 def stopped_early(marks: Sequence[Mark], log: str) -> str | None:
-    """Why all ranks ended before their first step, if they were asked to. srun asks the same of those that are left
-    when it ends a step in which one rank has died: then that one is the first that it tells of."""
+    """Why the ranks ended before their first step, if they were asked to.
+
+    srun asks the same of the ranks that are left when one has died; then that one is the first that it tells of,
+    and has no such mark.
+    """
+    asked = [mark for mark in marks if mark.kind == "stopped"]
     first = SRUN_ERROR.search(log)
-    asked = first is None or first[3].startswith(("Exited with exit code 75", "Terminated"))
-    return marks[0].message if marks and asked and all(mark.kind == "stopped" for mark in marks) else None
+    begun_by = int(re.match(r"\d+", first[2])[0]) if first else None  # type: ignore[index]
+    if not asked or any(mark.kind not in ("stopped", "lost") for mark in marks):
+        return None
+    return asked[0].message if begun_by is None or begun_by in {mark.rank for mark in marks} else None
 
 
 def _own_error(marks: Sequence[Mark], nodes: Sequence[str]) -> Cause | None:

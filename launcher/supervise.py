@@ -232,8 +232,7 @@ class Supervisor:
             if said is None:
                 say(f"requeued: {decision.why}")
                 self._leave_out_bad_nodes(self.job)
-                time.sleep(120)  # Slurm ends this process
-                return 0
+                return 0  # which no longer matters: the job waits already
             self.signals.listen()
             time.sleep(2)
         say(f"scontrol requeue was refused ({said}): submit the same line again to go on")

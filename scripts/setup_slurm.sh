@@ -62,7 +62,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_delay=1
 SlurmdTimeout=10
 SlurmctldTimeout=10
-KillWait=15
+KillWait=10
 MinJobAge=900
 CompleteWait=0
 JobRequeue=1

@@ -111,6 +111,7 @@ def test_ranks_that_were_asked_to_stop_during_the_start():
     both = [mark(0, "stopped", "stopped by SIGTERM"), mark(1, "stopped")]
     assert stopped_early(both, "srun: error: n1: task 0: Exited with exit code 75\n") == "stopped by SIGTERM"
     assert stopped_early(both, "") == "stopped by SIGTERM"
+    assert stopped_early([both[0], mark(1, "lost")], "srun: error: n2: task 1: Exited with exit code 1\n") is not None
     assert stopped_early(both[:1], EXITED) is None  # rank 1 died, and srun ended rank 0
     assert stopped_early([both[0], mark(1, "error")], "") is None
     assert stopped_early([], "") is None

@@ -112,8 +112,8 @@ def test_a_signal_is_seen_while_the_main_thread_is_in_c(tmp_path):
         "import ctypes, time; from clip_train.stop import StopRequest; from launcher.liveness import *\n"
         "stop = StopRequest(); stop.listen(); Liveness(LaunchConfig(), stop, environ={}).start()\n"
         "print('up', flush=True)\n"
-        "ctypes.CDLL(None).sleep.argtypes = [ctypes.c_uint]; left = 100\n"
-        "while left: left = ctypes.CDLL(None).sleep(left)\n"
+        "mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock\n"
+        "lock(mutex); lock(mutex)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     try:
