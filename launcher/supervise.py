@@ -180,7 +180,8 @@ class Supervisor:
                     if not last_sent:
                         say("USR1, the time limit is near: handed to the ranks")
                     last_sent = time.monotonic()
-                    slurm("scancel", "--signal=USR1", self.job)  # without --batch: to the steps alone
+                    # without --batch: to the steps alone. Of an array's task it delivers, and then retries for ever
+                    slurm("scancel", "--signal=USR1", self.job, timeout=3)
                 time.sleep(0.2)
             tee.join(timeout=10)
         return process.returncode
@@ -289,10 +290,10 @@ def committed_step(run_dir: Path) -> int:
     return max(steps)
 
 
-def slurm(*command: str) -> str | None:
+def slurm(*command: str, timeout: float = 60) -> str | None:
     """Run one of Slurm's commands; None if it worked, else what it said."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
         return f"{shlex.join(command)}: {e}"
     return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or f"status {done.returncode}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -52,6 +53,13 @@ class Cluster:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
+
+    def warn(self, job: str) -> None:
+        """USR1 to a job's batch script, as before its time limit. Of an array's task scancel delivers it, and then
+        retries for ever."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            environ = {**os.environ, "SLURM_CONF": str(self.lab / "slurm.conf")}
+            subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=environ, check=True, timeout=3)
 
 
 @pytest.fixture(scope="session")

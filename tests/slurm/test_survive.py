@@ -159,7 +159,7 @@ def test_a_mistake_is_not_tried_again(submit):
 def test_torchrun_on_each_node(submit, uninterrupted):
     job = submit("2x1", "torchrun.sbatch", RANKS_PER_NODE="1")
     job.wait_for_step(10)
-    job.cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    job.cluster.warn(job.number)
     finished_like(job, uninterrupted)
     assert [end["verdict"] for end in job.attempts()] == ["PREEMPTED", "DONE"], job.told()
     assert "SIGUSR1" in job.attempts()[0]["reason"]
@@ -168,8 +168,7 @@ def test_torchrun_on_each_node(submit, uninterrupted):
 def test_a_chain_goes_on_and_its_rest_is_cancelled(submit, uninterrupted):
     job = submit("1x2", "chain.sbatch", "--array=1-4%1")
     job.wait_for_step(10)
-    (first,) = job.cluster.call("squeue", "-h", "-t", "RUNNING", "-o", "%A").split()
-    job.cluster.call("scancel", "--batch", "--signal=USR1", first)
+    job.cluster.warn(f"{job.number}_1")
     job.wait(lambda: job.cluster.call("squeue", "-h", "-o", "%i") == "", "the chain's end")
     assert job.verdict() == "DONE", job.told()
     assert job.losses()[-1] == pytest.approx(uninterrupted[-1], rel=1e-5)
