@@ -25,7 +25,7 @@ from pydantic import PositiveFloat
 
 from clip_train.settings import Settings
 from clip_train.stop import StopRequest
-from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, leave_mark
+from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, leave_mark, this_rank
 
 
 class LaunchConfig(Settings):
@@ -138,8 +138,10 @@ class Liveness:
         """Asked to stop before the first step: nothing is to be saved, and the others may be gone already."""
         self._asked = self._asked or now
         if now - self._asked > 3:  # seconds; the main thread may come to the first step by itself
-            leave_mark("stopped", f"stopped by {self.stop.reason} before the first step")
-            print(f"clip-train: stopped by {self.stop.reason} before the first step", file=sys.stderr, flush=True)
+            told = f"stopped by {self.stop.reason} before the first step"
+            leave_mark("stopped", told)
+            if this_rank() == 0:  # a launcher asks the same of those that are left when one has failed
+                print(f"clip-train: {told}", file=sys.stderr, flush=True)
             os._exit(75)
 
     def _write_progress(self) -> None:
