@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MARK ?= not peer
 
-.PHONY: help demo test check format clean invariance peers
+.PHONY: help demo test s3 check format clean invariance exactness peers
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
 	@echo "make test        all tests (MARK='not peer and not engine' for a quick look)"
 	@echo "make check       lint, types, import contracts"
 	@echo "make invariance  the table in README: nothing that should not matter does"
+	@echo "make exactness   the one below it: every objective against its own oracle"
 	@echo "make peers       the same weights in OpenCLIP (sets up .venv-peers)"
 	@echo "Set TORCH='torch==2.13.0 --index-url ...' for another build, PYTHON=python3.12 for another Python."
 
@@ -29,9 +30,13 @@ $(READY): setup.py pyproject.toml Makefile
 demo: $(READY)
 	$(BIN)/clip-train demo
 
-test: $(READY)
+test: $(READY) s3
 	@echo "== tests ($(MARK))"
 	$(BIN)/python -m pytest -m "$(MARK)"
+
+s3:
+	@echo "== the S3 server for the tests marked s3, in .venv-s3 (once; half a minute)"
+	@PYTHON=$(PYTHON) bash scripts/setup_s3.sh .venv-s3 || echo "== IT CANNOT BE SET UP: THE S3 TESTS WILL BE SKIPPED"
 
 check: $(READY)
 	@echo "== ruff"
@@ -49,9 +54,12 @@ format: $(READY)
 invariance: $(READY)
 	$(BIN)/python benchmarks/invariance.py
 
+exactness: $(READY)
+	$(BIN)/python benchmarks/exactness.py
+
 peers:
 	PYTHON=$(PYTHON) bash scripts/setup_peers.sh .venv-peers
 	.venv-peers/bin/python -m pytest -m peer tests/peers
 
 clean:
-	rm -rf $(VENV) .venv-peers build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers .venv-s3 build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -41,6 +41,20 @@ def parser(description: str) -> argparse.ArgumentParser:
     return out
 
 
+def find_peer(wanted: str | None, module: str) -> str | None:
+    """A Python that has OpenCLIP and can import `module` of it: `wanted`, that of `.venv-peers`, or this one."""
+    here = ROOT / ".venv-peers" / "bin" / "python"
+    for python in [wanted] if wanted else [str(here), sys.executable]:
+        code = f"import tests.peers.torchvision_shim, {module}"
+        try:
+            found = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, check=False)
+        except OSError:
+            continue
+        if found.returncode == 0:
+            return python
+    return None
+
+
 def environment() -> dict[str, str]:
     """Where the numbers come from."""
 

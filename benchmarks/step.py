@@ -4,6 +4,10 @@ Same model (the weights are copied over and the first loss compared), same globa
 fp32, one thread each. Every trainer is a process of its own that takes one step when told to; they are told
 in turn, so that whatever else the machine does hits all alike. Peak memory is of a fresh process per row.
 
+Texts fill the whole context, so that nothing can be saved on padding (`--texts full`, by which the targets are judged),
+or are as long as captions (`--texts captions`): log-normal around 20 of 77 tokens, sigma 0.45, which is scaled to this
+model's context and clipped to it. Our step cuts a micro-batch at its longest text, as on the loader's batches.
+
 OpenCLIP runs in the environment of `scripts/setup_peers.sh`: `--peer-python .venv-peers/bin/python`.
 """
 
@@ -37,6 +41,7 @@ SEED, LR, CLIP_NORM = 7, 1e-4, 1.0
 # glibc would give large tensors back to the kernel and fault them in again, most at k = 1: as on a GPU, memory is
 # kept while time is measured. The processes whose memory is measured run without this.
 KEEP_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(64 << 20)}
+TEXTS = "STEP_BENCHMARK_TEXTS"  # tells the workers
 MODEL = {
     "embed_dim": 256,
     "vision_cfg": {"image_size": 64, "layers": 6, "width": 256, "head_width": 64, "patch_size": 16},
@@ -49,15 +54,21 @@ MODEL = {
 
 
 def global_batch(N: int):
-    from clip_train.protocols import Batch
+    from clip_train.protocols import Batch, text_lengths
 
     g = torch.Generator().manual_seed(SEED)
     text = MODEL["text_cfg"]
     texts = torch.randint(1, text["vocab_size"] - 1, (N, text["context_length"]), generator=g)
-    texts[:, -1] = text["vocab_size"] - 1  # the highest id of a text is its end, in both trainers
+    lengths = torch.full((N,), text["context_length"])
+    if os.environ.get(TEXTS) == "captions":
+        drawn = 20 * torch.exp(0.45 * torch.randn(N, generator=g)) * text["context_length"] / 77
+        lengths = drawn.round().long().clamp(3, text["context_length"])
+    place = torch.arange(text["context_length"])
+    texts[place == lengths[:, None] - 1] = text["vocab_size"] - 1  # the highest id is the end, in both trainers
+    texts[place >= lengths[:, None]] = 0
     side = MODEL["vision_cfg"]["image_size"]
     images = torch.randint(0, 256, (N, 3, side, side), generator=g, dtype=torch.uint8)
-    return Batch(images, texts, torch.arange(N))
+    return Batch(images, texts, torch.arange(N), text_lengths=text_lengths(texts))
 
 
 def our_model():
@@ -253,20 +264,6 @@ def peak_memory(row: Row, python: str, threads: int, N: int) -> float:
         return worker.step(N, row.k, row.m)["memory"]
 
 
-def find_peer(wanted: str | None) -> str | None:
-    """A Python that has open_clip."""
-    here = ROOT / ".venv-peers" / "bin" / "python"
-    for python in [wanted] if wanted else [str(here), sys.executable]:
-        code = "import tests.peers.torchvision_shim, open_clip_train.train"
-        try:
-            found = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, check=False)
-        except OSError:
-            continue
-        if found.returncode == 0:
-            return python
-    return None
-
-
 def compare(seconds: dict[Row, list[float]], a: Row, b: Row) -> float:
     """How much longer `a` takes than `b`: the median over rounds of the ratio within a round."""
     return statistics.median(x / y for x, y in zip(seconds[a], seconds[b], strict=True))
@@ -291,16 +288,18 @@ def check(seconds: dict[Row, list[float]]) -> list[str]:
 
 
 def main() -> int:
-    from common import finish, parser
+    from common import find_peer, finish, parser
 
     arguments = parser(__doc__ or "")
     arguments.add_argument("--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)")
     arguments.add_argument("--threads", type=int, default=1, help="of each trainer (CPU seconds of 1 are all work)")
     arguments.add_argument("--rounds", type=int, default=5, help="steps of each row that are timed (2 with --quick)")
     arguments.add_argument("--no-memory", action="store_true", help="time only")
+    arguments.add_argument("--texts", choices=["full", "captions"], default="full", help="how long the texts are")
     args = arguments.parse_args()
+    os.environ[TEXTS] = args.texts
     N, ks, rounds = (128, [1, 8], 2) if args.quick else (256, [1, 4, 8, 32], args.rounds)
-    peer = find_peer(args.peer_python)
+    peer = find_peer(args.peer_python, "open_clip_train.train")
     python = {"plain": sys.executable, "deepspeed": sys.executable} | ({"openclip": peer} if peer else {})
     rows = rows_for(list(python), ks)
     missed: list[str] = []

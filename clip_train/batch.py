@@ -1,14 +1,58 @@
-"""The batch arithmetic: the user says `global_size`, everything else is derived here and nowhere else."""
+"""The batch arithmetic: the user says `global_size`, everything else is derived here and nowhere else.
+
+`G` samples are in the global batch of a step, a function of the step alone (`BatchSizes`). `W` ranks share them
+so that they differ by one at most, and cut their shares into `k` micro-batches, equally many on every rank.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import bisect
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import AfterValidator, PositiveInt, model_validator
 
 from clip_train.errors import UserError
 from clip_train.settings import Settings
+
+
+class BatchStage(Settings):
+    """A piece of `batch.schedule`."""
+
+    until_step: PositiveInt
+    """The first step, counted from 0, that this piece is not for."""
+    global_size: PositiveInt
+    """Samples in each of its global batches; with ramp_to, in its first."""
+    ramp_to: PositiveInt | None = None
+    """The size moves linearly from global_size to this, which the step `until_step` would have."""
+    increment: PositiveInt = 1
+    """Of a ramp: the size moves by multiples of so many samples."""
+
+    @model_validator(mode="after")
+    def _increment_is_of_a_ramp(self) -> BatchStage:
+        if self.increment > 1 and self.ramp_to is None:
+            raise ValueError(f"batch.schedule: increment ({self.increment}) needs ramp_to; set it, or drop increment")
+        return self
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes, from a number or from "24GiB", "500 MB". ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", str(value), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise ValueError(f"batch.memory_limit ({value!r}) must be bytes, or a size such as 24GiB or 500MB")
+    number, unit, binary = match.groups()
+    power = " KMGT".index(unit.upper()) if unit else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def _size(value: int | str | None) -> int | str | None:
+    if value is not None:
+        parse_bytes(value)
+    return value  # as the user wrote it: recipes are compared and read
 
 
 class BatchConfig(Settings):
@@ -16,55 +60,238 @@ class BatchConfig(Settings):
 
     global_size: PositiveInt = 256
     """Samples per optimizer step over all ranks, each every other's negative."""
-    micro_size: PositiveInt = 256
+    schedule: list[BatchStage] | None = None
+    """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...], behind which
+    global_size holds. With `ramp_to: 4096` a piece rises (or falls) linearly, in steps of its `increment`."""
+    micro_size: PositiveInt | Literal["auto"] = 256
     """Samples that go through the model at once on a rank (less where a rank has fewer). It changes memory
-    and speed, never the result; the last micro-batch may be shorter."""
-    kept_graphs: PositiveInt | Literal["all"] = 1
+    and speed, never the result; the last micro-batch may be shorter. auto: the fastest that fits, measured
+    at the start."""
+    kept_graphs: PositiveInt | Literal["all", "auto"] = 1
     """How many of the last micro-batches keep their graph and need no second forward. Each costs one
-    micro-batch's activations; "all" is the full-batch step."""
+    micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto, or as many as
+    fit beside a given micro_size."""
+    memory_limit: Annotated[int | str | None, AfterValidator(_size)] = None
+    """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations and features,
+    as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU needs it said (Python and its
+    libraries come on top there, about 0.5 GiB a rank)."""
     accumulation: Literal["cached", "local"] = "cached"
     """cached: every sample of the global batch is every other's negative, however it is cut. local: plain
     gradient accumulation, for comparison: negatives only within a micro-batch on a rank, so that micro_size
     and the number of ranks do change the result."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _graphs_follow_the_size(cls, raw: Any) -> Any:
+        """With a chosen micro-batch the kept graphs are chosen too, unless the recipe says a number."""
+        if isinstance(raw, dict) and raw.get("micro_size") == "auto":
+            return {"kept_graphs": "auto", **raw}
+        return raw
+
+    @model_validator(mode="after")
+    def _pieces_follow_each_other(self) -> BatchConfig:
+        ends = [stage.until_step for stage in self.schedule or []]
+        if any(b <= a for a, b in itertools.pairwise(ends)):
+            raise ValueError(f"batch.schedule: until_step must rise from piece to piece, and is {ends}; sort them")
+        return self
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """The global batch's size at every step."""
+        pieces, begin = [], 0
+        for stage in self.schedule or []:
+            rise = 0 if stage.ramp_to is None else stage.ramp_to - stage.global_size
+            pieces.append(Stretch(begin, stage.until_step - begin, stage.global_size, rise, stage.increment))
+            begin = stage.until_step
+        return BatchSizes((*pieces, Stretch(begin, None, self.global_size)))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps whose sizes lie on one line: `size + rise i / steps` at the i-th, in whole multiples of `unit`."""
+
+    begin: int  # its first step
+    steps: int | None  # None: without end
+    size: int
+    rise: int = 0
+    unit: int = 1
+
+    def at(self, i: int) -> int:
+        """Samples in the global batch of its i-th step."""
+        if self.rise == 0 or self.steps is None:
+            return self.size
+        moved = self.unit * (abs(self.rise) * i // (self.steps * self.unit))
+        return self.size + (moved if self.rise > 0 else -moved)
+
+    def before(self, i: int) -> int:
+        """Samples in its first `i` steps, in closed form."""
+        if self.rise == 0 or self.steps is None:
+            return i * self.size
+        moved = self.unit * floor_sum(i, abs(self.rise), self.steps * self.unit)
+        return i * self.size + (moved if self.rise > 0 else -moved)
+
+
+def floor_sum(n: int, a: int, m: int) -> int:
+    """`sum_{i < n} floor(a i / m)` in O(log m): Euclid's algorithm on the lattice points under a line."""
+    total, b = 0, 0
+    while n > 0:
+        total += (n - 1) * n // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        n, b, a, m = (a * n + b) // m, (a * n + b) % m, m, a
+        if m == 0:
+            break
+    return total
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The sizes of the global batches, a pure function of the step: nothing to save, nothing to restore."""
+
+    stretches: tuple[Stretch, ...]  # the last is without end
+
+    @classmethod
+    def constant(cls, global_size: int) -> BatchSizes:
+        return cls((Stretch(0, None, global_size),))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Samples before each stretch."""
+        starts = [0]
+        for stretch in self.stretches[:-1]:
+            assert stretch.steps is not None
+            starts.append(starts[-1] + stretch.before(stretch.steps))
+        return starts
+
+    def stage(self, step: int) -> int:
+        """Which stretch a step is in."""
+        return bisect.bisect_right(self.stretches, step, key=lambda stretch: stretch.begin) - 1
+
+    def at(self, step: int) -> int:
+        """G: samples in the global batch of `step`, counted from 0."""
+        stretch = self.stretches[self.stage(step)]
+        return stretch.at(step - stretch.begin)
+
+    def before(self, step: int) -> int:
+        """P: samples in all global batches before that of `step`."""
+        number = self.stage(step)
+        stretch = self.stretches[number]
+        return self._starts[number] + stretch.before(step - stretch.begin)
+
+    def whole_steps(self, samples: int) -> int:
+        """The most steps that need no more than `samples`."""
+        return bisect.bisect_right(range(samples + 1), samples, key=self.before) - 1
+
+    def steps_for(self, samples: float) -> int:
+        """The number of steps, at least one, whose samples come nearest to `samples`."""
+        whole = self.whole_steps(int(samples))
+        return max(1, round(whole + (samples - self.before(whole)) / self.at(whole)))
+
+    def distinct(self, stage: int) -> Iterator[int]:
+        """Every size in a stretch, once."""
+        stretch, step, last = self.stretches[stage], 0, None
+        while stretch.rise and stretch.steps is not None and step < stretch.steps:
+            size = stretch.at(step)
+            if size != last:
+                yield size
+                last = size
+            step += 1
+        if last is None:
+            yield stretch.size
+
+    def extremes(self, steps: int | None = None) -> tuple[int, int]:
+        """The smallest and the largest size of the first `steps` steps (None: of all)."""
+        ends = []
+        for stretch in self.stretches:
+            if steps is None or stretch.begin < steps:
+                length = stretch.steps or 1
+                last = length if steps is None or stretch.steps is None else min(length, steps - stretch.begin)
+                ends += [stretch.at(0), stretch.at(last - 1)]
+        return min(ends), max(ends)
+
+    def __str__(self) -> str:
+        """Such as `256 to 1024 until step 1000, then 1024`."""
+        told = []
+        for stretch in self.stretches[:-1]:
+            assert stretch.steps is not None
+            rises = f" to {stretch.size + stretch.rise}" if stretch.rise else ""
+            told.append(f"{stretch.size}{rises} until step {stretch.begin + stretch.steps}, ")
+        return "".join(told) + ("then " if told else "") + str(self.stretches[-1].size)
+
+    def check_ranks(self, world_size: int) -> None:
+        """UserError where some global batch has fewer samples than there are ranks."""
+        smallest, _ = self.extremes()
+        if smallest < world_size:
+            key = "batch.global_size" if len(self.stretches) == 1 else "batch.global_size and batch.schedule: a size"
+            raise UserError(
+                f"{key} ({smallest}) must be at least the number of ranks ({world_size}), each of which needs a "
+                f"sample; raise it to {world_size}, or run on {smallest} rank{'s' if smallest > 1 else ''}"
+            )
+
+
+def shares(total: int, world_size: int) -> list[int]:
+    """How many of `total` samples each rank holds, in the order of the ranks; they differ by one at most."""
+    return [total // world_size + (r < total % world_size) for r in range(world_size)]
+
+
+def num_chunks(largest: int, smallest: int, micro_size: int) -> int:
+    """k: enough for the largest share, and no more than the smallest has samples."""
+    return min(-(-largest // micro_size), smallest)
+
+
+def chunk_sizes(n: int, k: int, micro_size: int) -> list[int]:
+    """n samples in `k` chunks of `micro_size`, none empty: the last ones are shorter where need be.
+
+    With micro_size 1 and shares that differ there is one chunk less than the larger share has samples: its
+    last then has two.
+    """
+    sizes = []
+    for behind in reversed(range(k)):
+        sizes.append(min(micro_size, n - behind) if behind else n)
+        n -= sizes[-1]
+    return sizes
+
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one rank computes its share of the global batch."""
+    """How a rank computes its share of a global batch."""
 
-    global_size: int  # N
+    global_size: int  # G
     world_size: int  # W
     micro_size: int  # b
     kept_graphs: int  # m, 1 <= m <= accum_steps
 
+    def at(self, global_size: int) -> BatchPlan:
+        """The same for a global batch of at most as many samples."""
+        plan = replace(self, global_size=global_size)
+        plan = replace(plan, micro_size=min(self.micro_size, plan.per_rank))
+        return replace(plan, kept_graphs=min(self.kept_graphs, plan.accum_steps))
+
     @property
     def per_rank(self) -> int:
-        """n = N / W samples on each rank."""
-        return self.global_size // self.world_size
+        """n: samples of a rank; where W does not divide G, of those that hold one more."""
+        return -(-self.global_size // self.world_size)
 
     @property
     def accum_steps(self) -> int:
-        """k micro-batches per step; the last may be short."""
-        return -(-self.per_rank // self.micro_size)
+        """k micro-batches per step, on every rank; the last may be short."""
+        return num_chunks(self.per_rank, self.global_size // self.world_size, self.micro_size)
 
     @property
     def forwards_per_sample(self) -> float:
         """1 for the graphs that are kept, 2 for the others: the price of the cache."""
-        short = self.per_rank - (self.accum_steps - 1) * self.micro_size
-        kept = (self.kept_graphs - 1) * self.micro_size + short
-        return 2 - kept / self.per_rank
+        chunks = chunk_sizes(self.per_rank, self.accum_steps, self.micro_size)
+        return 2 - sum(chunks[-self.kept_graphs :]) / self.per_rank
 
 
 def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
-    """The plan for `world_size` ranks; UserError where the ranks cannot have equally many samples."""
-    N = config.global_size
-    if N % world_size:
-        below = N // world_size * world_size
-        nearest = f"{below} and {below + world_size}" if below else str(world_size)
-        raise UserError(
-            f"batch.global_size ({N}) must be a multiple of the number of ranks ({world_size}); the nearest: {nearest}"
-        )
-    micro = min(config.micro_size, N // world_size)
-    plan = BatchPlan(N, world_size, micro, 1)
-    kept = plan.accum_steps if config.kept_graphs == "all" else min(config.kept_graphs, plan.accum_steps)
-    return BatchPlan(N, world_size, micro, kept)
+    """The plan of the largest global batch on `world_size` ranks; UserError where a rank would get no sample.
+
+    Where something is `auto` it is the smallest plan, until memory has been looked at (`clip_train.memory`).
+    """
+    config.sizes.check_ranks(world_size)
+    _, largest = config.sizes.extremes()
+    micro = 1 if config.micro_size == "auto" else config.micro_size
+    plan = BatchPlan(largest, world_size, micro, 1).at(largest)
+    wanted = config.kept_graphs
+    kept = plan.accum_steps if wanted == "all" else 1 if wanted == "auto" else min(wanted, plan.accum_steps)
+    return replace(plan, kept_graphs=kept)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from clip_train import batch
 from clip_train.errors import ClipTrainError, RemoteRankError
 
 T = TypeVar("T")
@@ -51,8 +52,7 @@ def all_gather(x: Tensor) -> Tensor:
 
 def shares(total: int) -> list[int]:
     """How many of `total` samples each rank holds, in the order of the ranks; they differ by one at most."""
-    W = world_size()
-    return [total // W + (r < total % W) for r in range(W)]
+    return batch.shares(total, world_size())
 
 
 def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -114,11 +114,16 @@ def sum_scalars(*values: float) -> list[float]:
 
 def max_scalar(value: float) -> float:
     """The largest of one number per rank."""
+    return max_scalars(value)[0]
+
+
+def max_scalars(*values: float) -> list[float]:
+    """The largest of each number over ranks, in float64."""
     if world_size() == 1:
-        return float(value)
-    x = torch.tensor([value], dtype=torch.float64, device=comm_device())
+        return [float(v) for v in values]
+    x = torch.tensor(values, dtype=torch.float64, device=comm_device())
     torch_dist.all_reduce(x, op=torch_dist.ReduceOp.MAX)
-    return x.item()
+    return x.tolist()
 
 
 def any_rank(flag: bool) -> bool:

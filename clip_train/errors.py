@@ -40,6 +40,10 @@ class DivergedError(ClipTrainError):
     everywhere = True
 
 
+class OutOfMemoryError(ClipTrainError):
+    """No memory, and no smaller way to compute the step from here."""
+
+
 class RemoteRankError(ClipTrainError):
     """Another rank failed and has printed why; this rank ends with it, silently."""
 

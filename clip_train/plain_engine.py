@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from clip_train import dist
 from clip_train.errors import UserError
-from clip_train.protocols import FeatureGradients, Features, Fragment, FragmentSource, MicroBatch, StepReport
+from clip_train.protocols import FeatureGradients, Features, Fragment, FragmentSource, MicroBatch, Phase, StepReport
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP's ceiling on the parameter: the factor stays at most 100
+
+LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
 
 
 def surrogate(features: Features, gradients: FeatureGradients) -> Tensor:
@@ -57,6 +59,15 @@ class PlainEngine:
 
     def backward(self, features: Features, gradients: FeatureGradients) -> None:
         surrogate(features, gradients).backward()
+
+    def discard_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def recovers(self, phase: Phase) -> bool:
+        return phase != "loss" or dist.world_size() == 1  # the loss gathers features
+
+    def remedy(self, phase: Phase) -> str:
+        return LOSS_REMEDY
 
     def step(self, lr: float) -> StepReport:
         if self.optimizer is None:

@@ -1,24 +1,31 @@
 """What the rooms of the house say to each other: batches, features, gradients, and the Engine.
 
 Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` samples on each rank,
-`n = k b` samples on a rank, `N = W n` in the global batch, `D` the width of the features.
+`n` samples on a rank, `N` in the global batch, `D` the width of the features. Where W does not divide N, the
+first N % W ranks hold one sample more than the others; where b does not divide n, the last micro-batch is short.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from clip_train.batch import chunk_sizes, num_chunks
+
+Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
+TEXT_STEP = 8  # a micro-batch's texts are cut at multiples of this: each length is a shape to allocate or compile for
 
 
 @dataclass
 class Batch:
     """One rank's share of a global batch, in the canonical order (see `clip_train.data`).
 
-    Rank r holds positions `[r n, (r + 1) n)` of the global batch, whatever the number of ranks.
+    Ranks hold contiguous shares of it, one after another, whatever their number.
     """
 
     images: Tensor  # uint8 [n, 3, H, W], not normalised: the model does that on the device
@@ -27,6 +34,8 @@ class Batch:
     keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> its position AFTER this batch
     bad_samples: dict[str, int] = field(default_factory=dict)  # "reason\tshard" -> count, met making this batch
+    shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
+    text_lengths: list[int] | None = None  # n, see `text_lengths`; None: micro-batches hold texts as they are
 
     def __len__(self) -> int:
         return len(self.images)
@@ -34,18 +43,41 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
         move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "texts", "sample_seeds")}
-        return Batch(**move, keys=self.keys, cursors=self.cursors, bad_samples=self.bad_samples)
+        return replace(self, **move)
+
+    @property
+    def global_size(self) -> int | None:
+        """N; None where every rank holds as many samples as this one."""
+        return sum(self.shares) if self.shares else None
 
     def micro_batches(self, micro_size: int) -> list[MicroBatch]:
-        """Slices of `micro_size` samples; the last one may be shorter."""
+        """Slices of `micro_size` samples, equally many on every rank; the last may be shorter (`chunk_sizes`).
+
+        Texts are cut where all of them have ended.
+        """
+        counts = self.shares or (len(self),)
+        sizes = chunk_sizes(len(self), num_chunks(max(counts), min(counts), micro_size), micro_size)
+        stops = list(itertools.accumulate(sizes, initial=0))
         return [
             MicroBatch(
-                self.images[i : i + micro_size],
-                self.texts[i : i + micro_size],
-                self.sample_seeds[i : i + micro_size],
+                self.images[start:stop],
+                self.texts[start:stop, : self._longest_text(start, stop)],
+                self.sample_seeds[start:stop],
             )
-            for i in range(0, len(self), micro_size)
+            for start, stop in itertools.pairwise(stops)
         ]
+
+    def _longest_text(self, start: int, stop: int) -> int:
+        """Tokens to keep of texts `[start, stop)`; known without asking the device, and rounded up to few shapes."""
+        if self.text_lengths is None:
+            return self.texts.shape[1]
+        longest = max(self.text_lengths[start:stop])
+        return min(-(-longest // TEXT_STEP) * TEXT_STEP, self.texts.shape[1])
+
+
+def text_lengths(texts: Tensor) -> list[int]:
+    """Tokens of each text, int64 [n, L], up to its end: the highest id. A causal tower reads nothing behind it."""
+    return (texts.argmax(dim=1) + 1).tolist()
 
 
 @dataclass
@@ -53,7 +85,7 @@ class MicroBatch:
     """What goes through the model at once."""
 
     images: Tensor  # uint8 [b, 3, H, W]
-    texts: Tensor  # int64 [b, context_length]
+    texts: Tensor  # int64 [b, L], L at most context_length
     sample_seeds: Tensor  # int64 [b]
 
     def __len__(self) -> int:
@@ -121,17 +153,25 @@ class FragmentSource(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """One model with its optimizer on W ranks. `launcher.engine` builds it on DeepSpeed, `PlainEngine` on torch."""
+class Differentiable(Protocol):
+    """What the two passes need of an engine."""
 
     device: torch.device
 
-    def train(self, mode: bool = True) -> None:
-        """Training (dropout on) or evaluation mode."""
-        ...
-
     def forward(self, micro_batch: MicroBatch) -> Features:
         """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often."""
+        ...
+
+    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+        """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
+        ...
+
+
+class Engine(Differentiable, Protocol):
+    """One model with its optimizer on W ranks. `launcher.engine` builds it on DeepSpeed, `PlainEngine` on torch."""
+
+    def train(self, mode: bool = True) -> None:
+        """Training (dropout on) or evaluation mode."""
         ...
 
     def encode_image(self, images: Tensor) -> Tensor:
@@ -142,8 +182,16 @@ class Engine(Protocol):
         """int64 [b, context_length] -> normalised [b, D]. All ranks call it equally often."""
         ...
 
-    def backward(self, features: Features, gradients: FeatureGradients) -> None:
-        """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
+    def discard_gradients(self) -> None:
+        """As if no backward had been called since the last step, even in the midst of one. All ranks call it."""
+        ...
+
+    def recovers(self, phase: Phase) -> bool:
+        """Whether a rank that fails in `phase` leaves no other waiting, and `discard_gradients` makes it good."""
+        ...
+
+    def remedy(self, phase: Phase) -> str:
+        """What a user can do where it does not."""
         ...
 
     def step(self, lr: float) -> StepReport:

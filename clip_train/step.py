@@ -9,16 +9,29 @@ and the loss in closed form).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import ContrastiveLoss, FeatureCache, LocalInfoNCE, StatefulLoss, contrast
+from clip_train.contrastive import (
+    ContrastiveLoss,
+    FeatureCache,
+    InfoNCE,
+    LocalInfoNCE,
+    SigmoidLoss,
+    StatefulLoss,
+    contrast,
+)
 from clip_train.contrastive.distill import Teacher
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import DivergedError
-from clip_train.protocols import Batch, Engine, FeatureGradients
+from clip_train.library import UserBatch, UserEngine
+from clip_train.protocols import Batch, Differentiable, Engine, FeatureGradients, Phase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,16 @@ class StepResult:
     extra: dict[str, float] = field(default_factory=dict)  # what the objective has to tell beside the loss
 
 
+class Guard(Protocol):
+    """Runs one part of a step."""
+
+    def __call__(self, phase: Phase, action: Callable[[], T], /) -> T: ...
+
+
+def unguarded(phase: Phase, action: Callable[[], T], /) -> T:
+    return action()
+
+
 def train_step(
     engine: Engine,
     batch: Batch,
@@ -40,21 +63,26 @@ def train_step(
     micro_size: int,
     kept_graphs: int,
     lr: float,
+    guard: Guard = unguarded,
 ) -> StepResult:
     """Take one optimizer step on this rank's share `batch`, on the engine's device, of the global batch.
 
-    The result does not depend on `micro_size` or `kept_graphs` beyond rounding. All ranks must hold equally
-    many samples. DivergedError, on all ranks, before the update, if the loss is not finite.
+    The result does not depend on `micro_size` or `kept_graphs` beyond rounding. Ranks that do not hold equally
+    many samples need `batch.shares`. DivergedError, on all ranks, before the update, if the loss is not finite. `guard`
+    runs each part (`clip_train.recovery`): up to the last one, a step that fails has changed nothing but gradients.
     """
     engine.train()
     if isinstance(contrastive, LocalInfoNCE):
         return local_step(engine, batch, contrastive, micro_size=micro_size, lr=lr)
     teacher = getattr(contrastive, "teacher", None)
-    cache = encode(engine, batch, micro_size, kept_graphs, teacher)  # pass 1: features; graphs of the last ones only
+    # pass 1: features; graphs of the last ones only
+    cache = guard("forward pass", lambda: encode(engine, batch, micro_size, kept_graphs, teacher))
     scale = cache.entries[-1].features.logit_scale.item()
-    outcome = contrast(contrastive, cache, batch.keys)  # once, over the global batch
+    # once, over the global batch
+    outcome = guard("loss", lambda: contrast(contrastive, cache, batch.keys, batch.global_size))
     loss = finite(outcome.loss.item())
-    replay(engine, cache, cache.split(outcome))  # pass 2: the cached gradients go back through the model
+    # pass 2: the cached gradients go back through the model
+    guard("backward pass", lambda: replay(engine, cache, cache.split(outcome)))
     result = update(engine, lr, StepResult(loss, math.nan, scale, extra=outcome.extra))
     if isinstance(contrastive, StatefulLoss):
         contrastive.after_step()
@@ -76,7 +104,7 @@ def update(engine: Engine, lr: float, result: StepResult) -> StepResult:
 
 
 def encode(
-    engine: Engine, batch: Batch, micro_size: int, kept_graphs: int, teacher: Teacher | None = None
+    engine: Differentiable, batch: Batch, micro_size: int, kept_graphs: int, teacher: Teacher | None = None
 ) -> FeatureCache:
     """Pass 1: every micro-batch's features, keeping the graphs of the last `kept_graphs` (at least one).
 
@@ -100,7 +128,7 @@ def encode(
     return cache
 
 
-def replay(engine: Engine, cache: FeatureCache, gradients: list[FeatureGradients]) -> None:
+def replay(engine: Differentiable, cache: FeatureCache, gradients: list[FeatureGradients]) -> None:
     """Pass 2: kept graphs first, which frees them; then each other micro-batch again, with its own randomness.
 
     The random state afterwards is the one after pass 1, as if there had been one forward.
@@ -118,9 +146,9 @@ def replay(engine: Engine, cache: FeatureCache, gradients: list[FeatureGradients
 def local_step(engine: Engine, batch: Batch, contrastive: LocalInfoNCE, *, micro_size: int, lr: float) -> StepResult:
     """Plain gradient accumulation: each micro-batch on each rank is its own contrastive batch. No cache.
 
-    The loss is the mean over micro-batches, each weighed by its samples (only a short last one differs).
+    The loss is the mean over micro-batches, each weighed by its samples.
     """
-    N = len(batch) * dist.world_size()
+    N = batch.global_size or len(batch) * dist.world_size()
     total = 0.0
     for micro_batch in batch.micro_batches(micro_size):
         features = engine.forward(micro_batch)
@@ -132,3 +160,45 @@ def local_step(engine: Engine, batch: Batch, contrastive: LocalInfoNCE, *, micro
         engine.backward(features, FeatureGradients(d_image, d_text, d_scale))
     loss = finite(dist.sum_scalars(total)[0])
     return update(engine, lr, StepResult(loss, math.nan, seen.logit_scale.item()))
+
+
+def contrastive_step(
+    model: Callable[..., Any],
+    images: Any,
+    texts: Any,
+    *,
+    micro_size: int,
+    kept_graphs: int = 1,
+    loss: InfoNCE | SigmoidLoss | None = None,
+) -> torch.Tensor:
+    """The two passes over anybody's module, for a training loop of one's own: see docs/library.md.
+
+    Adds the gradient of the mean loss over the global batch to `.grad`; clearing it before and stepping the optimizer
+    afterwards is the caller's. Under DistributedDataParallel it is then the same on all ranks.
+
+    Args:
+        model: `model(images, texts)` -> (image_features [b, D], text_features [b, D], both normalised, logit_scale:
+            the factor itself[, logit_bias]), or a dict with these names. Its training mode is left as it is.
+        images, texts: this rank's n samples: tensors, sequences, or dicts of them, on the model's device. All ranks
+            need equally many.
+        micro_size: samples that go through the model at once.
+        kept_graphs: micro-batches whose graphs are kept, at least 1; more spare more forwards and need more memory.
+        loss: None is InfoNCE().
+
+    Returns:
+        The loss over the global batch, float64 [], detached; not checked for being finite.
+
+    Raises:
+        ValueError: inputs that cannot be cut alike; a model that returns something else; another kind of loss.
+    """
+    contrastive = InfoNCE() if loss is None else loss
+    if not isinstance(contrastive, (InfoNCE, SigmoidLoss)) or isinstance(contrastive, LocalInfoNCE):
+        raise ValueError(
+            f"loss must be InfoNCE or SigmoidLoss, not {type(contrastive).__name__}: others need a trainer"
+        )
+    batch = UserBatch(images, texts)
+    engine = UserEngine(model, batch, micro_size, kept_graphs)
+    cache = encode(engine, batch, micro_size, engine.kept_graphs)
+    outcome = contrast(contrastive, cache, batch.keys)
+    replay(engine, cache, cache.split(outcome))
+    return outcome.loss

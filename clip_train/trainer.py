@@ -7,16 +7,18 @@ the engine's numbers into the metrics. Everything that can end a run is agreed o
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from clip_train import dist
-from clip_train.batch import BatchPlan
+from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, StatefulLoss
 from clip_train.contrastive.rng import RngState
+from clip_train.data import BadSampleLog, epoch_of, merge_cursors
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics import (
     ProgressLine,
@@ -28,7 +30,8 @@ from clip_train.metrics import (
     peak_memory_bytes,
 )
 from clip_train.protocols import Batch, Engine
-from clip_train.step import StepResult, train_step
+from clip_train.recovery import recovering_step
+from clip_train.step import StepResult
 from clip_train.stop import StopRequest
 
 
@@ -46,7 +49,7 @@ class Position:
 
     step: int = 0  # optimizer steps taken
     samples: int = 0  # seen by all ranks together
-    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> position; this rank's lanes
+    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> position, as far as this rank knows
 
 
 @dataclass
@@ -56,7 +59,8 @@ class Trainer:
     engine: Engine
     contrastive: ContrastiveLoss
     batches: Iterable[Batch]  # endless; this rank's shares
-    plan: BatchPlan
+    plan: BatchPlan  # of the largest global batch
+    sizes: BatchSizes
     steps: int
     learning_rate: Callable[[int], float]  # step, from 0 -> rate
     checkpoints: CheckpointManager
@@ -65,11 +69,13 @@ class Trainer:
     evaluate: Callable[[], dict[str, float]] | None = None
     evaluate_every: int | None = None
     digest: bool = False
+    log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
     run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
     phase: Callable[[str], None] = lambda phase: None  # told where the rank is: "step", "save", "evaluate"
     position: Position = field(default_factory=Position)
-    bad_samples: Counter[str] = field(default_factory=Counter)
+    bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
+    next_epoch: int = 0  # that all lanes have reached behind the batch at hand
     failure: Exception | None = None  # of this rank alone, to be told to the others at the next boundary
 
     def resume(self, resumed: Resumed) -> None:
@@ -77,8 +83,7 @@ class Trainer:
         state = resumed.state
         self.engine.load_fragments(resumed.reader, state["engine"])
         self.position = Position(state["step"], state["samples"], state["cursors"])
-        # the sum over ranks was saved: one rank takes it
-        self.bad_samples = Counter(state["bad_samples"]) if dist.is_main() else Counter()
+        self.bad_samples = BadSampleLog.load(state)
         if resumed.rank_tensors is not None:
             RngState.from_tensors(resumed.rank_tensors, self.engine.device).restore()
         if isinstance(self.contrastive, StatefulLoss):
@@ -111,27 +116,28 @@ class Trainer:
         if self.failure is None:
             try:
                 batch = next(batches).to(self.engine.device)
+                if self.engine.device.type == "cuda":
+                    torch.cuda.synchronize(self.engine.device)  # the wait ends when the batch is there
             except StopIteration:
                 self.failure = DataError("the data has ended, although it should go round")
             except Exception as e:
                 self.failure = e
         word = Boundary.FAILED if self.failure else Boundary.STOP if self.stop.reason else Boundary.GO_ON
-        agreed = dist.max_scalar(word)
+        # a lane's epoch ends where its cursor stands in the next; the run's with the slowest lane of all ranks
+        agreed, behind = dist.max_scalars(word, -epoch_of(batch.cursors) if batch is not None else 0)
         if agreed == Boundary.FAILED:
+            self.bad_samples.sum()  # for the report
             dist.raise_agreed(self.failure)
+        self.next_epoch = int(-behind)
         return None if agreed == Boundary.STOP else batch
 
     def _step(self, batch: Batch, timer: StepTimer) -> None:
         """One step with all that follows from it."""
         lr = self.learning_rate(self.position.step)
+        plan = self.plan.at(self.sizes.at(self.position.step))
         try:
-            result = train_step(
-                self.engine,
-                batch,
-                self.contrastive,
-                micro_size=self.plan.micro_size,
-                kept_graphs=self.plan.kept_graphs,
-                lr=lr,
+            result, fitting = recovering_step(
+                self.engine, batch, self.contrastive, plan, lr=lr, log=self._tell_of_this_step
             )
         except DivergedError as e:
             good = self.checkpoints.last_good
@@ -142,12 +148,19 @@ class Trainer:
                 f"step {self.position.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
                 "or raise schedule.warmup_steps, and run again"
             ) from None
+        if fitting is not plan:  # where memory has ended, and smaller from here on
+            kept = min(self.plan.kept_graphs, fitting.kept_graphs)
+            self.plan = replace(self.plan, micro_size=fitting.micro_size, kept_graphs=kept)
+            plan = fitting
         position = self.position
         position.step += 1
-        position.samples += self.plan.global_size
-        position.cursors = dict(batch.cursors)  # those of this rank's lanes: others would go stale here
-        self.bad_samples.update(batch.bad_samples)
-        self._record(result, lr, timer.finish(), batch)
+        position.samples += plan.global_size
+        position.cursors = merge_cursors([position.cursors, batch.cursors])
+        self.bad_samples.add(batch.bad_samples)
+        self._record(result, lr, plan, timer.finish(), batch)
+        told = self.bad_samples.reached(self.next_epoch, position.step)
+        if told is not None:
+            self.progress.message(told)
         if position.step == self.steps:
             return  # `run` saves and evaluates at the end
         pause = False
@@ -159,6 +172,10 @@ class Trainer:
             self._evaluate()
         if pause:
             timer.restart()
+
+    def _tell_of_this_step(self, message: str) -> None:
+        if dist.is_main():
+            self.log(f"step {self.position.step + 1}: {message}")
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
@@ -178,7 +195,7 @@ class Trainer:
         except Exception as e:
             self.failure = self.failure or e
 
-    def _record(self, result: StepResult, lr: float, times: StepTimes, batch: Batch) -> None:
+    def _record(self, result: StepResult, lr: float, plan: BatchPlan, times: StepTimes, batch: Batch) -> None:
         digest = None
         if self.digest:
             digest = batch_digest(key for keys in dist.gather_objects(batch.keys) for key in keys)
@@ -189,12 +206,12 @@ class Trainer:
             grad_norm=result.grad_norm,
             logit_scale=result.logit_scale,
             lr=lr,
-            samples_per_second=self.plan.global_size / times.step,
+            samples_per_second=plan.global_size / times.step,
             step_seconds=times.step,
             data_wait_seconds=times.data_wait,
-            micro_size=self.plan.micro_size,
-            accum_steps=self.plan.accum_steps,
-            kept_graphs=self.plan.kept_graphs,
+            micro_size=plan.micro_size,
+            accum_steps=plan.accum_steps,
+            kept_graphs=plan.kept_graphs,
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             batch_digest=digest,
         ).to_dict()
@@ -204,15 +221,15 @@ class Trainer:
 
     def _save(self) -> bool:
         self.phase("save")
-        everyone = dist.gather_objects((self.position.cursors, dict(self.bad_samples)))
-        cursors = {lane: cursor for share, _ in everyone for lane, cursor in share.items()}
-        bad_samples = sum((Counter(counts) for _, counts in everyone), Counter[str]())
+        everyone = dist.gather_objects(self.position.cursors)
+        cursors = merge_cursors(everyone)  # a lane's newest: of who took from it last
+        self.bad_samples.sum()
         state = {
             **self.run_state,
             "step": self.position.step,
             "samples": self.position.samples,
             "cursors": cursors,
-            "bad_samples": dict(bad_samples),
+            **self.bad_samples.state(),
             "engine": self.engine.extra_state(),
         }
         rng = RngState.capture(self.engine.device).tensors()

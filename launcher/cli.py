@@ -24,6 +24,7 @@ examples:
   clip-train demo                                        train on captioned shapes, 4 minutes on a laptop
   clip-train train recipes/vit_b32.yaml optim.lr=1e-3    all GPUs of this machine; resumes by itself when run again
   torchrun --nproc-per-node 8 -m launcher train recipes/vit_b32.yaml engine.precision=bf16
+  clip-train index 's3://bucket/cc12m/{00000..01242}.tar'   once, before training from shards
   clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
 """
 
@@ -122,6 +123,16 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--output", help="folder to write (default: <run.dir>/export)")
     export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
 
+    index = verbs.add_parser(
+        "index",
+        help="count and checksum shards, so that epochs are exact and damage is seen",
+        description="Read shards once and write sizes.json and clip_train_index.json beside them, on disk or on S3.",
+    )
+    index.add_argument("shards", nargs="+", metavar="SHARDS", help="as data.train: paths, URLs, braces, globs")
+    index.add_argument("--caption-key", help="as data.caption_key: count samples with this key in their .json")
+    index.add_argument("--workers", type=int, help="processes (default: one for each CPU, 2 to 16)")
+    index.add_argument("--check", action="store_true", help="read again and compare with the index; write nothing")
+
     demo = add(
         "demo",
         "train a small CLIP in minutes and see it work",
@@ -165,11 +176,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         return print_keys()
     # torch's and DeepSpeed's own launchers may append --local_rank=N; the environment says it already.
     arguments = [a for a in arguments if not a.startswith(("--local_rank", "--local-rank"))]
-    parser = build_parser()
-    args, rest = parser.parse_known_args(arguments)
-    if any(word.startswith("-") or "=" not in word for word in rest):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.overrides += rest  # overrides that stand behind an option
+    args = parse(arguments)
     try:
         return _run(args, arguments, stop, startup)
     except ClipTrainError as e:
@@ -187,6 +194,18 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
             raise
         _say(f"error: lost contact with another rank, which has its own message: {' '.join(str(e).split())[:300]}")
         return 1
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """As the parser has it; overrides may also stand behind options, where argparse looks for none."""
+    parser = build_parser()
+    args, left = parser.parse_known_args(arguments)
+    overrides = [each for each in left if "=" in each and not each.startswith("-")]
+    if len(overrides) < len(left) or (left and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        args.overrides = [*args.overrides, *left]
+    return args
 
 
 def _rank() -> str | None:
@@ -211,6 +230,10 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
         from launcher.doctor import run_doctor
 
         return run_doctor(args.overrides, as_json=args.json)
+    if args.verb == "index":
+        from launcher.index import run_index
+
+        return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
 
     from launcher.config import load_config
 

@@ -6,6 +6,7 @@ All mistakes are reported at once, each with its path, its value and what to wri
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,16 +23,18 @@ from pydantic import (
     model_validator,
 )
 
-from clip_train.batch import BatchConfig
+from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
 from clip_train.data.config import DataConfig
+from clip_train.data.index import index_of
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import ModelConfig
 from clip_train.optim import OptimConfig, ScheduleConfig
 from clip_train.settings import Settings
+from clip_train.storage import StorageConfig
 from launcher.ds_config import EngineConfig
 from launcher.liveness import LaunchConfig
 
@@ -48,7 +51,7 @@ class RunSection(Settings):
     steps: PositiveInt | None = None
     """Optimizer steps in all. Give this or run.epochs."""
     epochs: PositiveFloat | None = None
-    """An alternative to run.steps; needs data.num_samples."""
+    """An alternative to run.steps; needs an index of the shards, or data.num_samples."""
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
@@ -63,6 +66,7 @@ class RunConfig(Settings):
     run: RunSection
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
+    storage: StorageConfig = Field(default_factory=StorageConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -77,7 +81,8 @@ class RunConfig(Settings):
     def _epochs_need_a_size(self) -> RunConfig:
         if self.run.epochs is not None and self.data.num_samples is None:
             raise ValueError(
-                f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch; or give run.steps"
+                f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch, "
+                "or shards with an index (`clip-train index`); or give run.steps"
             )
         if self.schedule.warmup_steps >= self.steps and self.schedule.warmup_steps > 0:
             raise ValueError(
@@ -100,7 +105,18 @@ class RunConfig(Settings):
                 raise ValueError(f"{what} goes with loss.kind=info_nce, not with {self.loss.kind}")
         if self.model.teacher is not None and self.batch.accumulation == "local":
             raise ValueError(f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached")
+        if self.batch.accumulation == "local" and self.chosen:
+            raise ValueError(
+                f"{self.chosen[0]} (auto) needs batch.accumulation=cached: with local the size of a micro-batch "
+                "changes what is learned; set it to a number"
+            )
         return self
+
+    @property
+    def chosen(self) -> list[str]:
+        """The keys that say `auto` and are chosen by memory (see `launcher.sizing`)."""
+        keys = ("batch.micro_size", "batch.kept_graphs", "engine.activation_checkpointing", "engine.reduce_gradients")
+        return [key for key in keys if getattr(getattr(self, key.split(".")[0]), key.split(".")[1]) == "auto"]
 
     @property
     def steps(self) -> int:
@@ -108,7 +124,7 @@ class RunConfig(Settings):
         if self.run.steps is not None:
             return self.run.steps
         assert self.run.epochs is not None and self.data.num_samples is not None
-        return max(1, round(self.run.epochs * self.data.num_samples / self.batch.global_size))
+        return self.batch.sizes.steps_for(self.run.epochs * self.data.num_samples)
 
     @property
     def run_dir(self) -> Path:
@@ -185,7 +201,25 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     """The recipe at `path` with overrides, checked. UserError lists every mistake."""
-    return check_config(apply_overrides(read_recipe(path), overrides or []), path)
+    return check_config(count_samples(apply_overrides(read_recipe(path), overrides or [])), path)
+
+
+def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with data.num_samples from the shards' index, where run.epochs needs it and the recipe leaves it out."""
+    run, data = raw.get("run"), raw.get("data")
+    if not (isinstance(run, dict) and isinstance(data, dict)):
+        return raw
+    if run.get("epochs") is None or data.get("num_samples") is not None:
+        return raw
+    try:
+        config = DataConfig.model_validate(data)
+        storage = StorageConfig.model_validate(raw.get("storage") or {})
+    except ValidationError:
+        return raw  # to be explained with all other mistakes
+    if config.train_weights is not None or config.resampled:
+        return raw  # no epoch in which each sample comes once
+    counted = index_of(config, storage).num_samples(config.caption_key)
+    return raw if counted is None else {**raw, "data": {**data, "num_samples": counted}}
 
 
 def check_config(raw: dict[str, Any], source: str) -> RunConfig:
@@ -200,19 +234,18 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
 def _explain(error: Any) -> str:
     """One pydantic error as: field (value): what is wrong; what to do."""
     path = ".".join(str(part) for part in error["loc"])
+    key = ".".join(itertools.takewhile(lambda part: isinstance(part, str), error["loc"]))  # a list is set as a whole
     value = error["input"]
     match error["type"]:
         case "extra_forbidden":
             return f"{path} ({value!r}): there is no such key; {_nearest(path)}"
         case "missing":
-            return f"{path} is missing; add it to the recipe, or {path}=... to the command"
+            return f"{path} is missing; add it to the recipe, or {key}=... to the command"
         case "value_error":
             return str(error["ctx"]["error"])
         case _:
             remedy = " (an empty section? delete it)" if value is None and "." not in path else ""
-            return (
-                f"{path} ({value!r}): {error['msg'][0].lower()}{error['msg'][1:]}{remedy}; set {path}=<a valid value>"
-            )
+            return f"{path} ({value!r}): {error['msg'][0].lower()}{error['msg'][1:]}{remedy}; set {key}=<a valid value>"
 
 
 # What users of OpenCLIP and of Hugging Face would write.
@@ -244,6 +277,8 @@ OTHER_NAMES = {
 
 def _nearest(path: str) -> str:
     known = [key for key, _ in known_keys()]
+    if path.startswith("batch.schedule."):
+        return f"known ones are {', '.join(BatchStage.model_fields)}"
     meant = OTHER_NAMES.get(path.rsplit(".", 1)[-1].replace("-", "_"))
     if meant is not None:
         return f"did you mean {meant}?"

@@ -41,13 +41,15 @@ class EngineConfig(Settings):
     """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always."""
-    activation_checkpointing: bool = False
-    """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory."""
+    activation_checkpointing: bool | Literal["auto"] = False
+    """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory.
+    auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
-    reduce_gradients: Literal["once", "each_backward"] = "each_backward"
+    reduce_gradients: Literal["once", "each_backward", "auto"] = "each_backward"
     """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per step, holding
-    a whole gradient, summed in the model's precision, on every rank until then. Stages 0 and 1 always do it once."""
+    a whole gradient, summed in the model's precision, on every rank until then. Stages 0 and 1 always do it once.
+    auto: by the memory that there is; in fp32 only, where the order of the sums is all that differs."""
     compile: bool = False
     """torch.compile the model through DeepSpeed."""
     ds_config: str | None = None
@@ -103,6 +105,14 @@ def load_base(config: EngineConfig) -> dict[str, Any]:
     if not isinstance(base, dict):
         raise UserError(f"engine.ds_config ({path}) must hold a JSON object, not {type(base).__name__}")
     return base
+
+
+def reduce_bucket_elements(config: EngineConfig) -> int:
+    """Elements of the buffer through which ZeRO 1 to 3 send gradients; DeepSpeed's default is 5e8."""
+    if config.zero_stage == 0:
+        return 0
+    said = load_base(config).get("zero_optimization", {}).get("reduce_bucket_size", 500_000_000)
+    return int(float(said)) if said != "auto" else 500_000_000
 
 
 def build_ds_config(

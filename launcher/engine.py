@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from clip_train import dist
-from clip_train.plain_engine import MAX_LOGIT_SCALE, surrogate
-from clip_train.protocols import FeatureGradients, Features, Fragment, FragmentSource, MicroBatch, StepReport
+from clip_train.plain_engine import LOSS_REMEDY, MAX_LOGIT_SCALE, surrogate
+from clip_train.protocols import FeatureGradients, Features, Fragment, FragmentSource, MicroBatch, Phase, StepReport
 from launcher.fragments import OwnedSlice, owned_slices, start_optimizer_state
 
 
@@ -79,6 +79,28 @@ def _refuse_scalars(model: nn.Module) -> None:
             )
 
 
+def forget_gradients(optimizer: Any) -> None:
+    """Bring a ZeRO optimizer of stage 1 or 2 back to where a step begins, also from the midst of a backward.
+
+    DeepSpeed has nothing for this: its own clearing after an overflow expects whole backwards.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    if hasattr(optimizer, "ipg_buckets"):  # BF16_Optimizer has none
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+        for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for group in held:
+                held[group] = None
+        optimizer._release_ipg_buffers()
+        optimizer.micro_step_id = -1
+    state = optimizer._backward_hook_state
+    state.backward_active_depth = 0  # an interrupted backward has not left
+    state.remaining_grad_acc_hooks = 0
+    state.reset_for_new_step()
+
+
 class DeepSpeedEngine:
     """See `clip_train.protocols.Engine`."""
 
@@ -95,6 +117,7 @@ class DeepSpeedEngine:
         self.device = device
         self.stage = stage
         self.optimizer_steps = 0
+        self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
         self.reduce_once = reduce_once  # stages 2 and 3: gradients stay local until `step`
         self._reduction: contextlib.ExitStack | None = None  # open from a step's first backward to its `step`
         self.slices: list[OwnedSlice] = owned_slices(engine, stage)
@@ -136,6 +159,32 @@ class DeepSpeedEngine:
             # DeepSpeed does this at the next forward. With kept graphs there is none between two backwards,
             # and ZeRO-3 would overwrite the first one's gradient with the second's, silently.
             self.engine.optimizer.clear_backward_seen_flag()
+
+    def recovers(self, phase: Phase) -> bool:
+        if self.stage == 3 or self.offloaded:
+            return False  # collectives in forward and backward; gradients on their way to the CPU
+        alone = dist.world_size() == 1
+        if phase == "backward pass":
+            return alone or self.stage < 2 or self.reduce_once
+        return alone or phase == "forward pass"
+
+    def remedy(self, phase: Phase) -> str:
+        if phase == "loss":
+            return LOSS_REMEDY
+        if self.stage == 2 and not self.offloaded:
+            return "Set a smaller batch.micro_size, or engine.reduce_gradients=once, with which the run would go on"
+        return "Set a smaller batch.micro_size (or auto), or a lower batch.memory_limit where it is auto"
+
+    def discard_gradients(self) -> None:
+        self.engine.zero_grad()
+        if self.stage == 0:
+            return
+        optimizer = self.engine.optimizer
+        forget_gradients(optimizer)
+        if self._reduction is not None:
+            reduction, self._reduction = self._reduction, None
+            reduction.close()  # reduces nothing: there is no gradient left
+            forget_gradients(optimizer)
 
     def set_grad_clip(self, limit: float | None) -> None:
         """Stage 0 only: the largest global gradient norm (the other stages clip inside DeepSpeed)."""

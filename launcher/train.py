@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from clip_train import dist
 from clip_train.batch import BatchPlan, plan_batch
 from clip_train.checkpoint.manager import CheckpointManager, Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
-from clip_train.data import Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
-from clip_train.errors import ClipTrainError, Preempted, RemoteRankError, UserError
+from clip_train.data import SourceSummary, Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
+from clip_train.errors import CheckpointError, ClipTrainError, Preempted, RemoteRankError, UserError
 from clip_train.evaluate import ZeroShotClasses, evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
 from clip_train.models import CLIP, Architecture
@@ -34,8 +34,9 @@ from clip_train.trainer import Trainer
 from launcher import env as ranks
 from launcher.agreement import agree
 from launcher.config import RunConfig, known_keys
-from launcher.ds_config import build_ds_config
+from launcher.ds_config import EngineConfig, build_ds_config
 from launcher.liveness import Liveness
+from launcher.sizing import Decision, decide, measure, memory_limit, no_limit
 from launcher.startup import Startup
 from launcher.verdict import clear_verdict, word_for, write_verdict
 
@@ -48,6 +49,9 @@ class Checked:
     architecture: Architecture
     ds_config: dict[str, Any]
     lanes: int
+    engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at
+    decision: Decision | None = None  # where something is `auto`
+    source: SourceSummary | None = None  # on the rank that has looked at the shards
 
 
 def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Checked:
@@ -67,19 +71,33 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
             problems.append(bias_mistake(config))
         collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
-    micro_size = plan.micro_size if plan else 1
-    clip = config.optim.grad_clip_norm
-    ds_config = collect(
-        lambda: build_ds_config(config.engine, micro_size=micro_size, world_size=world_size, grad_clip_norm=clip)
-    )
-    lanes = collect(lambda: resolve_lanes(config.data.lanes, config.batch.global_size, world_size)) if plan else None
-    if read_data:
-        collect(lambda: check_source(config.data))
-        if config.data.val is not None and config.evaluate.zero_shot_classes is not None:
-            collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
-    if problems or plan is None or lanes is None:
+    ds_config = collect(lambda: ds_config_for(config, config.engine, plan, world_size))
+    lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
+    if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
+        problems.append(no_limit(config))
+    source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
+    if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
+        collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
+    if problems or plan is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
-    return Checked(plan, architecture, ds_config, lanes)
+    return Checked(plan, architecture, ds_config, lanes, config.engine, source=source)
+
+
+def ds_config_for(config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int) -> dict[str, Any]:
+    return build_ds_config(
+        engine,
+        micro_size=plan.micro_size if plan else 1,
+        world_size=world_size,
+        grad_clip_norm=config.optim.grad_clip_norm,
+    )
+
+
+def sized(config: RunConfig, checked: Checked, limit: float) -> Checked:
+    """`checked` with every `auto` decided within `limit` bytes a rank, before there is an engine to ask."""
+    decision = decide(config, checked.architecture, checked.plan, limit)
+    plan, engine = decision.layout.plan, decision.engine
+    ds_config = ds_config_for(config, engine, plan, plan.world_size)
+    return replace(checked, plan=plan, engine=engine, ds_config=ds_config, decision=decision)
 
 
 def bias_mistake(config: RunConfig) -> str:
@@ -117,6 +135,8 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
             say(ranks.describe_start(env, device))
         startup.done("process group")
         dist.on_main(partial(make_run_dir, config))
+        if config.chosen:
+            checked = sized(config, checked, memory_limit(config, device))
         trainer = build_trainer(config, checked, device)
         trainer.stop, trainer.phase = stop, liveness.phase
         liveness.committed = partial(committed_step, trainer)
@@ -203,7 +223,7 @@ def describe_run_dir(config: RunConfig, checked: Checked) -> None:
 
 def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
-    steps, peak_lr = config.steps, config.optim.peak_lr(checked.plan.global_size)
+    steps, sizes = config.steps, config.batch.sizes
     torch.manual_seed(config.run.seed * 1_000_003 + dist.rank())  # what is random beside the counter-based draws
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
     resumed = checkpoints.resume()
@@ -214,6 +234,8 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     engine = build_engine_for(config, checked, device)
     if resumed is None:
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
+    if checked.decision is not None:
+        checked = measured(config, checked, engine)
     loader = dist.agreed(partial(build_loader, config, checked, device, resumed))
     if len(set(dist.gather_objects(loader.plan.fingerprint()))) > 1:
         raise UserError(
@@ -227,8 +249,9 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         contrastive=dist.agreed(partial(build_objective, config, device)),
         batches=loader,
         plan=checked.plan,
+        sizes=sizes,
         steps=steps,
-        learning_rate=lambda step: learning_rate(config.schedule, peak_lr, step, steps),
+        learning_rate=lambda step: learning_rate(config.schedule, config.optim.peak_lr(sizes.at(step)), step, steps),
         checkpoints=checkpoints,
         sinks=sinks,
         progress=ProgressLine(
@@ -240,7 +263,8 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         evaluate=evaluation(config, checked, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
-        run_state={"recipe": config.model_dump(mode="json")},
+        log=say,
+        run_state={"recipe": config.model_dump(mode="json"), "shards": loader.shard_list},
     )
     if resumed is not None:
         trainer.resume(resumed)
@@ -249,18 +273,35 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     return trainer
 
 
+def measured(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
+    """`checked` with the micro-batch that the engine's own forwards allow; says once what was chosen, and why."""
+    assert checked.decision is not None
+    decision = measure(config, checked.architecture, engine, checked.decision, checked.decision.room.limit)
+    if dist.is_main():
+        say(decision.describe(config.chosen))
+    return replace(checked, plan=decision.layout.plan, decision=decision)
+
+
 def build_loader(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> TrainLoader:
-    return TrainLoader(
+    loader = TrainLoader(
         config.data,
         image_size=checked.architecture.vision_cfg.image_size,
         context_length=checked.architecture.text_cfg.context_length,
-        global_size=checked.plan.global_size,
+        global_size=config.batch.sizes,
         seed=config.run.seed,
         rank=dist.rank(),
         world_size=dist.world_size(),
         cursors=resumed.state["cursors"] if resumed else None,
         pin_memory=device.type == "cuda",
+        storage=config.storage,
+        shards_then=resumed.state.get("shards") if resumed else None,
     )
+    if resumed is not None and loader.step != resumed.state["step"]:
+        raise CheckpointError(
+            f"the checkpoint of step {resumed.step} ({resumed.path}) holds the data position of step {loader.step}; "
+            "go on from an older one (checkpoint.resume=<its path>), or begin anew with checkpoint.resume=never"
+        )
+    return loader
 
 
 def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
@@ -270,7 +311,7 @@ def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) 
         lambda: CLIP(
             checked.architecture,
             dropout=config.model.dropout,
-            activation_checkpointing=config.engine.activation_checkpointing,
+            activation_checkpointing=bool(checked.engine.activation_checkpointing),
         ),
         lambda named: build_optimizer(config.optim, named),
         checked.ds_config,
@@ -292,7 +333,7 @@ def build_objective(config: RunConfig, device: torch.device) -> ContrastiveLoss:
 
     local = config.batch.accumulation == "local"
     teacher_or_none = None if teacher is None else teach
-    return build_loss(config.loss, teacher_or_none, local=local, global_size=config.batch.global_size)
+    return build_loss(config.loss, teacher_or_none, local=local)
 
 
 def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[[], dict[str, float]] | None:
@@ -311,6 +352,8 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
             rank=dist.rank(),
             world_size=dist.world_size(),
             caption_key=config.data.caption_key,
+            verify=config.data.verify,
+            storage=config.storage,
         )
         out = evaluate(engine, batches, config.evaluate, tokenizer)
         (unusable,) = dist.sum_scalars(batches.num_bad)
@@ -325,7 +368,7 @@ def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[
 # the loader's to check, by the fingerprint in its cursors: a folder may move.)
 IDENTITY = (
     "run.seed", "model.name", "model.dropout", "model.patch_dropout", "model.teacher", "data.aug_scale",
-    "batch.global_size", "batch.accumulation", "loss.kind", "optim.name",
+    "batch.global_size", "batch.schedule", "batch.accumulation", "loss.kind", "optim.name",
 )  # fmt: skip
 BANK = ("loss.bank_size", "loss.bank_warmup_steps", "loss.bank_mode")  # where there are memory banks
 
@@ -362,20 +405,36 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
             trainer.batches.close()
         if dist.is_main() and trainer.position.step:
             try:
-                write_report(config.run_dir, bad_samples=trainer.bad_samples)
+                bad = trainer.bad_samples
+                write_report(config.run_dir, bad_samples=bad.total, bad_epochs=bad.epochs)
             except Exception as e:  # a picture is no reason to call a good run failed
                 say(f"the report could not be written: {type(e).__name__}: {e}")
 
 
 def describe_start(config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None) -> None:
-    plan = checked.plan
+    plan, sizes = checked.plan, config.batch.sizes
+    varying = f"{sizes}; the largest, " if config.batch.schedule else ""
     say(
-        f"{config.model.name}: global batch {plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
+        f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; ZeRO {config.engine.zero_stage}, "
         f"{config.engine.precision}, {device.type}; {checked.lanes} lanes; {config.steps} steps into {config.run_dir}"
     )
+    if checked.source is not None:
+        say(f"data.train: {checked.source.index.describe(config.data.caption_key)}")
+    if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
+        say(pays_twice(plan))
     if resumed is not None:
         say(resumed.describe())
+
+
+def pays_twice(plan: BatchPlan) -> str:
+    """Activation checkpointing and the cache recompute the same forward: together they cost nearly three."""
+    return (
+        f"warning: engine.activation_checkpointing with batch.kept_graphs {plan.kept_graphs} of {plan.accum_steps} "
+        f"pays for the same forward twice ({plan.forwards_per_sample + 1:.2f} forwards per sample): set "
+        "batch.kept_graphs=all, or engine.activation_checkpointing=false with a smaller batch.micro_size, "
+        "or auto for both"
+    )
 
 
 def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:

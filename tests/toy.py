@@ -52,10 +52,11 @@ def toy_batch(N: int, seed: int = 0) -> Batch:
 
 
 def share(batch: Batch, rank: int, world_size: int) -> Batch:
-    """Rank `rank`'s contiguous part of a global batch."""
-    n = len(batch) // world_size
-    own = slice(rank * n, (rank + 1) * n)
-    return Batch(batch.images[own], batch.texts[own], batch.sample_seeds[own], batch.keys[own])
+    """Rank `rank`'s contiguous part of a global batch; the first ranks hold one more where they must."""
+    n, more = divmod(len(batch), world_size)
+    own = slice(rank * n + min(rank, more), (rank + 1) * n + min(rank + 1, more))
+    counts = (n + 1,) * more + (n,) * (world_size - more) if more else ()
+    return Batch(batch.images[own], batch.texts[own], batch.sample_seeds[own], batch.keys[own], shares=counts)
 
 
 def oracle_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:

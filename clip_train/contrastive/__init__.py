@@ -7,8 +7,7 @@ from clip_train.contrastive.cache import FeatureCache
 from clip_train.contrastive.config import LossConfig, build_loss
 from clip_train.contrastive.contrast import contrast
 from clip_train.contrastive.distill import Distillation
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.local import LocalInfoNCE
+from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank, sample_ids
 from clip_train.contrastive.seam import ContrastiveLoss, LossOutcome, StatefulLoss
 from clip_train.contrastive.sigmoid import SigmoidLoss

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, PositiveInt, model_validator
 
 from clip_train.contrastive.distill import Distillation, Teacher
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.local import LocalInfoNCE
+from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.seam import ContrastiveLoss
 from clip_train.contrastive.sigmoid import SigmoidLoss
@@ -58,14 +57,8 @@ class LossConfig(Settings):
         return self
 
 
-def build_loss(
-    config: LossConfig, teacher: Teacher | None = None, *, local: bool = False, global_size: int | None = None
-) -> ContrastiveLoss:
-    """The objective of the recipe.
-
-    local: `batch.accumulation`; RunConfig has checked that they fit together. global_size: N, needed only
-    where the number of ranks does not divide it.
-    """
+def build_loss(config: LossConfig, teacher: Teacher | None = None, *, local: bool = False) -> ContrastiveLoss:
+    """The objective of the recipe. local: `batch.accumulation`; RunConfig has checked that they fit together."""
     if local:
         return LocalInfoNCE(tile=config.tile)
     if teacher is not None:
@@ -73,5 +66,5 @@ def build_loss(
     if config.kind == "memory_bank":
         return MemoryBank(config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=config.tile)
     if config.kind == "sigmoid":
-        return SigmoidLoss(tile=config.tile, exchange=config.exchange, global_size=global_size)
-    return InfoNCE(tile=config.tile, global_size=global_size)
+        return SigmoidLoss(tile=config.tile, exchange=config.exchange)
+    return InfoNCE(tile=config.tile)

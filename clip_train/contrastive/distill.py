@@ -4,6 +4,10 @@
 
 p, p' are the softmaxes over rows and over columns of the student's logits `S = s I T^T`, q, q' those of the
 teacher's `Z = z U V^T`. Both halves have weight 1, as in OpenCLIP; the teacher's width may differ from D.
+
+`-sum_j q_ij log p_ij = (lse_i - S_ii) - sum_j (q_ij - 1_ij) S_ij`: the second half is InfoNCE again, minus
+something linear in S. So its gradient is InfoNCE's with p in place of 1 and q in place of p, and its value, too,
+falls out of a product with features.
 """
 
 from __future__ import annotations
@@ -13,36 +17,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from clip_train import dist
-from clip_train.contrastive.info_nce import softplus
+from clip_train.contrastive.exchange import Pairs, Shares
 from clip_train.contrastive.seam import LossOutcome
-from clip_train.contrastive.tiles import TileBuffer, accumulation_dtype, row_logsumexp, tiles
+from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
+from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
 from clip_train.protocols import Features, MicroBatch
 
 Teacher = Callable[[MicroBatch], Features]
 
 
-class _Logits:
-    """One model's logits: this rank's two sides, everybody's, and the log-sum-exp over the negatives."""
-
-    def __init__(self, image: Tensor, text: Tensor, scale: float, tile: int):
-        self.sides = image, text  # [n, D]
-        self.all = dist.all_gather(image), dist.all_gather(text)  # [N, D]
-        self.scale, self.dtype = scale, accumulation_dtype(image, text)
-        first = dist.rank() * len(image)
-        I_all, T_all = self.all
-        self.positive = (I_all.to(self.dtype) * T_all.to(self.dtype)).sum(1) * scale  # [N]
-        negatives = [
-            dist.all_gather(row_logsumexp(A, B, scale, first, tile)) for A, B in ((image, T_all), (text, I_all))
-        ]
-        self.gaps = [lse - self.positive for lse in negatives]  # rows', columns'; 1 - p_ii is their sigmoid
-        self.lses = [self.positive + softplus(gap) for gap in self.gaps]
-
-
 class Distillation:
     """See `ContrastiveLoss`; `teacher` is run once per micro-batch in pass 1, and never in pass 2."""
 
-    def __init__(self, teacher: Teacher, tile: int = 2048):
+    def __init__(self, teacher: Teacher, tile: int = AUTO_SIDE):
         self.teacher = teacher
         self.tile = tile
 
@@ -55,65 +42,27 @@ class Distillation:
         logit_bias: Tensor | None = None,
         *,
         taught: Features | None = None,
+        global_size: int | None = None,
     ) -> LossOutcome:
         """taught: the teacher's features of the same samples, and its factor."""
         if logit_bias is not None:
             raise ValueError("distillation has no logit_bias: its softmax would cancel it")
         if taught is None:
             raise ValueError("distillation needs the teacher's features of the same samples (taught)")
-        student = _Logits(image_features, text_features, logit_scale.item(), self.tile)
-        teacher = _Logits(taught.image, taught.text, taught.logit_scale.item(), self.tile)
-        N, scale = len(student.positive), student.scale
-        weight = 1 / (2 * N)
-        own = slice(dist.rank() * len(image_features), (dist.rank() + 1) * len(image_features))
+        I, T, scale, side = image_features, text_features, logit_scale.item(), self.tile
+        shares, dtype = Shares.of(len(I), global_size), accumulation_dtype(I, T)
+        pairs = Pairs.gathered(I, T, shares)
+        of_teacher = Pairs.gathered(taught.image.to(dtype), taught.text.to(dtype), shares)
+        student = Softmaxes.of(pairs, scale, side)
+        teacher = Softmaxes.of(of_teacher, taught.logit_scale.item(), side)
 
-        clip_loss = softplus(torch.cat(student.gaps).double()).mean()
-        distilled = image_features.new_zeros((), dtype=torch.float64)
-        gradients = []
-        for side in (0, 1):  # rows of S, then rows of S^T
-            value, gradient = self._sweep(student, teacher, side, own)
-            distilled += value  # this rank's
-            gradients.append(gradient)
-        # On the positives: 2 (p - 1) of the loss and of its like, and 1 - q of the teacher, without their ones.
-        missing = [gap.sigmoid() for gap in student.gaps]  # 1 - p_ii, of rows and of columns
-        missing_taught = [gap.sigmoid().to(student.dtype) for gap in teacher.gaps]
-        at_positive = missing_taught[0] + missing_taught[1] - 2 * (missing[0] + missing[1])
-        at_positive = (at_positive[own] * (weight * scale))[:, None]  # [n, 1]
-        d_image, d_text = (
-            gradient.mul_(weight * scale).addcmul_(at_positive, student.sides[1 - side].to(student.dtype))
-            for side, gradient in enumerate(gradients)
-        )
-        on_positives = torch.stack([(-gap).sigmoid() for gap in teacher.gaps]).double()  # q_ii
-        on_positives = (on_positives * softplus(torch.stack(student.gaps).double())).sum()  # -q_ii log p_ii
-        distill_loss = (on_positives + dist.all_reduce_sum(distilled)) * weight
-        d_scale = (image_features.double() * d_image.double()).sum().div(scale).to(student.dtype).reshape(1)
+        weight = scale / (2 * shares.total)
+        d_image, d_text = torch.zeros_like(I, dtype=dtype), torch.zeros_like(T, dtype=dtype)
+        add_cross_entropy_gradient(d_image, d_text, of_teacher, teacher, -weight, side, values=pairs)
+        clip_loss = student.loss()
+        # - 1/2N sum (q + q' - 2) S is <I, dI> so far, summed over ranks
+        distill_loss = clip_loss + shares.sum(row_dots(I, d_image).sum())
+        add_cross_entropy_gradient(d_image, d_text, pairs, student, 2 * weight, side)  # of both halves
+        d_scale = row_dots(I, d_image).sum().div(scale).to(dtype).reshape(1)
         extra = {"clip_loss": clip_loss.item(), "distill_loss": distill_loss.item()}
         return LossOutcome(clip_loss + distill_loss, d_image, d_text, d_scale, extra=extra)
-
-    def _sweep(self, student: _Logits, teacher: _Logits, side: int, own: slice) -> tuple[Tensor, Tensor]:
-        """Off the positives, for this rank's rows of side 0 (images) or 1 (texts):
-
-        `sum q (lse - S)`, and `(2 p + 2 p' - q - q') B` [n, D], which is the gradient but for its factor.
-        """
-        A, B = student.sides[side], student.all[1 - side]
-        U, V = teacher.sides[side], teacher.all[1 - side]
-        row_lse, col_lse = student.lses[side][own], student.lses[1 - side]
-        row_taught, col_taught = teacher.lses[side][own], teacher.lses[1 - side]
-        value, gradient = A.new_zeros((), dtype=torch.float64), A.new_zeros(A.shape, dtype=student.dtype)
-        buffers = [TileBuffer(len(A), len(B), self.tile, A, student.dtype) for _ in range(3)]
-        for t in tiles(len(A), len(B), self.tile):
-            rows, cols = slice(t.i0, t.i1), slice(t.j0, t.j1)
-            b = B[cols].to(student.dtype)
-            S, Z, G = (buffer.view(t) for buffer in buffers)
-            S.zero_().addmm_(A[rows].to(student.dtype), b.t(), alpha=student.scale)
-            Z.zero_().addmm_(U[rows].to(student.dtype), V[cols].to(student.dtype).t(), alpha=teacher.scale)
-            torch.sub(Z, col_taught[None, cols], out=G).exp_()
-            Z.sub_(row_taught[rows, None]).exp_()  # q
-            t.fill_positives(Z, own.start, 0.0)
-            value += (Z * (row_lse[rows, None] - S)).sum(dtype=torch.float64)
-            G.add_(Z).neg_()
-            G.add_((S - row_lse[rows, None]).exp_(), alpha=2)
-            G.add_(S.sub_(col_lse[None, cols]).exp_(), alpha=2)
-            t.fill_positives(G, own.start, 0.0)
-            gradient[rows].addmm_(G, b)
-        return value, gradient

@@ -12,14 +12,14 @@ from clip_train import dist
 
 @dataclass(frozen=True)
 class Shares:
-    """Rank r holds `counts[r]` samples, this one `[first, first + n)` of the global batch."""
+    """Part r of a batch is `counts[r]` samples; this rank's is part `index`."""
 
     counts: list[int]
-    first: int
+    index: int
 
     @classmethod
     def of(cls, n: int, global_size: int | None) -> Shares:
-        """n: samples on this rank. global_size: N; None where every rank holds n.
+        """The global batch's. n: samples on this rank. global_size: N; None where every rank holds n.
 
         Ranks do not ask each other: with a size that W does not divide, the first N % W hold one more.
         """
@@ -29,7 +29,20 @@ class Shares:
                 f"rank {dist.rank()} holds {n} samples of a global batch of {global_size}, and must hold "
                 f"{counts[dist.rank()]}: of N samples each of W ranks holds N // W, the first N % W one more"
             )
-        return cls(counts, sum(counts[: dist.rank()]))
+        return cls(counts, dist.rank())
+
+    @classmethod
+    def alone(cls, n: int) -> Shares:
+        """Of n samples that are a batch of their own, whatever other ranks there are."""
+        return cls([n], 0)
+
+    @property
+    def divided(self) -> bool:
+        return len(self.counts) > 1
+
+    def first(self, index: int | None = None) -> int:
+        """The first sample of a part, by default of this rank's."""
+        return sum(self.counts[: self.index if index is None else index])
 
     @property
     def total(self) -> int:
@@ -37,12 +50,31 @@ class Shares:
 
     @property
     def own(self) -> slice:
-        return slice(self.first, self.first + self.counts[dist.rank()])
+        return slice(self.first(), self.first() + self.counts[self.index])
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[n, ...] on every rank -> [N, ...]."""
+        return dist.gather_rows(x, self.counts) if self.divided else x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks that share the batch, in place."""
+        return dist.all_reduce_sum(x) if self.divided else x
 
 
-def gather_pairs(I: Tensor, T: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
-    """Image and text features [n, D] of every rank -> those of the global batch [N, D], in one collective."""
-    if dist.world_size() == 1:
-        return I, T
-    both = dist.gather_rows(torch.cat([I, T], dim=1), shares.counts)  # [N, 2 D]
-    return both[:, : I.shape[1]], both[:, I.shape[1] :]
+@dataclass(frozen=True)
+class Pairs:
+    """Image and text features of one batch; equal rows belong together."""
+
+    image: Tensor  # [n, D], this rank's
+    text: Tensor
+    image_all: Tensor  # [N, D]
+    text_all: Tensor
+    shares: Shares
+
+    @classmethod
+    def gathered(cls, image: Tensor, text: Tensor, shares: Shares) -> Pairs:
+        """One collective: 2 N D values."""
+        if not shares.divided:
+            return cls(image, text, image, text, shares)
+        both = shares.gather(torch.cat([image, text], dim=1))  # [N, 2 D]
+        return cls(image, text, both[:, : image.shape[1]], both[:, image.shape[1] :], shares)

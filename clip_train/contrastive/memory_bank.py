@@ -8,7 +8,7 @@ on this rank. S is the (N + M) x (N + M) matrix of scaled products; gradient rea
 
 The logarithm runs over all N + M columns in both. An entry whose row and column are the same sample by id is
 left out unless both are current: the past copy of a sample is no negative of it. Flops on a rank beside the
-exact loss: `negatives` 8 n M D; `contaccum` 8 n M D + 4 m N D + 8 m M D, with m = M / W.
+exact loss: `negatives` 12 n M D; `contaccum` 6 m M D more, with m = M / W.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE, softplus
+from clip_train.contrastive.exchange import Pairs, Shares
+from clip_train.contrastive.info_nce import info_nce
 from clip_train.contrastive.seam import LossOutcome
-from clip_train.contrastive.tiles import (
-    Tile,
-    TileBuffer,
-    accumulation_dtype,
-    add_softmax_gradient,
-    row_logsumexp,
-    tiles,
-)
+from clip_train.contrastive.softmax import Softmaxes
+from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, add_softmax_gradient, row_dots
 
 NO_ID = -1  # of a sample that nobody named; equal to no sample's
 
@@ -78,14 +74,13 @@ class MemoryBank:
         size: int,
         warmup_steps: int = 0,
         mode: Literal["negatives", "contaccum"] = "negatives",
-        tile: int = 2048,
+        tile: int = AUTO_SIDE,
     ):
         self.bank = Bank(size)
         self.warmup_steps = warmup_steps
         self.mode = mode
         self.tile = tile
         self.steps = 0  # taken with this objective
-        self._exact = InfoNCE(tile=tile)
         self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # the global batch, until the step is taken
 
     @torch.no_grad()
@@ -97,19 +92,19 @@ class MemoryBank:
         logit_bias: Tensor | None = None,
         *,
         ids: Tensor | None = None,
+        global_size: int | None = None,
     ) -> LossOutcome:
         """ids: int64 [n] from `sample_ids`; without them nothing is known to be the same sample."""
-        I, T = image_features, text_features
-        exact = self._exact(I, T, logit_scale, logit_bias)
-        known = ids is not None
-        own_ids = torch.full((len(I),), NO_ID) if ids is None else ids
-        own_ids = own_ids.to(I.device)
-        I_all, T_all, ids_all = dist.all_gather(I), dist.all_gather(T), dist.all_gather(own_ids)
-        self._seen = I_all, T_all, ids_all
+        if logit_bias is not None:
+            raise ValueError("a memory bank has no logit_bias: its softmax would cancel it")
+        shares, scale = Shares.of(len(image_features), global_size), logit_scale.item()
+        pairs = Pairs.gathered(image_features, text_features, shares)
+        own_ids = torch.full((len(image_features),), NO_ID) if ids is None else ids
+        ids_all = shares.gather(own_ids.to(image_features.device))
+        self._seen = pairs.image_all, pairs.text_all, ids_all
+        exact = info_nce(pairs, scale, self.tile)
         counts = len(self.bank) > 0 and self.steps >= self.warmup_steps
-        outcome = exact
-        if counts:
-            outcome = _Banked(self, I, T, I_all, T_all, logit_scale.item(), ids_all if known else None).outcome()
+        outcome = _Banked(self, pairs, scale, None if ids is None else ids_all).outcome() if counts else exact
         outcome.extra = {"bank_entries": float(len(self.bank) if counts else 0), **_compared(outcome, exact)}
         return outcome
 
@@ -151,195 +146,77 @@ def _compared(outcome: LossOutcome, exact: LossOutcome) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Excluded:
-    """Which entries of a block are no negatives."""
-
-    row_ids: Tensor | None  # int64 [rows]; None: ids are not known
-    col_ids: Tensor | None  # int64 [cols]
-    first: int | None = None  # row i's own pair is column `first + i`; None: not in this block
-
-    def fill(self, S: Tensor, t: Tile, value: float) -> None:
-        if self.first is not None:
-            t.fill_positives(S, self.first, value)
-        if self.row_ids is not None and self.col_ids is not None:
-            rows, cols = self.row_ids[t.i0 : t.i1, None], self.col_ids[None, t.j0 : t.j1]
-            S.masked_fill_((rows == cols) & (cols != NO_ID), value)
-
-
-def masked_logsumexp(A: Tensor, B: Tensor, scale: float, excluded: Excluded, side: int) -> Tensor:
-    """log of the row sums [rows] of `exp(scale A B^T)` without the excluded entries; any logits are safe."""
-    dtype = accumulation_dtype(A, B)
-    total = A.new_full((len(A),), -torch.inf, dtype=dtype)
-    buffer = TileBuffer(len(A), len(B), side, A, dtype)
-    for t in tiles(len(A), len(B), side):
-        S = buffer.view(t).zero_()
-        S.addmm_(A[t.i0 : t.i1].to(dtype), B[t.j0 : t.j1].to(dtype).t(), alpha=scale)
-        excluded.fill(S, t, -torch.inf)
-        total[t.i0 : t.i1] = torch.logaddexp(total[t.i0 : t.i1], S.logsumexp(1))
-    return total
-
-
-def masked_gradient(
-    A: Tensor,
-    B: Tensor,
-    *,
-    scale: float,
-    weight: float,
-    row_lse: Tensor | None,
-    col_lse: Tensor | None,
-    excluded: Excluded,
-    side: int,
-) -> Tensor:
-    """`weight * scale * G B` [rows, D] with `G = exp(S - row_lse) + exp(S - col_lse)`, zero where excluded.
-
-    A side whose pairs are no terms of the loss has no LSE (None), and no term in G.
-    """
-    dtype = accumulation_dtype(A, B)
-    dA = A.new_zeros(A.shape, dtype=dtype)
-    buffer, spare = (TileBuffer(len(A), len(B), side, A, dtype) for _ in range(2))
-    for t in tiles(len(A), len(B), side):
-        b = B[t.j0 : t.j1].to(dtype)
-        S, G = buffer.view(t), spare.view(t).zero_()
-        S.zero_().addmm_(A[t.i0 : t.i1].to(dtype), b.t(), alpha=scale)
-        excluded.fill(S, t, -torch.inf)
-        if row_lse is not None:
-            G.add_((S - row_lse[t.i0 : t.i1, None]).exp_())
-        if col_lse is not None:
-            G.add_(S.sub_(col_lse[None, t.j0 : t.j1]).exp_())
-        dA[t.i0 : t.i1].addmm_(G, b, alpha=weight * scale)
-    return dA
-
-
-@dataclass
-class _Terms:
-    """Pairs that are terms of the loss: the N current ones, or the M past ones. Each [N] or [M]."""
-
-    positive: Tensor  # S_ii
-    row_gap: Tensor  # log-sum-exp over the negatives of row i, minus S_ii
-    col_gap: Tensor  # of column i
-
-    def total(self) -> Tensor:
-        """Sum of both cross-entropies, in float64."""
-        return (softplus(self.row_gap.double()) + softplus(self.col_gap.double())).sum()
-
-    def missing(self) -> Tensor:
-        """2 - p_ii - p'_ii: minus the gradient at the positives, but for its factor."""
-        return self.row_gap.sigmoid() + self.col_gap.sigmoid()
-
-    @property
-    def row_lse(self) -> Tensor:
-        return self.positive + softplus(self.row_gap)
-
-    @property
-    def col_lse(self) -> Tensor:
-        return self.positive + softplus(self.col_gap)
-
-
 class _Banked:
-    """One evaluation with banks that count. Past pairs are dealt to the ranks in contiguous shares."""
+    """One evaluation with banks that count. Past pairs are dealt to the ranks in contiguous shares.
 
-    def __init__(
-        self, loss: MemoryBank, I: Tensor, T: Tensor, I_all: Tensor, T_all: Tensor, scale: float, ids: Tensor | None
-    ):
+    S has the N current pairs first, then the M past ones.
+    """
+
+    def __init__(self, loss: MemoryBank, pairs: Pairs, scale: float, ids: Tensor | None):
         bank = loss.bank
         assert bank.image is not None and bank.text is not None and bank.ids is not None
-        self.I, self.T, self.I_all, self.T_all, self.scale = I, T, I_all, T_all, scale
-        self.past_I, self.past_T = bank.image.to(I), bank.text.to(T)  # [M, D]
-        self.rows = loss.mode == "contaccum"  # are past pairs terms of the loss?
-        self.side = loss.tile
-        self.dtype = accumulation_dtype(I, T)
-        n, M = len(I), len(bank)
-        self.N, self.M, self.first = len(I_all), M, dist.rank() * n
-        self.own = slice(self.first, self.first + n)
-        self.share = -(-M // dist.world_size())  # past pairs on each rank; fewer, or none, on the last
-        self.past = slice(min(dist.rank() * self.share, M), min((dist.rank() + 1) * self.share, M))
-        self.ids, self.past_ids = ids, None if ids is None else bank.ids
+        self.pairs, self.scale, self.side = pairs, scale, loss.tile
+        self.past_I, self.past_T = bank.image.to(pairs.image), bank.text.to(pairs.text)  # [M, D]
+        self.past_are_terms = loss.mode == "contaccum"  # of the loss, not only negatives
+        self.N, self.M = pairs.shares.total, len(bank)
+        share = -(-self.M // dist.world_size())  # past pairs on each rank; fewer, or none, on the last
+        self.share = slice(min(dist.rank() * share, self.M), min((dist.rank() + 1) * share, self.M))
+        self.ids, self.past_ids = ids, bank.ids
 
     def outcome(self) -> LossOutcome:
-        positive = self._positive(self.I_all, self.T_all)
-        current = _Terms(
-            positive,
-            self._current_negatives(self.I, self.T_all, self.past_T) - positive,
-            self._current_negatives(self.T, self.I_all, self.past_I) - positive,
-        )
-        past = self._past_terms() if self.rows else None
-        pairs = self.N + (self.M if past else 0)
-        total = current.total() + (past.total() if past else 0)
-        weight = 1 / (2 * pairs)
+        pairs, own = self.pairs, self.pairs.shares.own
+        I, T, dtype = pairs.image, pairs.text, accumulation_dtype(pairs.image, pairs.text)
+        rows = self._blocks(I, pairs.text_all, self.past_I, self.past_T)
+        cols = self._blocks(T, pairs.image_all, self.past_T, self.past_I)
+        softmaxes = Softmaxes.over(rows, cols, self._positive(), self.scale, self.side, pairs.shares.sum)
+        weight = 1 / (2 * len(softmaxes.positive))
 
-        row_lse, col_lse = current.row_lse, current.col_lse
-        at_positive = -current.missing()[self.own, None] * (weight * self.scale)  # [n, 1]
-        d_image, d_text = self.T.to(self.dtype) * at_positive, self.I.to(self.dtype) * at_positive
-        for d, A, B, own_lse, other_lse in (
-            (d_image, self.I, self.T_all, row_lse, col_lse),
-            (d_text, self.T, self.I_all, col_lse, row_lse),
-        ):
-            add_softmax_gradient(
-                d, None, A, B, scale=self.scale, weight=weight, row_lse=own_lse[self.own], col_lse=other_lse,
-                shift=None, first=self.first, side=self.side,
-            )  # fmt: skip
-        d_image += self._from_past(self.I, self.past_T, row_lse, past.col_lse if past else None, weight)
-        from_past_images = self._from_past(self.T, self.past_I, col_lse, past.row_lse if past else None, weight)
+        row_lse, col_lse = self._padded(softmaxes.row_lse), self._padded(softmaxes.col_lse)
+        sweep = partial(
+            add_softmax_gradient, scale=self.scale, weight=weight * self.scale, shift=softmaxes.shift, side=self.side
+        )
+        at_positive = (softmaxes.missing[own, None] * (-weight * self.scale)).to(dtype)  # [n, 1]
+        d_image, d_text = T.to(dtype) * at_positive, I.to(dtype) * at_positive
+        from_past_images = torch.zeros_like(d_text)
+        for d, block in ((d_image, rows[0]), (d_image, rows[1])):
+            sweep(d, None, block, row_lse=row_lse, col_lse=col_lse)
+        for d, block in ((d_text, cols[0]), (from_past_images, cols[1])):
+            sweep(d, None, block, row_lse=col_lse, col_lse=row_lse)
         d_text += from_past_images
 
         # S is linear in the scale. <I, dI> counts current rows with all columns; past rows with current
         # columns are <T, what past images gave to dT>; past rows with past columns have no feature gradient.
-        d_scale = (self.I.double() * d_image.double()).sum() + (self.T.double() * from_past_images.double()).sum()
-        if past is not None:
-            d_scale = d_scale + self._scale_among_past(past, weight)
-        return LossOutcome(total * weight, d_image, d_text, d_scale.div(self.scale).to(self.dtype).reshape(1))
+        d_scale = row_dots(I, d_image).sum() + row_dots(T, from_past_images).sum()
+        if self.past_are_terms:
+            among = rows[3]
+            unused = torch.zeros_like(among.A, dtype=dtype)
+            sweep(unused, None, among, row_lse=row_lse, col_lse=col_lse)
+            at_positives = (softmaxes.missing * softmaxes.positive)[among.rows].sum() * weight
+            d_scale += row_dots(among.A, unused).sum() - at_positives
+        return LossOutcome(softmaxes.loss(), d_image, d_text, d_scale.div(self.scale).to(dtype).reshape(1))
 
-    def _past_terms(self) -> _Terms:
-        positive = self._positive(self.past_I, self.past_T)
-        return _Terms(
-            positive,
-            self._past_negatives(self.past_I, self.T_all, self.past_T) - positive,
-            self._past_negatives(self.past_T, self.I_all, self.past_I) - positive,
-        )
+    def _blocks(self, A: Tensor, B_all: Tensor, past_A: Tensor, past_B: Tensor) -> list[Block]:
+        """This rank's rows: its current ones, then its share of the past ones; A is its side [n, D]."""
+        first, N, past = self.pairs.shares.first(), self.N, past_A[self.share]
+        own_ids = None if self.ids is None else self.ids[self.pairs.shares.own]
+        share_ids = self.past_ids[self.share]
+        blocks = [
+            Block(A, B_all, first),
+            Block(A, past_B, first, N, None if own_ids is None else (own_ids, self.past_ids)),
+            Block(past, B_all, N + self.share.start, 0, None if self.ids is None else (share_ids, self.ids)),
+        ]
+        if self.past_are_terms:
+            among_ids = None if self.ids is None else (share_ids, self.past_ids)
+            blocks.append(Block(past, past_B, N + self.share.start, N, among_ids))
+        return blocks
 
-    def _scale_among_past(self, past: _Terms, weight: float) -> Tensor:
-        """`sum dL/dS S` over this rank's share of the past rows and all past columns, [] float64."""
-        own = self.past_I[self.past]
-        d_own = masked_gradient(
-            own, self.past_T, scale=self.scale, weight=weight, row_lse=past.row_lse[self.past], col_lse=past.col_lse,
-            excluded=self._among_past(), side=self.side,
-        )  # fmt: skip
-        at_positives = (past.missing() * past.positive)[self.past].double().sum() * weight
-        return (own.double() * d_own.double()).sum() - at_positives
+    def _positive(self) -> Tensor:
+        """S_xx of every pair that is a term of the loss."""
+        positive = row_dots(self.pairs.image_all, self.pairs.text_all)
+        if self.past_are_terms:
+            positive = torch.cat([positive, row_dots(self.past_I, self.past_T)])
+        return positive * self.scale
 
-    def _positive(self, A: Tensor, B: Tensor) -> Tensor:
-        return (A.to(self.dtype) * B.to(self.dtype)).sum(1) * self.scale
-
-    def _against_past(self) -> Excluded:
-        """This rank's current pairs against all past ones."""
-        return Excluded(None if self.ids is None else self.ids[self.own], self.past_ids)
-
-    def _among_past(self) -> Excluded:
-        """This rank's share of the past pairs against all past ones."""
-        return Excluded(None if self.past_ids is None else self.past_ids[self.past], self.past_ids, self.past.start)
-
-    def _current_negatives(self, A: Tensor, B_all: Tensor, past_B: Tensor) -> Tensor:
-        """log-sum-exp over the negatives of every current row [N]; A is this rank's side [n, D]."""
-        current = row_logsumexp(A, B_all, self.scale, self.first, self.side)
-        past = masked_logsumexp(A, past_B, self.scale, self._against_past(), self.side)
-        return dist.all_gather(torch.logaddexp(current, past))
-
-    def _past_negatives(self, past_A: Tensor, B_all: Tensor, past_B: Tensor) -> Tensor:
-        """The same for every past row [M]; each rank sums its share."""
-        A = past_A[self.past]
-        with_current = Excluded(None if self.past_ids is None else self.past_ids[self.past], self.ids)
-        lse = torch.logaddexp(
-            masked_logsumexp(A, B_all, self.scale, with_current, self.side),
-            masked_logsumexp(A, past_B, self.scale, self._among_past(), self.side),
-        )
-        padded = lse.new_zeros(self.share)
-        padded[: len(lse)] = lse
-        return dist.all_gather(padded)[: self.M]
-
-    def _from_past(self, A: Tensor, past_B: Tensor, lse: Tensor, past_lse: Tensor | None, weight: float) -> Tensor:
-        """What the past side's features give to the gradient of this rank's current ones [n, D]."""
-        return masked_gradient(
-            A, past_B, scale=self.scale, weight=weight, row_lse=lse[self.own], col_lse=past_lse,
-            excluded=self._against_past(), side=self.side,
-        )  # fmt: skip
+    def _padded(self, lse: Tensor) -> Tensor:
+        """[N + M]: pairs that are no terms of the loss have no softmax."""
+        return torch.cat([lse, lse.new_full((self.N + self.M - len(lse),), torch.inf)])

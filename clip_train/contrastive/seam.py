@@ -28,8 +28,8 @@ class LossOutcome:
 class ContrastiveLoss(Protocol):
     """`(image [n, D], text [n, D], logit_scale [1], logit_bias [1] | None) -> LossOutcome`.
 
-    Called on all ranks together, with equally many samples on each (InfoNCE and SigmoidLoss also take one
-    more on some: their `global_size`); row i of `image` belongs to row i of `text`. Its gradients need no
+    Called on all ranks together; row i of `image` belongs to row i of `text`. `global_size`: N samples on all
+    ranks, shared so that the first N % W hold one more; None where every rank holds n. Its gradients need no
     autograd graph and no collective after it has returned.
     """
 
@@ -39,6 +39,8 @@ class ContrastiveLoss(Protocol):
         text_features: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
+        *,
+        global_size: int | None = None,
     ) -> LossOutcome: ...
 
 

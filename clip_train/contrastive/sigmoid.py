@@ -20,25 +20,21 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.contrastive.exchange import Shares, gather_pairs
-from clip_train.contrastive.info_nce import softplus
+from clip_train.contrastive.exchange import Pairs, Shares
 from clip_train.contrastive.seam import LossOutcome
-from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, add_sigmoid_gradient, row_dots
+from clip_train.contrastive.softmax import cols_of, rows_of, softplus
+from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, add_sigmoid_gradient, row_dots
 
 
 class SigmoidLoss:
     """SigLIP's loss; see `ContrastiveLoss` for the contract.
 
     `tile`: side of the largest piece of the logits that exists at once.
-    `global_size`: samples in the global batch; None where every rank holds equally many.
     """
 
-    def __init__(
-        self, tile: int = AUTO_SIDE, exchange: Literal["gather", "ring"] = "gather", global_size: int | None = None
-    ):
+    def __init__(self, tile: int = AUTO_SIDE, exchange: Literal["gather", "ring"] = "gather"):
         self.tile = tile
         self.exchange = exchange
-        self.global_size = global_size
 
     @torch.no_grad()
     def __call__(
@@ -47,6 +43,8 @@ class SigmoidLoss:
         text_features: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
+        *,
+        global_size: int | None = None,
     ) -> LossOutcome:
         if logit_bias is None:
             raise ValueError(
@@ -54,7 +52,7 @@ class SigmoidLoss:
                 "set model.init_logit_bias=-10 model.init_logit_scale=2.3026"
             )
         I, T = image_features, text_features
-        shares = Shares.of(len(I), self.global_size)
+        shares = Shares.of(len(I), global_size)
         N, scale, bias = shares.total, logit_scale.item(), logit_bias.item()
         dtype = accumulation_dtype(I, T)
 
@@ -62,13 +60,13 @@ class SigmoidLoss:
         at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
         along = (at_positive * (scale / N)).to(dtype)[:, None]
         d_image, d_text = T.to(dtype) * along, I.to(dtype) * along  # the positives' part; the sweeps add to it
-        sweep = partial(add_sigmoid_gradient, scale=scale, bias=bias, weight=1 / N, side=self.tile)
+        sweep = partial(add_sigmoid_gradient, scale=scale, bias=bias, weight=scale / N, side=self.tile)
         if self.exchange == "ring" or dist.world_size() == 1:
             value, slope = _round(sweep, I, T, d_image, d_text, shares)
         else:
-            I_all, T_all = gather_pairs(I, T, shares)
-            value, slope = sweep(d_image, None, I, T_all, first=shares.first)
-            sweep(d_text, None, T, I_all, first=shares.first, with_sums=False)
+            pairs = Pairs.gathered(I, T, shares)
+            value, slope = sweep(d_image, None, rows_of(pairs))
+            sweep(d_text, None, cols_of(pairs), with_sums=False)
 
         loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
         # z is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
@@ -88,7 +86,7 @@ def _round(
         owner = (here - hop) % W
         next_rows = shares.counts[(owner - 1) % W]
         incoming = dist.pass_on(texts, next_rows) if hop < W - 1 else None  # on its way while we compute
-        v, g = sweep(d_image, gradient, I, texts, first=0 if owner == here else None)
+        v, g = sweep(d_image, gradient, Block(I, texts, shares.first(), shares.first(owner)))
         value, slope = value + v, slope + g
         if W > 1:
             gradient = dist.pass_on(gradient, next_rows).wait()  # the last hop brings our own home

@@ -1,8 +1,8 @@
-"""Sweeps over the tiles of `S = scale * A B^T` that never hold more than one tile.
+"""Sweeps over the tiles of blocks of `S = scale * A B^T` that never hold more than one tile.
 
-A is this rank's side [n, D], B the other side of the whole global batch [N, D]; the positive of row i is
-column `first + i`. Sums, exponentials and products are in float32 (float64 if a side is), whatever the
-features' own dtype: bfloat16 logits alone cost 4-18% of the gradient at scales of 50-100.
+Every objective's logits are made here, and nowhere else. Rows of A are usually this rank's side, rows of B the
+other side of the whole global batch. Sums, exponentials and products are in float32 (float64 if a side is),
+whatever the features' own dtype: bfloat16 logits alone cost 4-18% of the gradient at scales of 50-100.
 
 `side` is the largest tile's, AUTO_SIDE the one that fits shapes and cache.
 """
@@ -34,11 +34,13 @@ class Tile:
     j0: int
     j1: int
 
-    def fill_positives(self, S: Tensor, first: int, value: float) -> None:
-        """Overwrite the entries of `S` [i1-i0, j1-j0] whose row and column are the same sample."""
-        lo, hi = max(self.i0 + first, self.j0), min(self.i1 + first, self.j1)
-        if lo < hi:
-            S[lo - first - self.i0 : hi - first - self.i0, lo - self.j0 : hi - self.j0].diagonal().fill_(value)
+    @property
+    def rows(self) -> slice:
+        return slice(self.i0, self.i1)
+
+    @property
+    def cols(self) -> slice:
+        return slice(self.j0, self.j1)
 
 
 def auto_side(n: int, N: int) -> int:
@@ -85,127 +87,152 @@ class TileBuffer:
         return self.flat[: rows * cols].view(rows, cols)
 
 
-def scaled_product(S: Tensor, a: Tensor, b: Tensor, scale: float, offset: float) -> None:
-    """`S = scale * a b^T + offset`, in the memory of S."""
-    if offset == 0:
-        torch.addmm(S, a, b.t(), beta=0, alpha=scale, out=S)  # beta = 0: whatever is in S is ignored
-    else:
-        S.fill_(offset).addmm_(a, b.t(), alpha=scale)
+@dataclass(frozen=True)
+class Block:
+    """Rows `row + i` of S, made by A [r, D], against its columns `col + j`, made by B [c, D].
+
+    Row x and column x are a pair: such an entry is a positive. ids, int64 [r] and [c]: entries of one sample are
+    no negatives either; a negative id is of no known sample.
+    """
+
+    A: Tensor
+    B: Tensor
+    row: int = 0
+    col: int = 0
+    ids: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + len(self.A))
+
+    @property
+    def cols(self) -> slice:
+        return slice(self.col, self.col + len(self.B))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.A, self.B)
+
+    def buffer(self, side: int) -> TileBuffer:
+        return TileBuffer(len(self.A), len(self.B), side, self.A, self.dtype)
+
+    def logits(self, scale: float, offset: float, side: int) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+        """Tile by tile, in the same memory: the tile, its rows of A and of B, and `S = scale * a b^T + offset`."""
+        buffer = self.buffer(side)
+        for t in tiles(len(self.A), len(self.B), side):
+            a, b, S = self.A[t.rows].to(self.dtype), self.B[t.cols].to(self.dtype), buffer.view(t)
+            if offset == 0:
+                torch.addmm(S, a, b.t(), beta=0, alpha=scale, out=S)  # beta = 0: whatever is in S is ignored
+            else:
+                S.fill_(offset).addmm_(a, b.t(), alpha=scale)
+            yield t, a, b, S
+
+    def fill(self, t: Tile, S: Tensor, value: float) -> None:
+        """Overwrite the entries of the tile `S` that are no negatives."""
+        first = self.row - self.col  # row i's own pair is column first + i of the block, where it has one
+        lo, hi = max(t.i0 + first, t.j0), min(t.i1 + first, t.j1)
+        if lo < hi:
+            S[lo - first - t.i0 : hi - first - t.i0, lo - t.j0 : hi - t.j0].diagonal().fill_(value)
+        if self.ids is not None:
+            rows, cols = self.ids[0][t.rows, None], self.ids[1][None, t.cols]
+            S.masked_fill_((rows == cols) & (cols >= 0), value)
 
 
-def exp_sums(A: Tensor, B: Tensor, scale: float, shift: float, first: int, side: int) -> tuple[Tensor, Tensor]:
-    """Row sums [n] and column partial sums [N] of `exp(S - shift)` without the positives.
+def exp_sums(block: Block, scale: float, shift: float, side: int) -> tuple[Tensor, Tensor]:
+    """Row sums [r] and column sums [c] of `exp(S - shift)` over the negatives of the block.
 
-    One exponential per entry feeds both directions (2 n N D flops). The caller picks a `shift` that cannot
+    One exponential per entry feeds both directions (2 r c D flops). The caller picks a `shift` that cannot
     overflow and checks that nothing that matters underflowed.
     """
-    dtype = accumulation_dtype(A, B)
-    rows, cols = A.new_zeros(len(A), dtype=dtype), B.new_zeros(len(B), dtype=dtype)
-    buffer = TileBuffer(len(A), len(B), side, A, dtype)
-    for t in tiles(len(A), len(B), side):
-        S = buffer.view(t)
-        scaled_product(S, A[t.i0 : t.i1].to(dtype), B[t.j0 : t.j1].to(dtype), scale, -shift)
+    rows, cols = (x.new_zeros(len(x), dtype=block.dtype) for x in (block.A, block.B))
+    for t, _, _, S in block.logits(scale, -shift, side):
         S.exp_()
-        t.fill_positives(S, first, 0.0)
-        rows[t.i0 : t.i1] += S.sum(1)
-        cols[t.j0 : t.j1] += S.sum(0)
+        block.fill(t, S, 0.0)
+        rows[t.rows] += S.sum(1)
+        cols[t.cols] += S.sum(0)
     return rows, cols
 
 
-def row_logsumexp(A: Tensor, B: Tensor, scale: float, first: int, side: int) -> Tensor:
-    """log of the row sums [n] of `exp(S)` without the positives, for any logits: a running maximum per row.
+def row_logsumexp(block: Block, scale: float, side: int) -> Tensor:
+    """log of the row sums [r] of `exp(S)` over the negatives, for any logits: a running maximum per row.
 
     The slow and always safe form of `exp_sums`; a row without negatives gives -inf.
     """
-    dtype = accumulation_dtype(A, B)
-    total = A.new_full((len(A),), -torch.inf, dtype=dtype)
-    buffer = TileBuffer(len(A), len(B), side, A, dtype)
-    for t in tiles(len(A), len(B), side):
-        S = buffer.view(t)
-        scaled_product(S, A[t.i0 : t.i1].to(dtype), B[t.j0 : t.j1].to(dtype), scale, 0)
-        t.fill_positives(S, first, -torch.inf)
-        total[t.i0 : t.i1] = torch.logaddexp(total[t.i0 : t.i1], S.logsumexp(1))
+    total = block.A.new_full((len(block.A),), -torch.inf, dtype=block.dtype)
+    for t, _, _, S in block.logits(scale, 0, side):
+        block.fill(t, S, -torch.inf)
+        total[t.rows] = torch.logaddexp(total[t.rows], S.logsumexp(1))
     return total
 
 
 def add_softmax_gradient(
     dA: Tensor,
     dB: Tensor | None,
-    A: Tensor,
-    B: Tensor,
+    block: Block,
     *,
     scale: float,
     weight: float,
     row_lse: Tensor,
     col_lse: Tensor,
     shift: float | None,
-    first: int,
     side: int,
+    values: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """`dA += weight * scale * G B` and, if asked, `dB += weight * scale * G^T A`.
+    """`dA += weight * G B` and, if asked, `dB += weight * G^T A`.
 
-    `G = exp(S - row_lse) + exp(S - col_lse)` off the positives and zero on them; the LSEs [n], [N] are of
-    whole rows and columns, positives included. With a `shift` that `exp_sums` found good, one exponential
-    per entry serves both terms; with None each term takes its own, and any logits are safe.
+    `G = exp(S - row_lse) + exp(S - col_lse)` on the negatives and zero elsewhere; the LSEs are of all rows and all
+    columns of S, positives included; one of inf leaves its term out. With a `shift` that `exp_sums` found good,
+    one exponential per entry serves both terms; with None each takes its own, and any logits are safe. values:
+    stand for A and B in the two products, as in attention; by default A and B do.
     """
-    dtype = accumulation_dtype(A, B)
-    buffer, spare = (TileBuffer(len(A), len(B), side, A, dtype) for _ in range(2))
+    A, B = values or (block.A, block.B)
+    spare = block.buffer(side)
+    row_lse, col_lse = row_lse[block.rows], col_lse[block.cols]
     if shift is not None:
-        row_factor, col_factor = (shift - row_lse).exp().to(dtype), (shift - col_lse).exp().to(dtype)
-    row_lse, col_lse = row_lse.to(dtype), col_lse.to(dtype)
-    for t in tiles(len(A), len(B), side):
-        a, b = A[t.i0 : t.i1].to(dtype), B[t.j0 : t.j1].to(dtype)
-        S, G = buffer.view(t), spare.view(t)
+        row_factor, col_factor = (shift - row_lse).exp().to(block.dtype), (shift - col_lse).exp().to(block.dtype)
+    row_lse, col_lse = row_lse.to(block.dtype), col_lse.to(block.dtype)
+    for t, _, _, S in block.logits(scale, 0 if shift is None else -shift, side):
+        G = spare.view(t)
         if shift is not None:
-            scaled_product(S, a, b, scale, -shift)
-            S.exp_()
-            torch.add(row_factor[t.i0 : t.i1, None], col_factor[None, t.j0 : t.j1], out=G)
-            G.mul_(S)
+            torch.add(row_factor[t.rows, None], col_factor[None, t.cols], out=G)
+            G.mul_(S.exp_())
         else:
-            scaled_product(S, a, b, scale, 0)
-            torch.sub(S, row_lse[t.i0 : t.i1, None], out=G).exp_()
-            G.add_(S.sub_(col_lse[None, t.j0 : t.j1]).exp_())
-        t.fill_positives(G, first, 0.0)
-        dA[t.i0 : t.i1].addmm_(G, b, alpha=weight * scale)
+            torch.sub(S, row_lse[t.rows, None], out=G).exp_()
+            G.add_(S.sub_(col_lse[None, t.cols]).exp_())
+        block.fill(t, G, 0.0)
+        dA[t.rows].addmm_(G, B[t.cols].to(block.dtype), alpha=weight)
         if dB is not None:
-            dB[t.j0 : t.j1].addmm_(G.t(), a, alpha=weight * scale)
+            dB[t.cols].addmm_(G.t(), A[t.rows].to(block.dtype), alpha=weight)
 
 
 def add_sigmoid_gradient(
     dA: Tensor,
     dB: Tensor | None,
-    A: Tensor,
-    B: Tensor,
+    block: Block,
     *,
     scale: float,
     bias: float,
     weight: float,
-    first: int | None,
     side: int,
     with_sums: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`dA += weight * scale * G B`, if asked `dB += weight * scale * G^T A`, with `G = sigmoid(S + bias)`.
+    """`dA += weight * G B`, if asked `dB += weight * G^T A`, with `G = sigmoid(S + bias)` on the negatives.
 
-    Returns the sums of `softplus(S + bias)` and of G, float64 [] (zeros without `with_sums`). Positives are left
-    out of all four; first = None: this B holds none.
+    Returns the sums of `softplus(S + bias)` and of G over them, float64 [] (zeros without `with_sums`).
     """
-    dtype = accumulation_dtype(A, B)
-    buffer, spare = (TileBuffer(len(A), len(B), side, A, dtype) for _ in range(2))
-    value, slope = (A.new_zeros((), dtype=torch.float64) for _ in range(2))
-    zero = A.new_zeros((), dtype=dtype)
-    for t in tiles(len(A), len(B), side):
-        a, b = A[t.i0 : t.i1].to(dtype), B[t.j0 : t.j1].to(dtype)
-        S, G = buffer.view(t), spare.view(t)
-        scaled_product(S, a, b, scale, bias)
-        if first is not None:
-            t.fill_positives(S, first, -torch.inf)  # adds nothing to either sum, and its gradient is zero
+    spare = block.buffer(side)
+    value, slope = (block.A.new_zeros((), dtype=torch.float64) for _ in range(2))
+    zero = block.A.new_zeros((), dtype=block.dtype)
+    for t, a, b, S in block.logits(scale, bias, side):
+        G = spare.view(t)
+        block.fill(t, S, -torch.inf)  # adds nothing to either sum, and its gradient is zero
         torch.sigmoid(S, out=G)
         if with_sums:
             slope += G.sum()
             value += torch.logaddexp(S, zero, out=S).sum()  # softplus; torch's own turns linear at 20
-        dA[t.i0 : t.i1].addmm_(G, b, alpha=weight * scale)
+        dA[t.rows].addmm_(G, b, alpha=weight)
         if dB is not None:
-            dB[t.j0 : t.j1].addmm_(G.t(), a, alpha=weight * scale)
+            dB[t.cols].addmm_(G.t(), a, alpha=weight)
     return value, slope
 
 

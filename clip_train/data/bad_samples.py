@@ -11,6 +11,8 @@ from clip_train.errors import DataError
 WINDOW = 10_000  # samples
 MIN_BAD = 20  # bad samples before the limit may stop a run: one of the first ten says little
 KEYS_SHOWN = 3
+KEY_LENGTH = 60  # characters of a key that are shown
+ROWS_SHOWN = 20
 
 
 class BadSample(Exception):
@@ -28,6 +30,7 @@ class Bad:
     reason: str
     shard: str
     key: str
+    damage: bool = False  # of the shard: what follows in it is lost
 
 
 class BadTable:
@@ -43,17 +46,26 @@ class BadTable:
             self.counts[place] += 1
             keys = self.keys.setdefault(place, [])
             if len(keys) < KEYS_SHOWN:
-                keys.append(bad.key)
+                keys.append(_shown(bad.key))
 
     def __str__(self) -> str:
         """A table for people, the most frequent first."""
-        rows = [("count", "reason", "shard", "first keys")]
-        for (reason, shard), count in self.counts.most_common(20):
-            rows.append((str(count), reason, shard, ", ".join(self.keys[reason, shard])))
+        rows = [("count", "reason", "shard", "first keys" if self.keys else "")]
+        for (reason, shard), count in self.counts.most_common(ROWS_SHOWN):
+            rows.append((str(count), reason, shard, ", ".join(self.keys.get((reason, shard), []))))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join([r[0].rjust(widths[0]), r[1].ljust(widths[1]), r[2].ljust(widths[2]), r[3]]) for r in rows]
-        left_out = len(self.counts) - 20
+        lines = [
+            "  ".join([r[0].rjust(widths[0]), r[1].ljust(widths[1]), r[2].ljust(widths[2]), r[3]]).rstrip()
+            for r in rows
+        ]
+        left_out = len(self.counts) - ROWS_SHOWN
         return "\n".join(lines + ([f"and {left_out} more rows"] if left_out > 0 else []))
+
+
+def _shown(key: str) -> str:
+    """A key from an unknown shard, safe for a terminal."""
+    short = key if len(key) <= KEY_LENGTH else f"{key[:KEY_LENGTH]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
 class BadSampleLimit:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from clip_train.data import raw
 from clip_train.data.bad_samples import BadSample
 from clip_train.data.config import DataConfig
-from clip_train.data.sources import expand, missing_files, open_shard
+from clip_train.data.index import ShardIndex, index_of
+from clip_train.data.sources import Reading, expand, missing_files, open_shard
 from clip_train.data.tar import RawSample, TarError, iter_samples
 from clip_train.errors import UserError
+from clip_train.storage import StorageConfig, is_remote, local_path
+
+SHARDS_TRIED = 3
 
 
 @dataclass(frozen=True)
@@ -21,20 +24,39 @@ class SourceSummary:
     first_shard: str
     first_key: str
     first_caption: str
+    index: ShardIndex  # of data.train
 
 
-def check_source(config: DataConfig) -> SourceSummary:
+def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
     """Expands `data.train` and `data.val`, and reads the first sample of the first training shard.
 
+    Where that cannot be used it looks at the next shards: one damaged file is no reason not to start.
+
     Raises:
-        UserError: nothing matches, a file is missing or cannot be opened, no sample in the first shard,
-            no image or no caption in it; each names the field, the value and the remedy.
+        UserError: nothing matches, a file is missing, cannot be opened or is not as long as its index says, no
+            sample in the first shard, no image or no caption in it; each names the field, the value and the remedy.
     """
-    shards = _existing(config.train, "data.train")
+    storage = storage or StorageConfig()
+    _existing(config.train, "data.train")
+    index = index_of(config, storage)
+    shards = index.shards
+    _check_sizes(index)
     if config.val is not None:
         _existing(config.val, "data.val")
-    sample = _first_sample(shards[0], "data.train")
-    where = f"data.train ({shards[0]}): the first sample, {sample.key},"
+    reading = Reading(storage, index.checksums)
+    first_mistake: UserError | None = None
+    for shard in shards[:SHARDS_TRIED]:
+        try:
+            return _check_shard(shard, index, reading, config.caption_key)
+        except UserError as e:
+            first_mistake = first_mistake or e
+    assert first_mistake is not None
+    raise first_mistake
+
+
+def _check_shard(shard: str, index: ShardIndex, reading: Reading, caption_key: str | None) -> SourceSummary:
+    sample = _first_sample(shard, "data.train", reading)
+    where = f"data.train ({shard}): the first sample, {sample.key},"
     if sample.duplicate:
         raise UserError(
             f"{where} has two members of one kind: keys end at the first dot of the file name, so "
@@ -48,10 +70,10 @@ def check_source(config: DataConfig) -> SourceSummary:
             f"{', '.join(raw.IMAGE_EXTENSIONS)}"
         ) from e
     try:
-        caption = raw.caption(sample.members, config.caption_key)
+        caption = raw.caption(sample.members, caption_key)
     except BadSample as e:
-        raise UserError(f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, config.caption_key)}") from e
-    return SourceSummary(len(shards), shards[0], sample.key, caption)
+        raise UserError(f"{where} cannot be used: {e.reason}. {_caption_remedy(sample, caption_key)}") from e
+    return SourceSummary(len(index.shards), shard, sample.key, caption, index)
 
 
 def _existing(spec: str, field: str) -> list[str]:
@@ -66,9 +88,19 @@ def _existing(spec: str, field: str) -> list[str]:
     return shards
 
 
-def _first_sample(shard: str, field: str) -> RawSample:
+def _check_sizes(index: ShardIndex) -> None:
+    """Of local shards, for nothing; remote ones are asked when they are opened."""
+    for shard, checksums in index.checksums.items():
+        if not is_remote(shard):
+            try:
+                checksums.check_size(shard, local_path(shard).stat().st_size)
+            except OSError as e:
+                raise UserError(f"data.train: {e}") from e
+
+
+def _first_sample(shard: str, field: str, reading: Reading) -> RawSample:
     try:
-        with open_shard(shard) as file:
+        with open_shard(shard, reading) as file:
             for sample in iter_samples(file):
                 return sample
     except TarError as e:
@@ -96,5 +128,5 @@ def _members(sample: RawSample) -> str:
 def _json_keys(sample: RawSample) -> str:
     try:
         return ", ".join(map(str, raw.metadata(sample.members))) or "no keys"
-    except (BadSample, json.JSONDecodeError):
+    except BadSample:
         return "no readable JSON"

@@ -7,32 +7,39 @@ import pickle
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from clip_train.batch import BatchSizes, shares
 from clip_train.data.bad_samples import BadSampleLimit
 from clip_train.data.config import DataConfig, resolve_lanes
-from clip_train.data.lanes import Cursor, LanePlan
+from clip_train.data.dealing import samples_below
+from clip_train.data.index import index_of
+from clip_train.data.memory import ImageMemory
+from clip_train.data.order import plan_order
 from clip_train.data.pipeline import (
     Collate,
     Decode,
     Failure,
     Piece,
     PieceStream,
+    Plan,
     SlotSource,
     Stage,
-    deal_to_workers,
-    rank_shares,
 )
-from clip_train.data.sources import expand
+from clip_train.data.shard_list import ShardList, go_on
+from clip_train.data.shares import RankShare
+from clip_train.data.sources import Reading
 from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
-from clip_train.protocols import Batch
+from clip_train.protocols import Batch, text_lengths
+from clip_train.storage import StorageConfig
 
 PRELOAD = ["torch", "webdataset", "clip_train.data.pipeline"]  # once in the fork server, not in every worker
 
@@ -42,20 +49,24 @@ class WorkerTraceback(Exception):
 
 
 class TrainLoader:
-    """Batches without end. Each carries the cursors behind it, so prefetching cannot skew a checkpoint.
+    """Batches without end; the next is that of step `step`.
+
+    Each carries the cursors behind it, so prefetching cannot skew a checkpoint.
 
     Args:
         image_size: S, pixels.
-        global_size: N, samples in the global batch of all ranks.
+        global_size: samples in the global batch of all ranks, or their sizes as a function of the step.
         seed: the run's; it orders the shards, permutes the blocks and seeds the samples.
         cursors: the position to resume from: lane -> cursor for ALL lanes, as all ranks' batches together
-            had them; None starts at the beginning.
+            had them (`merge_cursors`), which also says at which step; None starts at the beginning.
         pin_memory: batches in pinned memory, for asynchronous copies to a GPU.
         stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
             must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
+        storage: how patiently remote shards are read.
+        shards_then: `shard_list` of the run that wrote `cursors`; None: unknown.
 
     Raises:
-        UserError: sizes that do not divide, shards that do not exist, cursors of another order.
+        UserError: fewer samples than ranks, shards that do not exist, cursors of another order.
         DataError (while iterating): shards cannot be read, or too many samples are bad. Local to this rank:
             the trainer tells the others.
     """
@@ -66,22 +77,39 @@ class TrainLoader:
         *,
         image_size: int,
         context_length: int,
-        global_size: int,
+        global_size: int | BatchSizes,
         seed: int,
         rank: int = 0,
         world_size: int = 1,
         cursors: dict[int, dict[str, Any]] | None = None,
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
+        storage: StorageConfig | None = None,
+        shards_then: str | None = None,
     ) -> None:
-        self.lanes = resolve_lanes(config.lanes, global_size, world_size)
-        self.plan = LanePlan(expand(config.train), seed, self.lanes, config.shuffle_block, config.caption_key)
-        shares = deal_to_workers(rank_shares(global_size, self.lanes, rank, world_size), config.workers)
-        source = SlotSource(self.plan, global_size // self.lanes, shares, _parse(cursors, self.plan))
+        self._sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
+        self._sizes.check_ranks(world_size)
+        self.lanes = resolve_lanes(config.lanes, self._sizes)
+        self.index = index_of(config, storage or StorageConfig())
+        reading = Reading(storage or StorageConfig(), self.index.checksums)
+        self.plan = plan_order(config, self.index, reading, seed, self.lanes)
+        self.shard_list = ShardList.of(self.index).pack()
+        if cursors:
+            self.plan = _as_begun(self.plan, cursors)
+            cursors = go_on(cursors, shards_then, self.index, self.plan, config.allow_changed_shards)
+        parsed = _parse(cursors, self.plan)
+        self.step = _step_at(parsed, self.plan, self._sizes)
+        workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self.step)
+        source = SlotSource(self.plan, workers, self.step, parsed)
         decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))
-        self._stream = PieceStream(source, tuple(stages), decode, Collate(context_length))
-        self._workers = len(shares) if config.workers else 0
-        self._pieces_per_batch = len(shares)
+        collate = Collate(context_length, image_size, workers, self.step)
+        self._stream = PieceStream(source, tuple(stages), decode, collate)
+        self._world_size = world_size
+        self._workers = len(workers) if config.workers else 0
+        self._pieces_per_batch = len(workers)
+        self._largest_piece = max(worker.most() for worker in workers)
+        self._image_size = image_size
+        self._memory: ImageMemory | None = None
         self._prefetch = config.prefetch
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._limit = BadSampleLimit(config.bad_sample_limit)
@@ -126,6 +154,8 @@ class TrainLoader:
         if not self._workers:
             return iter(self._stream)
         _check_picklable(self._stream)
+        self._memory = ImageMemory(self._workers, self._prefetch, self._largest_piece, self._image_size)
+        self._stream.collate_into(self._memory)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
@@ -157,20 +187,42 @@ class TrainLoader:
 
     def _assemble(self, pieces: list[Piece]) -> Batch:
         """The workers' pieces, in canonical order -> one batch. DataError above the limit of bad samples."""
+        pieces = [piece for piece in pieces if piece.keys]
         bads = [bad for piece in pieces for bad in piece.bads]
+        texts = torch.cat([p.texts for p in pieces])
         batch = Batch(
-            images=torch.cat([p.images for p in pieces]) if len(pieces) > 1 else pieces[0].images,
-            texts=torch.cat([p.texts for p in pieces]),
+            images=self._images(pieces),
+            texts=texts,
             sample_seeds=torch.cat([p.seeds for p in pieces]),
             keys=[key for p in pieces for key in p.keys],
             cursors={lane: cursor for p in pieces for lane, cursor in p.cursors.items()},
             bad_samples=dict(Counter(f"{bad.reason}\t{bad.shard}" for bad in bads)),
+            shares=tuple(shares(self._sizes.at(self.step), self._world_size)),
+            text_lengths=text_lengths(texts),
         )
+        self.step += 1
         self._limit.add(len(batch), bads)
         if self._pin_memory:
-            batch.images, batch.texts = batch.images.pin_memory(), batch.texts.pin_memory()
-            batch.sample_seeds = batch.sample_seeds.pin_memory()
+            batch.texts, batch.sample_seeds = batch.texts.pin_memory(), batch.sample_seeds.pin_memory()
         return batch
+
+    def _images(self, pieces: list[Piece]) -> Tensor:
+        """The only copy that the trainer makes: from shared into pinned memory, which torch keeps and hands out
+        again once the device has read it."""
+        first = pieces[0].images
+        if len(pieces) == 1 and first is not None and not self._pin_memory:
+            return first
+        shape = (sum(len(p.keys) for p in pieces), 3, self._image_size, self._image_size)
+        out = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
+        at = 0
+        for piece in pieces:
+            count, images = len(piece.keys), piece.images
+            if images is None:
+                assert self._memory is not None
+                images = self._memory.at(piece.place, count)
+            out[at : at + count] = images
+            at += count
+        return out
 
 
 def _worker_died(cause: Exception) -> DataError:
@@ -193,23 +245,55 @@ def _start_fork_server() -> None:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not set by Python
 
 
-def _parse(cursors: dict[int, dict[str, Any]] | None, plan: LanePlan) -> dict[int, Cursor]:
+def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """Cursors as several ranks, or several batches, had them -> the newest of each lane."""
+    newest: dict[int, dict[str, Any]] = {}
+    for text, cursor in (item for cursors in positions for item in cursors.items()):
+        lane = int(text)  # from JSON it is one
+        if lane not in newest or cursor["count"] > newest[lane]["count"]:
+            newest[lane] = cursor
+    return newest
+
+
+def _as_begun(plan: Plan, cursors: dict[int, dict[str, Any]]) -> Plan:
+    """A run that began without an index keeps its order when one is made: the index then only verifies."""
+    before = plan.uncounted()
+    begun_so = any(cursor.get("source") == before.fingerprint() for cursor in cursors.values())
+    return before if begun_so else plan
+
+
+def _parse(cursors: dict[int, dict[str, Any]] | None, plan: Plan) -> dict[int, Any]:
     """Cursors from a checkpoint, where JSON may have made texts of the lanes' numbers."""
-    if cursors is None:
+    if not cursors:
         return {}
     numbered = {int(lane): dict(cursor) for lane, cursor in cursors.items()}
-    if set(numbered) != set(range(plan.lanes)):
+    same = all(cursor.pop("source", None) == plan.fingerprint() for cursor in numbered.values())
+    if not same and set(numbered) != set(range(plan.lanes)):
         raise UserError(
             f"data.lanes ({plan.lanes}): the checkpoint's data position is of {len(numbered)} lanes; "
             f"set data.lanes={len(numbered)} to go on with the same order"
         )
-    if any(cursor.pop("source", None) != plan.fingerprint() for cursor in numbered.values()):
+    if not same:
         raise UserError(
-            "data.train, data.shuffle_block, data.caption_key or run.seed is not what it was when the "
-            "checkpoint was written, so its data position means nothing; restore them, or start a new run "
-            "from its weights"
+            "data.train (its weights, resampling or index), data.shuffle_block, data.caption_key or run.seed is not "
+            "what it was when the checkpoint was written, so its data position means nothing; restore them, or start a "
+            "new run from its weights"
         )
-    return {lane: Cursor(**cursor) for lane, cursor in numbered.items()}
+    return {lane: plan.parse(cursor) for lane, cursor in numbered.items()}
+
+
+def _step_at(cursors: dict[int, Any], plan: Plan, sizes: BatchSizes) -> int:
+    """The step that begins where the cursors are. A lane that no batch has reached yet has none."""
+    taken = {lane: cursors[lane].count if lane in cursors else 0 for lane in range(plan.lanes)}
+    position = sum(taken.values())
+    step = sizes.whole_steps(position)
+    begins = sizes.before(step) == position
+    if not begins or any(count != samples_below(position, lane, plan.lanes) for lane, count in taken.items()):
+        raise UserError(
+            "batch.global_size or batch.schedule is not what it was when the checkpoint was written: no step begins at "
+            f"its data position, {position} samples from the start; restore them, or start a new run from its weights"
+        )
+    return step
 
 
 def _check_picklable(stream: PieceStream) -> None:

@@ -10,7 +10,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,54 +20,37 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from clip_train.data import raw
 from clip_train.data.bad_samples import Bad, BadSample, BadTable
-from clip_train.data.lanes import Cursor, Lane, LanePlan, Raw, Slot
+from clip_train.data.lanes import Lane, LanePlan, Raw, Slot
+from clip_train.data.memory import ImageMemory
+from clip_train.data.mixture import MixedLane, Mixture
+from clip_train.data.shares import LaneShare, RankShare
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.transforms import TrainTransform, decode_image
 from clip_train.errors import ClipTrainError, DataError, UserError
 
 Sample = dict[str, Any]
+Plan = LanePlan | Mixture
 Stage = Callable[[Iterable[Sample]], Iterable[Sample]]  # such as webdataset.map(f)
+MAX_OPEN_LANES = 64  # in a worker: with more, their shards are opened for each block: files and buffers are few
 MAX_SUBSTITUTES = 10_000  # as many samples in a row that do not decode are no accident
-
-
-@dataclass(frozen=True)
-class LaneShare:
-    """The samples [first, last) of the q that each step takes from a lane."""
-
-    lane: int
-    first: int
-    last: int
-
-    def __len__(self) -> int:
-        return self.last - self.first
-
-
-def rank_shares(global_size: int, lanes: int, rank: int, world_size: int) -> list[LaneShare]:
-    """What rank r decodes: positions [r n, (r + 1) n), n = N / W; lane l fills positions [l q, (l + 1) q)."""
-    n, q = global_size // world_size, global_size // lanes
-    begin, end = rank * n, (rank + 1) * n
-    return [
-        LaneShare(lane, max(0, begin - lane * q), min(q, end - lane * q)) for lane in range(begin // q, -(-end // q))
-    ]
-
-
-def deal_to_workers(shares: list[LaneShare], workers: int) -> list[list[LaneShare]]:
-    """Neighbouring lanes to each worker, so that the workers' pieces in turn are in canonical order."""
-    workers = max(1, min(workers, len(shares)))
-    cuts = [len(shares) * w // workers for w in range(workers + 1)]
-    return [shares[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 @dataclass
 class Piece:
     """One worker's part of one step."""
 
-    images: Tensor  # uint8 [p, 3, S, S]
+    images: Tensor | None  # uint8 [p, 3, S, S]; None where they are in shared memory
     texts: Tensor  # int64 [p, context_length]
     seeds: Tensor  # int64 [p]
     keys: list[str]  # p
-    cursors: dict[int, dict[str, Any]]  # lane -> cursor after this step
+    cursors: dict[int, dict[str, Any]]  # lane -> cursor after this step; none where there are no samples
     bads: list[Bad] = field(default_factory=list)
+    place: tuple[int, int] = (0, 0)  # in `ImageMemory`
+
+    @classmethod
+    def empty(cls) -> Piece:
+        """Of a step that needs nothing of this worker's lanes. Who takes a sample tells the lane's cursor."""
+        return cls(None, torch.empty(0), torch.empty(0), [], {})
 
 
 @dataclass
@@ -98,22 +81,28 @@ class _StepSlot:
 
 
 class SlotSource:
-    """The first stage: samples in canonical order, raw, each with its slot under "__slot__"."""
+    """The first stage: samples in canonical order, raw, each with its slot under "__slot__".
 
-    def __init__(self, plan: LanePlan, q: int, workers: list[list[LaneShare]], cursors: dict[int, Cursor]) -> None:
-        self.plan, self.q, self.workers, self.cursors = plan, q, workers, cursors
+    A worker also reads what others take from its lanes, so as to stay in step; only its own are decoded.
+    """
+
+    def __init__(self, plan: Plan, workers: list[RankShare], start: int, cursors: dict[int, Any]) -> None:
+        self.plan, self.workers, self.start, self.cursors = plan, workers, start, cursors
 
     def __call__(self) -> Iterator[Sample]:
-        info = get_worker_info()
-        shares = self.workers[info.id if info else 0]
-        lanes = [(Lane(self.plan, share.lane, self.cursors.get(share.lane)), share) for share in shares]
         fingerprint = self.plan.fingerprint()
+        lanes: dict[int, Lane | MixedLane] = {}
         number = 0
-        while True:
+        for shares in own_steps(self.workers, self.start):
+            old, lanes = lanes, {}  # a lane that is needed no more goes
             waiting: _StepSlot | None = None
-            for lane, share in lanes:
-                for j in range(self.q):
-                    if not share.first <= j < share.last:
+            for lane_number, first, last, size in shares:
+                lane = old.get(lane_number) or self.plan.open(
+                    lane_number, self.cursors.get(lane_number), keep_open=len(shares) <= MAX_OPEN_LANES
+                )
+                lanes[lane_number] = lane
+                for j in range(size):
+                    if not first <= j < last:
                         lane.skip()
                         continue
                     slot = lane.take()
@@ -121,14 +110,20 @@ class SlotSource:
                         yield {**waiting.slot.sample.fields, "__slot__": waiting}
                     waiting = _StepSlot(number, slot)
                     number += 1
-            assert waiting is not None
-            waiting.cursors = {lane.number: {**lane.cursor.to_dict(), "source": fingerprint} for lane, _ in lanes}
-            yield {**waiting.slot.sample.fields, "__slot__": waiting}
+            if waiting is not None:
+                waiting.cursors = {n: {**lane.cursor.to_dict(), "source": fingerprint} for n, lane in lanes.items()}
+                yield {**waiting.slot.sample.fields, "__slot__": waiting}
+
+
+def own_steps(workers: list[RankShare], start: int) -> Iterator[list[LaneShare]]:
+    """What the worker that asks has of each step from `start` on."""
+    info = get_worker_info()
+    return workers[info.id if info else 0].steps(start)
 
 
 @dataclass
 class _Decoded:
-    image: Tensor  # uint8 [3, S, S]
+    image: Tensor | None  # uint8 [3, S, S]; None once it is collated
     caption: str
     key: str
     slot: _StepSlot
@@ -157,7 +152,7 @@ class Decode:
 
     def _decode(self, sample: Sample, seed: int) -> tuple[Tensor, str]:
         image = decode_image(raw.image_bytes(sample))
-        return self.transform(image, seed), raw.caption(sample, self.caption_key)
+        return self.transform(image, seed), raw.caption(sample, self.caption_key, draw=seed)
 
     def _substitute(self, slot: Slot) -> tuple[Sample, Tensor, str]:
         """The first that decodes. Those that do not are not counted here: they have slots of their own."""
@@ -182,25 +177,44 @@ class Decode:
 class Collate:
     """The last stage: one piece per step."""
 
-    def __init__(self, context_length: int) -> None:
+    def __init__(self, context_length: int, image_size: int, workers: list[RankShare], start: int) -> None:
         self.tokenizer = Tokenizer(context_length)
+        self.image_size = image_size
+        self.workers, self.start = workers, start
+        self.memory: ImageMemory | None = None
 
     def __call__(self, decoded: Iterable[_Decoded]) -> Iterator[Piece]:
-        step: list[_Decoded] = []
-        for number, sample in enumerate(decoded):
-            if sample.slot.number != number:
-                raise UserError(
-                    "a data stage dropped, repeated or reordered samples: each must map one sample to one, "
-                    "or the order would depend on the number of workers"
-                )
-            step.append(sample)
-            if sample.slot.cursors is not None:
-                yield self._piece(step, sample.slot.cursors)
-                step = []
+        samples = enumerate(decoded)
+        for shares in own_steps(self.workers, self.start):
+            step: list[_Decoded] = []
+            count = sum(map(len, shares))
+            images, place = self._new_images(count)
+            for number, sample in itertools.islice(samples, count):
+                if sample.slot.number != number:
+                    raise UserError(
+                        "a data stage dropped, repeated or reordered samples: each must map one sample to one, "
+                        "or the order would depend on the number of workers"
+                    )
+                assert sample.image is not None
+                images[len(step)] = sample.image  # at once, while it is in the cache
+                sample.image = None
+                step.append(sample)
+            if not step:
+                yield Piece.empty()
+                continue
+            assert step[-1].slot.cursors is not None
+            piece = self._piece(step, step[-1].slot.cursors)
+            yield replace(piece, images=images) if self.memory is None else replace(piece, place=place)
+
+    def _new_images(self, count: int) -> tuple[Tensor, tuple[int, int]]:
+        if self.memory is not None and count:
+            return self.memory.next(count)
+        return torch.empty((count, 3, self.image_size, self.image_size), dtype=torch.uint8), (0, 0)
 
     def _piece(self, step: list[_Decoded], cursors: dict[int, dict[str, Any]]) -> Piece:
+        """All but its images."""
         return Piece(
-            images=torch.stack([s.image for s in step]),
+            images=None,
             texts=self.tokenizer([s.caption for s in step]),
             seeds=torch.tensor([s.slot.slot.seed for s in step], dtype=torch.int64),
             keys=[s.key for s in step],
@@ -214,6 +228,11 @@ class PieceStream(IterableDataset):
 
     def __init__(self, source: SlotSource, stages: tuple[Stage, ...], decode: Decode, collate: Collate) -> None:
         self.pipeline = webdataset.DataPipeline(source, *stages, decode, collate)
+        self._collate = collate
+
+    def collate_into(self, memory: ImageMemory) -> None:
+        """Before it goes to the workers."""
+        self._collate.memory = memory
 
     def __iter__(self) -> Iterator[Piece | Failure]:
         if get_worker_info() is not None:

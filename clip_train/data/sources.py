@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from braceexpand import braceexpand
 
 from clip_train.errors import UserError
-from clip_train.storage import expand_glob, is_remote, local_path, open_read
+from clip_train.storage import Checksums, StorageConfig, expand_glob, is_remote, local_path, open_read
 
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
+
+
+def split(spec: str) -> list[str]:
+    """The sources that `::` joins, each with its braces and globs."""
+    return [part.strip() for part in spec.split("::")]
 
 
 def expand(spec: str, field: str = "data.train") -> list[str]:
@@ -21,7 +28,7 @@ def expand(spec: str, field: str = "data.train") -> list[str]:
         UserError: a `pipe:` URL, braces that do not close, or a pattern that matches nothing.
     """
     shards: list[str] = []
-    for part in map(str.strip, spec.split("::")):
+    for part in split(spec):
         if part.startswith("pipe:"):
             raise UserError(
                 f"{field} ({part}): `pipe:` runs a shell command, whose failure looks like the end of "
@@ -43,12 +50,26 @@ def expand(spec: str, field: str = "data.train") -> list[str]:
     return shards
 
 
-def open_shard(url: str) -> BinaryIO:
-    """A seekable binary file. Raises OSError, which the reader retries; UserError for an unknown protocol."""
-    file = open_read(url)
+@dataclass(frozen=True)
+class Reading:
+    """How shards are opened: how patiently, and what their bytes are held against."""
+
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    checksums: Mapping[str, Checksums] = field(default_factory=dict)  # by path or URL; of the indexed ones
+
+
+PLAIN = Reading()
+
+
+def open_shard(url: str, reading: Reading = PLAIN) -> BinaryIO:
+    """A seekable binary file, each block of which is verified where the shard is indexed.
+
+    Raises OSError, which is worth a retry unless it is a `ReadError`; UserError for an unknown protocol.
+    """
+    file = open_read(url, reading.storage, reading.checksums.get(url))
     if isinstance(file, io.BufferedReader):
         return io.BufferedReader(file.detach(), BUFFER_BYTES)
-    return file  # a remote file brings its own read-ahead
+    return file  # what is remote or verified brings its own blocks
 
 
 def missing_files(shards: list[str]) -> list[str]:

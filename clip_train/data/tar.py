@@ -15,6 +15,8 @@ BLOCK = 512  # bytes: everything in a tar is padded to this
 ZEROS = bytes(BLOCK)
 MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
 MAX_NAME_BYTES = 1 << 20  # of a long name or pax header; more is damage
+MAX_MEMBER_BYTES = 1 << 28  # what is larger is not read: a whole block of samples is held in memory
+MAX_OFFSET = 1 << 50  # bytes; no shard is that long
 MAX_MEMBERS = 64  # kept of one sample: a shard whose file names share a dot would become one huge sample
 
 _METADATA = re.compile(r"(^|/)__[^/]*__([./]|$)")  # what webdataset keeps beside samples: __index__.json
@@ -38,6 +40,7 @@ class RawSample:
     end: int = 0  # bytes: where whatever follows begins; reading can resume here
     members: dict[str, bytes] = field(default_factory=dict)  # lower-case extension -> content
     duplicate: bool = False  # an extension came twice: two samples of one key
+    too_large: bool = False  # a member was left out for its size
 
 
 def iter_samples(file: BinaryIO, start: int = 0, wanted: Callable[[int], bool] | None = None) -> Iterator[RawSample]:
@@ -66,6 +69,9 @@ def iter_samples(file: BinaryIO, start: int = 0, wanted: Callable[[int], bool] |
             item.skip()
         elif item.extension in sample.members:
             sample.duplicate = True
+            item.skip()
+        elif item.size > MAX_MEMBER_BYTES:
+            sample.too_large = True
             item.skip()
         elif len(sample.members) < MAX_MEMBERS:
             sample.members[item.extension] = item.read()
@@ -112,12 +118,14 @@ def _members(file: BinaryIO, offset: int) -> Iterator[_Member]:
         kind = header[156:157]
         size = int(pax.get("size") or _number(header[124:136], offset))
         content = offset + BLOCK
+        if not 0 <= size <= MAX_OFFSET - content:
+            raise TarError("damaged shard: bad header", offset)
         if kind in b"Lxg":
             if size > MAX_NAME_BYTES:
                 raise TarError("damaged shard: bad header", offset)
             data = _read(file, size, content, "truncated shard")
             if kind == b"L":
-                long_name = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
+                long_name = _text(data.rstrip(b"\0"))
             elif kind == b"x":
                 pax = _pax_records(data, offset)
             offset = content + size + -size % BLOCK
@@ -138,8 +146,11 @@ def _check_end(file: BinaryIO, offset: int) -> None:
     file.seek(offset)
     rest = file.read(MAX_PADDING_BYTES + 1)
     if len(rest) < BLOCK:
-        if file.seek(0, 2) >= offset + BLOCK:
+        size = file.seek(0, 2)
+        if size >= offset + BLOCK:
             raise OSError(f"short read: {len(rest)} bytes at {offset}")
+        if size < offset:  # a member that was skipped is cut: the same damage as when it is read
+            raise TarError("truncated shard", size)
         raise TarError("truncated shard: no end mark", offset + len(rest))
     if rest.count(0) != len(rest) or len(rest) > MAX_PADDING_BYTES:
         raise TarError("damaged shard: a hole of zeros", offset)
@@ -181,7 +192,12 @@ def _header_name(header: bytes) -> str:
     prefix = header[345:500].split(b"\0", 1)[0]
     if prefix and header[257:263] == b"ustar\0":  # GNU tar keeps other things there
         name = prefix + b"/" + name
-    return name.decode("utf-8", "surrogateescape")
+    return _text(name)
+
+
+def _text(name: bytes) -> str:
+    """A name that can be written down and hashed, whatever bytes it is made of."""
+    return name.decode("utf-8", "backslashreplace")
 
 
 def _pax_records(data: bytes, offset: int) -> dict[str, str]:
@@ -189,12 +205,13 @@ def _pax_records(data: bytes, offset: int) -> dict[str, str]:
     records = {}
     while data:
         length, _, _ = data.partition(b" ")
-        if not length.isdigit() or not 0 < int(length) <= len(data):
+        if not length.isdigit() or len(length) > 9 or not 0 < int(length) <= len(data):
             raise TarError("damaged shard: bad pax header", offset)
         name, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        records[name.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        records[_text(name)] = _text(value)
         data = data[int(length) :]
-    if not (records.get("size") or "0").isdigit():
+    size = records.get("size") or "0"
+    if not (size.isascii() and size.isdigit() and len(size) < 20):
         raise TarError("damaged shard: bad pax header", offset)
     return records
 

@@ -22,8 +22,9 @@ from torch import Tensor
 MERGES_FILE = Path(__file__).with_name("clip_bpe_merges.txt.gz")
 START = "<start_of_text>"
 END = "<end_of_text>"
-CACHED_CHUNKS = 1 << 17  # ~30 MB at most
+CACHED_CHUNKS = 1 << 15  # ~8 MB at most: a worker's memory is to stay as it is
 LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only push words out
+LONGEST_WORD = 4096  # bytes, of which the rest is left out: merging takes quadratic time, here half a second
 
 # ftfy and html.unescape leave such text alone. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy drops them.
 _PLAIN = plain_re.compile(r"[\t\n\x0c\r -%'-~]*").fullmatch
@@ -88,17 +89,19 @@ class Tokenizer:
         texts = [texts] if isinstance(texts, str) else texts
         rows = []
         for text in texts:
-            ids = [self.start_id, *self.encode(text), self.end_id][: self.context_length]
+            ids = [self.start_id, *self.encode(text, self.context_length), self.end_id][: self.context_length]
             ids[-1] = self.end_id
             rows.append(ids + [0] * (self.context_length - len(ids)))
         # not torch.tensor(rows): four times slower
         table = np.array(rows, dtype=np.int64).reshape(len(texts), self.context_length)
         return torch.from_numpy(table)
 
-    def encode(self, text: str) -> list[int]:
-        """One caption -> ids, without start and end, of any length."""
+    def encode(self, text: str, enough: int | None = None) -> list[int]:
+        """One caption -> ids, without start and end, of any length; at least the first `enough` of them."""
         ids: list[int] = []
         for chunk in clean(text):
+            if enough is not None and len(ids) >= enough:
+                break
             ids += self._cached_chunk(chunk) if len(chunk) <= LONGEST_CACHED_CHUNK else self._encode_chunk(chunk)
         return ids
 
@@ -115,7 +118,8 @@ class Tokenizer:
             if word in (START, END):
                 ids.append(self._ids[word])
             else:
-                ids += (self._ids[part] for part in self._merge([self._symbols[b] for b in word.encode("utf-8")]))
+                symbols = [self._symbols[b] for b in word.encode("utf-8")[:LONGEST_WORD]]
+                ids += (self._ids[part] for part in self._merge(symbols))
         return tuple(ids)
 
     def _merge(self, parts: list[str]) -> list[str]:

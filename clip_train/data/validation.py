@@ -6,18 +6,20 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from clip_train.data import raw
 from clip_train.data.bad_samples import Bad, BadSample, BadTable
+from clip_train.data.index import find_index
 from clip_train.data.lanes import Raw, read_shard
-from clip_train.data.sources import expand
+from clip_train.data.sources import Reading, expand
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.transforms import EvalTransform, decode_image
 from clip_train.errors import DataError
+from clip_train.storage import StorageConfig
 
 
 @dataclass
@@ -43,6 +45,7 @@ class ValLoader:
     Args:
         shards: as `data.val` is written.
         workers: threads that decode (the decoders let go of Python's lock); 0 or 1 decodes in line.
+        verify: as `data.verify` is written.
 
     Raises:
         UserError: nothing matches.
@@ -60,8 +63,13 @@ class ValLoader:
         world_size: int = 1,
         caption_key: str | None = None,
         workers: int = 2,
+        verify: Literal["auto", "off"] = "auto",
+        storage: StorageConfig | None = None,
     ) -> None:
         self.shards = expand(shards, "data.val")
+        storage = storage or StorageConfig()
+        known = find_index(self.shards, storage).checksums if verify == "auto" else {}
+        self._reading = Reading(storage, known)
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size
         self.caption_key = caption_key
@@ -93,7 +101,7 @@ class ValLoader:
         """Raw samples of this rank. All ranks read all, so all count alike."""
         number = 0
         for url in self.shards:
-            for event in read_shard(url, 0, None, self.caption_key):
+            for event in read_shard(url, 0, None, self.caption_key, self._reading):
                 if isinstance(event, Bad):
                     self._bads.add([event])
                     continue

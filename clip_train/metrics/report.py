@@ -19,11 +19,17 @@ _EXACT = {"learning rate", "logit scale"}  # charts without noise: a smoothed li
 _SMOOTH_FROM = 50  # records from which on a smoothed line is drawn over the raw one
 
 
-def write_report(run_dir: Path | str, *, bad_samples: Mapping[str, int] | None = None) -> Path:
+def write_report(
+    run_dir: Path | str,
+    *,
+    bad_samples: Mapping[str, int] | None = None,
+    bad_epochs: Sequence[Mapping[str, int]] = (),
+) -> Path:
     """Write `report.html` and `loss.png` into `run_dir`; returns the report's path.
 
     Reads `metrics.jsonl` and, where they exist, `eval.jsonl`, `recipe.yaml` and `VERDICT`.
-    bad_samples: "reason<TAB>shard" -> count, as `Batch.bad_samples` has them. OSError.
+    bad_samples: "reason<TAB>shard" -> count, as `Batch.bad_samples` has them; bad_epochs: for each epoch that
+    has ended "epoch", "step", "bad_samples" (so far). OSError.
     """
     run_dir = Path(run_dir)
     records = _records(run_dir / "metrics.jsonl")
@@ -46,7 +52,7 @@ def write_report(run_dir: Path | str, *, bad_samples: Mapping[str, int] | None =
         last = {name: _column(evals, name)[1][-1] for name in names}
         parts.append(_table(("metric", "last value"), [(k, f"{v:.6g}") for k, v in last.items()]))
     if bad_samples:
-        parts.append("<h2>Bad samples</h2>" + _bad_samples(bad_samples))
+        parts.append("<h2>Bad samples</h2>" + _bad_samples(bad_samples) + _bad_epochs(bad_epochs))
     recipe = run_dir / "recipe.yaml"
     if recipe.exists():
         import yaml
@@ -205,3 +211,14 @@ def _bad_samples(counts: Mapping[str, int]) -> str:
         reason, _, shard = key.partition("\t")
         rows.append((reason, shard, f"{count:,}"))
     return _table(("reason", "shard", "samples"), rows)
+
+
+def _bad_epochs(epochs: Sequence[Mapping[str, int]]) -> str:
+    if not epochs:
+        return ""
+    before = [0, *(epoch["bad_samples"] for epoch in epochs)]
+    rows = [
+        (str(e["epoch"]), f"{e['step']:,}", f"{e['bad_samples'] - previous:,}")
+        for e, previous in zip(epochs, before, strict=False)
+    ]
+    return _table(("epoch", "ended at step", "bad samples in it"), rows)

@@ -94,6 +94,17 @@ class BlockInit:
         return cls(width**-0.5, width**-0.5 * (2 * layers) ** -0.5, (2 * width) ** -0.5)
 
 
+@dataclass(frozen=True)
+class OneToken:
+    """Which token of each sample is read after the last block: `index`, int64 [b]; None: the first of each."""
+
+    index: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """[b, L, width] -> [b, width]"""
+        return x[:, 0] if self.index is None else x[torch.arange(len(x), device=x.device), self.index]
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with the parameter names of `nn.MultiheadAttention`."""
 
@@ -107,13 +118,31 @@ class Attention(nn.Module):
         self.in_proj_bias = new_parameter((3 * width,), constant(0.0))
         self.out_proj = Linear(width, width, std=init.projection, zero_bias=True)
 
-    def forward(self, x: Tensor, causal: bool) -> Tensor:
-        """[b, L, width] -> [b, L, width]"""
+    def forward(self, x: Tensor, causal: bool, read: OneToken | None = None) -> Tensor:
+        """[b, L, width] -> [b, L, width]; with `read`, [b, width]: the result at that token alone."""
+        if read is not None:
+            return self._one_token(x, causal, read)
         b, L, width = x.shape
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
         q, k, v = qkv.view(b, L, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)  # [b, heads, L, .]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return self.out_proj(out.transpose(1, 2).reshape(b, L, width))
+
+    def _one_token(self, x: Tensor, causal: bool, read: OneToken) -> Tensor:
+        """All tokens are keys and values; only the one that is read asks."""
+        b, L, width = x.shape
+        # split, not slices: its backward writes the packed gradient once
+        query, key_value = self.in_proj_weight.split([width, 2 * width])
+        query_bias, key_value_bias = self.in_proj_bias.split([width, 2 * width])
+        q = F.linear(read.of(x), query, query_bias).view(b, self.heads, 1, width // self.heads)
+        kv = F.linear(x, key_value, key_value_bias)
+        k, v = kv.view(b, L, 2, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)  # [b, heads, L, .]
+        seen = None
+        if causal:
+            assert read.index is not None  # which tokens it sees depends on where it is
+            seen = (torch.arange(L, device=x.device) <= read.index[:, None])[:, None, None]  # [b, 1, 1, L]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)  # [b, heads, 1, .]
+        return self.out_proj(out.reshape(b, width))
 
 
 class Block(nn.Module):
@@ -145,10 +174,17 @@ class Block(nn.Module):
         )
         self.drop_1, self.drop_2 = (SampleDropout(dropout, i) for i in dropout_ids)
 
-    def forward(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor:
-        """[b, L, width], int64 [b] -> [b, L, width]"""
+    def forward(self, x: Tensor, sample_seeds: Tensor | None, read: OneToken | None = None) -> Tensor:
+        """[b, L, width], int64 [b] -> [b, L, width]; with `read`, [b, width]: the result at that token alone."""
+        if read is not None:
+            return self._one_token(x, sample_seeds, read)
         x = x + self.drop_1(self.attn(self.ln_1(x), self.causal), sample_seeds)
         return x + self.drop_2(self.mlp(self.ln_2(x)), sample_seeds)
+
+    def _one_token(self, x: Tensor, sample_seeds: Tensor | None, read: OneToken) -> Tensor:
+        """The same at one token of each sample: the others are needed only as keys and values."""
+        token = read.of(x) + self.drop_1(self.attn(self.ln_1(x), self.causal, read), sample_seeds, read.index)
+        return token + self.drop_2(self.mlp(self.ln_2(token)), sample_seeds, read.index)
 
 
 class Transformer(nn.Module):
@@ -184,12 +220,13 @@ class Transformer(nn.Module):
             for i in range(layers)
         )
 
-    def forward(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor:
-        """[b, L, width], int64 [b] -> [b, L, width]"""
-        for block in self.resblocks:
+    def forward(self, x: Tensor, sample_seeds: Tensor | None, read: OneToken) -> Tensor:
+        """[b, L, width], int64 [b] -> [b, width]: the token that is read; the last block computes no other."""
+        for i, block in enumerate(self.resblocks):
+            asked = read if i == len(self.resblocks) - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # no RNG state to keep: the masks are functions of the seeds
-                x = checkpoint(block, x, sample_seeds, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, sample_seeds, asked, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, sample_seeds)
+                x = block(x, sample_seeds, asked)
         return x

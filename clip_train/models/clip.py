@@ -45,7 +45,7 @@ class CLIP(TextTower):
 
         Args:
             images: uint8 [b, 3, H, W], normalised here; or float, already normalised.
-            texts: int64 [b, context_length].
+            texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended.
             sample_seeds: int64 [b], for the dropouts in training.
 
         Returns:
@@ -82,19 +82,21 @@ def count_parameters(architecture: Architecture) -> int:
 def flops_per_sample(architecture: Architecture, patch_dropout: float = 0.0) -> float:
     """Floating point operations of one image and one text going forward: products only, 2 for each MAC.
 
-    Causal attention counts in full, as is the custom. A step costs 3 of these for each sample, and one
-    more for each time the sample goes forward again.
+    Causal attention counts in full, as is the custom, and so does the padding behind a text, which the model may be
+    spared. Of the last blocks only what is computed counts (`OneToken`). A step costs 3 of these for each sample,
+    and one more for each time the sample goes forward again.
     """
     vision, text = architecture.vision_cfg, architecture.text_cfg
     tokens = 1 + vision.kept_patches(patch_dropout)
     patches = 2.0 * vision.num_patches * 3 * vision.patch_size**2 * vision.width
-    blocks = vision.layers * _block_flops(tokens, vision.width, vision.mlp_width)
-    blocks += text.layers * _block_flops(text.context_length, text.width, text.mlp_width)
+    blocks = _blocks_flops(vision.layers, tokens, vision.width, vision.mlp_width)
+    blocks += _blocks_flops(text.layers, text.context_length, text.width, text.mlp_width)
     projections = 2.0 * (vision.width + text.width) * architecture.embed_dim
     return patches + blocks + projections
 
 
-def _block_flops(tokens: int, width: int, mlp_width: int) -> float:
-    matrices = 2.0 * tokens * (4 * width * width + 2 * width * mlp_width)
-    attention = 2.0 * 2 * tokens * tokens * width  # scores, and their product with the values
-    return matrices + attention
+def _blocks_flops(layers: int, tokens: int, width: int, mlp_width: int) -> float:
+    keys_values = 2.0 * tokens * 2 * width * width
+    # for each token that asks: query, output, MLP; scores, and their product with the values
+    asking = 2.0 * (2 * width * width + 2 * width * mlp_width) + 2.0 * 2 * tokens * width
+    return layers * keys_values + ((layers - 1) * tokens + 1) * asking

@@ -25,10 +25,13 @@ def splitmix64(x: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-def random_bits(sample_seeds: Tensor, layer_id: int, count: int) -> Tensor:
-    """int64 [b] -> [b, count] int64, uniform over all 64 bits."""
+def random_bits(sample_seeds: Tensor, layer_id: int, count: int, first: Tensor | None = None) -> Tensor:
+    """int64 [b] -> [b, count] int64, uniform over all 64 bits: from number `first` [b] of each stream on, or 0."""
     key = splitmix64(splitmix64(sample_seeds) + layer_id)  # [b]: one stream for each (sample, layer)
-    return splitmix64(key[:, None] + torch.arange(count, device=key.device) * _GAMMA)
+    number = torch.arange(count, device=key.device)
+    if first is not None:
+        number = first[:, None] + number  # [b, count]
+    return splitmix64(key[:, None] + number * _GAMMA)
 
 
 def _seeds_for(sample_seeds: Tensor | None, batch: int, what: str) -> Tensor:
@@ -49,14 +52,20 @@ class SampleDropout(nn.Module):
         self.p, self.layer_id = p, layer_id
         self.dropped = min(round(p * 65536), 65535)  # of the 65536 values that 16 bits can have
 
-    def forward(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor:
-        """[b, ...], int64 [b] -> [b, ...]"""
+    def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None) -> Tensor:
+        """[b, ...], int64 [b] -> [b, ...]. With `token`, int64 [b], x [b, width] is that token alone of each
+        sample's [L, width], and gets the mask that it would get among the others."""
         if not self.training or self.dropped == 0:
             return x
         seeds = _seeds_for(sample_seeds, len(x), "dropout")
         size = x[0].numel()
         # four elements from each hash: 16 bits decide one, which costs a fourth of the time and memory
-        bits = random_bits(seeds, self.layer_id, (size + 3) // 4).view(torch.int16)[:, :size]  # [b, size]
+        if token is None:
+            bits = random_bits(seeds, self.layer_id, (size + 3) // 4).view(torch.int16)[:, :size]  # [b, size]
+        else:
+            start = token * size  # the first element's number; three more at most come before it in its hash
+            bits = random_bits(seeds, self.layer_id, (size + 6) // 4, start // 4).view(torch.int16)
+            bits = bits.gather(1, (start % 4)[:, None] + torch.arange(size, device=x.device))
         keep = (bits >= self.dropped - 32768).view(x.shape)
         return torch.where(keep, x * (65536 / (65536 - self.dropped)), 0.0)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from clip_train.models.blocks import BlockInit, LayerNorm, Transformer, fill_parameter, new_parameter, normal
+from clip_train.models.blocks import BlockInit, LayerNorm, OneToken, Transformer, fill_parameter, new_parameter, normal
 from clip_train.models.config import Architecture
 from clip_train.models.vision import TEXT_DROPOUT_ID
 
@@ -46,10 +45,9 @@ class TextTower(nn.Module):
         self.ln_final = LayerNorm(cfg.width)
 
     def _text_features(self, texts: Tensor, sample_seeds: Tensor | None) -> Tensor:
-        """int64 [b, L], int64 [b] -> [b, D]"""
-        if texts.shape[1:] != (self.context_length,):
-            raise ValueError(f"texts must be [b, {self.context_length}], not {list(texts.shape)}")
-        x = self.token_embedding(texts) + self.positional_embedding  # [b, L, width]
-        x = self.transformer(x, sample_seeds)
+        """int64 [b, L], int64 [b] -> [b, D]; L may be less than the context: padding that all texts share."""
+        if texts.ndim != 2 or not 1 <= texts.shape[1] <= self.context_length:
+            raise ValueError(f"texts must be at most [b, {self.context_length}], not {list(texts.shape)}")
+        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [b, L, width]
         end = texts.argmax(dim=-1)  # the end-of-text token has the highest id
-        return self.ln_final(x[torch.arange(len(x), device=x.device), end]) @ self.text_projection
+        return self.ln_final(self.transformer(x, sample_seeds, OneToken(end))) @ self.text_projection

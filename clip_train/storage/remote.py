@@ -1,18 +1,21 @@
-"""Any fsspec URL, to read from: `s3://`, `https://`, `memory://`. The only module that imports fsspec."""
+"""Any fsspec URL, to read from: `s3://`, `https://`, `memory://`. fsspec's file systems are made here."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
+from clip_train.storage.blocks import Checksums
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.fetch import S3Source, Source
+from clip_train.storage.ranged import RangedFile
 
-# The read-ahead of one open file. s3fs takes 50 MiB by default, once per open shard of every worker.
-BLOCK_BYTES = 8 << 20
+S3_PROTOCOLS = ("s3", "s3a")
 
 
-def filesystem(url: str) -> tuple[Any, str]:
+def filesystem(url: str, **options: Any) -> tuple[Any, str]:
     """The file system of `url` and the path in it. UserError for a protocol that is not known or installed.
 
     fsspec keeps one instance per process; one made before a fork must not be used after it, so a loader's
@@ -22,7 +25,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
     try:
         # a cached listing would hide what another writer has put there since
-        fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as e:
         raise UserError(f"{url}: {e}") from e
     except ValueError as e:
@@ -30,9 +33,22 @@ def filesystem(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-def open_read(url: str) -> BinaryIO:
+def open_read(url: str, config: StorageConfig, checksums: Checksums | None = None) -> BinaryIO:
+    if url.split("://", 1)[0].lower() not in S3_PROTOCOLS:
+        fs, path = filesystem(url)
+        return cast(BinaryIO, RangedFile(url, Source(fs, path, config), config, checksums))
+    # One try for each of ours, within our patience; and connections for several shards at once.
+    patience = config.patience_seconds
+    own = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 32}
+    fs, path = filesystem(url, config_kwargs={**own, "connect_timeout": patience, "read_timeout": 3 * patience})
+    fs.retries = 1
+    return cast(BinaryIO, RangedFile(url, S3Source(fs, path, config), config, checksums))
+
+
+def write_bytes(url: str, data: bytes) -> None:
+    """One object, by a single put: whole or not at all. OSError."""
     fs, path = filesystem(url)
-    return fs.open(path, "rb", block_size=BLOCK_BYTES)
+    fs.pipe_file(path, data)
 
 
 def glob(pattern: str) -> list[str]:
@@ -57,12 +73,12 @@ class RemoteStorage:
         return fs, f"{root.rstrip('/')}/{name}" if name else root
 
     def open_read(self, name: str) -> BinaryIO:
-        fs, path = self._at(name)
-        return fs.open(path, "rb", block_size=BLOCK_BYTES)
+        self._at(name)
+        return open_read(f"{self.url}/{name}", StorageConfig())
 
     def read_bytes(self, name: str) -> bytes:
-        fs, path = self._at(name)
-        return fs.cat_file(path)
+        with self.open_read(name) as file:
+            return file.read()
 
     def list(self, prefix: str = "") -> list[Entry]:
         fs, path = self._at(prefix)

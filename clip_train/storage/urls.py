@@ -6,11 +6,13 @@ import glob as local_glob
 import os
 import re
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 from urllib.parse import unquote
 
 from clip_train.errors import UserError
 from clip_train.storage.base import Storage
+from clip_train.storage.blocks import Checksums, LocalBlocks
+from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
@@ -41,17 +43,33 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
     return RemoteStorage(url)
 
 
-def open_read(url: str | os.PathLike[str]) -> BinaryIO:
-    """A seekable stream over a local file or a remote object.
+def open_read(
+    url: str | os.PathLike[str], config: StorageConfig | None = None, checksums: Checksums | None = None
+) -> BinaryIO:
+    """A seekable stream over a local file or a remote object, held against `checksums` where they are given.
 
-    FileNotFoundError; another OSError where it cannot be told; UserError for a protocol that is not known.
+    FileNotFoundError; another OSError where it cannot be told: a `ReadError` has been retried enough already;
+    UserError for a protocol that is not known.
     """
     url = os.fspath(url)
     if not is_remote(url):
-        return local_path(url).open("rb")
+        path = local_path(url)
+        return path.open("rb") if checksums is None else cast(BinaryIO, LocalBlocks(path, checksums))
     from clip_train.storage import remote
 
-    return remote.open_read(url)
+    return remote.open_read(url, config or StorageConfig(), checksums)
+
+
+def write_bytes(url: str | os.PathLike[str], data: bytes) -> None:
+    """A small file, local or remote: it appears whole or not at all, replacing what was there. OSError."""
+    url = os.fspath(url)
+    if not is_remote(url):
+        path = local_path(url)
+        LocalStorage(path.parent).put_bytes(path.name, data)
+        return
+    from clip_train.storage import remote
+
+    remote.write_bytes(url, data)
 
 
 def expand_glob(url: str | os.PathLike[str]) -> list[str]:

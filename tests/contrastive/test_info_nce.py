@@ -7,6 +7,8 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
+from clip_train.contrastive.exchange import Pairs, Shares
+from clip_train.contrastive.softmax import Softmaxes
 from clip_train.contrastive.tiles import AUTO_SIDE, TileBuffer, auto_side, tiles
 from tests.contrastive.oracle import autograd, features, relative
 from tests.ranks import RankFailedError, run_ranks
@@ -39,7 +41,7 @@ def test_logits_so_spread_that_every_exponential_underflows_fall_back_to_a_runni
     image = image * torch.logspace(-2, 2, 40)[:, None]
     loss, *gradients = autograd(image, text, 30.0)
     outcome = InfoNCE(tile=16)(image, text, torch.tensor([30.0]))
-    assert InfoNCE(tile=16)._negatives(image, text, image, text, 30.0, 0)[2] is None  # the fallback was taken
+    assert Softmaxes.of(Pairs.gathered(image, text, Shares.alone(40)), 30.0, 16).shift is None  # the fallback was taken
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
         assert relative(ours, theirs) < 1e-4  # logits of 3,000 have no more digits in float32
@@ -106,8 +108,8 @@ def on_a_rank(dtype, spread, N):
     own = slice(first, first + counts[dist.rank()])
     assert max(counts) - min(counts) <= 1
     calls = count_collectives()
-    loss = InfoNCE(tile=7, global_size=N if len(set(counts)) > 1 else None)
-    outcome = loss(image[own], text[own], torch.tensor([20.0], dtype=dtype))
+    global_size = N if len(set(counts)) > 1 else None
+    outcome = InfoNCE(tile=7)(image[own], text[own], torch.tensor([20.0], dtype=dtype), global_size=global_size)
     return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale, calls
 
 
@@ -146,7 +148,7 @@ def test_ranks_hold_shares_of_the_gradient_of_the_global_mean(world_size, spread
 
 def with_the_wrong_size():
     n = 3 + dist.rank()  # rank 1 holds the extra sample
-    InfoNCE(global_size=7)(*features(n, 8, torch.float32), torch.ones(1))
+    InfoNCE()(*features(n, 8, torch.float32), torch.ones(1), global_size=7)
 
 
 @pytest.mark.distributed

@@ -75,8 +75,8 @@ def on_a_rank(N, exchange, dtype):
     counts = dist.shares(N)
     first = sum(counts[: dist.rank()])
     own = slice(first, first + counts[dist.rank()])
-    loss = SigmoidLoss(tile=7, exchange=exchange, global_size=N if len(set(counts)) > 1 else None)
-    return parts(loss(image[own], text[own], *scalars(20.0, -5.0, dtype=dtype)))
+    loss, global_size = SigmoidLoss(tile=7, exchange=exchange), N if len(set(counts)) > 1 else None
+    return parts(loss(image[own], text[own], *scalars(20.0, -5.0, dtype=dtype), global_size=global_size))
 
 
 @pytest.mark.distributed

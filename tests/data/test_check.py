@@ -98,6 +98,15 @@ def test_not_a_tar(tmp_path):
         check(tmp_path / "empty.tar")
 
 
+def test_one_damaged_shard_is_no_reason_not_to_start(tmp_path):
+    (tmp_path / "0.tar").write_bytes(b"")
+    write_shard(tmp_path / "1.tar", [("a.jpg", jpeg(0))])
+    with pytest.raises(UserError, match=r"0\.tar.*no readable tar"):
+        check(tmp_path / "*.tar")
+    write_shard(tmp_path / "2.tar", sample("b", 1))
+    assert (check(tmp_path / "*.tar").first_key, check(tmp_path / "*.tar").num_shards) == ("b", 3)
+
+
 def test_config_checks_itself():
     with pytest.raises(ValueError, match="aug_scale"):
         DataConfig(train="x", aug_scale=(0.9, 0.5))

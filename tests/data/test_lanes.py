@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from clip_train.batch import BatchConfig, BatchSizes
 from clip_train.data import lanes as lanes_module
 from clip_train.data.config import resolve_lanes
 from clip_train.data.lanes import Cursor, Lane, LanePlan, hash64
-from clip_train.errors import DataError, UserError
+from clip_train.data.tar import TarError
+from clip_train.errors import DataError
 from tests.data.shards import keys_in, sample, tar_bytes, write_dataset, write_shard
 
 
@@ -197,15 +199,55 @@ def test_io_errors_are_retried_and_lose_nothing(tmp_path, monkeypatch):
     plan = plan_of(tmp_path, 2, block=5)
     whole = stream(plan, 1, 40)
     monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url: Flaky(Path(url).read_bytes()))
+    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
     assert stream(plan, 1, 40) == whole
     assert Flaky.reads > 50
+
+
+class Flipping(io.BytesIO):
+    """The first three times that it is opened, one bit is wrong: in the first header, then further on."""
+
+    opened = 0
+
+    def __init__(self, data: bytes) -> None:
+        at = Flipping.opened * 3 * 512
+        if Flipping.opened < 3:
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        Flipping.opened += 1
+        super().__init__(data)
+
+
+def test_a_header_broken_on_the_way_is_read_again_and_told(tmp_path, monkeypatch, caplog):
+    write_dataset(tmp_path, [12])
+    plan = plan_of(tmp_path, 1)
+    whole = stream(plan, 0, 24)
+    monkeypatch.setattr(Flipping, "opened", 0)
+    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flipping(Path(url).read_bytes()))
+    lane = Lane(plan, 0)
+    slots = [lane.take() for _ in range(24)]
+    assert [slot.sample.fields["__key__"] for slot in slots] == [key for key, _, _ in whole]
+    assert not [bad for slot in slots for bad in slot.sample.skipped]
+    assert "bad header at byte 0 at first, but not when read again" in caplog.text and "clip-train index" in caplog.text
+
+
+def test_bytes_that_always_change_stop_the_run(tmp_path, monkeypatch):
+    write_dataset(tmp_path, [12])
+    place = itertools.count(512, 512)
+
+    def broken(file, start, wanted):
+        raise TarError("damaged shard: bad header", next(place))
+
+    monkeypatch.setattr(lanes_module, "iter_samples", broken)
+    with pytest.raises(
+        DataError, match=r"000\.tar comes damaged from byte 0 on, each time elsewhere.*clip-train index"
+    ):
+        Lane(plan_of(tmp_path, 1), 0).take()
 
 
 def test_io_errors_that_stay_name_shard_and_offset(tmp_path, monkeypatch):
     write_dataset(tmp_path, [12])
     monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url: Flaky(Path(url).read_bytes()))
+    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
     monkeypatch.setattr(Flaky, "every", 1)
     with pytest.raises(DataError, match=r"000\.tar from byte 0 .*connection reset"):
         Lane(plan_of(tmp_path, 1), 0).take()
@@ -220,16 +262,23 @@ def test_a_shard_that_vanished_is_an_error(tmp_path, monkeypatch):
         Lane(plan, 0).take()
 
 
-@pytest.mark.parametrize("global_size,expected", [(256, 64), (96, 48), (100, 50), (97, 1), (32768, 64)])
+@pytest.mark.parametrize(
+    "global_size, expected", [(256, 64), (96, 48), (100, 50), (32768, 1024), (7, 7), (97, 24), (134, 33), (1009, 64)]
+)
 def test_auto_lanes(global_size, expected):
-    assert resolve_lanes("auto", global_size, 1) == expected
+    assert resolve_lanes("auto", BatchSizes.constant(global_size)) == expected
 
 
-def test_lanes_must_divide():
-    assert resolve_lanes(6, 96, 4) == 6
-    with pytest.raises(UserError, match=r"data\.lanes \(7\).*\(96\).*6 and 8"):
-        resolve_lanes(7, 96, 1)
-    with pytest.raises(UserError, match=r"data\.lanes \(200\).*96"):
-        resolve_lanes(200, 96, 1)
-    with pytest.raises(UserError, match=r"global_size \(96\).*\(5\).*95 and 100"):
-        resolve_lanes("auto", 96, 5)
+def test_auto_lanes_of_a_schedule_divide_all_sizes_where_they_can():
+    def lanes(*stages, last):
+        return resolve_lanes("auto", BatchConfig(global_size=last, schedule=stages).sizes)
+
+    assert lanes({"until_step": 9, "global_size": 96}, last=128) == 32
+    assert lanes({"until_step": 9, "global_size": 96, "ramp_to": 480, "increment": 48}, last=480) == 48
+    assert lanes({"until_step": 9, "global_size": 96}, last=127) == 24  # a quarter of the smallest
+    assert lanes({"until_step": 9, "global_size": 2}, last=4096) == 2
+
+
+def test_any_number_of_lanes_goes():
+    assert resolve_lanes(7, BatchSizes.constant(96)) == 7
+    assert resolve_lanes(200, BatchSizes.constant(96)) == 200

@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,21 @@ def test_decoding_cannot_move_a_cursor(folder, monkeypatch):
         lane.skip()
         cursor.pop("source")
         assert cursor == lane.cursor.to_dict()
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_piece_is_not_overwritten_before_it_is_fetched(folder, prefetch):
+    """Workers that are as far ahead as they can be leave what the trainer holds alone."""
+    plain = loader_of(config_of(folder))
+    with loader_of(config_of(folder, workers=1, prefetch=prefetch)) as loader:
+        loader._pieces = loader._start()
+        for _ in range(6):
+            piece = loader._next_piece()
+            time.sleep(0.2)  # the worker fills all that it was asked for
+            assert torch.equal(loader._images([piece]), next(plain).images)
+
+
+def test_shared_memory_is_as_large_as_the_largest_piece(folder):
+    with loader_of(config_of(folder, workers=2)) as loader:
+        next(loader)
+        assert loader._memory._images.shape == (2, 3, 12, 3, 16, 16)  # workers, prefetch + 1, N / 2 samples

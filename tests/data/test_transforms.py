@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
+from clip_train.data import transforms
 from clip_train.data.bad_samples import BadSample
 from clip_train.data.transforms import EvalTransform, TrainTransform, decode_image
 
@@ -128,6 +129,27 @@ def test_sixteen_bits_are_scaled():
     values = np.array([[0, 257, 128 * 257, 65535, 300]], dtype=np.uint16)
     out = array(decode_image(encoded(Image.fromarray(values), "PNG")))[0]
     assert out.tolist() == [[v, v, v] for v in (0, 1, 128, 255, 1)]
+
+
+def test_large_images_are_converted_in_strips(monkeypatch):
+    """Strip by strip as at once, in every mode."""
+    deep = np.arange(40 * 30, dtype=np.uint16).reshape(30, 40) * 50
+    images = [photograph(40, 30).convert(mode) for mode in ("RGB", "L", "1", "P", "RGBA", "LA", "CMYK")]
+    files = [encoded(image, "TIFF") for image in [*images, Image.fromarray(deep)]]
+    files += [encoded(images[3], "PNG", transparency=3), encoded(images[3], "GIF")]
+    whole = [decode_image(data) for data in files]
+    for pixels in (40, 7 * 40, 10):
+        monkeypatch.setattr(transforms, "STRIP_PIXELS", pixels)
+        assert all(torch.equal(decode_image(data), at_once) for data, at_once in zip(files, whole, strict=True))
+
+
+def test_exif_rotation_is_left_alone_as_openclip_does():
+    """Its loader is webdataset's "pilrgb": Image.open and convert, no exif_transpose."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by a quarter to see it upright
+    data = encoded(photograph(40, 30), quality=95, exif=exif)
+    assert decode_image(data).shape == (3, 30, 40)
+    assert psnr(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))) > 50
 
 
 def bomb(side: int) -> bytes:

@@ -129,7 +129,7 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
     "overrides, check, said",
     [
         (["optim.learning_rate=1"], "recipe", "did you mean optim.lr?"),
-        (["batch.global_size=33", "data.lanes=4"], "recipe", "lanes"),
+        (["engine.ds_config=zero9"], "recipe", "shipped ones are zero0"),
         (["data.train=/nowhere/{0..3}.tar"], "shards", "/nowhere/0.tar"),
     ],
 )

@@ -77,7 +77,7 @@ def test_shells_accept_it(script):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--gpus-per-node=3"], "batch.global_size (32) must be a multiple of the number of ranks (3)"),
+        (["--nodes=8", "--gpus-per-node=8"], "batch.global_size (32) must be at least the number of ranks (64)"),
         (["--gpus-per-node=8", "--tasks-per-node=4"], "--tasks-per-node (4) must be --gpus-per-node (8)"),
         (["--gpus-per-node=0"], "--tasks-per-node"),
         (["--nodes=0"], "--nodes (0) must be at least 1"),

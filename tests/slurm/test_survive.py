@@ -149,11 +149,11 @@ def test_a_stop_file_stops_and_is_not_requeued(submit):
 
 
 def test_a_mistake_is_not_tried_again(submit):
-    job = submit("1x2", overrides=("batch.global_size=33",))
+    job = submit("1x2", overrides=("engine.ds_config=zero9",))
     job.wait_for_state("FAILED", timeout=60)
     (end,) = job.attempts()
     assert (end["verdict"], end["decision"]) == ("FATAL", "stop"), job.told()
-    assert "batch.global_size (33)" in end["reason"]
+    assert "engine.ds_config (zero9)" in end["reason"]
 
 
 def test_torchrun_on_each_node(submit, uninterrupted):

@@ -1,0 +1,288 @@
+"""The promise of `invariance.py`, for every other objective and way to train: each row against its own oracle.
+
+Each row trains a small CLIP for 5 SGD steps through the real DeepSpeed engine, on 1, 2 and 3 ranks (3 does not
+divide the 64 samples), cut into 1, 3 and 8 micro-batches, at ZeRO stages 0 to 3 in turn. The oracle is the same
+model in float64, one process, the whole batch at once, the objective's textbook formula, autograd, torch.optim.SGD:
+
+    sigmoid         Algorithm 1 of arXiv 2303.15343, over a model with a bias; the row says how texts are exchanged
+    memory bank     cross-entropy over current and past columns, the past a list in sample order, copies masked
+    contaccum       the same with past pairs as rows, too
+    distillation    OpenCLIP's DistillClipLoss, with a frozen teacher
+    batch schedule  InfoNCE over global batches of 64, 40, 47, 33 and 64 samples
+    dropout         InfoNCE with dropout and patch dropout
+    fp16            InfoNCE in half precision with a scaled loss
+
+fp32 targets: loss within 1e-6, gradient norm, update and parameters within 1e-5 (relative; of the 5 steps the worst).
+fp16 target: the error of the update, beside that of the un-accumulated fp16 step, at most 1.1 times it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from common import finish, parser, small_clip
+from invariance import assemble, flatten
+
+from clip_train import dist
+from clip_train.contrastive import ContrastiveLoss, Distillation, InfoNCE, MemoryBank, SigmoidLoss
+from clip_train.models import CLIP
+from clip_train.models.weights import WholeState
+from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.protocols import Batch, Features, MicroBatch
+from clip_train.step import train_step
+from launcher.ds_config import EngineConfig, build_ds_config
+from tests.contrastive.oracle import siglip
+from tests.contrastive.oracles import banked_loss, distill_loss
+from tests.ranks import run_ranks
+from tests.toy import oracle_loss
+
+N, LR, TILE = 64, 0.1, 23
+SIZES = (64, 40, 47, 33, 64)  # of the batch schedule's steps
+BANK, WARMUP = 100, 1  # past pairs; steps before they count
+PER_SHARE = {1: (64, 22, 8), 2: (32, 11, 4), 3: (22, 8, 3)}  # W -> micro-batches of so many samples: 1, 3 and 8
+KEPT = ((1, 1, 1), (1, 2, 4), (1, 3, 8))  # graphs, of 1, 3 and 8
+TARGETS = {
+    "fp32 loss": "relative error at most 1e-6",
+    "fp32 gradient norm, parameters, update": "relative error at most 1e-5",
+    "fp16": "error of the update at most 1.1 x that of the un-accumulated fp16 step",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    world: int  # W
+    micro: int  # b
+    kept: int  # m
+    stage: int
+    exchange: str = ""  # of sigmoid
+
+    @property
+    def precision(self) -> str:
+        return "fp16" if self.kind == "fp16" else "fp32"
+
+    @property
+    def chunks(self) -> int:
+        """k, of a batch of N."""
+        return math.ceil(math.ceil(N / self.world) / self.micro)
+
+
+KINDS = ("sigmoid", "memory bank", "contaccum", "distillation", "batch schedule", "dropout", "fp16")
+
+
+def all_rows() -> list[Row]:
+    rows: list[Row] = []
+    for kind in KINDS:
+        for world, micro_sizes in PER_SHARE.items():
+            for i, micro in enumerate(micro_sizes):
+                stage = len(rows) % 4
+                if kind == "fp16":
+                    stage = 1 + len(rows) % 3  # DeepSpeed does not scale the loss at 0
+                exchange = ("gather", "ring")[(world + i) % 2] if kind == "sigmoid" else ""
+                rows.append(Row(kind, world, micro, KEPT[i][world - 1], stage, exchange))
+    return rows
+
+
+def quick_rows() -> list[Row]:
+    """Of every objective the rows with k = 1 on one rank and k = 3 on three."""
+    return [r for r in all_rows() if (r.world, r.chunks) in ((1, 1), (3, 3))]
+
+
+def make_model(kind: str) -> CLIP:
+    torch.manual_seed(7)
+    if kind == "sigmoid":
+        return CLIP(small_clip().model_copy(update={"init_logit_bias": -5.0}))
+    return CLIP(small_clip(), dropout=0.1, patch_dropout=0.25) if kind == "dropout" else CLIP(small_clip())
+
+
+def make_teacher() -> CLIP:
+    torch.manual_seed(8)
+    return CLIP(small_clip(), dropout=0.1).eval()
+
+
+def global_batch(kind: str, step: int) -> Batch:
+    """Every second batch is the same, so that banks hold copies of current samples."""
+    size, seed = SIZES[step] if kind == "batch schedule" else N, step % 2
+    g = torch.Generator().manual_seed(seed)
+    return Batch(
+        images=torch.randint(0, 256, (size, 3, 32, 32), generator=g, dtype=torch.uint8),
+        texts=torch.randint(1, 64, (size, 12), generator=g),
+        sample_seeds=torch.randint(0, 2**62, (size,), generator=g),
+        keys=[f"{seed}/{i}" for i in range(size)],
+    )
+
+
+# --- the oracle --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Truth:
+    losses: list[float]
+    norms: list[float]
+    start: torch.Tensor
+    final: torch.Tensor
+
+
+def oracle(kind: str) -> Truth:
+    """In float64: no step, no engine, no loss of ours."""
+    model, past = make_model(kind).double(), []
+    truth = Truth([], [], flatten(dict(model.named_parameters())), torch.empty(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(len(SIZES)):
+        loss = textbook(kind, model, step, past)
+        optimizer.zero_grad()
+        loss.backward()
+        truth.losses.append(loss.item())
+        truth.norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+        optimizer.step()
+    truth.final = flatten(dict(model.named_parameters()))
+    return truth
+
+
+def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
+    batch = global_batch(kind, step)
+    image, text, scale, bias = model(batch.images, batch.texts, batch.sample_seeds)
+    if kind == "sigmoid":
+        return siglip(image, text, scale, bias)
+    if kind == "distillation":
+        with torch.no_grad():
+            taught = make_teacher().double()(batch.images, batch.texts, batch.sample_seeds)
+        return sum(distill_loss(image, text, scale, *taught[:3]), torch.zeros(()))
+    if kind in ("memory bank", "contaccum"):
+        known = past[-BANK:] if step >= WARMUP else []
+        names = sorted({*batch.keys, *(key for _, _, key in known)})
+        ids, past_ids = ([names.index(key) for key in keys] for keys in (batch.keys, [key for _, _, key in known]))
+        nothing = image.new_zeros((0, image.shape[1]))
+        past_image = torch.stack([i for i, _, _ in known]) if known else nothing
+        past_text = torch.stack([t for _, t, _ in known]) if known else nothing
+        past += zip(image.detach(), text.detach(), batch.keys, strict=True)
+        mode = "negatives" if kind == "memory bank" else kind
+        of_current, of_past = torch.tensor(ids), torch.tensor(past_ids, dtype=torch.int64)
+        return banked_loss(image, text, scale, past_image, past_text, of_current, of_past, mode)
+    return oracle_loss(image, text, scale)
+
+
+# --- the subject -------------------------------------------------------------------------------------------
+
+
+class FrozenTeacher:
+    def __init__(self) -> None:
+        self.model = make_teacher()
+
+    def __call__(self, micro_batch: MicroBatch) -> Features:
+        return Features(*self.model(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
+
+
+def objective(row: Row) -> ContrastiveLoss:
+    match row.kind:
+        case "sigmoid":
+            return SigmoidLoss(tile=TILE, exchange=row.exchange)  # type: ignore[arg-type]
+        case "memory bank":
+            return MemoryBank(BANK, WARMUP, tile=TILE)
+        case "contaccum":
+            return MemoryBank(BANK, WARMUP, "contaccum", tile=TILE)
+        case "distillation":
+            return Distillation(FrozenTeacher(), tile=TILE)
+    return InfoNCE(tile=TILE)
+
+
+def own_share(batch: Batch) -> Batch:
+    counts = [len(range(r, len(batch), dist.world_size())) for r in range(dist.world_size())]
+    first = sum(counts[: dist.rank()])
+    own = slice(first, first + counts[dist.rank()])
+    tensors = batch.images[own], batch.texts[own], batch.sample_seeds[own]
+    return Batch(*tensors, keys=batch.keys[own], shares=tuple(counts))
+
+
+def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
+    """On one rank: losses, norms, this rank's fragments of the master weights, and whether a step was skipped."""
+    from launcher.engine import build_engine
+
+    ds_config = build_ds_config(
+        EngineConfig(zero_stage=row.stage, precision=row.precision),
+        micro_size=row.micro,
+        world_size=dist.world_size(),
+        grad_clip_norm=None,
+    )
+    ds_config["fp16"]["initial_scale_power"] = 10  # DeepSpeed's 2^16 overflows, and the first steps would be skipped
+    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
+    engine = build_engine(
+        lambda: make_model(row.kind),
+        lambda named: build_optimizer(optim, named),
+        ds_config,
+        device=torch.device("cpu"),
+    )
+    engine.load_fragments(WholeState(dict(make_model(row.kind).named_parameters())), {})
+    loss, results = objective(row), []
+    for step in range(len(SIZES)):
+        batch = own_share(global_batch(row.kind, step))
+        results.append(train_step(engine, batch, loss, micro_size=row.micro, kept_graphs=row.kept, lr=LR))
+    fragments = [(f.name, f.shape, f.start, f.tensors["param"].clone()) for f in engine.state_fragments()]
+    engine.close()
+    return [r.loss for r in results], [r.grad_norm for r in results], fragments, any(r.skipped for r in results)
+
+
+def run_rows(rows: list[Row]) -> list:
+    return [run_row(row) for row in rows]
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+def judge(row: Row, ours: list, truth: Truth) -> tuple[dict, list[str]]:
+    """The row of the table, and what is wrong with it beside the targets."""
+    losses, norms = ours[0][:2]
+    parameters = assemble([r[2] for r in ours])
+    distance = (parameters - truth.final).norm()
+    cells = {
+        "what": f"{row.kind}, {row.exchange}" if row.exchange else row.kind,
+        "ranks": row.world,
+        "k": row.chunks,
+        "kept graphs": row.kept,
+        "ZeRO": row.stage,
+        "loss": max(abs(a / b - 1) for a, b in zip(losses, truth.losses, strict=True)),
+        "grad norm": max(abs(a / b - 1) for a, b in zip(norms, truth.norms, strict=True)),
+        "parameters": (distance / truth.final.norm()).item(),
+        "update": (distance / (truth.final - truth.start).norm()).item(),
+        "x un-accumulated fp16": "",
+    }
+    missed = []
+    if len({tuple(r[0]) for r in ours}) != 1:
+        missed.append(f"{row}: the ranks disagree on the loss")
+    if any(r[3] for r in ours):
+        missed.append(f"{row}: a step was skipped")
+    return cells, missed
+
+
+def main() -> int:
+    args = parser(__doc__ or "").parse_args()
+    rows = quick_rows() if args.quick else all_rows()
+    truths = {kind: oracle(kind) for kind in KINDS}
+    outcomes = {}
+    for world in PER_SHARE:
+        chosen = [row for row in rows if row.world == world]
+        per_rank = run_ranks(run_rows, world, chosen)
+        outcomes.update({row: [results[i] for results in per_rank] for i, row in enumerate(chosen)})
+
+    table, missed, plain = [], [], 0.0
+    for row in rows:
+        cells, wrong = judge(row, outcomes[row], truths[row.kind])
+        missed += wrong
+        if row.precision == "fp16":
+            plain = plain or cells["update"]  # the first row is one rank with one micro-batch
+            cells["x un-accumulated fp16"] = cells["update"] / plain
+            if cells["update"] > 1.1 * plain:
+                missed.append(f"{row}: update {cells['update']:.1e} against {plain:.1e}")
+        else:
+            over = {key: cells[key] for key in ("grad norm", "parameters", "update") if cells[key] > 1e-5}
+            over |= {"loss": cells["loss"]} if cells["loss"] > 1e-6 else {}
+            missed += [f"{row}: {key} {value:.1e}" for key, value in over.items()]
+        table.append(cells)
+    return finish("exactness", table, TARGETS, missed, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

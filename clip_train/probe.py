@@ -1,0 +1,129 @@
+"""How much memory one more sample needs: the difference between two sizes of micro-batch, by real forwards.
+
+On a GPU the allocator is asked; elsewhere every tensor that torch makes is counted while it lives. The same
+count on fake tensors (no memory, no arithmetic, no weights) is what `clip-train plan` predicts with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from clip_train.contrastive.rng import RngState
+from clip_train.memory import Profile
+from clip_train.protocols import Engine, Features, MicroBatch
+
+# At small sizes the gradients of the weights would be the highest point of a backward, and hide the samples'.
+FAKE_SIZES = (2048, 4096)
+REAL_SIZES = (2, 2, 6)  # the first only warms up: ZeRO-3 fetches parameters in another way then
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made while it is on, and still live."""
+
+    def __init__(self, known: Iterable[Tensor] = ()):
+        """known: tensors that exist already; views of them are not counted."""
+        super().__init__()
+        self.live = 0
+        self.highest = 0
+        self._seen: dict[int, Any] = {}
+        for tensor in known:
+            self._add(tensor.untyped_storage(), 0)
+
+    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+
+        def gone(_: Any) -> None:
+            self._seen.pop(key, None)
+            self.live -= size
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.highest = max(self.highest, self.live)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._add(storage, storage.nbytes())
+        return out
+
+
+def fake_profile(make_model: Callable[[], torch.nn.Module], micro_batch: Callable[[int], MicroBatch]) -> Profile:
+    """Of `make_model()` in training, on fake tensors: forward, and backward as well. Allocates nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    before = RngState.capture(torch.device("cpu"))
+    with FakeTensorMode():
+        model = make_model().train()
+        small, large = (_fake_step(model, micro_batch(size)) for size in FAKE_SIZES)
+    before.restore()
+    more = FAKE_SIZES[1] - FAKE_SIZES[0]
+    return Profile(*((b - a) / more for a, b in zip(small, large, strict=True)))
+
+
+def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, int]:
+    """Bytes: the highest point without a graph, the graph, the highest point with it and in its backward."""
+    known = [*model.parameters(), *model.buffers(), inputs.images, inputs.texts, inputs.sample_seeds]
+    with LiveBytes(known) as count:
+        with torch.no_grad():
+            out = model(inputs.images, inputs.texts, inputs.sample_seeds)
+        forward = count.highest
+        del out
+        count.highest = count.live
+        image, text, scale, bias = model(inputs.images, inputs.texts, inputs.sample_seeds)
+        graph = count.live
+        total = image.sum() + text.sum() + scale.sum() + (0 if bias is None else bias.sum())
+        del image, text
+        total.backward()
+    model.zero_grad(set_to_none=True)
+    return forward, graph, count.highest
+
+
+def real_profile(engine: Engine, micro_batch: Callable[[int], MicroBatch], predicted: Profile) -> Profile:
+    """Of the engine itself, on its device: forwards only, so that no gradient and no weight changes.
+
+    The backward's own need is taken from `predicted`. All ranks make the same calls.
+    """
+    before = RngState.capture(engine.device)
+    engine.train()
+    graphs, forwards, peaks = [], [], []
+    for size in REAL_SIZES:
+        inputs = micro_batch(size)
+        with torch.no_grad(), _meter(engine.device, inputs) as meter:
+            out: Features | None = engine.forward(inputs)
+            forwards.append(meter()[1])
+            out = None
+        with _meter(engine.device, inputs) as meter:
+            out = engine.forward(inputs)
+            live, highest = meter()
+            graphs.append(live)
+            peaks.append(highest)
+            del out
+    before.restore()
+    more = REAL_SIZES[2] - REAL_SIZES[1]
+    forward, graph, peak = ((b - a) / more for _, a, b in (forwards, graphs, peaks))
+    return Profile(forward, graph, max(peak, graph + predicted.peak - predicted.graph))
+
+
+@contextmanager
+def _meter(device: torch.device, inputs: MicroBatch) -> Any:
+    """Yields a function: (bytes made since and still live, the most that ever lived at once)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        yield lambda: (torch.cuda.memory_allocated(device) - start, torch.cuda.max_memory_allocated(device) - start)
+    else:
+        with LiveBytes([inputs.images, inputs.texts, inputs.sample_seeds]) as count:
+            yield lambda: (count.live, count.highest)

@@ -1,0 +1,132 @@
+"""Out of memory ends no run: all ranks throw the attempt away, halve the micro-batch, and repeat the same batch.
+
+The result of a step does not depend on how it is cut, so the curve does not show it. Where another rank may
+be waiting inside the part that failed (a collective in it), nothing can be agreed on: the rank says what to
+do and ends, and with it the run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from clip_train import dist
+from clip_train.batch import BatchPlan
+from clip_train.contrastive import ContrastiveLoss
+from clip_train.contrastive.rng import RngState
+from clip_train.errors import OutOfMemoryError
+from clip_train.protocols import Batch, Engine, Phase
+from clip_train.step import StepResult, train_step
+
+T = TypeVar("T")
+
+# Of RuntimeErrors: torch's allocator on the CPU, oneDNN's, CUDA's, cuBLAS's.
+TELLS = (
+    "can't allocate memory", "not enough memory", "out of memory", "could not create a memory object",
+    "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """The one place that knows what running out of memory looks like."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(tell in str(error) for tell in TELLS)
+
+
+class _AttemptFailed(Exception):
+    """Raised on all ranks together; nothing of the attempt may be used."""
+
+
+def recovering_step(
+    engine: Engine,
+    batch: Batch,
+    contrastive: ContrastiveLoss,
+    plan: BatchPlan,
+    *,
+    lr: float,
+    log: Callable[[str], None],
+) -> tuple[StepResult, BatchPlan]:
+    """`train_step`, again with half the micro-batch as often as memory ends; also the plan that went through.
+
+    Costs two all-reduces of one number. OutOfMemoryError where one sample at a time does not fit either, or
+    where one rank alone cannot be brought back.
+    """
+    start = RngState.capture(engine.device)
+    while True:
+        try:
+            result = train_step(
+                engine,
+                batch,
+                contrastive,
+                micro_size=plan.micro_size,
+                kept_graphs=plan.kept_graphs,
+                lr=lr,
+                guard=partial(together, engine),
+            )
+            return result, plan
+        except _AttemptFailed as e:
+            why = str(e)
+        # Out here nothing holds the failed attempt's tensors any more: its traceback is gone.
+        smaller = halved(plan)
+        if smaller is None:
+            failure = OutOfMemoryError(
+                f"{why}, with one sample at a time (batch.micro_size 1, batch.kept_graphs 1): use more ranks, a higher "
+                "engine.zero_stage, engine.precision=bf16, or a smaller batch.global_size"
+            )
+            failure.everywhere = True
+            raise failure
+        engine.discard_gradients()
+        start.restore()
+        release()
+        log(
+            f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, kept graphs from "
+            f"{plan.kept_graphs} to {smaller.kept_graphs} from here on; the same global batch again"
+        )
+        plan = smaller
+
+
+def together(engine: Engine, phase: Phase, action: Callable[[], T]) -> T:
+    """Run a part of the step; if it runs out of memory on one rank, it fails on all."""
+    error: str | None = None
+    out: T | None = None
+    alone = engine.recovers(phase)  # no rank can be waiting for another one inside `action`
+    try:
+        out = action()
+    except Exception as e:
+        if not is_out_of_memory(e):
+            raise
+        error = (str(e).splitlines() or [type(e).__name__])[0]
+    if alone:
+        if dist.any_rank(error is not None):
+            raise _AttemptFailed(f"out of memory in the {phase}{'' if error is None else f' ({error})'}")
+    elif error is not None:
+        raise OutOfMemoryError(
+            f"out of memory in the {phase} on rank {dist.rank()} ({error}), where the others wait for it: it cannot "
+            f"be made good. {engine.remedy(phase)}; the run goes on from its last checkpoint when started again"
+        )
+    return out  # type: ignore[return-value]
+
+
+def halved(plan: BatchPlan) -> BatchPlan | None:
+    """Half the micro-batch and half the samples whose graphs are kept; None where there is no less."""
+    b, m = plan.micro_size, min(plan.kept_graphs, plan.accum_steps)
+    if b == 1 and m == 1:
+        return None
+    half = -(-b // 2)
+    return BatchPlan(plan.global_size, plan.world_size, half, max(1, m * b // 2 // half))
+
+
+def release() -> None:
+    """Give back what only a cycle or an allocator still holds."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed blocks of the heap
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,153 @@
+"""A file read in numbered blocks, each of which can be held against a checksum before a byte of it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents and not against forgers
+
+
+class ReadError(OSError):
+    """Final: it has been tried as often as is worth it. Names the file, the bytes and the attempt."""
+
+
+class MissingError(ReadError, FileNotFoundError):
+    """The server says that there is no such file."""
+
+
+class DeniedError(ReadError, PermissionError):
+    """The server refuses, with fresh credentials too."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What a file must be: its size, and the sum of every block of `block_bytes` (the last one is shorter)."""
+
+    size: int  # bytes
+    block_bytes: int
+    sums: str  # SUM_DIGITS for each block, one after another
+
+    def __post_init__(self) -> None:
+        if len(self.sums) != SUM_DIGITS * -(-self.size // self.block_bytes):
+            raise ValueError(f"{len(self.sums)} digits are not the sums of {self.size} bytes")
+
+    def of(self, block: int) -> str:
+        return self.sums[SUM_DIGITS * block :][:SUM_DIGITS]
+
+    def check_size(self, url: str, size: int) -> None:
+        """ReadError where the file is not as long as it was when it was indexed."""
+        if size != self.size:
+            raise ReadError(
+                f"{url} has {size} bytes, and its index says {self.size}: it was cut or replaced; restore it, or run "
+                "`clip-train index` again if the new content is right"
+            )
+
+
+def block_sum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:SUM_DIGITS]
+
+
+class BlockFile(io.BufferedIOBase):
+    """A seekable stream over blocks; a subclass loads block k. Holds one block. Not for several threads."""
+
+    def __init__(self, url: str, size: int, block_bytes: int) -> None:
+        self.url, self.size, self.block_bytes = url, size, block_bytes
+        self._position = 0
+        self._number = -1  # of the block in `_data`
+        self._data = memoryview(b"")
+
+    def _load(self, block: int) -> bytes:
+        """The whole of one block. OSError."""
+        raise NotImplementedError
+
+    def bounds(self, block: int) -> tuple[int, int]:
+        """The bytes [from, to) of a block."""
+        return block * self.block_bytes, min(self.size, (block + 1) * self.block_bytes)
+
+    def read(self, count: int | None = -1, /) -> bytes:
+        """Up to `count` bytes; fewer only at the end of the file."""
+        if self.closed:
+            raise ValueError(f"{self.url} is closed")
+        rest = max(0, self.size - self._position)
+        left = rest if count is None or count < 0 else min(count, rest)
+        pieces = []
+        while left:
+            block, begin = divmod(self._position, self.block_bytes)
+            if block != self._number:
+                self._number, self._data = -1, memoryview(b"")  # let go before the next one comes
+                self._data = memoryview(self._load(block))
+                self._number = block
+            piece = self._data[begin : begin + left]
+            assert piece, f"block {block} of {self.url} is shorter than it must be"
+            pieces.append(piece)
+            self._position += len(piece)
+            left -= len(piece)
+        return b"".join(pieces)
+
+    def read1(self, count: int = -1, /) -> bytes:
+        return self.read(count)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._number, self._data = -1, memoryview(b"")
+        super().close()
+
+
+class LocalBlocks(BlockFile):
+    """A local file held against its checksums."""
+
+    _file: io.FileIO | None = None  # until it is open: `close` is called without, too
+
+    def __init__(self, path: Path, checksums: Checksums) -> None:
+        self._file = io.FileIO(path)
+        size = os.fstat(self._file.fileno()).st_size
+        super().__init__(str(path), size, checksums.block_bytes)
+        self._checksums = checksums
+        try:
+            checksums.check_size(self.url, size)
+        except ReadError:
+            self.close()
+            raise
+
+    def _load(self, block: int) -> bytes:
+        begin, end = self.bounds(block)
+        for _ in range(2):  # a network mount may give other bytes the second time
+            data = self._read_at(begin, end)
+            if block_sum(data) == self._checksums.of(block):
+                return data
+        raise ReadError(
+            f"{self.url}: bytes {begin}-{end - 1}, attempt 2 of 2: they are not what the index was made from: the file "
+            "is damaged or was replaced; restore it, or run `clip-train index` again if the new content is right"
+        )
+
+    def _read_at(self, begin: int, end: int) -> bytes:
+        assert self._file is not None
+        data = b""
+        while len(data) < end - begin:
+            more = os.pread(self._file.fileno(), end - begin - len(data), begin + len(data))
+            if not more:
+                break  # shorter than a moment ago: the sum will not fit
+            data = data + more if data else more
+        return data
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()

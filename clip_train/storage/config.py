@@ -1,0 +1,34 @@
+"""How patiently remote files are read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from clip_train.settings import Settings
+
+
+class StorageConfig(Settings):
+    """The `storage` section: reading from S3 and other remote stores. Credentials come from the environment."""
+
+    attempts: Annotated[int, Field(gt=0)] = 10
+    """Tries for each range of a remote file, before the run stops with the shard, the bytes and the reason."""
+
+    backoff_seconds: Annotated[float, Field(ge=0)] = 0.2
+    """The wait before the second try; doubled by each one up to 20 s, half of it random."""
+
+    patience_seconds: Annotated[float, Field(gt=0)] = 10.0
+    """How long an answer may take to begin, and how often the rate of what arrives is looked at."""
+
+    min_rate: Annotated[int, Field(ge=0)] = 65_536
+    """Bytes per second below which a transfer is given up and tried again; 0 accepts any but none."""
+
+    range_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
+    """Bytes asked for at a time; an indexed shard is read in the index's blocks instead."""
+
+    read_ahead: Annotated[int, Field(ge=0)] = 4
+    """Ranges of one file that are fetched ahead of the reader, in parallel."""
+
+    read_ahead_bytes: Annotated[int, Field(ge=0)] = 64 << 20
+    """Memory for ranges fetched ahead, in each loader process; every open shard holds one range besides."""

@@ -1,0 +1,219 @@
+"""How a run is cut to the memory that there is: what is fixed, what a sample needs, what `auto` becomes.
+
+`decide` is one function for `clip-train plan`, which knows sizes only (fake tensors), and for `clip-train
+train`, which asks it before the engine is built and again with what the engine's own forwards took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+
+from clip_train import dist
+from clip_train.batch import BatchPlan, parse_bytes
+from clip_train.contrastive.tiles import auto_side
+from clip_train.errors import UserError
+from clip_train.memory import Layout, Profile, Room, choose, gib
+from clip_train.models import CLIP, Architecture, count_parameters
+from clip_train.probe import fake_profile, real_profile
+from clip_train.protocols import Engine, MicroBatch
+from launcher.config import RunConfig
+from launcher.ds_config import EngineConfig, reduce_bucket_elements, reduces_once
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GPU_MARGIN = 0.1  # of what is free: fragments, libraries' workspaces
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank needs, estimated."""
+
+    parameters: float  # a teacher's included, which no stage divides
+    gradients: float
+    optimizer: float  # fp32 master weights and moments, on the CPU if offloaded
+    activations: float  # of the kept graphs, and of the micro-batch at work
+    buffers: float  # DeepSpeed's bucket for gradients on their way
+    features: float  # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
+
+    @property
+    def fixed(self) -> float:
+        """Whatever the micro-batch."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.features
+
+    @property
+    def total(self) -> float:
+        return self.fixed + self.activations
+
+
+def estimate_memory(
+    config: RunConfig, engine: EngineConfig, plan: BatchPlan, architecture: Architecture, profile: Profile | None
+) -> Memory:
+    """From the sizes alone. Reference: ZeRO (arXiv 1910.02054). `engine`: the recipe's, without `auto`."""
+    teacher = config.model.teacher_architecture()
+    P, W, stage = count_parameters(architecture), plan.world_size, engine.zero_stage
+    word = DTYPES[engine.precision].itemsize
+    accumulation = 4 if engine.precision == "bf16" else word
+    whole_gradient = stage < 2 or reduces_once(engine)
+    moments = 8 if config.optim.name == "adamw" else 4 if config.optim.momentum else 0
+    master = 0 if stage == 0 else 4
+    offloaded = engine.offload == "optimizer"
+    sample = 3 * architecture.vision_cfg.image_size**2 + 8 * architecture.text_cfg.context_length
+    return Memory(
+        parameters=word * (P / (W if stage == 3 else 1) + (count_parameters(teacher) if teacher else 0)),
+        gradients=accumulation * P / (1 if whole_gradient else W),
+        optimizer=0 if offloaded else (master + moments) * P / (W if stage >= 1 else 1),
+        activations=profile.bytes_for(plan) if profile else 0.0,
+        buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(engine),
+        features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked(config))
+        + 8 * (config.loss.tile or auto_side(plan.per_rank, plan.global_size)) ** 2
+        + sample * plan.per_rank,
+    )
+
+
+def banked(config: RunConfig) -> int:
+    """Pairs in the memory banks, which every rank holds."""
+    return config.loss.bank_size if config.loss.kind == "memory_bank" else 0
+
+
+def micro_batch(architecture: Architecture, device: torch.device, size: int) -> MicroBatch:
+    """Any one of that size."""
+    side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    return MicroBatch(
+        torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device),
+        torch.zeros(size, length, dtype=torch.int64, device=device),
+        torch.arange(size, device=device),
+    )
+
+
+@cache
+def _profile(architecture_json: str, precision: str, dropout: float, checkpointing: bool) -> Profile:
+    architecture = Architecture.model_validate_json(architecture_json)
+
+    def make_model() -> CLIP:
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES[precision])
+        try:
+            return CLIP(architecture, dropout=dropout, activation_checkpointing=checkpointing)
+        finally:
+            torch.set_default_dtype(usual)
+
+    return fake_profile(make_model, partial(micro_batch, architecture, torch.device("cpu")))
+
+
+def predicted_profile(config: RunConfig, architecture: Architecture, checkpointing: bool) -> Profile:
+    """From fake tensors; with a teacher, its forward too."""
+    precision = config.engine.precision
+    own = _profile(architecture.model_dump_json(), precision, config.model.dropout, checkpointing)
+    teacher = config.model.teacher_architecture()
+    if teacher is None:
+        return own
+    return replace(own, forward=max(own.forward, _profile(teacher.model_dump_json(), precision, 0.0, False).forward))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `auto` has become, and what it was decided by."""
+
+    layout: Layout
+    room: Room
+    profile: Profile  # of the chosen activation checkpointing
+    engine: EngineConfig  # the recipe's, without `auto`
+
+    def describe(self, chosen: list[str]) -> str:
+        plan, profile, room = self.layout.plan, self.profile, self.room
+        more = ", activation checkpointing" if self.layout.activation_checkpointing else ""
+        if self.engine.zero_stage >= 2:
+            more += f", gradients reduced {'once' if self.layout.reduce_once else 'in each backward'}"
+        return (
+            f"{', '.join(chosen)} = auto: {plan.accum_steps} micro-batches of {plan.micro_size}, "
+            f"{plan.kept_graphs} graphs kept{more}: {self.layout.forwards_per_sample:.2f} forwards per sample, the "
+            f"least work that fits: {gib(self.layout.bytes)} of {gib(room.limit)} a rank, "
+            f"{gib(self.layout.bytes - plan_bytes(self))} fixed; a sample takes {gib(profile.graph)} with its graph, "
+            f"{gib(profile.peak)} at its highest, {gib(profile.forward)} without a graph"
+        )
+
+
+def plan_bytes(decision: Decision) -> float:
+    return decision.profile.bytes_for(decision.layout.plan)
+
+
+def decide(
+    config: RunConfig, architecture: Architecture, plan: BatchPlan, limit: float,
+    *, measured: Profile | None = None, settled: EngineConfig | None = None, allocated: float = 0.0,
+) -> Decision:  # fmt: skip
+    """The layout of least work within `limit` bytes a rank; the numbers that the recipe gives stay as they are.
+
+    measured: by the engine itself, which has been built as `settled` says; allocated: bytes that it holds.
+    """
+    engine, batch = settled or config.engine, config.batch
+    wanted = engine.activation_checkpointing
+    options = (False, True) if wanted == "auto" else (bool(wanted),)
+    profiles = {on: measured or predicted_profile(config, architecture, on) for on in options}
+    sharded = engine.model_copy(update={"activation_checkpointing": False, "reduce_gradients": "each_backward"})
+    whole = sharded.model_copy(update={"reduce_gradients": "once"})
+    each, once = (estimate_memory(config, e, plan, architecture, None).fixed for e in (sharded, whole))
+    room = Room(
+        limit,
+        max(each, allocated),
+        whole_gradient=once - each,
+        reductions=_reductions(engine),
+        each_backward_costs=engine.zero_stage >= 2 and plan.world_size > 1,
+    )
+    kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
+    layout = choose(
+        plan.global_size,
+        plan.world_size,
+        room,
+        profiles,
+        micro_size=None if batch.micro_size == "auto" else batch.micro_size,
+        kept_graphs=None if kept == "auto" else kept,
+    )
+    update = {
+        "activation_checkpointing": layout.activation_checkpointing,
+        "reduce_gradients": "once" if layout.reduce_once and engine.zero_stage >= 2 else "each_backward",
+    }
+    resolved = engine.model_copy(update=update)
+    return Decision(layout, room, profiles[layout.activation_checkpointing], resolved)
+
+
+def _reductions(engine: EngineConfig) -> tuple[bool, ...]:
+    if engine.zero_stage < 2:
+        return (False,)  # they reduce once by themselves
+    if engine.reduce_gradients == "auto":
+        return (True, False) if engine.precision == "fp32" else (False,)
+    return (engine.reduce_gradients == "once",)
+
+
+def memory_limit(config: RunConfig, device: torch.device | None) -> float:
+    """Bytes a rank may use: the recipe's, else the free ones of `device`, the least of all ranks. UserError.
+
+    device None: nobody may look at one.
+    """
+    if config.batch.memory_limit is not None:
+        return float(parse_bytes(config.batch.memory_limit))
+    if device is None or device.type != "cuda":
+        raise UserError(no_limit(config))
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return -dist.max_scalar(-free * (1 - GPU_MARGIN))
+
+
+def no_limit(config: RunConfig) -> str:
+    return (
+        f"{', '.join(config.chosen)} = auto needs batch.memory_limit where no GPU is looked at: "
+        "the bytes one rank may use, such as batch.memory_limit=8GiB (for a GPU, about 0.9 of its memory)"
+    )
+
+
+def measure(config: RunConfig, architecture: Architecture, engine: Engine, first: Decision, limit: float) -> Decision:
+    """The decision again, with what the engine's own forwards take on its device; on all ranks alike."""
+    where = engine.device
+    if where.type != "cuda" and config.engine.compile:
+        return first  # compiled code makes its tensors out of the counter's sight
+    seen = real_profile(engine, partial(micro_batch, architecture, where), first.profile)
+    seen = Profile(*(dist.max_scalar(value) for value in (seen.forward, seen.graph, seen.peak)))
+    seen = replace(seen, forward=max(seen.forward, first.profile.forward))
+    allocated = dist.max_scalar(torch.cuda.memory_allocated(where)) if where.type == "cuda" else 0.0
+    plan = first.layout.plan
+    return decide(config, architecture, plan, limit, measured=seen, settled=first.engine, allocated=allocated)

@@ -1,0 +1,219 @@
+"""What the world brings: every bad sample counted once under its reason and shard, everything else trains."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import EpsImagePlugin, Image
+
+from clip_train.data import DataConfig, TrainLoader, ValLoader, raw
+from clip_train.data.bad_samples import Bad, BadSample
+from clip_train.data.lanes import Cursor, EpochEnd, Lane, LanePlan, Raw
+from clip_train.data.transforms import decode_image
+from tests.data.hostile import CAPTION_KEY, EPS, Kind, json_kinds, kinds, planted, write_hostile
+
+SETS = {None: kinds, CAPTION_KEY: json_kinds}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of palettes and of bombs
+
+
+@functools.cache
+def chosen(caption_key: str | None) -> list[Kind]:
+    return SETS[caption_key]()
+
+
+def decodes(sample: Raw) -> str | None:
+    try:
+        decode_image(raw.image_bytes(sample.fields))
+    except BadSample as e:
+        return e.reason
+    return None
+
+
+def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
+    """The keys that can be used and (reason, shard's name) -> count, over all lanes."""
+    plan = LanePlan([str(shard) for shard in shards], 3, lanes, 8, caption_key)
+    keys, counts = [], collections.Counter()
+    for number in range(lanes):
+        for event in Lane(plan, number).scan(Cursor()):
+            if isinstance(event, EpochEnd):
+                break
+            if isinstance(event, Bad):
+                counts[event.reason, Path(event.shard).name] += 1
+            elif (reason := decodes(event)) is not None:
+                counts[reason, Path(event.fields["__url__"]).name] += 1
+            else:
+                keys.append(event.fields["__key__"])
+    return keys, counts
+
+
+def test_there_are_enough():
+    assert len(kinds()) >= 50 and len({kind.name for kind in kinds()}) == len(kinds())
+
+
+@pytest.mark.parametrize("caption_key", SETS)
+def test_every_kind_alone(tmp_path, caption_key):
+    found, expected = {}, {}
+    for kind in chosen(caption_key):
+        write_hostile(tmp_path, [kind])
+        found[kind.name] = one_epoch([tmp_path / f"{kind.name}.tar"], 1, caption_key)
+        expected[kind.name] = (list(kind.usable), planted([kind]))
+    assert found == expected
+
+
+@pytest.mark.parametrize("caption_key", SETS)
+@pytest.mark.parametrize("lanes", [1, 5, 16])
+def test_every_planted_sample_is_counted_once_over_all_lanes(tmp_path, caption_key, lanes):
+    """With more lanes than shards a shard is split: its damage is still counted once, its samples used once."""
+    write_hostile(tmp_path, chosen(caption_key))
+    keys, counts = one_epoch(sorted(tmp_path.glob("*.tar")), lanes, caption_key)
+    assert counts == planted(chosen(caption_key))
+    assert sorted(keys) == sorted(key for kind in chosen(caption_key) for key in kind.usable)
+
+
+def test_one_shard_among_many_lanes(tmp_path):
+    for kind in chosen(None):
+        if len(kind.usable) >= 2:
+            write_hostile(tmp_path, [kind])
+            keys, counts = one_epoch([tmp_path / f"{kind.name}.tar"], 6, None)
+            assert (sorted(keys), counts) == (sorted(kind.usable), planted([kind])), kind.name
+
+
+def loader_of(train: str, caption_key: str | None, **arguments) -> TrainLoader:
+    settings = {"workers": 0, "lanes": 1, "shuffle_block": 10_000, "bad_sample_limit": 1.0}
+    settings |= {key: arguments.pop(key) for key in list(settings) if key in arguments}
+    config = DataConfig(train=train, caption_key=caption_key, **settings)
+    return TrainLoader(config, image_size=16, context_length=8, seed=3, **arguments)
+
+
+@pytest.mark.parametrize("caption_key", SETS)
+def test_the_loader_counts_every_epoch_alike(tmp_path, caption_key):
+    """With one lane, and a global batch of all that a reader cannot rule out, every batch is an epoch."""
+    train = write_hostile(tmp_path, chosen(caption_key))
+    slots = sum(len(kind.usable) + kind.undecodable for kind in chosen(caption_key))
+    loader = loader_of(train, caption_key, global_size=slots)
+    for _ in range(3):
+        batch = next(loader)
+        counts = {tuple(place.split(f"\t{tmp_path}/")): count for place, count in batch.bad_samples.items()}
+        assert counts == planted(chosen(caption_key))
+        assert len(batch) == slots and set(batch.keys) == {key for kind in chosen(caption_key) for key in kind.usable}
+
+
+@pytest.mark.parametrize("caption_key", SETS)
+def test_batches_stay_full_and_alike_on_every_layout(tmp_path, caption_key):
+    train = write_hostile(tmp_path, chosen(caption_key))
+
+    def batches(world_size: int, workers: int) -> list:
+        loaders = [
+            loader_of(
+                train, caption_key, global_size=24, lanes=12, shuffle_block=4, workers=workers,
+                rank=rank, world_size=world_size,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        out, bads = [], collections.Counter()
+        for _ in range(8):
+            shares = [next(loader) for loader in loaders]
+            assert all(len(share) == 24 // world_size for share in shares)
+            images = b"".join(share.images.numpy().tobytes() for share in shares)
+            out.append(([k for s in shares for k in s.keys], [t for s in shares for t in s.texts.tolist()], images))
+            for share in shares:
+                bads.update(share.bad_samples)
+        for loader in loaders:
+            loader.close()
+        return [out, bads]
+
+    reference = batches(1, 0)
+    assert reference[1]
+    for world_size, workers in ((1, 2), (2, 1), (3, 0)):
+        assert batches(world_size, workers) == reference
+
+
+def test_a_list_of_captions_is_drawn_from_once_per_visit(tmp_path):
+    """By the sample's seed: another run with that seed draws the same, on any layout; all are drawn in time."""
+    train = write_hostile(tmp_path, [kind for kind in chosen(CAPTION_KEY) if kind.name == "json-list"])
+
+    def drawn(steps: int, **arguments) -> list[tuple[str, tuple[int, ...]]]:
+        with loader_of(train, CAPTION_KEY, global_size=4, **arguments) as loader:
+            batches = [next(loader) for _ in range(steps)]
+        return [(k, tuple(t)) for b in batches for k, t in zip(b.keys, b.texts.tolist(), strict=True)]
+
+    epochs = drawn(30)
+    texts = collections.Counter(text for key, text in epochs if key == "json-list0")
+    assert len(texts) == 3 and sum(texts.values()) == 30 and min(texts.values()) >= 3
+    assert len({text for key, text in epochs if key == "json-list1"}) == 1  # of its three only one can be used
+    assert drawn(30, workers=1) == epochs
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+@pytest.mark.parametrize("caption_key", SETS)
+def test_validation_drops_and_repeats_nothing(tmp_path, caption_key, world_size):
+    """Over ranks that do not divide the samples; what cannot be used is left out and listed."""
+    val = write_hostile(tmp_path, chosen(caption_key))
+    keys, tables = [], []
+    for rank in range(world_size):
+        sizes = {"image_size": 16, "context_length": 8, "batch_size": 5}
+        loader = ValLoader(val, **sizes, rank=rank, world_size=world_size, caption_key=caption_key)
+        keys += [key for batch in loader for key in batch.keys]
+        tables.append(loader.num_bad)
+    assert sorted(keys) == sorted(key for kind in chosen(caption_key) for key in kind.usable)
+    undecodable = sum(kind.undecodable for kind in chosen(caption_key))  # only the rank that decodes one sees it
+    everyone = sum(planted(chosen(caption_key)).values()) - undecodable
+    assert sum(tables) == world_size * everyone + undecodable
+
+
+CHILD = """
+import sys, warnings
+from pathlib import Path
+from tests.data.test_hostile import chosen, one_epoch
+from clip_train.data.transforms import TrainTransform, decode_image
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM"))
+
+warnings.simplefilter("ignore")
+chosen(None)  # making the set is not what is measured
+before = peak()
+if sys.argv[1].endswith(".png"):
+    TrainTransform(224)(decode_image(Path(sys.argv[1]).read_bytes()), 0)
+else:
+    one_epoch(sorted(Path(sys.argv[1]).glob("*.tar")), 1, None)
+print(peak() - before)
+"""
+
+
+def peak_mebibytes(path: Path) -> int:
+    """What a fresh process needs for it beyond its imports."""
+    root = Path(__file__).resolve().parents[2]
+    line = [sys.executable, "-c", CHILD, str(path)]
+    child = subprocess.run(line, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 0, child.stderr
+    return int(child.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_bounded(tmp_path):
+    """Bombs are refused by their headers, claims of sizes are not believed."""
+    write_hostile(tmp_path, chosen(None))
+    assert peak_mebibytes(tmp_path) < 64
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_largest_image_that_is_let_in(tmp_path):
+    """9,450 x 9,450 transparent pixels, just below the limit: Pillow's 4 bytes for each and our 3."""
+    Image.new("RGBA", (9_450, 9_450), (0, 200, 0, 100)).save(tmp_path / "large.png", compress_level=1)
+    assert peak_mebibytes(tmp_path / "large.png") < 8 * 9_450**2 / 2**20
+
+
+def test_no_stranger_starts_ghostscript(monkeypatch):
+    """Pillow would run it on whatever says %!PS, under any extension."""
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **more: started.append(args))
+    with pytest.raises(BadSample, match="does not decode"):
+        decode_image(EPS)
+    assert not started

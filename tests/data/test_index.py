@@ -1,0 +1,178 @@
+"""The shard index: made once, it must see every change of a shard, and count what the loader delivers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from clip_train.data import DataConfig, TrainLoader, ValLoader, check_source
+from clip_train.data.config import DataConfig as Config
+from clip_train.data.index import INDEX_NAME, find_index, index_of, parse, to_bytes
+from clip_train.data.indexing import BLOCK_BYTES, differences, index_shard, index_shards, write_indexes
+from clip_train.errors import DataError, UserError
+from clip_train.storage import StorageConfig, open_read
+from launcher.cli import main
+from launcher.config import load_config
+from tests.data.shards import sample, tar_bytes, write_dataset, write_shard
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_dataset(tmp_path, [12, 9, 15])
+    return tmp_path
+
+
+def make(folder: Path, **settings) -> None:
+    write_indexes(
+        index_shards([str(p) for p in sorted(folder.glob("*.tar"))], block_bytes=BLOCK, workers=1, **settings)
+    )
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def test_the_entry_says_what_hashlib_and_tarfile_say(folder: Path) -> None:
+    path = folder / "001.tar"
+    data, entry = path.read_bytes(), index_shard(str(path), block_bytes=BLOCK)
+    assert entry.sha256 == hashlib.sha256(data).hexdigest()
+    assert entry.checksums.size == len(data)
+    blocks = [data[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
+    assert entry.checksums.sums == "".join(hashlib.sha256(b).hexdigest()[:16] for b in blocks)
+    with tarfile.open(path) as tar:
+        assert entry.samples == len(tar.getnames()) // 2 == 9
+    assert (entry.unusable, entry.damage) == (0, None)
+    assert index_shard(str(path)).checksums.block_bytes == BLOCK_BYTES
+
+
+def test_sizes_json_is_openclips_and_both_survive_each_other(folder: Path) -> None:
+    (folder / "sizes.json").write_text('{"other.tar": 5}')
+    first = index_shards([str(folder / "000.tar")], workers=1)
+    write_indexes(first)
+    write_indexes(index_shards([str(folder / "001.tar"), str(folder / "002.tar")], workers=2))
+    assert json.loads((folder / "sizes.json").read_text()) == {
+        "other.tar": 5, "000.tar": 12, "001.tar": 9, "002.tar": 15,
+    }  # fmt: skip
+    known = parse((folder / INDEX_NAME).read_bytes())
+    assert sorted(known) == ["000.tar", "001.tar", "002.tar"] and known["000.tar"] == first[str(folder / "000.tar")]
+    assert to_bytes(known) == (folder / INDEX_NAME).read_bytes()
+
+
+def test_unusable_samples_and_captions_count_as_the_loader_counts(tmp_path: Path) -> None:
+    members = [*sample("a", 0), ("b.txt", b"no image"), ("c.jpg", b"x"), ("c.json", b'{"title": "c"}')]
+    write_shard(tmp_path / "0.tar", members)
+    plain, titled = (index_shard(str(tmp_path / "0.tar"), key) for key in (None, "title"))
+    assert (plain.samples, plain.unusable) == (1, 2)
+    assert (titled.samples, titled.unusable) == (1, 2)
+    make(tmp_path, caption_key="title")
+    index = index_of(Config(train=str(tmp_path / "*.tar")), StorageConfig())
+    assert index.num_samples("title") == 1 and index.num_samples(None) is None  # counted by another caption
+
+
+@pytest.mark.parametrize("at", [0, BLOCK * 3 + 77, -1])
+def test_any_flipped_byte_of_a_local_shard_stops_the_run(folder: Path, at: int) -> None:
+    make(folder)
+    path = folder / "001.tar"
+    flip(path, at % path.stat().st_size)
+    block = at % path.stat().st_size // BLOCK
+    config = DataConfig(train=str(folder / "*.tar"), workers=0, lanes=2, shuffle_block=4)
+    told = rf"001\.tar: bytes {block * BLOCK}-\d+, attempt 2 of 2"
+    with (
+        TrainLoader(config, image_size=16, context_length=8, global_size=4, seed=1) as loader,
+        pytest.raises(DataError, match=told),
+    ):
+        for _ in range(18):
+            next(loader)
+    with pytest.raises(DataError, match=told):
+        list(ValLoader(str(folder / "*.tar"), image_size=16, context_length=8, batch_size=4))
+    unheld = config.model_copy(update={"verify": "off", "bad_sample_limit": 1.0})
+    with TrainLoader(unheld, image_size=16, context_length=8, global_size=4, seed=1) as loader:
+        assert len(next(loader)) == 4
+
+
+def test_a_shard_of_another_length_is_told_before_anything_starts(folder: Path) -> None:
+    make(folder)
+    path = folder / "002.tar"
+    path.write_bytes(path.read_bytes()[:-512])
+    with pytest.raises(UserError, match=r"002\.tar has \d+ bytes, and its index says"):
+        check_source(DataConfig(train=str(folder / "*.tar")))
+
+
+def test_verified_reading_gives_the_same_bytes(folder: Path) -> None:
+    make(folder)
+    path = folder / "002.tar"
+    data = path.read_bytes()
+    checksums = find_index([str(path)], StorageConfig()).checksums[str(path)]
+    with open_read(path, checksums=checksums) as file:
+        assert file.read(5) == data[:5] and file.seek(BLOCK - 2) and file.read(9) == data[BLOCK - 2 : BLOCK + 7]
+        assert file.seek(0, 2) == len(data) and file.read() == b""
+        file.seek(-4, 2)
+        assert file.read() == data[-4:]
+    with pytest.raises(ValueError, match="closed"):
+        file.read(1)
+
+
+def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
+    config = DataConfig(train=str(folder / "*.tar"))
+    assert "3 of 3 shards have no index" in check_source(config).index.describe(None)
+    make(folder)
+    assert check_source(config).index.describe(None) == (
+        "3 shards, all indexed: every block is verified, 36 samples in an epoch"
+    )
+    whole = (folder / INDEX_NAME).read_bytes()
+    (folder / INDEX_NAME).write_bytes(whole.replace(b'"samples": 12', b'"samples": 13'))  # still JSON, and plausible
+    with pytest.raises(UserError, match=r"index\.json is damaged.*clip-train index"):
+        check_source(config)
+    assert check_source(config.model_copy(update={"verify": "off"})).num_shards == 3
+
+
+def test_an_index_that_cannot_be_read_is_not_no_index(folder: Path) -> None:
+    (folder / INDEX_NAME).mkdir()
+    with pytest.raises(UserError, match=r"cannot be told.*IsADirectoryError.*data\.verify=off"):
+        find_index([str(folder / "000.tar")], StorageConfig())
+
+
+def test_epochs_need_no_number_where_there_is_an_index(folder: Path, tmp_path_factory) -> None:
+    recipe = tmp_path_factory.mktemp("recipe") / "r.yaml"
+    data = {"train": str(folder / "*.tar")}
+    sections = {"run": {"epochs": 3}, "data": data, "batch": {"global_size": 4}, "schedule": {"warmup_steps": 1}}
+    recipe.write_text(yaml.safe_dump(sections))
+    with pytest.raises(UserError, match=r"data\.num_samples.*clip-train index"):
+        load_config(str(recipe))
+    make(folder)
+    config = load_config(str(recipe))
+    assert (config.steps, config.data.num_samples) == (27, 36)
+    assert load_config(str(recipe), ["data.num_samples=40"]).steps == 30
+
+
+def test_the_command(folder: Path, capsys) -> None:
+    train = str(folder / "{000..002}.tar")
+    assert main(["index", train, "--workers", "1"]) == 0
+    assert "3 shards, 36 samples" in capsys.readouterr().out
+    assert main(["index", train, "--check", "--workers", "1"]) == 0
+    flip(folder / "001.tar", 700)
+    write_shard(folder / "002.tar", sample("new", 1))
+    assert main(["index", train, "--check", "--workers", "1"]) == 1
+    told = capsys.readouterr().err
+    assert "2 of 3 shards" in told and "001.tar: differs in 1 blocks" in told and "002.tar: has 10240 bytes" in told
+    assert main(["index", str(folder / "{000..007}.tar")]) == 2
+    assert "5 of 8 are not there" in capsys.readouterr().err
+
+
+def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) -> None:
+    whole = tar_bytes([member for i in range(6) for member in sample(f"k{i}", i)])
+    (folder / "cut.tar").write_bytes(whole[: len(whole) // 2])
+    assert main(["index", str(folder / "*.tar"), "--workers", "1"]) == 1
+    assert "cut.tar: truncated shard: no end mark at byte 10240" in capsys.readouterr().err
+    entry = parse((folder / INDEX_NAME).read_bytes())["cut.tar"]
+    assert entry.samples < 6 and "truncated" in (entry.damage or "")
+    assert differences(entry, index_shard(str(folder / "cut.tar"))) is None

@@ -1,0 +1,152 @@
+"""Global batches of varying size that neither ranks nor lanes divide: the same samples on every layout."""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from clip_train.batch import BatchConfig, BatchSizes
+from clip_train.data import DataConfig, TrainLoader, merge_cursors
+from clip_train.data.lanes import hash64
+from clip_train.data.shares import RankShare
+from clip_train.errors import UserError
+from tests.data.test_loader import config_of, folder, loader_of  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more than cores
+
+SCHEDULE = [
+    {"until_step": 3, "global_size": 7},
+    {"until_step": 9, "global_size": 10, "ramp_to": 29, "increment": 3},
+    {"until_step": 11, "global_size": 5},
+]
+SIZES = BatchConfig(global_size=23, schedule=SCHEDULE).sizes
+G = [7, 7, 7, 10, 13, 16, 19, 22, 25, 5, 5, *[23] * 9]
+LAYOUTS = [(1, 0), (1, 3), (2, 0), (2, 2), (3, 1), (4, 1), (5, 0)]  # ranks, workers
+
+
+def steps_of(config: DataConfig, steps: int, world_size: int = 1, sizes: BatchSizes | int = SIZES, cursors=None):
+    """Per step: what all ranks hold in turn, how much each holds, and the position behind it, as saved."""
+    loaders: list[TrainLoader] = [
+        loader_of(config, rank=r, world_size=world_size, global_size=sizes, cursors=cursors) for r in range(world_size)
+    ]
+    held = [cursors or {} for _ in loaders]
+    out, bads = [], collections.Counter()
+    for _ in range(steps):
+        batches = [next(loader) for loader in loaders]
+        assert {batch.shares for batch in batches} == {tuple(map(len, batches))}
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1
+        for rank, batch in enumerate(batches):
+            held[rank] = merge_cursors([held[rank], batch.cursors])
+            bads.update(batch.bad_samples)
+        position = {lane: c for lane, c in merge_cursors(held).items() if c["count"]}
+        out.append(
+            {
+                "keys": [key for batch in batches for key in batch.keys],
+                "seeds": [seed for batch in batches for seed in batch.sample_seeds.tolist()],
+                "images": b"".join(batch.images.numpy().tobytes() for batch in batches),
+                "texts": torch.cat([batch.texts for batch in batches]).tolist(),
+                "cursors": json.dumps(position, sort_keys=True),
+            }
+        )
+    for loader in loaders:
+        loader.close()
+    return out, bads
+
+
+def seeds_by_definition(lanes: int, sizes: list[int], seed: int = 5) -> list[list[int]]:
+    """Position p is the (p // L)-th sample of lane p mod L; a batch is G positions, lane after lane."""
+    out, start = [], 0
+    for size in sizes:
+        positions = sorted(range(start, start + size), key=lambda p: (p % lanes, p))
+        out.append([hash64(seed, p % lanes, p // lanes) for p in positions])
+        start += size
+    return out
+
+
+@pytest.fixture(scope="module", params=[12, 5, 31])
+def lanes(request) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference(folder, lanes):  # noqa: F811
+    return steps_of(config_of(folder, lanes=lanes), len(G))
+
+
+def test_the_order_is_what_its_definition_says(reference, lanes):
+    assert [step["seeds"] for step in reference[0]] == seeds_by_definition(lanes, G)
+
+
+@pytest.mark.parametrize("world_size, workers", LAYOUTS[1:])
+def test_ranks_and_workers_change_nothing(folder: Path, reference, lanes, world_size, workers):  # noqa: F811
+    assert steps_of(config_of(folder, lanes=lanes, workers=workers), len(G), world_size) == reference
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_resume_anywhere_on_another_layout(folder: Path, reference, lanes, seed):  # noqa: F811
+    draw = random.Random(seed * 100 + lanes)
+    (first, _), (second, workers) = draw.choice(LAYOUTS), draw.choice(LAYOUTS)
+    stop = draw.randrange(1, len(G) - 2)
+    begun, _ = steps_of(config_of(folder, lanes=lanes), stop, first)
+    assert begun == reference[0][:stop]
+    cursors = json.loads(begun[-1]["cursors"])
+    resumed, _ = steps_of(config_of(folder, lanes=lanes, workers=workers), len(G) - stop, second, cursors=cursors)
+    assert resumed == reference[0][stop:]
+
+
+def test_resumes_of_resumes(folder: Path, reference, lanes):  # noqa: F811
+    """Each attempt saves what it knows; a lane that it never met keeps the position that it was given."""
+    cursors, done = None, 0
+    for world_size, steps in ((4, 1), (1, 1), (3, 5), (2, 3), (5, 4)):
+        out, _ = steps_of(config_of(folder, lanes=lanes), steps, world_size, cursors=cursors)
+        assert out == reference[0][done : done + steps]
+        cursors, done = json.loads(out[-1]["cursors"]), done + steps
+
+
+def test_a_position_of_another_schedule_is_refused(folder: Path):  # noqa: F811
+    config = config_of(folder, lanes=12)
+    cursors = json.loads(steps_of(config, 2)[0][-1]["cursors"])
+    loader_of(config, global_size=7, cursors=cursors)  # the same so far
+    with pytest.raises(UserError, match=r"batch\.schedule.*no step begins.*14 samples"):
+        loader_of(config, global_size=8, cursors=cursors)
+    cursors["3"]["count"], cursors["5"]["count"] = 0, 2
+    with pytest.raises(UserError, match=r"batch\.schedule"):
+        loader_of(config, global_size=7, cursors=cursors)
+
+
+def test_more_ranks_than_samples_are_refused(folder: Path):  # noqa: F811
+    with pytest.raises(UserError, match=r"batch\.schedule: a size \(5\).*ranks \(6\).*5 ranks"):
+        loader_of(config_of(folder), global_size=SIZES, world_size=6)
+    with pytest.raises(UserError, match=r"batch\.global_size \(1\).*ranks \(2\).*1 rank$"):
+        loader_of(config_of(folder), global_size=1, world_size=2)
+
+
+@pytest.mark.parametrize("lanes, world_size", [(64, 8), (7, 3), (30, 4), (1, 5), (64, 5), (50, 50)])
+def test_a_rank_reads_all_that_it_needs_and_stops_what_it_needs_no_more(lanes, world_size):
+    stages = [{"until_step": 40, "global_size": 60, "ramp_to": 640}]
+    sizes = BatchConfig(global_size=640, schedule=stages).sizes
+    shares = [RankShare.of(sizes, lanes, rank, world_size) for rank in range(world_size)]
+    for step, parts in zip(range(90), zip(*(share.steps(0) for share in shares), strict=True), strict=False):
+        taken = collections.Counter()
+        for rank, own in enumerate(parts):
+            assert sum(map(len, own)) in (sizes.at(step) // world_size, -(-sizes.at(step) // world_size))
+            for part in own:
+                taken.update((part.lane, j) for j in range(part.first, part.last))
+            assert len(shares[rank].needed[1]) <= len(shares[rank].needed[0])
+        assert set(taken.values()) == {1} and len(taken) == sizes.at(step)
+    if lanes == 64 and world_size == 8:
+        assert [share.needed[1] for share in shares] == [range(8 * r, 8 * r + 8) for r in range(8)]
+        assert len(shares[3].needed[0]) > 20
+
+
+def test_workers_share_the_work_that_stays():
+    sizes = BatchConfig(global_size=640, schedule=[{"until_step": 40, "global_size": 33}]).sizes
+    workers = RankShare.of(sizes, 64, 1, 4).workers(4, 0)
+    for step in (50, 51):
+        assert [sum(map(len, next(worker.steps(step)))) for worker in workers] == [40] * 4
+    assert sum(len(worker.needed[0]) for worker in workers) > 16  # and the lanes of the first 40 steps beside

@@ -1,0 +1,50 @@
+"""batch.micro_size=auto through the command: the same curve, what plan predicts, and mistakes told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.launcher.conftest import metrics, run
+
+AUTO = ("batch.micro_size=auto", "run.steps=3", "schedule.warmup_steps=0")
+
+
+def test_limits_change_the_sizes_and_not_the_curve(recipe, tmp_path):
+    curves, sizes = [], []
+    for limit, ranks, more in (("225MiB", 1, ()), ("400MiB", 1, ()), ("400MiB", 2, ("engine.zero_stage=3",))):
+        overrides = (*AUTO, f"batch.memory_limit={limit}", f"run.dir={tmp_path / str(len(curves))}", *more)
+        status, out = run(recipe, *overrides, ranks=ranks)
+        assert status == 0, out
+        assert out.count("the least work that fits") == 1
+        lines = metrics(tmp_path / str(len(curves)))
+        curves.append([line["loss"] for line in lines])
+        sizes.append([lines[0][key] for key in ("micro_size", "accum_steps", "kept_graphs")])
+        status, out = run(recipe, "--json", "--world-size", str(ranks), *overrides, verb="plan")
+        plan = json.loads(out)
+        assert [plan[key] for key in ("micro_size", "accum_steps", "kept_graphs")] == sizes[-1]
+    assert sizes[0] != sizes[1]
+    for curve in curves:
+        assert curve == pytest.approx(curves[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (AUTO, ["batch.micro_size", "batch.memory_limit=8GiB"]),
+        ((*AUTO, "batch.memory_limit=20MiB"), ["nothing fits into 20 MiB", "raise batch.memory_limit"]),
+        ((*AUTO, "batch.memory_limit=1GiB", "batch.accumulation=local"), ["batch.accumulation=cached"]),
+    ],
+    ids=["no limit", "too low", "local"],
+)
+def test_mistakes_are_told(recipe, overrides, told):
+    status, out = run(recipe, *overrides)
+    assert status == 2, out
+    assert all(text in out for text in told), out
+    assert "Traceback" not in out
+
+
+def test_paying_for_the_same_forward_twice_is_told(recipe):
+    status, out = run(recipe, "engine.activation_checkpointing=true", "run.steps=1", "schedule.warmup_steps=0")
+    assert status == 0 and out.count("pays for the same forward twice") == 1

@@ -1,0 +1,106 @@
+"""A schedule of global batch sizes through the real command: uneven ranks, kills and resumes change nothing."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from clip_train.errors import CheckpointError
+from launcher.cli import main
+from launcher.config import load_config
+from launcher.train import build_loader, check
+from tests.launcher.conftest import kill, metrics, run, start, wait_for_step
+
+SCHEDULE = "batch.schedule=[{until_step: 4, global_size: 7}, {until_step: 14, global_size: 9, ramp_to: 29}]"
+VARYING = (SCHEDULE, "batch.global_size=23", "run.steps=24", "optim.lr_scaling=sqrt", "optim.reference_batch=16")
+SIZES = [7] * 4 + list(range(9, 29, 2)) + [23] * 10
+OURS = ("step", "samples", "loss", "grad_norm", "batch_digest", "lr", "logit_scale", "micro_size", "accum_steps")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, data, model):
+    from tests.launcher.conftest import RECIPE
+
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(run_dir=folder / "run", train=data.train, model=model))
+    status, out = run(recipe, *VARYING)
+    assert status == 0, out
+    assert "global batch 7 until step 4, 9 to 29 until step 14, then 23; the largest, 27 = 1 ranks" in out
+    return metrics(folder / "run")
+
+
+@pytest.mark.engine
+def test_metrics_tell_each_steps_own(uninterrupted):
+    assert [line["samples"] for line in uninterrupted] == [sum(SIZES[: i + 1]) for i in range(24)]
+    assert [line["accum_steps"] for line in uninterrupted] == [-(-size // 12) for size in SIZES]
+    assert [line["micro_size"] for line in uninterrupted] == [min(12, size) for size in SIZES]
+    rates = [line["samples_per_second"] * line["step_seconds"] for line in uninterrupted]
+    assert rates == pytest.approx(SIZES, rel=0.01)
+    for i in range(5):  # in the warm-up
+        assert uninterrupted[i]["lr"] == pytest.approx(1e-3 * (SIZES[i] / 16) ** 0.5 * (i + 1) / 5)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "layout, ranks",
+    [
+        (("engine.zero_stage=3", "data.workers=2", "batch.micro_size=2"), 3),
+        (("engine.zero_stage=2", "batch.micro_size=5", "batch.kept_graphs=2"), 2),
+    ],
+)
+def test_a_killed_run_goes_on_on_ranks_that_divide_nothing(recipe, tmp_path, uninterrupted, layout, ranks):
+    process = start(recipe, *VARYING, "data.workers=1", ranks=ranks - 1)
+    wait_for_step(tmp_path / "run", 9, process)
+    kill(process)
+    status, out = run(recipe, *VARYING, *layout, ranks=ranks)
+    assert status == 0 and "resuming from step" in out, out
+    lines = metrics(tmp_path / "run")
+    for name in ("step", "samples", "batch_digest", "lr"):
+        assert [line[name] for line in lines] == [line[name] for line in uninterrupted], name
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in uninterrupted], rel=1e-5)
+
+
+@pytest.mark.engine
+def test_another_schedule_is_another_run(recipe, tmp_path, uninterrupted):
+    assert run(recipe, *VARYING, "run.steps=6")[0] == 0
+    status, out = run(recipe, *VARYING, "batch.schedule=[{until_step: 5, global_size: 7}]")
+    assert status == 2 and "batch.schedule was [" in out, out
+    status, out = run(recipe, *VARYING, "checkpoint.keep_last=3", ranks=2)
+    assert status == 0, out
+    digests = [line["batch_digest"] for line in metrics(tmp_path / "run")]
+    assert digests == [line["batch_digest"] for line in uninterrupted]
+
+
+def test_a_plan_tells_the_schedule(recipe, capsys):
+    assert main(["plan", str(recipe), *VARYING, "--world-size", "2", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["schedule"] == "7 until step 4, 9 to 29 until step 14, then 23"
+    assert (plan["global_size"], plan["per_rank"], plan["accum_steps"], plan["samples"]) == (27, 14, 2, sum(SIZES))
+    assert main(["plan", str(recipe), *VARYING, "--world-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "7 until step 4" in out and "27 = 2 ranks x 13 or 14" in out
+
+
+def test_epochs_count_the_samples_of_the_schedule(recipe):
+    overrides = [SCHEDULE, "batch.global_size=23", "run.steps=null", "run.epochs=2", "data.num_samples=300"]
+    assert load_config(str(recipe), overrides).steps == 14 + round((600 - sum(SIZES[:14])) / 23)
+
+
+def test_a_checkpoint_whose_data_is_elsewhere_is_refused(recipe):
+    config = load_config(str(recipe), list(VARYING))
+    checked, device = check(config, 1), torch.device("cpu")
+    with build_loader(config, checked, device, None) as loader:
+        cursors = [next(loader).cursors for _ in range(6)][-1]
+
+    def resumed(step: int, cursors: dict) -> Any:
+        return SimpleNamespace(step=step, path="run/checkpoints", state={"step": step, "cursors": cursors})
+
+    assert build_loader(config, checked, device, resumed(6, cursors)).step == 6
+    for step, held in ((7, cursors), (6, {})):
+        with pytest.raises(CheckpointError, match=rf"step {step} .*data position of step {6 if held else 0};"):
+            build_loader(config, checked, device, resumed(step, held))

@@ -1,0 +1,83 @@
+"""One S3 server for all tests of this folder, and for each a bucket and a proxy in front of it."""
+
+from __future__ import annotations
+
+import gc
+import uuid
+from collections.abc import Iterator
+from multiprocessing import forkserver
+
+import pytest
+
+from tests.s3.proxy import FaultyProxy
+from tests.s3.server import Server, python
+
+MISSING = "the S3 server is not set up: run scripts/setup_s3.sh (`make test` does)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if "tests/s3/" in item.nodeid]
+    for item in here:
+        item.add_marker(pytest.mark.s3)
+        # What s3fs, when it renews a session, leaves of the old one to the garbage collector.
+        item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+        item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+    if here and python() is None:
+        for item in here:
+            item.add_marker(pytest.mark.skip(reason=MISSING))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "tests/s3/" in r.nodeid]
+    if skipped and python() is None:
+        terminalreporter.write_sep("!", f"{len(skipped)} S3 TESTS WERE NOT RUN: {MISSING}", red=True, bold=True)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    up = Server().start()
+    yield up
+    up.stop()
+
+
+@pytest.fixture
+def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """The proxy; whatever opens s3:// in the test goes through it."""
+    with FaultyProxy(server.port) as proxy:
+        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE", "AWS_ENDPOINT_URL_S3"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield proxy
+        forget_file_systems()
+
+
+def forget_file_systems() -> None:
+    """fsspec keeps them by their arguments, and the endpoint is not among those."""
+    import s3fs
+    from fsspec.asyn import sync
+
+    for fs in s3fs.S3FileSystem._cache.values():
+        if fs._s3 is not None:  # left to the collector, it would have a tenth of a second, and on any thread's loop
+            sync(fs.loop, fs._s3creator.__aexit__, None, None, None, timeout=10)
+    s3fs.S3FileSystem.clear_instance_cache()
+    gc.collect()
+
+
+@pytest.fixture
+def new_workers(proxy: FaultyProxy) -> Iterator[None]:
+    """Loader workers that know the proxy: the fork server keeps the environment of the test that started it."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def bucket(server: Server) -> str:
+    """An empty bucket of this test's own."""
+    name = f"b{uuid.uuid4().hex[:12]}"
+    server.put(name)
+    return name

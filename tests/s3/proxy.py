@@ -1,0 +1,227 @@
+"""A proxy on the loopback that does to S3's answers what networks and busy servers do.
+
+It runs in a thread of the test: `with FaultyProxy(port) as proxy: proxy.faults = [Fault("reset", every=3)]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Literal
+
+Action = Literal["reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other"]
+
+
+@dataclass
+class Fault:
+    """What happens to GETs of a key that matches.
+
+    reset: the connection is reset before an answer; cut: reset in mid-body; end: closed politely in mid-body,
+    with the right Content-Length; short: a part of the body, with a Content-Length that fits; stall: a part of
+    the body and then silence; drip: 200 bytes a second; flip: one bit of the body; other: other bytes, as many;
+    status: an S3 error; hang: no answer; expired: 403 for requests signed with the key `access_key`.
+    """
+
+    action: Action
+    every: int = 1  # of the requests that match, one in so many is hit: drawn, since a rhythm misses places
+    skip: int = 0  # and the first ones are not
+    times: int | None = None  # at most so often
+    burst: int = 1  # once hit, so many in a row
+    key: str = r"\.tar$"  # regular expression, searched in the path
+    method: str = "GET"
+    code: int = 503
+    s3code: str = "SlowDown"
+    access_key: str = ""
+    at: float | None = None  # where in the body, as a fraction; None: drawn
+    seen: int = field(default=0, init=False)
+    fired: int = field(default=0, init=False)
+    left: int = field(default=0, init=False)  # of the burst
+    draws: random.Random = field(default_factory=lambda: random.Random(0), init=False)
+
+    def hits(self, method: str, path: str, headers: bytes) -> bool:
+        if method not in self.method.split("|") or not re.search(self.key, path):
+            return False
+        if self.action == "expired" and f"Credential={self.access_key}/".encode() not in headers:
+            return False
+        self.seen += 1
+        if not self.left:
+            if self.seen <= self.skip or self.draws.random() * self.every >= 1:
+                return False
+            if self.times is not None and self.fired >= self.times:
+                return False
+            self.left = self.burst
+        self.left -= 1
+        self.fired += 1
+        return True
+
+
+def fresh(faults: Iterable[Fault]) -> list[Fault]:
+    """The same ones, their counters at zero."""
+    return [replace(fault) for fault in faults]
+
+
+class FaultyProxy:
+    """Forwards to 127.0.0.1:`upstream`; `faults` may be replaced at any time."""
+
+    def __init__(self, upstream: int) -> None:
+        self.upstream = upstream
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
+        self.port = 0
+        self._clients: set[asyncio.Task | None] = set()  # the loop holds them weakly, and some sleep for an hour
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def fired(self) -> int:
+        return sum(fault.fired for fault in self.faults)
+
+    def __enter__(self) -> FaultyProxy:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        start = asyncio.start_server(self._client, "127.0.0.1", 0, limit=1 << 20)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result()
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients.add(asyncio.current_task())
+        try:
+            while await self._exchange(reader, writer):
+                pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+            self._clients.discard(asyncio.current_task())
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request and its answer; whether the connection lives on."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        method, path = head.split(b" ", 2)[:2]
+        if re.search(rb"\r\nExpect:", head, re.IGNORECASE):
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            head = _with_header(head, b"Expect", None)
+        body = await reader.readexactly(_length(head))
+        asked = re.search(rb"\r\nRange: *([^\r]+)", head, re.IGNORECASE)
+        self.requests.append(f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip())
+        hit = next((f for f in self.faults if f.hits(method.decode(), path.decode().partition("?")[0], head)), None)
+        action = hit.action if hit else None
+        if action == "reset":
+            return _reset(writer)
+        if action == "hang":
+            await asyncio.sleep(3600)
+        if hit and action in ("status", "expired"):
+            code, name = (403, "ExpiredToken") if action == "expired" else (hit.code, hit.s3code)
+            error = f"<?xml version='1.0'?><Error><Code>{name}</Code><Message>injected</Message></Error>".encode()
+            kind = f"HTTP/1.1 {code} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(error)}\r\n\r\n"
+            writer.write(kind.encode() + (b"" if method == b"HEAD" else error))
+            await writer.drain()
+            return True
+        answer_head, answer = await self._forward(head, body, method == b"HEAD")
+        if hit is None:
+            writer.write(answer_head + answer)
+            await writer.drain()
+            return True
+        return await self._spoil(hit, answer_head, answer, writer)
+
+    async def _forward(self, head: bytes, body: bytes, no_body: bool) -> tuple[bytes, bytes]:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
+        try:
+            up_writer.write(_with_header(head, b"Connection", b"close") + body)
+            await up_writer.drain()
+            answer_head = await up_reader.readuntil(b"\r\n\r\n")
+            while answer_head.split(b" ", 2)[1] == b"100":
+                answer_head = await up_reader.readuntil(b"\r\n\r\n")
+            if no_body or answer_head.split(b" ", 2)[1] in (b"204", b"304"):
+                return _with_header(answer_head, b"Connection", b"keep-alive"), b""
+            answer = await up_reader.read(-1)  # it was asked to close
+            if re.search(rb"\r\nTransfer-Encoding: *chunked", answer_head, re.IGNORECASE):
+                answer = _unchunked(answer)
+            answer_head = _with_header(answer_head, b"Transfer-Encoding", None)
+            answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
+            return _with_header(answer_head, b"Connection", b"keep-alive"), answer
+        finally:
+            up_writer.transport.abort()
+
+    async def _spoil(self, fault: Fault, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> bool:
+        cut = int(len(body) * (fault.draws.random() if fault.at is None else fault.at))
+        match fault.action:
+            case "flip":
+                writer.write(head + body[:cut] + bytes([body[cut] ^ 16]) + body[cut + 1 :])
+            case "other":
+                writer.write(head + bytes(b ^ 255 for b in body))
+            case "short":
+                writer.write(_with_header(head, b"Content-Length", str(cut).encode()) + body[:cut])
+            case "drip":
+                writer.write(head)
+                for byte in range(0, len(body), 20):
+                    writer.write(body[byte : byte + 20])
+                    await writer.drain()
+                    await asyncio.sleep(0.1)
+            case "stall":
+                writer.write(head + body[:cut])
+                await writer.drain()
+                await asyncio.sleep(3600)
+            case "end":
+                writer.write(head + body[:cut])
+                await writer.drain()
+                writer.close()
+                return False
+            case "cut":
+                writer.write(head + body[:cut])
+                await writer.drain()
+                await asyncio.sleep(0.02)  # a reset at once would overtake the bytes
+                return _reset(writer)
+        await writer.drain()
+        return True
+
+
+def _reset(writer: asyncio.StreamWriter) -> bool:
+    raw = writer.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    return False
+
+
+def _length(head: bytes) -> int:
+    found = re.search(rb"\r\nContent-Length: *(\d+)", head, re.IGNORECASE)
+    return int(found[1]) if found else 0
+
+
+def _with_header(head: bytes, name: bytes, value: bytes | None) -> bytes:
+    """The head with one header replaced; with None, without it."""
+    lines = [line for line in head[:-4].split(b"\r\n") if not line.lower().startswith(name.lower() + b":")]
+    return b"\r\n".join([*lines, *([name + b": " + value] if value is not None else [])]) + b"\r\n\r\n"
+
+
+def _unchunked(data: bytes) -> bytes:
+    out = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        count = int(size.split(b";")[0], 16)
+        out, data = out + data[:count], data[count + 2 :]
+    return out

@@ -1,0 +1,65 @@
+"""The index verb and a training run, as a user types them, with shards on S3."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clip_train.data.index import INDEX_NAME, find_index
+from clip_train.data.indexing import index_shards
+from clip_train.errors import UserError
+from clip_train.storage import StorageConfig
+from tests.s3.epochs import FAST, SIZES, make_shards, upload
+from tests.s3.proxy import Fault, FaultyProxy
+from tests.s3.server import ROOT, Server
+
+
+def clip_train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as from a shell: the environment of this test goes with it."""
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", *arguments],
+        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str) -> None:
+    folder = tmp_path / "set"
+    local = index_shards([str(p) for p in make_shards(folder, index=False)], workers=1)
+    train = upload(server, folder, bucket)
+    proxy.faults = [Fault("cut", times=3), Fault("status", times=3, key="json$", method="GET|HEAD|PUT")]
+    done = clip_train("index", train)
+    assert done.returncode == 0, done.stderr
+    assert proxy.fired == 6
+    assert json.loads(server.get(f"{bucket}/set/sizes.json")) == {f"{i:03d}.tar": n for i, n in enumerate(SIZES)}
+    urls = [f"s3://{bucket}/set/{i:03d}.tar" for i in range(len(SIZES))]
+    found = find_index(urls, FAST)
+    assert [found.entries[url] for url in urls] == list(local.values())
+    puts = [r.split()[1].rsplit("/", 1)[1] for r in proxy.requests if r.startswith("PUT")]
+    assert set(puts) == {"sizes.json", INDEX_NAME} and puts[-1] == INDEX_NAME  # one put each, the index last
+
+    damaged = bytearray((folder / "004.tar").read_bytes())
+    damaged[1000] ^= 1
+    server.put(f"{bucket}/set/004.tar", bytes(damaged))
+    checked = clip_train("index", f"s3://{bucket}/set/*.tar", "--check")
+    assert checked.returncode == 1 and "1 of 6 shards" in checked.stderr and "004.tar: differs in 1" in checked.stderr
+
+
+def test_an_index_that_may_not_be_read_is_not_no_index(proxy: FaultyProxy, bucket: str, server: Server) -> None:
+    server.put(f"{bucket}/000.tar", b"x")
+    assert find_index([f"s3://{bucket}/000.tar"], FAST).without == [f"s3://{bucket}/000.tar"]
+    proxy.faults = [Fault("status", key="index", code=403, s3code="AccessDenied", method="GET|HEAD")]
+    with pytest.raises(UserError, match=rf"s3://{bucket}/clip_train_index\.json.*DeniedError.*data\.verify=off"):
+        find_index([f"s3://{bucket}/000.tar"], StorageConfig())
+
+
+def test_a_flipped_index_is_read_again(tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str) -> None:
+    make_shards(tmp_path / "set")
+    upload(server, tmp_path / "set", bucket)
+    proxy.faults = [Fault("flip", key="index", times=2)]
+    assert len(find_index([f"s3://{bucket}/set/{i:03d}.tar" for i in range(6)], FAST).entries) == 6
+    assert proxy.fired == 2

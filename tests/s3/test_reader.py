@@ -1,0 +1,201 @@
+"""One object through the faulty proxy: all of its bytes, or an error that says which, where and how often."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+
+from clip_train.storage import Checksums, ReadError, StorageConfig, expand_glob, open_read, ranged, write_bytes
+from clip_train.storage.blocks import DeniedError, MissingError
+from tests.s3.proxy import Fault, FaultyProxy, fresh
+from tests.s3.server import Server
+
+BLOCK = 16 << 10
+FAST = StorageConfig(backoff_seconds=0.01, patience_seconds=0.5, range_bytes=BLOCK)
+DATA = random.Random(3).randbytes(BLOCK * 9 + 1234)
+ONCE = {
+    "reset": Fault("reset", times=1), "cut": Fault("cut", times=1), "end": Fault("end", times=1),
+    "short": Fault("short", times=1), "empty": Fault("short", at=0, times=1), "stall": Fault("stall", times=1),
+    "drip": Fault("drip", times=1), "hang": Fault("hang", times=1, method="GET|HEAD"),
+    "503": Fault("status", burst=4, times=4, method="GET|HEAD"), "500": Fault("status", times=1, code=500),
+}  # fmt: skip
+
+
+def sums_of(data: bytes, block: int = BLOCK) -> Checksums:
+    """By hashlib alone: sixteen digits of each block's sha256."""
+    blocks = [data[i : i + block] for i in range(0, len(data), block)]
+    return Checksums(len(data), block, "".join(hashlib.sha256(b).hexdigest()[:16] for b in blocks))
+
+
+@pytest.fixture
+def url(server: Server, proxy: FaultyProxy, bucket: str) -> str:
+    server.put(f"{bucket}/a/0.tar", DATA)
+    return f"s3://{bucket}/a/0.tar"
+
+
+@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("indexed", [False, True], ids=["plain", "indexed"])
+def test_what_passes_is_survived(url: str, proxy: FaultyProxy, name: str, indexed: bool) -> None:
+    proxy.faults = fresh([ONCE[name]])
+    with open_read(url, FAST, sums_of(DATA) if indexed else None) as file:
+        assert file.read(100) == DATA[:100]
+        assert file.read() == DATA[100:]
+    assert proxy.fired
+
+
+@pytest.mark.parametrize("action", ["flip", "other"])
+def test_wrong_bytes_are_seen_by_their_checksum(url: str, proxy: FaultyProxy, action: str) -> None:
+    proxy.faults = [Fault(action, every=3)]
+    with open_read(url, FAST, sums_of(DATA)) as file:
+        file.seek(BLOCK * 4 + 77)  # as a resumed run begins: in the middle of a block
+        assert file.read() == DATA[BLOCK * 4 + 77 :]
+    assert proxy.fired
+
+
+@pytest.mark.parametrize(
+    "fault,why",
+    [
+        (Fault("cut", skip=2), "ClientPayloadError"),
+        (Fault("status", skip=2), "HTTP 503 SlowDown"),
+        (Fault("short", skip=2), "instead of 16384"),
+        (Fault("hang", skip=2), "no answer within"),
+        (Fault("stall", skip=2, at=0), "less than storage.min_rate"),
+        (Fault("drip", skip=2), "less than storage.min_rate"),
+        (Fault("flip", skip=2), "not those that the index was made from"),
+    ],
+    ids=lambda v: v.action if isinstance(v, Fault) else "",
+)
+def test_what_lasts_is_an_error_with_shard_offset_and_attempt(
+    url: str, proxy: FaultyProxy, fault: Fault, why: str
+) -> None:
+    proxy.faults = [fault]
+    config = FAST.model_copy(update={"attempts": 3, "patience_seconds": 0.3, "read_ahead": 0})
+    with open_read(url, config, sums_of(DATA)) as file:
+        assert file.read(2 * BLOCK) == DATA[: 2 * BLOCK]
+        with pytest.raises(ReadError) as caught:
+            file.read(1)
+    told = str(caught.value)
+    assert told.startswith(f"{url}: bytes {2 * BLOCK}-{3 * BLOCK - 1}, attempt 3 of 3: ") and why in told
+    assert fault.fired == 3
+
+
+def test_a_bit_flipped_where_it_is_stored(url: str, server: Server) -> None:
+    checksums = sums_of(DATA)
+    server.put(url.removeprefix("s3://"), DATA[:50_000] + bytes([DATA[50_000] ^ 1]) + DATA[50_001:])
+    with open_read(url, FAST, checksums) as file:
+        file.read(3 * BLOCK)
+        with pytest.raises(ReadError, match=r"0\.tar: bytes 49152-65535, attempt 10 of 10.*clip-train index"):
+            file.read(BLOCK)
+
+
+def test_an_object_of_another_length_is_refused_before_a_byte_is_used(url: str, server: Server) -> None:
+    server.put(url.removeprefix("s3://"), DATA[:-512])
+    with pytest.raises(ReadError, match=rf"0\.tar has {len(DATA) - 512} bytes, and its index says {len(DATA)}"):
+        open_read(url, FAST, sums_of(DATA))
+
+
+def test_an_object_replaced_while_it_is_read(url: str, server: Server) -> None:
+    """Without an index too: two halves of two objects must not make one."""
+    with open_read(url, FAST.model_copy(update={"read_ahead": 0})) as file:
+        file.read(10)
+        server.put(url.removeprefix("s3://"), bytes(len(DATA)))
+        with pytest.raises(ReadError, match=r"0\.tar: bytes 16384-32767, attempt 1 of 10: its ETag was"):
+            file.read()
+
+
+def test_missing_and_denied_are_not_empty(url: str, proxy: FaultyProxy, bucket: str) -> None:
+    with pytest.raises(MissingError, match=r"absent\.tar: its size, attempt 1 of 10: HTTP 404"):
+        open_read(f"s3://{bucket}/absent.tar", FAST)
+    with pytest.raises(FileNotFoundError):
+        open_read("s3://no-such-bucket-here/x.tar", FAST)
+    proxy.faults = [Fault("status", code=403, s3code="AccessDenied", method="GET|HEAD")]
+    with pytest.raises(DeniedError, match=r"0\.tar: its size, attempt 2 of 10: HTTP 403.*credentials"):
+        open_read(url, FAST)
+
+
+def test_expired_credentials_are_renewed(
+    url: str, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a credentials file that a daemon rewrites: what the process holds expires in mid-shard."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    credentials = tmp_path / "credentials"
+    credentials.write_text("[default]\naws_access_key_id = OLD\naws_secret_access_key = s\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    with open_read(url, FAST) as file:
+        assert file.read(BLOCK) == DATA[:BLOCK]
+        proxy.faults = [Fault("expired", access_key="OLD", method="GET|HEAD")]
+        credentials.write_text("[default]\naws_access_key_id = NEW\naws_secret_access_key = s\n")
+        assert file.read() == DATA[BLOCK:]
+    assert proxy.fired >= 1
+    proxy.faults = [Fault("expired", access_key="NEW", method="GET|HEAD")]  # and nothing newer comes
+    with pytest.raises(DeniedError):
+        open_read(url, FAST)
+
+
+def test_reading_anywhere_gives_what_is_there(url: str) -> None:
+    draws = random.Random(1)
+    with open_read(url, FAST, sums_of(DATA)) as file:
+        for _ in range(60):
+            begin, count = draws.randrange(len(DATA) + 10), draws.choice([0, 1, 512, BLOCK, 3 * BLOCK])
+            assert file.seek(begin) == begin
+            assert file.read(count) == DATA[begin : begin + count]
+        assert file.seek(0, 2) == len(DATA) and file.read(1) == b""
+
+
+def test_read_ahead_is_parallel_and_bounded(url: str, proxy: FaultyProxy) -> None:
+    """The second block brings those behind it; the process's budget holds however many files are open."""
+    config = FAST.model_copy(update={"read_ahead": 4, "read_ahead_bytes": 3 * BLOCK})
+    files = [open_read(url, config) for _ in range(3)]
+    for file in files:
+        file.read(BLOCK + 1)
+    assert ranged._budget._taken <= 3 * BLOCK
+    assert sum(len(file._ahead) for file in files) == 3  # type: ignore[attr-defined]
+    assert len([r for r in proxy.requests if r.startswith("GET")]) <= 2 * 3 + 3
+    for file in files:
+        file.close()
+    assert ranged._budget._taken == 0
+
+
+def test_closing_leaves_nothing_under_way(url: str, proxy: FaultyProxy) -> None:
+    patient = FAST.model_copy(update={"patience_seconds": 30.0})
+    file = open_read(url, patient)
+    file.read(1)
+    proxy.faults = [Fault("hang")]
+    file._ahead[5] = file._start(5)  # type: ignore[attr-defined]
+    assert ranged._budget.take(BLOCK, 1 << 30)
+    future = file._ahead[5]  # type: ignore[attr-defined]
+    file.close()
+    assert future.cancelled() and ranged._budget._taken == 0
+
+
+def test_an_empty_object(server: Server, proxy: FaultyProxy, bucket: str) -> None:
+    server.put(f"{bucket}/empty")
+    with open_read(f"s3://{bucket}/empty", FAST, sums_of(b"")) as file:
+        assert file.read() == b""
+
+
+def test_write_and_list(proxy: FaultyProxy, server: Server, bucket: str) -> None:
+    write_bytes(f"s3://{bucket}/x/index.json", b"{}")
+    assert server.get(f"{bucket}/x/index.json") == b"{}"
+    assert expand_glob(f"s3://{bucket}/x/*.json") == [f"s3://{bucket}/x/index.json"]
+    write_bytes(f"s3://{bucket}/x/b.json", b"new")  # no listing is kept
+    assert len(expand_glob(f"s3://{bucket}/x/*.json")) == 2
+
+
+def test_any_file_system_with_ranges(url: str, proxy: FaultyProxy) -> None:
+    """The same object by plain HTTP: no streams, so the whole range has its time."""
+    http = f"{proxy.url}/{url.removeprefix('s3://')}"
+    proxy.faults = [Fault("cut", every=4), Fault("short", every=4), Fault("flip", every=4), Fault("stall", times=1)]
+    with open_read(http, FAST, sums_of(DATA)) as file:
+        assert file.read() == DATA
+    assert proxy.fired
+    with pytest.raises(FileNotFoundError):
+        open_read(http.replace("0.tar", "absent.tar"), FAST)
+    proxy.faults = [Fault("status", code=503, method="GET|HEAD")]
+    with pytest.raises(ReadError) as caught:  # and not: it is not there
+        open_read(http, FAST.model_copy(update={"attempts": 2}))
+    assert not isinstance(caught.value, FileNotFoundError)

@@ -1,0 +1,175 @@
+"""`contrastive_step` with modules that know nothing of this project; the examples of docs/library.md as they stand."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from clip_train.contrastive import LocalInfoNCE, SigmoidLoss
+from clip_train.step import contrastive_step
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Towers(nn.Module):
+    """Texts are a dict, the scale is 0-d, dropout is torch's own."""
+
+    def __init__(self, dropout: float = 0.0, as_dict: bool = False, bias: bool = False):
+        super().__init__()
+        torch.manual_seed(5)
+        self.image = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+        self.text = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        self.logit_bias = nn.Parameter(torch.tensor(-3.0)) if bias else None
+        self.as_dict = as_dict
+        self.forwards = 0
+        self.double()
+
+    def forward(self, images, texts):
+        self.forwards += 1
+        image = F.normalize(self.image(images), dim=1)
+        text = F.normalize(self.text(texts["a"] + texts["b"]), dim=1)
+        out = [image, text, self.logit_scale.exp()] + ([self.logit_bias] if self.logit_bias is not None else [])
+        names = ("image_features", "text_features", "logit_scale", "logit_bias")
+        return dict(zip(names, out, strict=False)) if self.as_dict else tuple(out)
+
+
+def samples(n: int) -> tuple[Tensor, dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    images = torch.randn(n, 10, generator=g, dtype=torch.float64)
+    return images, {name: torch.randn(n, 7, generator=g, dtype=torch.float64) for name in "ab"}
+
+
+def part(inputs: tuple[Tensor, dict[str, Tensor]], own: slice) -> tuple[Tensor, dict[str, Tensor]]:
+    return inputs[0][own], {name: value[own] for name, value in inputs[1].items()}
+
+
+def textbook(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    logits = scale * image @ text.T
+    if bias is not None:
+        signs = 2 * torch.eye(len(logits), dtype=logits.dtype) - 1
+        return -F.logsigmoid(signs * (logits + bias)).sum() / len(logits)
+    target = torch.arange(len(logits))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("micro_size, kept, forwards", [(12, 1, 1), (4, 1, 5), (4, 2, 4), (4, 3, 3), (5, 9, 3)])
+@pytest.mark.parametrize("bias, as_dict", [(False, False), (True, True)])
+def test_gradients_are_those_of_the_whole_batch(micro_size, kept, forwards, bias, as_dict):
+    model, inputs = Towers(as_dict=as_dict, bias=bias), samples(12)
+    reference = copy.deepcopy(model)
+    reference.as_dict = False
+    expected = textbook(*reference(*inputs))
+    expected.backward()
+    loss = SigmoidLoss() if bias else None
+    told = contrastive_step(model, *inputs, micro_size=micro_size, kept_graphs=kept, loss=loss)
+    assert told.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert model.forwards == forwards
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_dropout_is_the_same_in_both_passes(kept):
+    """The oracle: one graph over the same pieces, drawn in the same order."""
+    model, inputs = Towers(dropout=0.4), samples(12)
+    reference = copy.deepcopy(model)
+    torch.manual_seed(3)
+    pieces = [reference(*part(inputs, slice(i, i + 4))) for i in (0, 4, 8)]
+    after = torch.rand(3)
+    textbook(torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2]).backward()
+    torch.manual_seed(3)
+    contrastive_step(model, *inputs, micro_size=4, kept_graphs=kept)
+    assert_same_gradients(model, reference)
+    assert torch.equal(torch.rand(3), after)
+
+
+def under_ddp(micro_size: int, kept: int, dropout: float):
+    rank, n = torch_dist.get_rank(), 12 // torch_dist.get_world_size()
+    model = DistributedDataParallel(Towers(dropout))
+    reduced = []
+    model.register_comm_hook(None, lambda _, bucket: reduce_and_count(reduced, bucket))
+    inputs = part(samples(12), slice(rank * n, (rank + 1) * n))
+    gradients = []
+    for _ in range(2):  # DDP rebuilds its buckets after the first
+        model.zero_grad()
+        reduced.clear()
+        torch.manual_seed(3 + rank)
+        loss = contrastive_step(model, *inputs, micro_size=micro_size, kept_graphs=kept)
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    return loss.item(), gradients, sum(reduced)
+
+
+def reduce_and_count(reduced: list[int], bucket: torch_dist.GradBucket) -> torch.futures.Future[Tensor]:
+    reduced.append(bucket.buffer().numel())
+    work = torch_dist.all_reduce(bucket.buffer() / torch_dist.get_world_size(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("micro_size, kept, dropout", [(6, 1, 0.0), (2, 1, 0.0), (2, 3, 0.0), (2, 2, 0.4)])
+def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(micro_size, kept, dropout):
+    reference, inputs = Towers(dropout), samples(12)
+    pieces = []
+    for rank in range(2):
+        torch.manual_seed(3 + rank)
+        starts = range(6 * rank, 6 * rank + 6, micro_size)
+        pieces += [reference(*part(inputs, slice(i, i + micro_size))) for i in starts]
+    expected = textbook(torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2])
+    expected.backward()
+    for loss, steps, reduced in run_ranks(under_ddp, 2, micro_size, kept, dropout):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        assert reduced == sum(p.numel() for p in reference.parameters())
+        for gradients in steps:
+            for ours, p in zip(gradients, reference.parameters(), strict=True):
+                torch.testing.assert_close(ours, p.grad, rtol=1e-11, atol=1e-14)
+
+
+def test_mistakes_are_explained():
+    images, texts = samples(6)
+    with pytest.raises(ValueError, match="images are 5 samples and texts 6"):
+        contrastive_step(Towers(), images[:5], texts, micro_size=2)
+    with pytest.raises(ValueError, match="texts: all values need the same first dimension"):
+        contrastive_step(Towers(), images, texts | {"b": texts["b"][:3]}, micro_size=2)
+    with pytest.raises(ValueError, match=r"micro_size \(0\) must be at least 1"):
+        contrastive_step(Towers(), images, texts, micro_size=0)
+    with pytest.raises(ValueError, match="the model must return"):
+        contrastive_step(lambda i, t: (i, t["a"]), images, texts, micro_size=2)
+    with pytest.raises(ValueError, match="loss must be InfoNCE or SigmoidLoss, not LocalInfoNCE"):
+        contrastive_step(Towers(), images, texts, micro_size=2, loss=LocalInfoNCE())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name, launcher",
+    [("plain.py", []), ("ddp.py", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])],
+)
+def test_the_documents_examples_run_and_learn(name, launcher, tmp_path):
+    document = (ROOT / "docs" / "library.md").read_text()
+    [code] = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", document, re.DOTALL)
+    (tmp_path / name).write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(tmp_path / name)]
+    out = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert out.returncode == 0, out.stderr
+    losses = [float(line.rsplit(" ", 1)[1]) for line in out.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 20
+    assert losses[-1] < 0.6 * losses[0]

@@ -1,0 +1,135 @@
+"""The choice of micro-batch and kept graphs, and the count of bytes that it rests on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from clip_train.batch import BatchConfig, BatchPlan, parse_bytes
+from clip_train.errors import UserError
+from clip_train.memory import Profile, Room, choose
+from clip_train.models import CLIP, Architecture
+from clip_train.plain_engine import PlainEngine
+from clip_train.probe import fake_profile, real_profile
+from launcher.sizing import micro_batch
+from tests.launcher.conftest import MODEL
+
+CACHE = Profile(forward=2, graph=60, peak=64)
+CHECKPOINTED = Profile(forward=2, graph=4, peak=12)
+BOTH = {False: CACHE, True: CHECKPOINTED}
+N = 64
+ARCHITECTURE = Architecture.model_validate(MODEL)
+
+
+def brute_force(limit: float, fixed: float, profiles: dict[bool, Profile]) -> float:
+    """The least work of all (b, m, checkpointing), by trying every one with other words."""
+    costs = []
+    for b in range(1, N + 1):
+        sizes = [min(b, N - i) for i in range(0, N, b)]
+        if max(sizes) - (N // len(sizes)) > 1:
+            continue  # cut unevenly
+        for on, p in profiles.items():
+            for m in [len(sizes)] if on else range(1, len(sizes) + 1):
+                held = fixed + (m - 1) * b * p.graph + b * p.peak
+                again = sum(sizes[: len(sizes) - m])
+                forwards = N + again + (N if on else 0)
+                calls = 2 * len(sizes) + (len(sizes) - m)
+                if held <= limit:
+                    costs.append(forwards + 2 * N + calls)
+    return min(costs)
+
+
+@pytest.mark.parametrize("profiles", [{False: CACHE}, BOTH], ids=["cache", "both"])
+@pytest.mark.parametrize("limit", [1070, 1100, 1300, 1500, 2000, 2600, 3400, 4500, 5200])
+def test_the_least_work_that_fits(limit, profiles):
+    layout = choose(N, 1, Room(limit, 1000), profiles)
+    assert layout.bytes <= limit
+    assert layout.cost == brute_force(limit, 1000, profiles)
+    assert not layout.activation_checkpointing or layout.plan.kept_graphs == layout.plan.accum_steps  # never both
+
+
+def test_more_memory_is_never_slower_and_enough_is_the_full_batch():
+    costs = [choose(N, 1, Room(limit, 0), {False: CACHE}).cost for limit in range(64, 5000, 37)]
+    assert costs == sorted(costs, reverse=True)
+    assert choose(N, 1, Room(1e9, 0), BOTH).plan == BatchPlan(N, 1, N, 1)
+
+
+def test_what_the_recipe_says_stays():
+    assert choose(N, 2, Room(1e9, 0), {False: CACHE}, micro_size=8).plan == BatchPlan(N, 2, 8, 4)
+    assert choose(N, 1, Room(700, 0), {False: CACHE}, micro_size=8).plan == BatchPlan(
+        N, 1, 8, 1 + (700 - 8 * 64) // 480
+    )
+    assert choose(N, 1, Room(1000, 0), {False: CACHE}, kept_graphs=2).plan.kept_graphs == 2
+
+
+def test_one_reduction_where_a_whole_gradient_fits():
+    def chosen(limit: float) -> bool:
+        room = Room(limit, 0, whole_gradient=500, reductions=(True, False), each_backward_costs=True)
+        return choose(N, 2, room, {False: CACHE}).reduce_once
+
+    assert chosen(1200) and not chosen(500)
+
+
+def test_too_little_is_told_with_what_is_needed():
+    with pytest.raises(UserError, match=r"nothing fits.*memory_limit.*zero_stage"):
+        choose(N, 1, Room(1010, 1000), BOTH)
+
+
+@pytest.mark.parametrize("text, size", [("8GiB", 2**33), ("1.5 MB", 1_500_000), (77, 77), ("3g", 3 * 10**9)])
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+    assert BatchConfig(memory_limit=text).memory_limit == text
+
+
+@pytest.mark.parametrize("text", ["much", "0", "-3GiB", "8 Gibibytes"])
+def test_a_wrong_size_is_told(text):
+    with pytest.raises(ValueError, match=r"memory_limit.*24GiB"):
+        BatchConfig(memory_limit=text)
+
+
+def clip(checkpointing: bool = False) -> CLIP:
+    torch.manual_seed(0)
+    return CLIP(ARCHITECTURE, dropout=0.1, activation_checkpointing=checkpointing)
+
+
+def saved_bytes(model: CLIP, size: int) -> int:
+    """Storages that autograd holds, by its own hooks."""
+    held: dict[int, tuple[torch.Tensor, int]] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    inputs = micro_batch(ARCHITECTURE, torch.device("cpu"), size)
+    own |= {t.untyped_storage().data_ptr() for t in (inputs.images, inputs.texts, inputs.sample_seeds)}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = t, storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model.train()(inputs.images, inputs.texts, inputs.sample_seeds)
+    assert out[0] is not None
+    return sum(size for _, size in held.values())
+
+
+def test_the_engines_own_forwards_take_what_fake_tensors_predict_and_change_nothing():
+    model = clip()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    place = partial(micro_batch, ARCHITECTURE, torch.device("cpu"))
+    predicted = fake_profile(clip, place)
+    torch.set_rng_state(state)
+    measured = real_profile(PlainEngine(model), place, predicted)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    assert measured.graph == pytest.approx(predicted.graph, rel=0.01)
+    assert measured.peak == pytest.approx(predicted.peak, rel=0.02)
+    # what autograd says that it holds, and the outputs [b, D] twice
+    assert predicted.graph == pytest.approx((saved_bytes(model, 12) - saved_bytes(model, 4)) / 8, rel=0.03)
+
+
+def test_checkpointing_holds_less():
+    place = partial(micro_batch, ARCHITECTURE, torch.device("cpu"))
+    assert fake_profile(partial(clip, True), place).graph < 0.4 * fake_profile(clip, place).graph

@@ -1,0 +1,172 @@
+"""Steps whose global batches vary in size and divide by nothing, against one process and plain torch in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clip_train import dist
+from clip_train.contrastive import Distillation, InfoNCE, LocalInfoNCE, MemoryBank, SigmoidLoss
+from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.plain_engine import PlainEngine
+from clip_train.step import train_step
+from launcher.ds_config import EngineConfig, build_ds_config
+from tests.contrastive.oracles import banked_loss, distill_loss
+from tests.engine.test_deepspeed import assemble, pieces, relative_error, weights
+from tests.engine.test_deepspeed import toy as float_toy
+from tests.ranks import run_ranks
+from tests.test_objectives import CountingTeacher
+from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
+
+SIZES = (32, 33, 7, 20, 31)
+LR, BANK = 0.5, 41
+KINDS = ("info_nce", "gather", "ring", "negatives", "contaccum", "distill", "local")
+CUTS = [(1, 64), (1, 6), (2, 64), (2, 5), (2, 1), (3, 4), (3, 1), (4, 3)]
+
+
+class Biased(ToyCLIP):
+    def __init__(self):
+        super().__init__()
+        self.logit_bias = torch.nn.Parameter(torch.tensor([-3.0]))
+
+    def forward(self, *inputs):
+        image, text, scale, _ = super().forward(*inputs)
+        return image, text, scale, self.logit_bias.to(scale.dtype)
+
+
+def student(kind: str) -> ToyCLIP:
+    torch.manual_seed(3)
+    return (Biased() if kind in ("gather", "ring") else ToyCLIP()).double()
+
+
+def objective(kind: str):
+    match kind:
+        case "gather" | "ring":
+            return SigmoidLoss(tile=7, exchange=kind)
+        case "negatives" | "contaccum":
+            return MemoryBank(BANK, 1, kind, tile=7)
+        case "distill":
+            return Distillation(CountingTeacher(), tile=7)
+        case "local":
+            return LocalInfoNCE(tile=7)
+    return InfoNCE(tile=7)
+
+
+def steps(engine, loss, micro_size: int, kept: int, lr: float = LR):
+    out = []
+    for step, size in enumerate(SIZES):
+        batch = share(toy_batch(size, seed=step), dist.rank(), dist.world_size())
+        result = train_step(engine, batch, loss, micro_size=micro_size, kept_graphs=kept, lr=lr)
+        out += [result.loss, result.grad_norm]
+    return out
+
+
+def local_cuts(size: int, world_size: int, micro_size: int) -> list[slice]:
+    """The chunks by hand: of ranks that differ by one, equally many on each."""
+    counts = [len(range(r, size, world_size)) for r in range(world_size)]
+    k = min(-(-counts[0] // micro_size), counts[-1])
+    out, first = [], 0
+    for count in counts:
+        cuts = [min(i * micro_size, count - (k - i)) for i in range(k)] + [count]
+        out += [slice(first + a, first + b) for a, b in itertools.pairwise(cuts)]
+        first += count
+    return out
+
+
+def oracle_step(kind: str, model, step: int, past: list, world_size: int, micro_size: int):
+    size = SIZES[step]
+    batch = toy_batch(size, seed=step)
+    I, T, s, b = model(batch.images, batch.texts)
+    if kind in ("gather", "ring"):
+        return -F.logsigmoid((2 * torch.eye(size) - 1) * (s * I @ T.T + b)).sum() / size
+    if kind == "distill":
+        return sum(distill_loss(I, T, s, *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]]))
+    if kind == "local":
+        cuts = local_cuts(size, world_size, micro_size)
+        return sum(oracle_loss(I[cut], T[cut], s) * len(I[cut]) / size for cut in cuts)
+    if kind == "info_nce":
+        return oracle_loss(I, T, s)
+    known = past[-BANK:] if step >= 1 else []
+    past_I, past_T = (
+        torch.stack([p[i] for p in known]) if known else torch.zeros(0, I.shape[1]).double() for i in (0, 1)
+    )
+    past += [(I[i].detach(), T[i].detach()) for i in range(size)]
+    ids = torch.arange(size)
+    return banked_loss(I, T, s, past_I, past_T, ids, torch.arange(len(known)) + 1000, kind)
+
+
+def oracle(kind: str, world_size: int = 1, micro_size: int = 64):
+    model, past, told = student(kind), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(len(SIZES)):
+        loss = oracle_step(kind, model, step, past, world_size, micro_size)
+        optimizer.zero_grad()
+        loss.backward()
+        told += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()]
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), told
+
+
+def all_kinds(micro_size: int):
+    out = {}
+    for kind in KINDS:
+        model = student(kind)
+        engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=LR))
+        told = steps(engine, objective(kind), micro_size, kept=2)
+        out[kind] = torch.cat([p.detach().flatten() for p in model.parameters()]), told
+    return out
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size, micro_size", CUTS)
+def test_ranks_and_micro_batches_that_do_not_divide_are_invisible(world_size, micro_size):
+    ranks = [all_kinds(micro_size)] if world_size == 1 else run_ranks(all_kinds, world_size, micro_size)
+    for kind in KINDS:
+        expected, told = oracle(kind, world_size, micro_size)
+        for rank in ranks:
+            ours, numbers = rank[kind]
+            assert numbers == pytest.approx(told, rel=1e-10), kind
+            assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12), kind
+
+
+def on_deepspeed(stage: int, reduce_gradients: str, micro_size: int, kept: int):
+    from launcher.engine import build_engine
+
+    config = EngineConfig(zero_stage=stage, reduce_gradients=reduce_gradients)
+    ds_config = build_ds_config(config, micro_size=micro_size, world_size=dist.world_size(), grad_clip_norm=0.5)
+    optim = OptimConfig(name="sgd", lr=0.3, weight_decay=0.1)
+    engine = build_engine(float_toy, lambda named: build_optimizer(optim, named), ds_config, device=torch.device("cpu"))
+    engine.set_grad_clip(0.5)
+    engine.load_fragments(weights(float_toy()), {})
+    told = steps(engine, InfoNCE(), micro_size, kept, lr=0.3)
+    out = told, pieces(engine)
+    engine.close()
+    return out
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("world_size, micro_size, kept", [(3, 4, 1), (2, 5, 2), (2, 1, 1)])
+@pytest.mark.parametrize(
+    "stage, reduce_gradients",
+    [(0, "once"), (1, "once"), (2, "once"), (2, "each_backward"), (3, "once"), (3, "each_backward")],
+)
+def test_on_deepspeed(stage, reduce_gradients, world_size, micro_size, kept):
+    model, expected = float_toy().double(), []
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.3)
+    for step, size in enumerate(SIZES):
+        batch = toy_batch(size, seed=step)
+        loss = oracle_loss(*model(batch.images, batch.texts)[:3])
+        optimizer.zero_grad()
+        loss.backward()
+        expected += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()]
+        optimizer.step()
+    results = run_ranks(on_deepspeed, world_size, stage, reduce_gradients, micro_size, kept)
+    assert all(told == pytest.approx(expected, rel=1e-5) for told, _ in results)
+    assert relative_error(assemble([fragments for _, fragments in results]), dict(model.named_parameters())) < 5e-6
