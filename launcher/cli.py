@@ -12,6 +12,9 @@ from typing import NoReturn
 
 from clip_train import __version__
 from clip_train.errors import ClipTrainError, RemoteRankError
+from clip_train.stop import StopRequest
+from launcher.marks import is_lost_contact, mark_error
+from launcher.startup import Startup
 
 EPILOG = """\
 exit status: 0 done; 75 preempted after a commit (run the same line again); 2 a mistake in the recipe
@@ -19,7 +22,7 @@ or the command; 1 anything else.
 
 examples:
   clip-train demo                                        train on captioned shapes, 4 minutes on a laptop
-  clip-train train recipes/vit_b32.yaml optim.lr=1e-3    one process; resumes by itself when run again
+  clip-train train recipes/vit_b32.yaml optim.lr=1e-3    all GPUs of this machine; resumes by itself when run again
   torchrun --nproc-per-node 8 -m launcher train recipes/vit_b32.yaml engine.precision=bf16
   clip-train index 's3://bucket/cc12m/{00000..01242}.tar'   once, before training from shards
   clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
@@ -62,6 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
         Train the recipe; if its run directory has a checkpoint, go on from the newest complete one.
         Under torchrun, the deepspeed launcher or srun, every rank runs this same line.""",
     )
+    train.add_argument(
+        "--ranks", type=int, help="without a launcher: ranks on this machine (default: one for each GPU, else 1)"
+    )
     train.add_argument("--keys", action="store_true", help="print every key of a recipe with its default, and exit")
 
     plan = add(
@@ -76,6 +82,37 @@ def build_parser() -> argparse.ArgumentParser:
         help="over all ranks, for the ETA (default: from the run's metrics)",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
+
+    submit = add(
+        "submit",
+        "render, check and submit a SLURM job",
+        """\
+        Check everything that would fail after hours in the queue, freeze recipe and code beside the batch script,
+        and hand it to sbatch. The job requeues itself until it is done, or gives up: docs/slurm.md.""",
+    )
+    submit.add_argument("--nodes", type=int, help="(default: of the site file, else 1)")
+    submit.add_argument("--gpus-per-node", type=int, help="each with a rank (default: of the site file, else 8)")
+    submit.add_argument("--tasks-per-node", type=int, help="ranks per node, where --gpus-per-node is 0")
+    submit.add_argument("--cpus-per-task", type=int, help="cores per rank (default: of the site file, else 8)")
+    submit.add_argument("--time", help="limit of one attempt, such as 24:00:00")
+    submit.add_argument("--partition")
+    submit.add_argument("--account")
+    submit.add_argument("--qos")
+    submit.add_argument(
+        "--template",
+        choices=["single", "train", "chain", "torchrun"],
+        help="of slurm/ (default: single or train, by --nodes); chain: where jobs may not requeue",
+    )
+    submit.add_argument("--site", help="YAML of defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)")
+    submit.add_argument("--dry-run", action="store_true", help="print the batch script and write nothing")
+
+    doctor = add(
+        "doctor",
+        "check this machine, the recipe and the cluster",
+        "One line for each thing that can go wrong: ok, warning or error, with the remedy. Status 1 with an error.",
+        recipe=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
     evaluate = add("evaluate", "zero-shot and retrieval of a run's checkpoint", "Evaluate a checkpoint on data.val.")
     evaluate.add_argument(
@@ -134,7 +171,10 @@ def entry() -> NoReturn:
     which races at times ("terminate called without an active exception") and would turn a finished run's
     status 0, or a preempted one's 75, into a crash.
     """
-    status = main()
+    stop = StopRequest()
+    if sys.argv[1:2] == ["train"]:
+        stop.listen()  # before the imports, during which a signal would otherwise kill the rank
+    status = main(stop=stop)
     logging.shutdown()
     with contextlib.suppress(OSError):  # a reader that has gone away
         sys.stdout.flush()
@@ -142,8 +182,10 @@ def entry() -> NoReturn:
     os._exit(status)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     """Run one verb; returns the exit status. Messages for the user go to stderr, without a traceback."""
+    startup = Startup()
+    startup.done("python")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"] and "--keys" in arguments:
         from launcher.show import print_keys
@@ -153,8 +195,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = [a for a in arguments if not a.startswith(("--local_rank", "--local-rank"))]
     args = parse(arguments)
     try:
-        return _run(args)
+        return _run(args, arguments, stop, startup)
     except ClipTrainError as e:
+        mark_error(e)
         # Once for all ranks: rank 0 prints what all raise together, else the failing rank prints its own.
         if not (isinstance(e, RemoteRankError) or e.told) and (not e.everywhere or _rank() in (None, "0")):
             _say(f"error: {e}")
@@ -162,6 +205,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
+    except Exception as e:
+        mark_error(e)
+        if not is_lost_contact(e):
+            raise
+        _say(f"error: lost contact with another rank, which has its own message: {' '.join(str(e).split())[:300]}")
+        return 1
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -188,7 +237,7 @@ def _say(message: str) -> None:
     print(f"clip-train: {'' if rank is None else f'[rank {rank}] '}{message}", file=sys.stderr, flush=True)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | None, startup: Startup) -> int:
     status = _run_without_recipe(args)
     if status is not None:
         return status
@@ -196,9 +245,19 @@ def _run(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides)
     if args.verb == "train":
+        from launcher.local import launch_local, local_ranks
+
+        ranks = local_ranks(args.ranks, os.environ)
+        if ranks > 1:
+            return launch_local(config, ranks, arguments)
         from launcher.train import train
 
-        return train(config)
+        return train(config, stop, startup)
+    if args.verb == "submit":
+        from launcher.site import load_site
+        from launcher.submit import submit
+
+        return submit(config, vars(args), load_site(args.site), dry_run=args.dry_run)
     if args.verb == "plan":
         from launcher.plan import print_plan
 
@@ -218,6 +277,10 @@ def _run_without_recipe(args: argparse.Namespace) -> int | None:
         from launcher.index import run_index
 
         return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
+    if args.verb == "doctor":
+        from launcher.doctor import run_doctor
+
+        return run_doctor(args.overrides, as_json=args.json)
     if args.verb == "checkpoints":
         from launcher.checkpoints import print_checkpoints
 

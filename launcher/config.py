@@ -36,6 +36,7 @@ from clip_train.optim import OptimConfig, ScheduleConfig
 from clip_train.settings import Settings
 from clip_train.storage import StorageConfig
 from launcher.ds_config import EngineConfig
+from launcher.liveness import LaunchConfig
 
 
 class RunSection(Settings):
@@ -74,6 +75,7 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
     def _epochs_need_a_size(self) -> RunConfig:

@@ -6,13 +6,17 @@ import datetime
 import os
 import re
 import socket
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
 
 from clip_train.errors import RankError
+
+SLURM_STEP = "the SLURM step"
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,35 @@ class RankEnv:
 
 
 def detect(environ: Mapping[str, str]) -> RankEnv:
-    """Explicit RANK and WORLD_SIZE (torchrun, the deepspeed launcher), else a SLURM step, else one process.
+    """Explicit RANK and WORLD_SIZE (torchrun, the deepspeed launcher), else a SLURM step, else MPI, else one process.
 
-    RankError for variables that are incomplete, out of range or not numbers.
+    RankError for variables that are incomplete, out of range or not numbers, or of two launchers that disagree.
     """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _explicit(environ)
     # Set inside an srun step only: a batch script's own shell has SLURM_NTASKS too, but is not a rank.
-    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    slurm_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    mpi = next((names for names in MPI if names.size in environ and names.rank in environ), None)
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        env = _explicit(environ)
+        if "TORCHELASTIC_RUN_ID" not in environ:  # torchrun under srun or mpirun has ranks of its own making
+            _refuse_two(env, slurm_tasks, environ.get("SLURM_PROCID", "0"), "srun")
+            if mpi is not None:
+                _refuse_two(env, int(environ[mpi.size]), environ[mpi.rank], "mpirun")
+        return env
+    if slurm_tasks > 1:
         return _slurm(environ)
+    if mpi is not None and int(environ[mpi.size]) > 1:
+        return _mpi(environ, mpi)
     return RankEnv(0, 1, 0, 1, "127.0.0.1", _free_port(), "no launcher: a single process")
+
+
+def _refuse_two(env: RankEnv, tasks: int, task: str, launcher: str) -> None:
+    """RANK and WORLD_SIZE left over from another launcher would make every task of this one the same rank."""
+    if tasks > 1 and (env.world_size != tasks or env.rank != int(task)):
+        raise RankError(
+            f"the environment has RANK={env.rank} and WORLD_SIZE={env.world_size}, but {launcher} started {tasks} "
+            f"tasks and this is task {task}: unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before "
+            f"{launcher} (sbatch: --export=NONE, or submit from a clean shell)"
+        )
 
 
 def _explicit(environ: Mapping[str, str]) -> RankEnv:
@@ -76,7 +99,54 @@ def _slurm(environ: Mapping[str, str]) -> RankEnv:
         local_world_size=local_world,
         master_addr=environ.get("MASTER_ADDR", first_host(nodes)),
         master_port=int(environ.get("MASTER_PORT", 20000 + job % 20000)),
-        found="the SLURM step",
+        found=SLURM_STEP,
+    )
+
+
+class MpiNames(NamedTuple):
+    """What one MPI calls its variables."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: str
+
+
+MPI = (
+    MpiNames(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMIX_NAMESPACE",
+    ),  # Open MPI
+    MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID"),  # MPICH, Intel MPI
+)
+
+
+def _mpi(environ: Mapping[str, str], names: MpiNames) -> RankEnv:
+    try:
+        rank, world = int(environ[names.rank]), int(environ[names.size])
+        local = int(environ.get(names.local_rank, rank))
+        local_world = int(environ.get(names.local_size, "1"))
+    except ValueError as e:
+        raise RankError(f"{names.rank}, {names.size} and {names.local_rank} must be whole numbers: {e}") from None
+    if local_world < world and "MASTER_ADDR" not in environ:
+        raise RankError(
+            f"{names.size} ({world}) ranks are on several hosts, and MPI does not tell which is first: "
+            "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
+        )
+    # the same on all ranks and another for each mpirun
+    port = 20000 + zlib.crc32(environ.get(names.job, str(os.getppid())).encode()) % 20000
+    return RankEnv(
+        rank,
+        world,
+        local,
+        local_world,
+        environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(environ.get("MASTER_PORT", port)),
+        f"MPI ({names.rank})",
     )
 
 
@@ -99,6 +169,7 @@ def start(env: RankEnv, *, timeout_seconds: float = 1800.0) -> torch.device:
     """Take this rank's device and join the process group: NCCL on GPUs, gloo on CPUs.
 
     Also exports the variables that DeepSpeed insists on, which SLURM and a single process do not set.
+    timeout_seconds: of every collective, until `set_timeout`.
     """
     os.environ.update(
         RANK=str(env.rank),
@@ -118,8 +189,8 @@ def start(env: RankEnv, *, timeout_seconds: float = 1800.0) -> torch.device:
     else:
         device = torch.device("cpu")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads(env, os.environ, len(os.sched_getaffinity(0))))
     torch_dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=env.rank,
@@ -128,6 +199,41 @@ def start(env: RankEnv, *, timeout_seconds: float = 1800.0) -> torch.device:
         device_id=device if device.type == "cuda" else None,
     )
     return device
+
+
+def threads(env: RankEnv, environ: Mapping[str, str], cores: int) -> int:
+    """CPU threads for this rank. srun has not handed --cpus-per-task on since Slurm 22.05 unless SRUN_CPUS_PER_TASK
+    says so, but binds the task to its cores then: the smaller of both. `cores` that this process may use."""
+    share = max(1, cores // env.local_world_size)
+    said = environ.get("SLURM_CPUS_PER_TASK") or environ.get("SRUN_CPUS_PER_TASK") or ""
+    return max(1, min(int(said), cores)) if said.isdigit() and env.found == SLURM_STEP else share
+
+
+def has_launcher(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher of ranks is this process's parent, so that its death leaves the rank an orphan."""
+    if "TORCHELASTIC_RUN_ID" in environ or any(names.rank in environ for names in MPI):
+        return True
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as f:
+            return b"deepspeed.launcher.launch" in f.read()
+    except OSError:
+        return False
+
+
+def describe_start(env: RankEnv, device: torch.device) -> str:
+    """The one line that says what was found."""
+    return (
+        f"{env.describe()}; {device}, {torch_dist.get_backend()} through {env.master_addr}:{env.master_port}, "
+        f"{torch.get_num_threads()} threads"
+    )
+
+
+def set_timeout(seconds: float) -> None:
+    """Of every collective from now on, in all groups: the first may take long, the later ones may not."""
+    if not torch_dist.is_initialized():
+        return
+    for group in list(torch_dist.distributed_c10d._world.pg_map):
+        torch_dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def stop() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,12 +30,16 @@ from clip_train.models import CLIP, Architecture
 from clip_train.models.weights import initial_weights, load_teacher
 from clip_train.optim import build_optimizer, learning_rate
 from clip_train.protocols import Engine, Features, MicroBatch
+from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
 from launcher import env as ranks
+from launcher.agreement import agree
 from launcher.config import RunConfig
 from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.liveness import Liveness
 from launcher.same_run import compare_with
 from launcher.sizing import Decision, decide, measure, memory_limit, no_limit
+from launcher.startup import Startup
 from launcher.verdict import clear_verdict, word_for, write_verdict
 
 
@@ -112,32 +115,77 @@ def bias_mistake(config: RunConfig) -> str:
     )
 
 
-def train(config: RunConfig) -> int:
-    """The `train` verb, on every rank; returns the exit status 0 or raises what `launcher.cli` explains."""
+def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup | None = None) -> int:
+    """The `train` verb, on every rank; returns the exit status 0 or raises what `launcher.cli` explains.
+
+    stop: listening already, since before the imports.
+    """
+    stop, startup = stop or StopRequest(), startup or Startup()
     env = ranks.detect(os.environ)
+    import launcher.engine  # noqa: F401  DeepSpeed, which is to be told apart from what follows
+
+    startup.done("imports")
     # One rank looks at the shards: a mistake is then told once, and the launcher ends the others.
     checked = check(config, env.world_size, read_data=env.rank == 0)
-    device = ranks.start(env)
+    startup.done("checks")
+    liveness = watch(config, stop, env, startup)
     trainer: Trainer | None = None
     try:
+        device = ranks.start(env, timeout_seconds=config.launch.first_timeout_seconds)
+        agree(config.model_dump(mode="json"))
         if dist.is_main():
-            say(env.describe())
+            say(ranks.describe_start(env, device))
+        startup.done("process group")
         dist.on_main(partial(make_run_dir, config))
         if config.chosen:
             checked = sized(config, checked, memory_limit(config, device))
         trainer = build_trainer(config, checked, device)
+        trainer.stop, trainer.phase = stop, liveness.phase
+        liveness.committed = partial(committed_step, trainer)
+        startup.done("model, engine and data")
         evaluated = run(config, trainer)
         if dist.is_main():
             write_verdict(config.run_dir, "DONE", trainer.position.step, "trained to the last step")
             say_done(config, evaluated)
-        leave_together()
+        leave_together(stop)
         return 0
     except Exception as e:
-        end(config, trainer, e)
+        end(config, trainer, e, stop)
         raise
+    finally:
+        liveness.close()
 
 
-def end(config: RunConfig, trainer: Trainer | None, error: Exception) -> None:
+def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Startup) -> Liveness:
+    """The thread beside this rank, already running."""
+
+    def set_timeout(phase: str, limit: float) -> None:
+        # a rank that waits must not give up before the one that hangs has been found out
+        ranks.set_timeout(max(config.launch.timeout_seconds, 2 * limit))
+
+    def first_step() -> None:
+        startup.done("first step")
+        if env.rank == 0:
+            say(startup.describe())
+
+    liveness = Liveness(
+        config.launch,
+        stop,
+        run_dir=config.run_dir if env.rank == 0 else None,
+        launched=ranks.has_launcher(os.environ),
+        on_limit=set_timeout,
+        on_first_step=first_step,
+    )
+    liveness.start()
+    return liveness
+
+
+def committed_step(trainer: Trainer) -> int | None:
+    good = trainer.checkpoints.last_good
+    return good.step if good else None
+
+
+def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: StopRequest) -> None:
     """Leave a verdict (not on a run that this recipe does not continue), tell it, and do not leave others alone."""
     if trainer is not None and not isinstance(error, RemoteRankError):
         write_verdict(
@@ -148,11 +196,11 @@ def end(config: RunConfig, trainer: Trainer | None, error: Exception) -> None:
         if dist.is_main():
             say(f"clip-train: {error}" if isinstance(error, Preempted) else f"clip-train: error: {error}")
         error.told = True
-        leave_together()
+        leave_together(stop)
 
 
-def leave_together() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is committed; a launcher's hurry must not look like a crash
+def leave_together(stop: StopRequest) -> None:
+    stop.ignore()
     dist.barrier()
     ranks.stop()
 

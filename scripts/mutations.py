@@ -334,6 +334,44 @@ MUTATIONS = [
         "                order.entry = self._write(order)\n",
         ("tests/checkpoint/test_manager.py::test_a_snapshot_is_not_overwritten_while_it_is_written",),
     ),
+    # -- surviving
+    Mutation(
+        "a cancelled job is requeued",
+        "launcher/attempts.py",
+        """            outcome.terminated,
+            "leave",""",
+        """            False,
+            "leave",""",
+        ("tests/launcher/test_attempts.py::test_decisions",),
+    ),
+    Mutation(
+        "failures count although the run comes further",
+        "launcher/attempts.py",
+        "failures = 0 if progress else failures + failed",
+        "failures = failures + failed",
+        ("tests/launcher/test_attempts.py::test_decisions",),
+    ),
+    Mutation(
+        "the rank that waited is blamed for the hang",
+        "launcher/marks.py",
+        "if not mark.waiting]",
+        "if mark.waiting]",
+        ("tests/launcher/test_attempts.py::test_the_cause",),
+    ),
+    Mutation(
+        "a signal is lost on a main thread in C",
+        "launcher/liveness.py",
+        "and self.stop.look():",
+        "and self.stop.reason:",
+        ("tests/launcher/test_liveness.py::test_a_signal_is_seen_while_the_main_thread_is_in_c",),
+    ),
+    Mutation(
+        "the variables of another launcher are believed",
+        "launcher/env.py",
+        "if tasks > 1 and (env.world_size",
+        "if tasks < 1 and (env.world_size",
+        ("tests/launcher/test_env.py::test_mistakes_name_the_variable",),
+    ),
 ]
 
 

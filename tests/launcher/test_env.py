@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clip_train.errors import UserError
+from launcher import env as env_module
 from launcher.env import detect, first_host
 
 TORCHRUN = {
@@ -43,8 +44,52 @@ def test_a_slurm_step():
     assert detect({**SLURM, "SLURM_PROCID": "0"}).master_port == env.master_port
 
 
-def test_explicit_variables_win_over_slurm():
-    assert detect({**SLURM, **TORCHRUN}).world_size == 16
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "job-7",
+}
+
+
+def test_torchrun_wins_over_the_srun_that_started_it():
+    assert detect({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "1"}).world_size == 16
+
+
+def test_variables_that_srun_itself_was_told_to_set_agree():
+    explicit = {"RANK": "6", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert detect({**SLURM, **explicit}).rank == 6
+
+
+def test_slurm_wins_over_mpi():
+    assert detect({**SLURM, **MPI}).world_size == 8
+
+
+def test_mpi_on_one_host():
+    env = detect(MPI)
+    assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (3, 4, 3, 4)
+    assert env.master_addr == "127.0.0.1"
+    assert detect({**MPI, "OMPI_COMM_WORLD_RANK": "0"}).master_port == env.master_port
+    assert detect({**MPI, "PMIX_NAMESPACE": "job-8"}).master_port != env.master_port
+
+
+def test_mpich():
+    env = detect({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    assert (env.rank, env.world_size, env.local_rank) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "said, environ, cores, threads",
+    [
+        ("cpus per task", {**SLURM, "SLURM_CPUS_PER_TASK": "6"}, 64, 6),
+        ("but no more than srun has bound", {**SLURM, "SLURM_CPUS_PER_TASK": "6"}, 1, 1),
+        ("a share of the host", TORCHRUN, 64, 16),
+        ("at least one", TORCHRUN, 2, 1),
+    ],
+)
+def test_threads(said, environ, cores, threads):
+    assert env_module.threads(detect(environ), environ, cores) == threads, said
 
 
 def test_the_batch_script_itself_is_no_rank():
@@ -72,6 +117,10 @@ def test_first_host(nodes, first):
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
         ({**TORCHRUN, "RANK": "16"}, "RANK"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "whole numbers"),
+        ({**SLURM, **TORCHRUN}, "srun started 8 tasks and this is task 6: unset RANK"),
+        ({**SLURM, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, "unset RANK"),
+        ({**MPI, **TORCHRUN}, "mpirun started 4 tasks"),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun -x MASTER_ADDR"),
     ],
 )
 def test_mistakes_name_the_variable(environ, said):

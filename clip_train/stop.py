@@ -1,0 +1,59 @@
+"""A wish to stop: a signal, the clock, a file. All become one flag, which the ranks agree on at a step boundary.
+
+No torch here: signals are caught before the heavy imports, during which they would otherwise kill the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopRequest:
+    """Why this rank wants to stop, if it does; the first reason stays."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._arrived: int | None = None  # the reading end of a pipe of signal numbers
+
+    def ask(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+
+    def listen(self) -> None:
+        """Take over TERM (preemption, scancel), USR1 (time limit near) and INT.
+
+        A second INT ends the process, as Ctrl-C always did. A second TERM or USR1 changes nothing: torchrun,
+        Slurm and a batch script may each send one for the same event, and the save is to survive them.
+        """
+        if self._arrived is None:
+            self._arrived, write = os.pipe()
+            os.set_blocking(self._arrived, False)
+            os.set_blocking(write, False)
+            signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def look(self) -> str | None:
+        """The reason, if there is one; from any thread, also while the main thread is in C (a rendezvous, a
+        collective), where Python's handlers do not run."""
+        if self._arrived is not None:
+            with contextlib.suppress(BlockingIOError):
+                for number in os.read(self._arrived, 64):
+                    if number in SIGNALS:
+                        self.ask(signal.Signals(number).name)
+        return self.reason
+
+    def ignore(self) -> None:
+        """All is committed: a launcher's hurry must not look like a crash."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.ask(signal.Signals(number).name)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)

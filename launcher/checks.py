@@ -1,0 +1,302 @@
+"""The checks of `clip-train doctor`, one function for each thing that can go wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from clip_train.data import check_source
+from clip_train.data.bad_samples import BadSample
+from clip_train.data.raw import caption
+from clip_train.data.sources import expand, open_shard
+from clip_train.data.tar import iter_samples
+from clip_train.models import count_parameters
+from clip_train.storage import is_remote
+from launcher.agreement import code_version
+from launcher.config import RunConfig
+from launcher.doctor import Finding, error, ok, warning
+from launcher.env import detect, has_launcher
+from launcher.marks import STOP_FILE
+from launcher.site import load_site
+from launcher.submit import LAUNCHERS, ask
+
+LOOK_AT = 200  # samples of the first shard
+
+
+def check_versions() -> Iterator[Finding]:
+    found = {"Python": platform.python_version()}
+    for package in ("torch", "deepspeed"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            yield error("versions", f"{package} is not installed", f"pip install {package}")
+            return
+    told = ", ".join(f"{name} {number}" for name, number in found.items())
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found["deepspeed"])[:3])
+    if numbers < (0, 19, 8):
+        yield error("versions", told, "pip install 'deepspeed>=0.19.8': older ones accumulate gradients wrongly")
+    else:
+        yield ok("versions", f"{told}, clip-train's code {code_version()}")
+
+
+def check_devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield warning("devices", "no GPU is visible, training would run on CPU", "check nvidia-smi and the torch build")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        told = f"{torch.cuda.get_device_name(index)} {index}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+        if free < 0.9 * total:
+            yield warning("devices", told, "another process holds its memory: nvidia-smi shows which")
+        else:
+            yield ok("devices", told)
+
+
+def check_ranks() -> Iterator[Finding]:
+    env = detect(os.environ)
+    left = [name for name in LAUNCHERS if name in os.environ]
+    if left and not has_launcher(os.environ) and "SLURM_STEP_ID" not in os.environ:
+        yield warning(
+            "ranks",
+            f"{', '.join(left)} are set in this shell, and sbatch and srun would hand them to every task",
+            f"unset {' '.join(left)}",
+        )
+    else:
+        yield ok("ranks", env.describe())
+
+
+def check_group() -> Iterator[Finding]:
+    """A process group over this machine's devices (two ranks on CPU), in processes of its own."""
+    ranks = max(2, torch.cuda.device_count()) if torch.cuda.device_count() != 1 else 1
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launcher.group_probe"]
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    environ["PYTHONPATH"] = f"{Path(__file__).resolve().parent.parent}:{environ.get('PYTHONPATH', '')}"
+    remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *line], env=environ, capture_output=True, text=True, check=False, timeout=15
+        )
+    except subprocess.TimeoutExpired:
+        yield error("process group", f"{ranks} ranks on this machine do not find each other within 15 s", remedy)
+        return
+    answers = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    if done.returncode or not answers:
+        said = [text for text in done.stderr.splitlines() if "Error" in text]
+        yield error("process group", (said or ["it failed without a word"])[0][:300], remedy)
+        return
+    found = json.loads(answers[0])
+    speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
+    told = f"{ranks} ranks, {speed}"
+    slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
+    yield (
+        warning("process group", told, "slow for GPUs: check nvidia-smi topo -m") if slow else ok("process group", told)
+    )
+
+
+def check_limits() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < 4096:
+        yield warning(
+            "limits", f"{files} open files (ulimit -n)", "ulimit -n 65536: loader workers and sockets need them"
+        )
+    else:
+        yield ok("limits", f"{files} open files")
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    if shm is not None and shm.free < 2**30:
+        told = f"/dev/shm has {shm.free / 2**20:.0f} MiB free"
+        yield warning(
+            "limits", told, "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
+        )
+
+
+def check_extensions() -> Iterator[Finding]:
+    """DeepSpeed builds extensions; a build that was killed leaves a lock for which later runs wait for ever."""
+    place = os.environ.get("TORCH_EXTENSIONS_DIR")
+    folder = Path(place) if place else Path("~/.cache/torch_extensions").expanduser()
+    locks = [file for file in folder.glob("**/lock") if time.time() - file.stat().st_mtime > 600]
+    if locks:
+        yield error(
+            "extensions", f"a killed build has left {locks[0]}: later runs wait for it without a word", f"rm {locks[0]}"
+        )
+    else:
+        yield ok("extensions", "no lock of a killed build")
+
+
+def check_time() -> Iterator[Finding]:
+    """The kernel says whether something keeps the clock right: a job's end and S3's signatures depend on it."""
+
+    class Timex(ctypes.Structure):
+        _fields_ = (("modes", ctypes.c_int), ("rest", ctypes.c_byte * 508))
+
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(Timex()))
+    except (OSError, AttributeError):
+        state = -1
+    if state == 5:  # TIME_ERROR: not synchronised
+        yield warning("time", "the clock is not synchronised", "start chronyd or systemd-timesyncd")
+    else:
+        yield ok("time", "the clock is synchronised" if state >= 0 else "the kernel does not tell of its clock")
+
+
+def check_hosts() -> Iterator[Finding]:
+    """The deepspeed launcher over ssh: a cut link leaves it waiting for ever without keep-alives."""
+    hostfile = next((file for file in (Path("hostfile"), Path("/job/hostfile")) if file.exists()), None)
+    if hostfile is None:
+        return
+    if "ServerAliveInterval" not in os.environ.get("PDSH_SSH_ARGS_APPEND", ""):
+        yield warning(
+            "hosts",
+            f"{hostfile}: the deepspeed launcher would wait for ever on a dead connection",
+            "export PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=6'",
+        )
+    else:
+        yield ok("hosts", f"{hostfile}, with ssh keep-alives")
+    if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
+        told = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the other hosts"
+        yield warning("hosts", told, "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env")
+
+
+def check_slurm() -> Iterator[Finding]:
+    """Settings of the cluster that hurt a job which is to requeue itself."""
+    if shutil.which("scontrol") is None:
+        return
+    shown = ask("scontrol", "show", "config")
+    if not shown:
+        yield warning("slurm", "scontrol does not answer", "is this a login node, and is SLURM_CONF right?")
+        return
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
+    yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
+    if config.get("JobRequeue") == "0":
+        yield warning(
+            "slurm",
+            "JobRequeue=0: jobs are not requeued by default",
+            "keep #SBATCH --requeue, or submit --template chain",
+        )
+    wait = int(re.match(r"\d*", config.get("KillWait", ""))[0] or 30)  # type: ignore[index]
+    if wait < 15:
+        yield warning("slurm", f"KillWait={wait} s: scancel leaves no time to save", "touch STOP before you cancel")
+    if config.get("ProctrackType", "").endswith("linuxproc"):
+        yield warning(
+            "slurm",
+            "ProctrackType=proctrack/linuxproc signals every process and loses some",
+            "ask for proctrack/cgroup",
+        )
+    exported = [name for name in ("SBATCH_EXPORT", "SLURM_EXPORT_ENV") if name in os.environ]
+    if exported:
+        yield warning(
+            "slurm",
+            f"{exported[0]}={os.environ[exported[0]]} changes which variables jobs get",
+            f"unset {exported[0]}, or name PATH and HOME in it",
+        )
+    for text in ask("scontrol", "show", "partition", "--oneliner").splitlines():
+        values = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        if values.get("PreemptMode") not in (None, "OFF") and int(values.get("GraceTime", "0")) < 60:
+            yield warning(
+                "slurm",
+                f"partition {values['PartitionName']} preempts {values.get('GraceTime', '0')} s after its warning",
+                "lower checkpoint.every_minutes: a save that takes longer is lost",
+            )
+
+
+def check_shards(config: RunConfig) -> Iterator[Finding]:
+    found = check_source(config.data)
+    yield ok("shards", f"{found.num_shards} shards, the first caption is {found.first_caption[:60]!r}")
+    began = time.monotonic()
+    seen = bad = size = 0
+    reasons: dict[str, int] = {}
+    with open_shard(expand(config.data.train)[0]) as file:
+        for sample in iter_samples(file):
+            seen += 1
+            size += sum(len(member) for member in sample.members.values())
+            try:
+                if not caption(sample.members, config.data.caption_key).strip():
+                    raise BadSample("an empty caption")
+            except BadSample as e:
+                bad += 1
+                reasons[e.reason] = reasons.get(e.reason, 0) + 1
+            if seen >= LOOK_AT or time.monotonic() - began > 3:
+                break
+    rate = size / max(time.monotonic() - began, 1e-6) / 1e6
+    told = f"{seen - bad} of the first {seen} samples have one, read at {rate:.0f} MB/s"
+    if bad > config.data.bad_sample_limit * seen:
+        why = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+        yield error(
+            "captions", f"{told} ({why})", "data.caption_key names the key of the .json; or write the shards again"
+        )
+    else:
+        yield ok("captions", told)
+    remote = [url for url in config.data.train.split("::") if is_remote(url)]
+    yield ok("S3", f"{remote[0]} can be read" if remote else "no remote shards in this recipe")
+
+
+def check_recipe(config: RunConfig) -> Iterator[Finding]:
+    from launcher.train import check
+
+    world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
+    checked = check(config, world, read_data=False)
+    plan = checked.plan
+    yield ok(
+        "recipe",
+        f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.lanes} lanes; "
+        f"{config.steps} steps",
+    )
+
+
+def check_disk(config: RunConfig) -> Iterator[Finding]:
+    run_dir = config.run_dir.absolute()
+    folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
+    probe = folder / f".doctor-{os.getpid()}"
+    try:
+        probe.write_bytes(b"x")
+        skew = probe.stat().st_mtime - time.time()  # the file server's clock
+        probe.unlink()
+    except OSError as e:
+        yield error("disk", f"{folder} cannot be written: {e}", "choose another run.dir")
+        return
+    if abs(skew) > 5:
+        told = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
+        yield warning("disk", told, "synchronise both clocks (chronyd)")
+    needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
+    free = shutil.disk_usage(folder).free
+    told = f"{free / 1e9:.1f} GB free for run.dir, {needed / 1e9:.1f} needed by checkpoints"
+    if needed > free:
+        yield error("disk", told, "make room, choose another run.dir, or lower checkpoint.keep_last")
+    else:
+        yield ok("disk", told)
+    local = next((path for path in load_site(None).local_paths if run_dir.is_relative_to(path)), None)
+    if local is not None and shutil.which("sbatch") is not None:
+        told = f"run.dir ({run_dir}) is under {local}, which each node has for itself"
+        yield warning("disk", told, "choose a shared folder")
+    if (run_dir / STOP_FILE).exists():
+        yield error("run", f"{run_dir / STOP_FILE} is there: training would stop at once", f"rm {run_dir / STOP_FILE}")
+
+
+MACHINE: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+    ("versions", check_versions),
+    ("devices", check_devices),
+    ("ranks", check_ranks),
+    ("process group", check_group),
+    ("limits", check_limits),
+    ("extensions", check_extensions),
+    ("time", check_time),
+    ("hosts", check_hosts),
+    ("slurm", check_slurm),
+)
+RECIPE: tuple[tuple[str, Callable[[RunConfig], Iterator[Finding]]], ...] = (
+    ("recipe", check_recipe),
+    ("shards", check_shards),
+    ("disk", check_disk),
+)

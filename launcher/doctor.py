@@ -1,0 +1,93 @@
+"""`clip-train doctor [RECIPE]`: what will go wrong, before it does. Each line ok, warning or error, with the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from clip_train.errors import UserError
+
+Level = Literal["ok", "warning", "error"]
+COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    level: Level
+    told: str
+    remedy: str = ""
+
+
+def ok(check: str, told: str) -> Finding:
+    return Finding(check, "ok", told)
+
+
+def warning(check: str, told: str, remedy: str) -> Finding:
+    return Finding(check, "warning", told, remedy)
+
+
+def error(check: str, told: str, remedy: str) -> Finding:
+    return Finding(check, "error", told, remedy)
+
+
+Check = Callable[[], Iterator[Finding]]
+
+
+def guarded(name: str, check: Check) -> Iterator[Finding]:
+    """A check that fails itself is a finding, and not the end of the others."""
+    try:
+        yield from check()
+    except UserError as e:
+        yield error(name, str(e), "see the message")
+    except Exception as e:
+        yield error(name, f"{type(e).__name__}: {e}", "mend it, or report it if it is no fault of this machine")
+
+
+def run_doctor(arguments: list[str], *, as_json: bool) -> int:
+    """arguments: nothing, or a recipe and overrides. Returns 1 if there is an error, else 0."""
+    from launcher import checks
+    from launcher.config import RunConfig, load_config
+
+    config: RunConfig | None = None
+    findings: list[Finding] = []
+    console = Console()
+
+    def tell(found: Iterator[Finding]) -> None:
+        for finding in found:
+            findings.append(finding)
+            if not as_json:
+                console.print(line(finding), soft_wrap=True)
+
+    for name, check in checks.MACHINE:
+        tell(guarded(name, check))
+    if arguments:
+        try:
+            config = load_config(arguments[0], arguments[1:])
+        except UserError as e:
+            tell(iter([error("recipe", str(e), "see the message; clip-train train --keys lists all keys")]))
+    if config is not None:
+        for name, check_config in checks.RECIPE:
+            tell(guarded(name, lambda check_config=check_config: check_config(config)))  # type: ignore[misc]
+    worst = next((level for level in ("error", "warning") if any(f.level == level for f in findings)), "ok")
+    if as_json:
+        print(json.dumps({"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        counts = ", ".join(f"{sum(f.level == level for f in findings)} {level}" for level in ("ok", "warning", "error"))
+        console.print(f"{counts}" + ("" if arguments else "; with a recipe it looks at shards, disk and memory too"))
+    return 1 if worst == "error" else 0
+
+
+def line(finding: Finding) -> Text:
+    text = Text(f"{finding.level:8}", style=COLOURS[finding.level])
+    text.append(f"{finding.check}: {finding.told}", style="default")
+    if finding.remedy:
+        text.append(f" -> {finding.remedy}", style="bold")
+    return text

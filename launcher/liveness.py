@@ -1,0 +1,230 @@
+"""Beside every rank, one thread: is the rank getting anywhere, and should it stop?
+
+It asks for a stop when the job's time is nearly over, when a STOP file lies in the run directory, and when the
+launcher above this rank has gone. It ends the rank when a phase takes longer than its limit: with every
+thread's stack in the log and a mark that says whether this rank waited for others or is the one that hangs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from pydantic import PositiveFloat
+
+from clip_train.settings import Settings
+from clip_train.stop import StopRequest
+from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, leave_mark, this_rank
+
+
+class LaunchConfig(Settings):
+    """The `launch` section: how long things may take before they count as broken. All in seconds."""
+
+    first_timeout_seconds: PositiveFloat = 1800.0
+    """Of a collective until the first step is done: ranks start at different times, kernels are compiled."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Of a collective afterwards, while steps run; at least twice the limit of a step."""
+    hang_start_seconds: PositiveFloat = 3600.0
+    """A rank that has not finished its first step by then hangs."""
+    hang_step_seconds: PositiveFloat | None = None
+    """The same for one step; null: 20 times the median of the steps so far, and 300 at least."""
+    hang_save_seconds: PositiveFloat = 3600.0
+    """The same for a checkpoint."""
+    hang_evaluate_seconds: PositiveFloat = 7200.0
+    """The same for an evaluation."""
+    stop_before_end_seconds: PositiveFloat = 120.0
+    """Save and stop this long before the job's time is over; a quarter of the job's time at most."""
+
+
+class Liveness:
+    """Told by the trainer which phase it is in; started by `start`, ended by `close`."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        stop: StopRequest,
+        *,
+        run_dir: Path | None = None,
+        environ: Mapping[str, str] = os.environ,
+        launched: bool = False,
+        on_limit: Callable[[str, float], None] = lambda phase, limit: None,
+        on_first_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. launched: by a process that has to
+        outlive this one. on_limit: told each phase and its limit, to set the collectives' timeouts. on_first_step:
+        called when it is done."""
+        self.config, self.stop, self.run_dir = config, stop, run_dir
+        self.committed: Callable[[], int | None] = lambda: None  # the newest committed step, once there is a trainer
+        self._on_limit, self._on_first_step = on_limit, on_first_step
+        self._parent = os.getppid() if launched else None
+        self._stop_at = stop_time(config, environ, time.time())
+        self._phase, self._since, self._limit = "start", time.monotonic(), config.hang_start_seconds
+        self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
+        self._begun = False  # the first step
+        self._told: int | None = None  # the step in PROGRESS
+        self._asked: float | None = None  # when a stop was asked for during the start
+        self._main = threading.main_thread().ident
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._arm()
+
+    def close(self) -> None:
+        """All is done, or the rank ends with an error of its own; also writes the last PROGRESS."""
+        self._closed.set()
+        faulthandler.cancel_dump_traceback_later()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._write_progress()
+
+    def phase(self, name: str) -> None:
+        """The trainer begins a "step", a "save" or an "evaluate"."""
+        now = time.monotonic()
+        if name == "step" and self._phase == "start" and not self._begun:
+            self._begun = True
+            return  # the first step, in which things compile, still belongs to the start
+        if self._phase == "start" and self._begun:
+            self._on_first_step()
+        if name == self._phase == "step":
+            self._steps.append(now - self._since)
+        self._phase, self._since = name, now
+        limit = phase_limit(self.config, name, self._steps)
+        if limit != self._limit:
+            self._limit = limit
+            self._arm()
+            self._on_limit(name, limit)
+
+    def _arm(self) -> None:
+        """The last resort, in C: a main thread that holds the interpreter's lock stops this module's thread too."""
+        faulthandler.dump_traceback_later(2 * self._limit + 60, exit=True)
+
+    def _run(self) -> None:
+        armed = before = time.monotonic()
+        while not self._closed.wait(0.25):
+            now = time.monotonic()
+            frozen, before = now - before, now  # seconds in which not even this thread ran
+            self._look_for_stop()
+            if self._phase == "start" and not self._begun and self.stop.look():
+                self._leave_early(now)
+            self._write_progress()
+            if now - self._since > self._limit:
+                self._fire(now - self._since, frozen)
+            if now - armed > 30:  # this thread runs, so the lock is free
+                armed = now
+                self._arm()
+
+    def _look_for_stop(self) -> None:
+        if self._stop_at is not None and time.time() >= self._stop_at:
+            self.stop.ask("the job's time, which is nearly over")
+        if self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
+            self.stop.ask(f"the file {self.run_dir / STOP_FILE}")
+        if self._parent is not None and os.getppid() != self._parent:
+            self.stop.ask("its launcher's death")
+
+    def _leave_early(self, now: float) -> None:
+        """Asked to stop before the first step: nothing is to be saved, and the others may be gone already."""
+        self._asked = self._asked or now
+        if now - self._asked > 3:  # seconds; the main thread may come to the first step by itself
+            told = f"stopped by {self.stop.reason} before the first step"
+            leave_mark("stopped", told)
+            if this_rank() == 0:  # a launcher asks the same of those that are left when one has failed
+                print(f"clip-train: {told}", file=sys.stderr, flush=True)
+            os._exit(75)
+
+    def _write_progress(self) -> None:
+        """For the batch script: it counts attempts that have come no further."""
+        step = self.committed() if self.run_dir is not None else None
+        if step is None or step == self._told or self.run_dir is None:
+            return
+        try:
+            temporary = self.run_dir / f"{PROGRESS_FILE}.tmp"
+            temporary.write_text(f"{step}\n")
+            os.replace(temporary, self.run_dir / PROGRESS_FILE)
+            self._told = step
+        except OSError:
+            return  # again in a moment
+
+    def _fire(self, seconds: float, frozen: float) -> None:
+        where, waiting = position(sys._current_frames().get(self._main or 0))
+        if frozen > max(3.0, seconds / 4):  # SIGSTOP, a paused machine: Slurm wakes it to end it
+            where, waiting = f"the whole process did not run for {frozen:.0f} s of them; {where}", False
+        told = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
+        leave_mark("hang", told, waiting=waiting)
+        rank = os.environ.get("RANK", "0")
+        print(f"clip-train: [rank {rank} on {socket.gethostname()}] {told}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        print(last_collectives(), file=sys.stderr, flush=True)
+        time.sleep(5)  # the other ranks have stacks to show too, and end with the first that leaves
+        os._exit(1)
+
+
+def phase_limit(config: LaunchConfig, phase: str, steps: deque[float]) -> float:
+    """Seconds that a phase may take."""
+    match phase:
+        case "save":
+            return config.hang_save_seconds
+        case "evaluate":
+            return config.hang_evaluate_seconds
+        case _:
+            if config.hang_step_seconds is not None:
+                return config.hang_step_seconds
+            # rounded up to a power of two, so that it seldom changes
+            observed = 20 * statistics.median(steps) if steps else 0.0
+            limit = 300.0
+            while limit < observed:
+                limit *= 2
+            return limit
+
+
+def stop_time(config: LaunchConfig, environ: Mapping[str, str], now: float) -> float | None:
+    """Unix time at which to save and stop, from the job's end; None where it has none."""
+    text = environ.get(END_TIME, "")
+    if not text.isdigit():
+        return None
+    end = int(text)
+    return end - min(config.stop_before_end_seconds, max(0.0, end - now) / 4)
+
+
+COMMUNICATION = ("/torch/distributed/", "/deepspeed/comm/")
+
+
+def position(frame: FrameType | None) -> tuple[str, bool]:
+    """Where the main thread stands: in words, and whether it waits for other ranks."""
+    if frame is None:
+        return "and the main thread is gone", False
+    stack = traceback.extract_stack(frame)
+    entered = next((i for i, f in enumerate(stack) if any(part in f.filename for part in COMMUNICATION)), None)
+    here = stack[-1] if entered is None else stack[max(0, entered - 1)]
+    place = f"{'/'.join(here.filename.split('/')[-2:])}:{here.lineno} {here.name}"
+    if entered is None:
+        return f"in {place}", False
+    collective = next(
+        (f.name for f in stack[entered:] if f.name not in ("wrapper", "log_wrapper", "inner") and f.name[0] != "_"),
+        stack[-1].name,
+    )
+    return f"waiting in {collective}, called from {place}", True
+
+
+def last_collectives() -> str:
+    """The newest entries of torch's flight recorder: what each group did last, and whether it was completed."""
+    try:
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])[-4:]
+        told = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries]
+        return f"the last collectives: {'; '.join(told) or 'none recorded'}"
+    except Exception as e:  # another torch
+        return f"the last collectives are not known: {type(e).__name__}: {e}"

@@ -1,0 +1,214 @@
+"""What each rank of an attempt leaves behind for its batch script: one small file, why it ended.
+
+Exit codes lie (torchrun makes 1 of any, srun reports the ranks that it killed itself), so a rank that fails
+says so in `<attempt folder>/rank00003.json`. Without a supervisor there is no folder and nothing is written.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+FOLDER = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, set by launcher.supervise
+RANKS = "ranks.json"  # in it: the node of each rank
+END_TIME = "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.supervise for older ones
+
+# In the run directory.
+STOP_FILE = "STOP"  # made by the user: save, stop, and do not requeue
+PROGRESS_FILE = "PROGRESS"  # the newest committed step, for the batch script
+
+# error: this rank's own. mistake: the user's, will come again. all: of the run, not of a node (data, checkpoints).
+# lost: another rank went away. hang: the watchdog fired here. stopped: asked to, before the first step.
+Kind = Literal["error", "mistake", "all", "lost", "hang", "stopped"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Why one rank ended."""
+
+    rank: int
+    node: str
+    kind: Kind
+    message: str
+    waiting: bool = False  # hang: it stood in a collective, so another rank is to blame
+
+
+def attempt_folder() -> Path | None:
+    folder = os.environ.get(FOLDER)
+    return Path(folder) if folder else None
+
+
+def this_rank() -> int:
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
+
+
+def leave_mark(kind: Kind, message: str, *, waiting: bool = False) -> None:
+    """The first mark of a rank stays: what follows is a consequence. A disk that is gone is no second error."""
+    folder = attempt_folder()
+    if folder is None:
+        return
+    mark = Mark(this_rank(), socket.gethostname(), kind, message, waiting)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank{mark.rank:05d}.json").open("x") as f:
+            json.dump(asdict(mark), f)
+
+
+def leave_ranks(nodes: Sequence[str]) -> None:
+    """Rank 0: the node of each rank, so that a rank that leaves no mark can be found."""
+    folder = attempt_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RANKS).write_text(json.dumps(list(nodes)))
+
+
+def read_marks(folder: Path) -> list[Mark]:
+    """In the order of the ranks; a torn file counts as none."""
+    marks = []
+    for file in sorted(folder.glob("rank[0-9]*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            marks.append(Mark(**json.loads(file.read_text())))
+    return marks
+
+
+def read_ranks(folder: Path) -> list[str]:
+    try:
+        return json.loads((folder / RANKS).read_text())
+    except (OSError, ValueError):
+        return []
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt failed."""
+
+    reason: str
+    nodes: tuple[str, ...] = ()  # to blame; none where it is not a node's fault
+    fatal: bool = False  # it will come again
+
+
+# The first rank that ended badly, as srun tells it: "srun: error: n2: task 1: Killed". The later ones it killed itself.
+SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (\w[\w ]*)")
+
+
+def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: int) -> Cause:
+    """The first of: an error of its own, a rank that hangs, one killed first, one that vanished.
+
+    nodes: by rank, empty if the ranks never met. log: the attempt's, in which srun tells who was killed.
+    """
+    silent = [rank for rank in range(len(nodes)) if rank not in {mark.rank for mark in marks}]
+    return (
+        _own_error(marks, nodes)
+        or _hang(marks, nodes, silent)
+        or _death(marks, log)
+        or _vanished(marks, nodes, silent)
+        or Cause(f"the ranks ended with status {status} and without a word")
+    )
+
+
+def stopped_early(marks: Sequence[Mark], log: str) -> str | None:
+    """Why the ranks ended before their first step, if they were asked to.
+
+    srun asks the same of the ranks that are left when one has died; then that one is the first that it tells of,
+    and has no such mark.
+    """
+    asked = [mark for mark in marks if mark.kind == "stopped"]
+    first = SRUN_ERROR.search(log)
+    begun_by = int(re.match(r"\d+", first[2])[0]) if first else None  # type: ignore[index]
+    if not asked or any(mark.kind not in ("stopped", "lost") for mark in marks):
+        return None
+    return asked[0].message if begun_by is None or begun_by in {mark.rank for mark in marks} else None
+
+
+def _own_error(marks: Sequence[Mark], nodes: Sequence[str]) -> Cause | None:
+    for kind in ("mistake", "all", "error"):
+        of_kind = [mark for mark in marks if mark.kind == kind]
+        if of_kind:
+            first = of_kind[0]
+            own = {mark.node for mark in of_kind} if kind == "error" else set()
+            return Cause(f"rank {first.rank} on {first.node}: {first.message}", _some(own, nodes), kind == "mistake")
+    return None
+
+
+def _hang(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) -> Cause | None:
+    hangs = [mark for mark in marks if mark.kind == "hang"]
+    if not hangs:
+        return None
+    busy = [mark for mark in hangs if not mark.waiting]
+    if busy:
+        told = f"rank {busy[0].rank} on {busy[0].node} hangs: {busy[0].message}"
+        return Cause(told, _some({mark.node for mark in busy}, nodes))
+    if silent:
+        told = f"rank {silent[0]} on {nodes[silent[0]]} hangs and does not answer; {hangs[0].message}"
+        return Cause(told, _some({nodes[rank] for rank in silent}, nodes))
+    return Cause(f"all ranks hang in a collective: {hangs[0].message}")
+
+
+def _death(marks: Sequence[Mark], log: str) -> Cause | None:
+    first = SRUN_ERROR.search(log)
+    if first is None:
+        return None
+    node, tasks, how = first.groups()
+    if not how.startswith("Exited"):
+        return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", (node,))
+    if any(mark.kind != "stopped" for mark in marks):
+        return None
+    return Cause(f"rank {tasks} on {node} {how.lower().strip()}, without a word", (node,))
+
+
+def _vanished(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) -> Cause | None:
+    if not marks:
+        return None
+    if not silent:
+        return Cause(f"rank {marks[0].rank} on {marks[0].node}: {marks[0].message}")
+    told = f"rank {silent[0]} on {nodes[silent[0]]} vanished; {marks[0].message}"
+    return Cause(told, _some({nodes[rank] for rank in silent}, nodes))
+
+
+def _some(blamed: set[str], nodes: Sequence[str]) -> tuple[str, ...]:
+    """What happens on every node of several is no node's fault."""
+    everywhere = set(nodes)
+    return () if len(everywhere) > 1 and blamed >= everywhere else tuple(sorted(blamed))
+
+
+def mark_error(error: BaseException) -> None:
+    """A mark for what ended this rank; none for what another rank has to tell, or for a clean stop."""
+    from clip_train.errors import ClipTrainError, Preempted, RankError, RemoteRankError, UserError
+
+    message = " ".join(str(error).split())[:500] or type(error).__name__
+    if isinstance(error, Preempted):
+        return
+    if isinstance(error, RemoteRankError):
+        leave_mark("lost", message)
+    elif isinstance(error, UserError) and not isinstance(error, RankError):
+        leave_mark("mistake", message)
+    elif isinstance(error, ClipTrainError) and not isinstance(error, RankError):
+        leave_mark("all", message)  # data, checkpoints, a diverged loss: no node's fault
+    elif is_lost_contact(error):
+        leave_mark("lost", f"lost contact with another rank: {message}")
+    else:
+        leave_mark("error", f"{type(error).__name__}: {message}")
+
+
+LOST = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Timed out (waiting|after)|Broken pipe"
+    r"|NCCL (error|communicator)|Application timeout|wait timeout|Socket (closed|Timeout)|unhandled system error",
+    re.IGNORECASE,
+)
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """A collective that failed because another rank has gone: gloo's and NCCL's words for it."""
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None

@@ -1,0 +1,59 @@
+"""What is the same for all jobs of a site: a small YAML file that `clip-train submit` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+from clip_train.errors import UserError
+from clip_train.settings import Settings
+from launcher.config import read_recipe
+
+ENV = "CLIP_TRAIN_SITE"
+HOME = Path("~/.config/clip-train/site.yaml")
+
+
+class Site(Settings):
+    """Defaults of a cluster; each option of `submit` overrides its namesake."""
+
+    partition: str | None = None
+    """Where to submit; null: the cluster's default."""
+    account: str | None = None
+    """Whom to charge."""
+    qos: str | None = None
+    """Quality of service."""
+    nodes: PositiveInt = 1
+    """Nodes of a job."""
+    gpus_per_node: NonNegativeInt = 8
+    """GPUs of a node, each with a rank; 0: CPUs only, with --tasks-per-node ranks."""
+    cpus_per_task: PositiveInt = 8
+    """CPU cores of a rank: its loader's workers run there."""
+    time: str = "24:00:00"
+    """Time limit, as sbatch writes it."""
+    warn_seconds: PositiveInt = 300
+    """How long before the limit the ranks are told; enough for a checkpoint. Slurm may be 30 s early."""
+    setup: list[str] = Field(default_factory=list)
+    """Shell lines before the ranks start: module load, conda activate, a virtual environment."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables to export: NCCL_SOCKET_IFNAME, HF_HOME, ..."""
+    sbatch: dict[str, str] = Field(default_factory=dict)
+    """Other options of sbatch, such as constraint: h100."""
+    local_paths: list[str] = Field(default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"])
+    """Folders that every node has for itself: no place for a run directory."""
+
+
+def load_site(path: str | None, environ: Mapping[str, str] = os.environ) -> Site:
+    """From `path`, else $CLIP_TRAIN_SITE, else ~/.config/clip-train/site.yaml, else the defaults. UserError."""
+    named = path or environ.get(ENV)
+    file = Path(named) if named else HOME.expanduser()
+    if named is None and not file.exists():
+        return Site()
+    try:
+        return Site.model_validate(read_recipe(str(file)))
+    except ValidationError as e:
+        known = ", ".join(Site.model_fields)
+        told = "; ".join(f"{'.'.join(map(str, p['loc']))} ({p['input']!r}): {p['msg']}" for p in e.errors())
+        raise UserError(f"the site file {file}: {told}; known keys: {known}") from None

@@ -1,0 +1,117 @@
+"""What the batch script decides after each attempt, from marks, verdicts and progress."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.attempts import History, Limits, Outcome, decide
+from launcher.marks import Mark, find_cause, stopped_early
+
+LIMITS = Limits(failures=3, fruitless=5, node_failures=2)
+TWO = ("n1", "n2")
+
+
+def outcome(verdict: str, before: int = 10, after: int = 10, **more) -> Outcome:
+    return Outcome(verdict, before, after, "why", **more)
+
+
+@pytest.mark.parametrize(
+    "ended, failures, action",
+    [
+        (outcome("DONE"), 2, "done"),
+        (outcome("DONE", terminated=True), 0, "done"),
+        (outcome("PREEMPTED", after=12), 2, "requeue"),
+        (outcome("PREEMPTED", after=12, terminated=True), 0, "leave"),  # scancel
+        (outcome("PREEMPTED", after=12, stop_file=True), 0, "leave"),
+        (outcome("FATAL", after=12), 0, "stop"),
+        (outcome("CRASHED"), 1, "requeue"),
+        (outcome("CRASHED"), 2, "give up"),
+        (outcome("FAILED"), 2, "give up"),
+        (outcome("LOST"), 2, "give up"),
+        (outcome("CRASHED", after=11), 2, "requeue"),  # it had come further
+        (outcome("CRASHED", terminated=True), 2, "leave"),
+    ],
+)
+def test_decisions(ended, failures, action):
+    assert decide(ended, failures, 0, LIMITS).action == action
+
+
+def test_preemptions_without_progress_end_too_but_later():
+    failures = fruitless = 0
+    actions = []
+    for _ in range(5):
+        decision = decide(outcome("PREEMPTED"), failures, fruitless, LIMITS)
+        failures, fruitless = decision.failures, decision.fruitless
+        actions.append(decision.action)
+    assert actions == ["requeue"] * 4 + ["give up"]
+
+
+def end(attempt: int, decision: str = "requeue", blamed: tuple[str, ...] = (), failures: int = 1) -> dict:
+    return {
+        "attempt": attempt, "blamed": list(blamed), "decision": decision, "failures": failures, "fruitless": failures,
+    }  # fmt: skip
+
+
+def test_the_history_is_read_again_and_a_torn_line_does_not_matter(tmp_path):
+    history = History(tmp_path)
+    history.append("begin", attempt=1, nodes=["n1"], step=0)
+    history.append("end", **end(1, blamed=("n2",)))
+    history.append("begin", attempt=2, nodes=["n1"], step=0)
+    with history.path.open("a") as f:
+        f.write('{"event": "en')
+    again = History(tmp_path)
+    assert again.next_number == 3
+    assert again.unfinished()["attempt"] == 2
+    assert again.counts() == (1, 1)
+    assert again.bad_nodes(LIMITS) == []
+    again.path.write_text("".join(line + "\n" for line in again.path.read_text().splitlines()[:-1]))
+    again.append("end", **end(2, blamed=("n2", "n3")))
+    assert History(tmp_path).bad_nodes(LIMITS) == ["n2"]
+
+
+def test_who_submits_again_after_it_gave_up_starts_counting_anew(tmp_path):
+    history = History(tmp_path)
+    history.append("end", **end(1, decision="give up", failures=3))
+    assert history.counts() == (0, 0)
+
+
+def mark(rank: int, kind: str, message: str = "m", waiting: bool = False) -> Mark:
+    return Mark(rank, f"n{rank + 1}", kind, message, waiting)
+
+
+KILLED = "srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 1\n"
+EXITED = "srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Killed\n"
+
+
+@pytest.mark.parametrize(
+    "marks, log, nodes, said",
+    [
+        ([mark(0, "mistake", "batch.global_size")], "", (), "batch.global_size"),
+        ([mark(0, "lost"), mark(1, "error", "CUDA error")], "", ("n2",), "rank 1 on n2: CUDA error"),
+        ([mark(0, "error"), mark(1, "error")], "", (), "rank 0 on n1"),  # on all nodes: none is to blame
+        ([mark(0, "lost")], KILLED, ("n2",), "rank 1 on n2 was ended from outside: Killed"),
+        ([], EXITED, ("n2",), "rank 1 on n2 exited with exit code 3"),
+        ([mark(0, "hang", "waits", waiting=True)], EXITED, ("n2",), "rank 1 on n2 hangs and does not answer"),
+        ([mark(0, "hang", waiting=True), mark(1, "hang", "in decode")], "", ("n2",), "rank 1 on n2 hangs: in decode"),
+        ([mark(0, "hang", waiting=True), mark(1, "hang", waiting=True)], "", (), "all ranks hang"),
+        ([mark(0, "lost", "Connection reset")], "", ("n2",), "rank 1 on n2 vanished"),
+        ([mark(0, "all", "diverged"), mark(1, "lost")], "", (), "diverged"),
+        ([mark(0, "stopped")], EXITED, ("n2",), "rank 1 on n2 exited with exit code 3"),
+        ([], "", (), "status 7"),
+    ],
+)
+def test_the_cause(marks, log, nodes, said):
+    cause = find_cause(marks, TWO, log, 7)
+    assert cause.nodes == nodes
+    assert said in cause.reason
+    assert cause.fatal == (bool(marks) and marks[0].kind == "mistake")
+
+
+def test_ranks_that_were_asked_to_stop_during_the_start():
+    both = [mark(0, "stopped", "stopped by SIGTERM"), mark(1, "stopped")]
+    assert stopped_early(both, "srun: error: n1: task 0: Exited with exit code 75\n") == "stopped by SIGTERM"
+    assert stopped_early(both, "") == "stopped by SIGTERM"
+    assert stopped_early([both[0], mark(1, "lost")], "srun: error: n2: task 1: Exited with exit code 1\n") is not None
+    assert stopped_early(both[:1], EXITED) is None  # rank 1 died, and srun ended rank 0
+    assert stopped_early([both[0], mark(1, "error")], "") is None
+    assert stopped_early([], "") is None

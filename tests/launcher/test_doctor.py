@@ -1,0 +1,139 @@
+"""`clip-train doctor`: ok on a healthy set-up, and each planted fault named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.conftest import ROOT
+
+
+def doctor(tmp_path: Path, *arguments: str, limit: int | None = None, **environ: str) -> tuple[int, dict[str, str]]:
+    """Exit status and `check: level: told -> remedy` of every line."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "SLURM_CONF")}
+    line = [sys.executable, "-m", "launcher", "doctor", "--json", *arguments]
+    if limit is not None:
+        line = ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "doctor", *line]
+    out = subprocess.run(
+        line,
+        cwd=tmp_path,
+        env={
+            **clean,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(tmp_path),
+            **environ,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert out.stdout.startswith("{"), out.stdout + out.stderr
+    findings = json.loads(out.stdout)["findings"]
+    told: dict[str, str] = {}
+    for f in findings:
+        told[f["check"]] = told.get(f["check"], "") + f"{f['level']}: {f['told']} -> {f['remedy']}\n"
+    return out.returncode, told
+
+
+def fake_slurm(folder: Path) -> Path:
+    folder.mkdir()
+    config = "JobRequeue = 0\nKillWait = 5 sec\nProctrackType = proctrack/linuxproc\nSLURM_VERSION = 22.05.8\n"
+    partition = "PartitionName=low GraceTime=8 PreemptMode=REQUEUE"
+    (folder / "scontrol").write_text(f'#!/bin/sh\n[ "$2" = config ] && printf "{config}" || echo "{partition}"\n')
+    (folder / "scontrol").chmod(0o755)
+    return folder
+
+
+def test_a_healthy_set_up(recipe, tmp_path):
+    status, told = doctor(tmp_path, str(recipe), PATH="/usr/bin:/bin", limit=65536)
+    assert status == 0, told
+    assert not any("error:" in lines for lines in told.values()), told
+    for check in (
+        "versions",
+        "devices",
+        "ranks",
+        "process group",
+        "limits",
+        "shards",
+        "captions",
+        "S3",
+        "disk",
+        "time",
+    ):
+        assert check in told
+    assert "GB/s" in told["process group"] and "latency" in told["process group"]
+
+
+def no_captions(tmp_path: Path) -> Path:
+    file = tmp_path / "bare.tar"
+    with tarfile.open(file, "w") as tar:
+        for i, text in enumerate([b"one", b"", b" ", b""]):
+            for name, data in ((f"{i}.jpg", b"jpeg"), (f"{i}.txt", text)):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return file
+
+
+def test_planted_faults_are_each_named(recipe, tmp_path):
+    """Faults that do not hide each other, in one go."""
+    (tmp_path / "op").mkdir()
+    (tmp_path / "op" / "lock").touch()
+    os.utime(tmp_path / "op" / "lock", (0, 0))
+    (tmp_path / "hostfile").write_text("a slots=8\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    slurm = fake_slurm(tmp_path / "slurm")
+    status, told = doctor(
+        tmp_path,
+        str(recipe),
+        "checkpoint.keep_last=100000000",
+        f"data.train={no_captions(tmp_path)}",
+        limit=256,
+        RANK="0",
+        WORLD_SIZE="8",
+        GLOO_SOCKET_IFNAME="nosuch0",
+        PATH=f"{slurm}:/usr/bin:/bin",
+        SBATCH_EXPORT="NONE",
+    )
+    assert status == 1
+    for check, level, said in (
+        ("ranks", "error", "MASTER_ADDR"),
+        ("process group", "error", "GLOO_SOCKET_IFNAME"),
+        ("limits", "warning", "ulimit -n 65536"),
+        ("extensions", "error", f"rm {tmp_path / 'op' / 'lock'}"),
+        ("hosts", "warning", "ServerAliveInterval"),
+        ("hosts", "warning", ".deepspeed_env"),
+        ("slurm", "warning", "JobRequeue=0"),
+        ("slurm", "warning", "KillWait=5"),
+        ("slurm", "warning", "proctrack/cgroup"),
+        ("slurm", "warning", "partition low preempts 8 s"),
+        ("slurm", "warning", "SBATCH_EXPORT"),
+        ("captions", "error", "1 of the first 4 samples"),
+        ("disk", "error", "make room"),
+        ("run", "error", "STOP"),
+    ):
+        assert any(line.startswith(level) and said in line for line in told[check].splitlines()), (check, said, told)
+
+
+@pytest.mark.parametrize(
+    "overrides, check, said",
+    [
+        (["optim.learning_rate=1"], "recipe", "did you mean optim.lr?"),
+        (["engine.ds_config=zero9"], "recipe", "shipped ones are zero0"),
+        (["data.train=/nowhere/{0..3}.tar"], "shards", "/nowhere/0.tar"),
+    ],
+)
+def test_mistakes_in_the_recipe(recipe, tmp_path, overrides, check, said):
+    status, told = doctor(tmp_path, str(recipe), *overrides, PATH="/usr/bin:/bin")
+    assert status == 1
+    assert "error" in told[check] and said in told[check], told

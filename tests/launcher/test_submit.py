@@ -1,0 +1,161 @@
+"""Batch scripts: what submit renders, what it refuses, and that shells accept all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clip_train.errors import UserError
+from launcher.cli import main
+from launcher.config import load_config
+from launcher.site import load_site
+from launcher.submit import absolute, check_slurm, frozen_recipe, make_job, parse_time
+from tests.launcher.conftest import ROOT
+
+GOLDEN = Path(__file__).parent / "golden"
+SCRIPTS = [
+    *sorted((ROOT / "slurm").glob("*.sbatch")),
+    *sorted((ROOT / "scripts").glob("*.sh")),
+    *sorted(GOLDEN.glob("*")),
+]
+SITE = """\
+partition: gpu
+account: clip
+setup: ["module load cuda"]
+environment: {NCCL_SOCKET_IFNAME: ib0}
+sbatch: {constraint: h100}
+local_paths: [/dev/shm]
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, recipe) -> Path:
+    """A folder with recipe.yaml and site.yaml; the site allows run directories under /tmp."""
+    (tmp_path / "site.yaml").write_text(SITE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CLIP_TRAIN_SITE", str(tmp_path / "site.yaml"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("1", ["--nodes=1", "--gpus-per-node=1", "--time=4:00:00"]),
+        ("8", ["--nodes=1", "--gpus-per-node=8"]),
+        ("1024", ["--nodes=128", "--gpus-per-node=8", "--time=2-00:00:00", "--qos=large"]),
+        ("1024-torchrun", ["--nodes=128", "--gpus-per-node=8", "--template=torchrun"]),
+        ("8-chain", ["--nodes=1", "--gpus-per-node=8", "--template=chain"]),
+    ],
+)
+def test_dry_run(here, capsys, name, options):
+    """UPDATE_GOLDEN=1 writes them anew: look at the difference."""
+    status = main(["submit", "recipe.yaml", "batch.global_size=8192", "--dry-run", *options])
+    told = capsys.readouterr()
+    assert status == 0, told.err
+    script = told.out.replace(str(here), "/shared/me").replace(str(Path(sys.executable).parent), "/venv/bin")
+    file = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.write_text(script)
+    assert script == file.read_text()
+    assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shells_accept_it(script):
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    line = ["shellcheck", "-s", "bash", "-x", "-P", str(ROOT / "scripts"), str(script)]
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--nodes=8", "--gpus-per-node=8"], "batch.global_size (32) must be at least the number of ranks (64)"),
+        (["--gpus-per-node=8", "--tasks-per-node=4"], "--tasks-per-node (4) must be --gpus-per-node (8)"),
+        (["--gpus-per-node=0"], "--tasks-per-node"),
+        (["--nodes=0"], "--nodes (0) must be at least 1"),
+        (["--time=tomorrow"], "write 24:00:00"),
+        (["--time=5"], "leaves no time to train"),
+        (["run.dir=/dev/shm/run"], "under /dev/shm, which every node has for itself"),
+        (["--nodes=2", "--template=single"], "use train"),
+        (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
+        (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
+        (["--site=bad.yaml"], "known keys: partition"),
+        (["run.dir=recipe.yaml/run"], "cannot be written"),
+    ],
+)
+def test_wrong_submissions_are_refused(here, capsys, arguments, said):
+    (here / "bad.yaml").write_text("partitoin: gpu\n")
+    assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_cluster_is_asked(here, tmp_path, monkeypatch):
+    """With Slurm's commands played by scripts: an unknown partition, and a job that writes the same run."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    for name, says in (("sbatch", "1"), ("sinfo", "gpu\nlong"), ("squeue", "RUNNING")):
+        (bin / name).write_text(f"#!/bin/sh\nprintf '{says}\\n'\n")
+        (bin / name).chmod(0o755)
+    job = make_job(load_site(None), {"gpus_per_node": 1})
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="--dry-run"):
+        check_slurm(job, tmp_path)
+    monkeypatch.setenv("PATH", f"{bin}:/bin:/usr/bin")
+    check_slurm(job, tmp_path)
+    with pytest.raises(UserError, match="not one of this cluster's: gpu, long"):
+        check_slurm(make_job(load_site(None), {"partition": "gpuu", "gpus_per_node": 1}), tmp_path)
+    (tmp_path / "submit" / "0001").mkdir(parents=True)
+    (tmp_path / "submit" / "0001" / "submit.json").write_text(json.dumps({"job": "77"}))
+    with pytest.raises(UserError, match="job 77 is queued or running"):
+        check_slurm(job, tmp_path)
+
+
+def test_what_is_frozen_and_sent(here, tmp_path, monkeypatch, capsys):
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (bin / "sbatch").write_text("#!/bin/sh\necho 4711\n")
+    for name in ("sinfo", "squeue"):
+        (bin / name).write_text("#!/bin/sh\n")
+    for file in bin.iterdir():
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    assert main(["submit", "recipe.yaml", "run.dir=here", "--gpus-per-node=1"]) == 0
+    told = capsys.readouterr().out
+    assert "scancel 4711" in told and "here/STOP" in told
+    folder = here / "here" / "submit" / "0001"
+    assert json.loads((folder / "submit.json").read_text())["job"] == "4711"
+    frozen = load_config(str(folder / "recipe.yaml"))
+    assert frozen.run_dir == here / "here"
+    assert (folder / "code" / "launcher" / "supervise.py").read_text() == (
+        ROOT / "launcher" / "supervise.py"
+    ).read_text()
+    done = subprocess.run(
+        [sys.executable, "-c", "import launcher, clip_train; print(launcher.__file__, clip_train.__file__)"],
+        cwd=folder / "code", capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert done.stdout.count(str(folder / "code")) == 2
+
+
+def test_relative_paths_are_frozen_absolute(here, tmp_path):
+    (tmp_path / "shards").mkdir()
+    assert absolute("shards/{0..3}.tar::s3://b/x.tar", tmp_path) == f"{tmp_path}/shards/{{0..3}}.tar::s3://b/x.tar"
+    assert absolute("ViT-B-32", tmp_path) == "ViT-B-32"
+    assert absolute("/abs/x.tar", tmp_path) == "/abs/x.tar"
+    config = load_config("recipe.yaml", ["run.dir=null"])
+    assert f"dir: {tmp_path}/runs/small" in frozen_recipe(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    [("90", 5400), ("10:30", 630), ("24:00:00", 86400), ("2-12", 216000), ("1-0:30", 88200), ("1-00:00:01", 86401)],
+)
+def test_times(text, seconds):
+    assert parse_time(text) == seconds

@@ -1,0 +1,56 @@
+"""A collective's timeout can be shortened once the first step is done, in groups that exist already."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from clip_train import dist
+from launcher.agreement import agree, differences
+from launcher.env import set_timeout
+from launcher.marks import is_lost_contact
+from tests.ranks import run_ranks
+
+
+def late_rank(awake: Path) -> bool | None:
+    """On rank 0: whether it gave rank 1 up while that slept. The group's own timeout is 120 s."""
+    other = torch_dist.new_group([0, 1])
+    dist.barrier()
+    set_timeout(1)
+    if dist.rank() == 1:
+        time.sleep(15)
+        awake.touch()
+        return None
+    try:
+        torch_dist.all_reduce(torch.zeros(1), group=other)
+    except RuntimeError as e:
+        return is_lost_contact(e) and not awake.exists()
+    return False
+
+
+@pytest.mark.distributed
+def test_a_rank_is_given_up_after_the_short_timeout(tmp_path):
+    assert run_ranks(late_rank, 2, tmp_path / "awake")[0]
+
+
+def other_recipe() -> str:
+    try:
+        agree({"run": {"seed": 0}, "optim": {"lr": 1e-3 if dist.rank() < 2 else 2e-3}})
+    except ValueError as e:
+        return str(e)
+    return "agreed"
+
+
+@pytest.mark.distributed
+def test_all_ranks_learn_which_rank_differs_and_in_what():
+    told = run_ranks(other_recipe, 3)
+    assert len(set(told)) == 1
+    assert "rank 2" in told[0] and "optim.lr: 0.001 against 0.002" in told[0] and "run.seed" not in told[0]
+
+
+def test_differences():
+    assert differences({"a": {"x": 1}}, {"a": {"x": 1, "y": 2}}) == ["a.y: None against 2"]
