@@ -27,11 +27,14 @@ import numpy as np
 from common import ROOT, finish, parser
 
 from clip_train.data import DataConfig, TrainLoader, merge_cursors, write_shards
+from clip_train.data import lanes as lanes_module
+from clip_train.data.index import MARK_EVERY
 from clip_train.data.indexing import index_shards, write_indexes
 
 TARGETS = {
     "layouts": "the batch digests of all steps are equal",
     "kill and resume": "equal from there, on another layout",
+    "resume": "reads at most the block that each lane was in again",
     "epochs": "every sample of an indexed set exactly once in each of three epochs of the stream",
 }
 LAYOUTS = [(1, 0), (1, 3), (2, 0), (2, 2), (4, 1)]  # ranks, workers of each
@@ -151,6 +154,34 @@ def epoch_row(train: str, sizes: list[int], lanes: int) -> dict[str, Any]:
     }
 
 
+def resume_row(config: dict[str, Any], cursors: Any) -> dict[str, Any]:
+    """How many raw samples are read before the first batch of a resumed run, by all lanes together."""
+    counted = 0
+    original = lanes_module.read_shard
+
+    def counting(*arguments: Any) -> Iterator[Any]:
+        nonlocal counted
+        for event in original(*arguments):
+            counted += 1
+            yield event
+
+    lanes_module.read_shard = counting
+    try:
+        with loader({**config, "workers": 0}, cursors=cursors) as batches:
+            lanes, sources = batches.lanes, len(config["train_weights"])
+            next(batches)
+    finally:
+        lanes_module.read_shard = original
+    # a lane's blocks share shuffle_block; a lane finds its place in an indexed shard from the last mark
+    bound = lanes * (config["shuffle_block"] + sources * (MARK_EVERY + 1)) + GLOBAL
+    return {
+        "what": "resume",
+        "layout": f"samples read before the first batch, {lanes} lanes x {config['shuffle_block']}",
+        "equal": "within a block a lane" if counted <= bound else f"NO: more than {bound}",
+        "digest": f"{counted} read",
+    }
+
+
 def main() -> int:
     args_parser = parser(__doc__ or "")
     args_parser.add_argument("--steps", type=int, default=200)
@@ -195,6 +226,9 @@ def main() -> int:
             resumed, _ = digests(config, after, steps - stop, cursors)
             where = f"{before[0]} x {before[1]} until step {stop}, then {after[0]} x {after[1]}"
             row("killed, resumed", where, begun + resumed, reference)
+        table.append(resume_row(config, cursors))
+        if table[-1]["equal"].startswith("NO"):
+            missed.append(f"resume: {table[-1]['digest']}, {table[-1]['equal']}")
         for lanes in (1, 8, 64):  # 64: fewer shards than lanes
             table.append(epoch_row(first, FIRST, lanes))
             if table[-1]["equal"] != "each once":

@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         return print_keys()
     # torch's and DeepSpeed's own launchers may append --local_rank=N; the environment says it already.
     arguments = [a for a in arguments if not a.startswith(("--local_rank", "--local-rank"))]
-    args = build_parser().parse_args(arguments)
+    args = parse(arguments)
     try:
         return _run(args)
     except ClipTrainError as e:
@@ -162,6 +162,18 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """As the parser has it; overrides may also stand behind options, where argparse looks for none."""
+    parser = build_parser()
+    args, left = parser.parse_known_args(arguments)
+    overrides = [each for each in left if "=" in each and not each.startswith("-")]
+    if len(overrides) < len(left) or (left and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        args.overrides = [*args.overrides, *left]
+    return args
 
 
 def _rank() -> str | None:
