@@ -88,6 +88,7 @@ class Pipeline:
         self._buffer: int | None = None  # file descriptor
         self._cancelled: dict[int, str] = {}  # step -> why no rank should wait for it
         self._uploading: list[Order] = []  # the one under way, and the newest that waits
+        self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
         self._changed = threading.Condition()
         self._to_write: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._to_keep: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -103,6 +104,8 @@ class Pipeline:
         self._buffer = fd
 
     def save(self, order: Order) -> None:
+        with self._changed:
+            self._active.add(order.prefix)
         self._to_write.put(order)
 
     def cancel(self, step: int, why: str) -> None:
@@ -182,11 +185,13 @@ class Pipeline:
                 self._hand_over(order)
 
     def _done(self, order: Order) -> None:
+        self._over(order)
         where = f"{(self.remote or self.local).url}/{order.prefix}"
         seconds = time.monotonic() - order.since
         self._tell({"told": "done", "step": order.step, "where": where, "seconds": seconds, "bytes": order.size})
 
     def _fail(self, order: Order, why: str, *, fenced: bool = False) -> None:
+        self._over(order)
         self._tell({"told": "fenced" if fenced else "failed", "step": order.step, "why": why})
         self._tell({"told": "rest", "step": order.step})
         if order.rank == 0:
@@ -214,7 +219,11 @@ class Pipeline:
 
     def _in_flight(self) -> set[str]:
         with self._changed:
-            return {order.prefix for order in self._uploading}
+            return set(self._active)
+
+    def _over(self, order: Order) -> None:
+        with self._changed:
+            self._active.discard(order.prefix)
 
     def _upload_all(self) -> None:
         while True:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from clip_train.checkpoint import layout, lease, marks
@@ -116,15 +118,17 @@ def _remove_orphans(
             storage.delete_tree(attempt)
     storage.sweep(now - max(policy.orphan_grace_seconds, 1.0))
     if isinstance(storage, LocalStorage):
-        _tidy_folders(storage, now - policy.orphan_grace_seconds)
+        _tidy_folders(storage, now - policy.orphan_grace_seconds, in_flight)
 
 
-def _tidy_folders(storage: LocalStorage, older_than: float) -> None:
+def _tidy_folders(storage: LocalStorage, older_than: float, in_flight: Collection[str]) -> None:
     """Empty folders, and files that a kill left half written."""
     for left in storage.path("tmp").glob("ckpt+*"):
-        if left.stat().st_mtime < older_than:
+        if not left.name.replace("+", "/").startswith(tuple(in_flight)) and _modified(left) < older_than:
             left.unlink(missing_ok=True)
     for folder in storage.path("ckpt").glob("s*"):
+        if any(attempt.startswith(f"ckpt/{folder.name}/") for attempt in in_flight):
+            continue
         try:
             folder.rmdir()
         except OSError:
@@ -140,3 +144,10 @@ def remove_own_files(storage: LocalStorage, rank: int, keep_last: int, in_flight
     for match in found:
         if attempts[match[1]] not in newest and match[1] not in in_flight:
             storage.delete(match[0])
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf  # gone since

@@ -299,7 +299,8 @@ def test_a_snapshot_is_not_overwritten_while_it_is_written(tmp_path: Path) -> No
     for step in range(1, 9):  # as fast as they come: some are skipped
         run.manager.save(step, cut(whole(step), 0, 1), {"padding": padding}, {"step": step, "cursors": {0: step}})
         time.sleep(0.02)
-    run.save(9)
+    ok = run.manager.save(9, cut(whole(9), 0, 1), {}, {"step": 9, "cursors": {0: 9}}, wait=True)
+    assert ok, "\n".join(run.said[-3:])
     steps = committed(tmp_path)
     assert 1 in steps and 9 in steps
     for folder in steps.values():
