@@ -34,6 +34,8 @@ write_config() {
     {
         cat <<CONF
 ClusterName=lab$LAB_ID
+# cgroups are named by node and job: two labs must not have the same jobs
+FirstJobId=$((LAB_ID * 1000 + 1))
 SlurmctldHost=$(hostname -s)($NET.1)
 SlurmctldPort=$PORT
 SlurmUser=$me
