@@ -148,6 +148,6 @@ case $action in
 up) up "${3:-2}" ;;
 down) down ;;
 exec) shift 2 && host_exec "$@" ;;
-crash) host_crash "${3:?a node}" ;;
+crash) host_net "${3:?a node}" down && host_crash "$3" ;; # nobody hears that it is gone
 *) echo "$action: install, up, exec, crash or down" >&2 && exit 2 ;;
 esac
