@@ -97,7 +97,7 @@ ours() {
         slurmctld | slurmscriptd | slurmd | slurmstepd)
             grep -qs '^State:.[^Z]' "$folder/status" &&
                 { tr '\0' '\n' <"$folder/cmdline" && tr '\0' '\n' <"$folder/environ"; } 2>/dev/null |
-                grep -qxE "(SLURM_CONF=)?$SLURM_CONF" && echo "$pid"
+                grep -xE "(SLURM_CONF=)?$SLURM_CONF" >/dev/null && echo "$pid"
             ;;
         esac
     done
