@@ -109,6 +109,7 @@ def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: in
     silent = [rank for rank in range(len(nodes)) if rank not in {mark.rank for mark in marks}]
     return (
         _own_error(marks, nodes)
+        or lost_node(log)
         or _hang(marks, nodes, silent)
         or _death(marks, log)
         or _vanished(marks, nodes, silent)
@@ -128,6 +129,15 @@ def stopped_early(marks: Sequence[Mark], log: str) -> str | None:
     if not asked or any(mark.kind not in ("stopped", "lost") for mark in marks):
         return None
     return asked[0].message if begun_by is None or begun_by in {mark.rank for mark in marks} else None
+
+
+NODE_FAILURE = re.compile(r"srun: error: Node failure on ([\w.-]+)")
+
+
+def lost_node(log: str) -> Cause | None:
+    """A node that Slurm has given up, as srun tells it."""
+    found = NODE_FAILURE.search(log)
+    return Cause(f"Slurm lost the node {found[1]}", (found[1],)) if found else None
 
 
 def _own_error(marks: Sequence[Mark], nodes: Sequence[str]) -> Cause | None:

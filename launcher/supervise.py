@@ -27,7 +27,18 @@ from types import FrameType
 from typing import IO
 
 from launcher.attempts import Decision, History, Limits, Outcome, decide
-from launcher.marks import END_TIME, FOLDER, PROGRESS_FILE, STOP_FILE, find_cause, read_marks, read_ranks, stopped_early
+from launcher.marks import (
+    END_TIME,
+    FOLDER,
+    PROGRESS_FILE,
+    STOP_FILE,
+    Cause,
+    find_cause,
+    lost_node,
+    read_marks,
+    read_ranks,
+    stopped_early,
+)
 from launcher.verdict import clear_verdict, read_verdict, write_verdict
 
 
@@ -145,9 +156,12 @@ class Supervisor:
         lost = self.history.unfinished()
         if lost is None:
             return None
-        reason = f"the batch script on {lost['nodes'][0]} was lost"
-        after = committed_step(self.run_dir)
-        outcome = Outcome("LOST", lost["step"], after, reason, (lost["nodes"][0],))
+        log = self.run_dir / "attempts" / f"{lost['attempt']:04d}.log"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        first = lost["nodes"][0]
+        cause = lost_node(text) or Cause(f"the batch script on {first} was lost", (first,))
+        reason, after = cause.reason, committed_step(self.run_dir)
+        outcome = Outcome("LOST", lost["step"], after, reason, cause.nodes)
         decision = decide(outcome, *self.history.counts(), self.limits)
         self.history.append(
             "end",

@@ -34,6 +34,8 @@ write_config() {
     {
         cat <<CONF
 ClusterName=lab$LAB_ID
+# cgroups are named by node and job: two labs must not have the same jobs
+FirstJobId=$((LAB_ID * 1000 + 1))
 SlurmctldHost=$(hostname -s)($NET.1)
 SlurmctldPort=$PORT
 SlurmUser=$me
@@ -95,7 +97,7 @@ ours() {
         slurmctld | slurmscriptd | slurmd | slurmstepd)
             grep -qs '^State:.[^Z]' "$folder/status" &&
                 { tr '\0' '\n' <"$folder/cmdline" && tr '\0' '\n' <"$folder/environ"; } 2>/dev/null |
-                grep -qxE "(SLURM_CONF=)?$SLURM_CONF" && echo "$pid"
+                grep -xE "(SLURM_CONF=)?$SLURM_CONF" >/dev/null && echo "$pid"
             ;;
         esac
     done
@@ -146,6 +148,6 @@ case $action in
 up) up "${3:-2}" ;;
 down) down ;;
 exec) shift 2 && host_exec "$@" ;;
-crash) host_crash "${3:?a node}" ;;
+crash) host_net "${3:?a node}" down && host_crash "$3" ;; # nobody hears that it is gone
 *) echo "$action: install, up, exec, crash or down" >&2 && exit 2 ;;
 esac

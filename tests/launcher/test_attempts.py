@@ -97,6 +97,7 @@ EXITED = "srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: tas
         ([mark(0, "lost", "Connection reset")], "", ("n2",), "rank 1 on n2 vanished"),
         ([mark(0, "all", "diverged"), mark(1, "lost")], "", (), "diverged"),
         ([mark(0, "stopped")], EXITED, ("n2",), "rank 1 on n2 exited with exit code 3"),
+        ([mark(0, "lost")], "srun: error: Node failure on n2\n" + KILLED, ("n2",), "Slurm lost the node n2"),
         ([], "", (), "status 7"),
     ],
 )
