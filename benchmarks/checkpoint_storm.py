@@ -9,13 +9,11 @@ time. After every kill the bucket is read by code that is not the package's.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from typing import Any
 from common import ROOT, finish, parser
 
 from clip_train.data.synthetic import shapes
+from tests.processes import kill_tree
 from tests.s3.bucket import Bucket
 from tests.s3.server import Server, python
 
@@ -146,21 +145,6 @@ class Storm:
         time.sleep(60 * GRACE_MINUTES + 1)
         self.to_the_end(*layouts[kills % len(layouts)])
         return moments
-
-
-def kill_tree(process: subprocess.Popen) -> None:
-    """SIGKILL to all of it at once: torchrun's ranks are in sessions of their own and would survive its group."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-    doomed = {process.pid}
-    while more := {pid for pid, parent in parents.items() if parent in doomed} - doomed:
-        doomed |= more
-    for pid in doomed:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def compare(found: dict[int, tuple], expected: dict[int, tuple]) -> tuple[float, float, bool]:

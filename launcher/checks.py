@@ -243,7 +243,7 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    from launcher.train import check
+    from launcher.checked import check
 
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
     checked = check(config, world, read_data=False)

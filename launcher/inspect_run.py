@@ -13,9 +13,10 @@ from clip_train.models.config import ModelConfig
 from clip_train.models.weights import initial_weights
 from clip_train.plain_engine import PlainEngine
 from launcher import env as ranks
+from launcher.checked import check
 from launcher.checkpoints import places_of_run, recipe_in
 from launcher.config import RunConfig, load_config
-from launcher.train import check, evaluation, say
+from launcher.train import evaluation, say
 
 
 def find_checkpoint(config: RunConfig, step: int | None = None) -> Resumed:

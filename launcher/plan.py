@@ -16,9 +16,9 @@ from clip_train.errors import UserError
 from clip_train.metrics import read_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models import count_parameters, flops_per_sample
+from launcher.checked import check, pays_twice, sized
 from launcher.config import RunConfig
 from launcher.sizing import estimate_memory, memory_limit, predicted_profile
-from launcher.train import check, pays_twice, sized
 
 GIB = 2**30
 

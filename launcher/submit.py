@@ -22,9 +22,9 @@ import yaml
 from clip_train.errors import UserError
 from clip_train.models import count_parameters
 from launcher.agreement import code_version
+from launcher.checked import check
 from launcher.config import RunConfig
 from launcher.site import Site
-from launcher.train import check
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ("clip_train", "launcher", "ds_configs")

@@ -11,22 +11,20 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from clip_train import dist
-from clip_train.batch import BatchPlan, plan_batch
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.opening import Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
-from clip_train.data import SourceSummary, Tokenizer, TrainLoader, ValLoader, check_source, resolve_lanes
+from clip_train.data import Tokenizer, TrainLoader, ValLoader
 from clip_train.errors import CheckpointError, ClipTrainError, Preempted, RemoteRankError, UserError
-from clip_train.evaluate import ZeroShotClasses, evaluate
+from clip_train.evaluate import evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
-from clip_train.models import CLIP, Architecture
+from clip_train.models import CLIP
 from clip_train.models.weights import initial_weights, load_teacher
 from clip_train.optim import build_optimizer, learning_rate
 from clip_train.protocols import Engine, Features, MicroBatch
@@ -34,85 +32,13 @@ from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
 from launcher import env as ranks
 from launcher.agreement import agree
+from launcher.checked import Checked, check, pays_twice, sized
 from launcher.config import RunConfig
-from launcher.ds_config import EngineConfig, build_ds_config
 from launcher.liveness import Liveness
 from launcher.same_run import compare_with
-from launcher.sizing import Decision, decide, measure, memory_limit, no_limit
+from launcher.sizing import measure, memory_limit
 from launcher.startup import Startup
 from launcher.verdict import clear_verdict, word_for, write_verdict
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What the checks before launch have found out."""
-
-    plan: BatchPlan
-    architecture: Architecture
-    ds_config: dict[str, Any]
-    lanes: int
-    engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at
-    decision: Decision | None = None  # where something is `auto`
-    source: SourceSummary | None = None  # on the rank that has looked at the shards
-
-
-def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Checked:
-    """Every mistake that can be found without a process group. UserError, all of them at once."""
-    problems: list[str] = []
-
-    def collect(action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except UserError as e:
-            problems.append(str(e))
-            return None
-
-    architecture = collect(config.model.architecture)
-    if architecture is not None:
-        if (config.loss.kind == "sigmoid") != (architecture.init_logit_bias is not None):
-            problems.append(bias_mistake(config))
-        collect(config.model.teacher_architecture)
-    plan = collect(lambda: plan_batch(config.batch, world_size))
-    ds_config = collect(lambda: ds_config_for(config, config.engine, plan, world_size))
-    lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
-    if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
-        problems.append(no_limit(config))
-    source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
-    if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
-        collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
-    if problems or plan is None:
-        raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
-    return Checked(plan, architecture, ds_config, lanes, config.engine, source=source)
-
-
-def ds_config_for(config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int) -> dict[str, Any]:
-    return build_ds_config(
-        engine,
-        micro_size=plan.micro_size if plan else 1,
-        world_size=world_size,
-        grad_clip_norm=config.optim.grad_clip_norm,
-    )
-
-
-def sized(config: RunConfig, checked: Checked, limit: float) -> Checked:
-    """`checked` with every `auto` decided within `limit` bytes a rank, before there is an engine to ask."""
-    decision = decide(config, checked.architecture, checked.plan, limit)
-    plan, engine = decision.layout.plan, decision.engine
-    ds_config = ds_config_for(config, engine, plan, plan.world_size)
-    return replace(checked, plan=plan, engine=engine, ds_config=ds_config, decision=decision)
-
-
-def bias_mistake(config: RunConfig) -> str:
-    """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would cancel one."""
-    if config.loss.kind == "sigmoid":
-        return (
-            f"loss.kind (sigmoid) needs a model with a bias, and {config.model.name} has none: "
-            "set model.init_logit_bias=-10 and model.init_logit_scale=2.3026"
-        )
-    return (
-        f"model.init_logit_bias: {config.model.name} has a bias, which loss.kind ({config.loss.kind}) would cancel: "
-        "set model.init_logit_bias=null, or loss.kind=sigmoid"
-    )
 
 
 def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup | None = None) -> int:
@@ -421,16 +347,6 @@ def describe_start(
         say(pays_twice(plan))
     if resumed is not None:
         say("\n".join([resumed.describe(), *notes]))
-
-
-def pays_twice(plan: BatchPlan) -> str:
-    """Activation checkpointing and the cache recompute the same forward: together they cost nearly three."""
-    return (
-        f"warning: engine.activation_checkpointing with batch.kept_graphs {plan.kept_graphs} of {plan.accum_steps} "
-        f"pays for the same forward twice ({plan.forwards_per_sample + 1:.2f} forwards per sample): set "
-        "batch.kept_graphs=all, or engine.activation_checkpointing=false with a smaller batch.micro_size, "
-        "or auto for both"
-    )
 
 
 def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:

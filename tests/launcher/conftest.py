@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clip_train.data.synthetic import SyntheticData, shapes
+from tests.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,10 +80,8 @@ def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str]:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to the whole group: every rank, the launcher, loader workers."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """SIGKILL to every rank, the launcher, loader workers."""
+    kill_tree(process)
     if process.stdout is not None:
         process.stdout.close()
 

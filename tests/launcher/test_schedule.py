@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from clip_train.errors import CheckpointError
+from launcher.checked import check
 from launcher.cli import main
 from launcher.config import load_config
-from launcher.train import build_loader, check
+from launcher.train import build_loader
 from tests.launcher.conftest import kill, metrics, run, start, wait_for_step
 
 SCHEDULE = "batch.schedule=[{until_step: 4, global_size: 7}, {until_step: 14, global_size: 9, ramp_to: 29}]"
