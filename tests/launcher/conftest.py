@@ -100,6 +100,16 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, timeout: 
     raise AssertionError(f"step {step} was not reached: {finish(process)[1]}")
 
 
+def wait_for_commit(run_dir: Path, process: subprocess.Popen, timeout: float = 120) -> None:
+    """Until there is a checkpoint to resume from: it is written in the background."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and process.poll() is None:
+        if list((run_dir / "checkpoints" / "commit").glob("*.json")):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"nothing was committed: {finish(process)[1]}")
+
+
 def metrics(run_dir: Path) -> list[dict]:
     """Whole lines of metrics.jsonl."""
     try:

@@ -14,7 +14,7 @@ from launcher.checked import check
 from launcher.cli import main
 from launcher.config import load_config
 from launcher.train import build_loader
-from tests.launcher.conftest import kill, metrics, run, start, wait_for_step
+from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit
 
 SCHEDULE = "batch.schedule=[{until_step: 4, global_size: 7}, {until_step: 14, global_size: 9, ramp_to: 29}]"
 VARYING = (SCHEDULE, "batch.global_size=23", "run.steps=24", "optim.lr_scaling=sqrt", "optim.reference_batch=16")
@@ -56,7 +56,7 @@ def test_metrics_tell_each_steps_own(uninterrupted):
 )
 def test_a_killed_run_goes_on_on_ranks_that_divide_nothing(recipe, tmp_path, uninterrupted, layout, ranks):
     process = start(recipe, *VARYING, "data.workers=1", ranks=ranks - 1)
-    wait_for_step(tmp_path / "run", 9, process)
+    wait_for_commit(tmp_path / "run", process)
     kill(process)
     status, out = run(recipe, *VARYING, *layout, ranks=ranks)
     assert status == 0 and "resuming from step" in out, out
@@ -95,13 +95,13 @@ def test_epochs_count_the_samples_of_the_schedule(recipe):
 def test_a_checkpoint_whose_data_is_elsewhere_is_refused(recipe):
     config = load_config(str(recipe), list(VARYING))
     checked, device = check(config, 1), torch.device("cpu")
-    with build_loader(config, checked, device, None) as loader:
+    with build_loader(config, checked, device, None)[0] as loader:
         cursors = [next(loader).cursors for _ in range(6)][-1]
 
     def resumed(step: int, cursors: dict) -> Any:
         return SimpleNamespace(step=step, path="run/checkpoints", state={"step": step, "cursors": cursors})
 
-    assert build_loader(config, checked, device, resumed(6, cursors)).step == 6
+    assert build_loader(config, checked, device, resumed(6, cursors))[0].step == 6
     for step, held in ((7, cursors), (6, {})):
         with pytest.raises(CheckpointError, match=rf"step {step} .*data position of step {6 if held else 0};"):
             build_loader(config, checked, device, resumed(step, held))
