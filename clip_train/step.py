@@ -28,8 +28,8 @@ from clip_train.contrastive import (
 from clip_train.contrastive.distill import Teacher
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import DivergedError
-from clip_train.library import UserBatch, UserEngine
 from clip_train.protocols import Batch, Differentiable, Engine, FeatureGradients, Phase
+from clip_train.user_engine import UserBatch, UserEngine
 
 T = TypeVar("T")
 
