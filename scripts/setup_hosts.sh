@@ -69,6 +69,6 @@ up) up "${3:-2}" ;;
 down) lab_down ;;
 exec) shift 2 && host_exec "$@" ;;
 net) host_net "${3:?a host}" "${4:?up or down}" ;;
-ps) host_exec "${3:?a host}" ps -eo pid,args ;;
+ps) host_exec "${3:?a host}" ps -ww -eo pid,args ;;
 *) echo "$action: install, up, exec, net, ps or down" >&2 && exit 2 ;;
 esac

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.verdict import read_verdict
-from tests.launcher.conftest import ROOT, finish, metrics, wait_for_step
+from tests.launcher.conftest import ROOT, finish, kill, metrics, wait_for_step
 from tests.slurm.conftest import missing
 
 pytestmark = pytest.mark.hosts
@@ -68,11 +68,15 @@ def left_on(lab: Path, host: str) -> list[str]:
 
 def test_it_trains_and_a_cut_link_ends_it_everywhere(lab, recipe, tmp_path):
     process = deepspeed(lab, recipe, "run.steps=3000", "launch.hang_step_seconds=10", "checkpoint.every_steps=3")
-    wait_for_step(tmp_path / "run", 5, process, timeout=180)
-    assert left_on(lab, "h1") and left_on(lab, "h2")
-    subprocess.run([SETUP, "net", lab, "h2", "down"], check=True)
     try:
-        status, out = finish(process, timeout=90)
+        wait_for_step(tmp_path / "run", 5, process, timeout=180)
+        assert left_on(lab, "h1") and left_on(lab, "h2")
+        subprocess.run([SETUP, "net", lab, "h2", "down"], check=True)
+    except BaseException:
+        kill(process)
+        raise
+    try:
+        status, out = finish(process, timeout=120)
         assert status != 0, out
         assert "no progress for" in out or "lost contact" in out, out
         end = time.monotonic() + 30
