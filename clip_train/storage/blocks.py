@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import io
 import os
@@ -60,9 +61,9 @@ class BlockFile(io.BufferedIOBase):
         self._number = -1  # of the block in `_data`
         self._data = memoryview(b"")
 
+    @abc.abstractmethod
     def _load(self, block: int) -> bytes:
         """The whole of one block. OSError."""
-        raise NotImplementedError
 
     def bounds(self, block: int) -> tuple[int, int]:
         """The bytes [from, to) of a block."""
