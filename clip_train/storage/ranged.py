@@ -118,8 +118,14 @@ class RangedFile(BlockFile):
     def _run(self, coroutine: Any) -> Future:
         from fsspec.asyn import get_loop
 
+        async def seen() -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask: it was dropped
+            return await coroutine
+
         loop = self._source.fs.loop if self._source.fs.async_impl else get_loop()
-        return asyncio.run_coroutine_threadsafe(coroutine, loop)
+        return asyncio.run_coroutine_threadsafe(seen(), loop)
 
     async def _persist(self, what: str, action: Callable[[], Awaitable[T]]) -> T:
         """`action`, until it succeeds or is hopeless."""

@@ -23,6 +23,8 @@ Action = Literal[
     "unconditional", "skew", "hide",
 ]  # fmt: skip
 
+MOST_RUNNING = 6  # below the default of storage.attempts
+
 
 @dataclass
 class Fault:
@@ -38,7 +40,8 @@ class Fault:
     """
 
     action: Action
-    every: int = 1  # of the requests that match, one in so many is hit: drawn, since a rhythm misses places
+    every: int = 1  # of the requests that match, one in so many is hit: drawn, since a rhythm misses places; more
+    # than one: and none is hit more than MOST_RUNNING times running, by this or by another, so that it passes at last
     skip: int = 0  # and the first ones are not
     times: int | None = None  # at most so often
     burst: int = 1  # once hit, so many in a row
@@ -84,6 +87,7 @@ class FaultyProxy:
         self.faults: list[Fault] = []
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
         self.port = 0
+        self._running: dict[str, int] = {}  # request -> faults since it last passed
         self._clients: set[asyncio.Task | None] = set()  # the loop holds them weakly, and some sleep for an hour
 
     @property
@@ -137,7 +141,7 @@ class FaultyProxy:
         body = await reader.readexactly(_length(head))
         asked = re.search(rb"\r\nRange: *([^\r]+)", head, re.IGNORECASE)
         self.requests.append(f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip())
-        hit = next((f for f in self.faults if f.hits(method.decode(), path.decode().partition("?")[0], head)), None)
+        hit = self._fault_of(self.requests[-1], method.decode(), path.decode().partition("?")[0], head)
         action = hit.action if hit else None
         if action == "reset":
             return _reset(writer)
@@ -169,6 +173,12 @@ class FaultyProxy:
             await writer.drain()
             return True
         return await self._spoil(hit, answer_head, answer, writer)
+
+    def _fault_of(self, request: str, method: str, path: str, head: bytes) -> Fault | None:
+        tired = self._running.get(request, 0) >= MOST_RUNNING
+        hit = next((f for f in self.faults if not (tired and f.every > 1) and f.hits(method, path, head)), None)
+        self._running[request] = self._running.get(request, 0) + 1 if hit else 0
+        return hit
 
     async def _forward(self, head: bytes, body: bytes, no_body: bool) -> tuple[bytes, bytes]:
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
