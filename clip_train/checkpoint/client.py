@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from clip_train import dist
-from clip_train.checkpoint.pipeline import Settings, encoded
-from clip_train.checkpoint.saver import receive
+from clip_train.checkpoint.messages import encoded, receive
+from clip_train.checkpoint.order import Settings
 from clip_train.errors import CheckpointError
 
 _CONNECT_SECONDS = 60.0

@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeVar
 
 from clip_train import dist
 from clip_train.checkpoint import layout, marks
+from clip_train.checkpoint.disk import check_space, free_bytes
 from clip_train.checkpoint.files import DamagedBlockError, download, first_damage
 from clip_train.checkpoint.layout import CommitRef, FileEntry
 from clip_train.checkpoint.marks import DamagedError, Found
-from clip_train.checkpoint.pipeline import check_space, free_bytes
 from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage, Storage
 
