@@ -332,6 +332,7 @@ def test_resume_from_a_url(tmp_path: Path, url: str, view: Bucket) -> None:
 
 
 def test_no_secret_is_told_or_kept(tmp_path: Path, url: str, view: Bucket, proxy, monkeypatch, capfd) -> None:
+    view.server.add_key("AKIASECRETKEY", "TOPSECRETVALUE")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASECRETKEY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "TOPSECRETVALUE")
     run = Run(tmp_path, url)

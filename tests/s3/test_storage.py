@@ -167,13 +167,15 @@ def test_reads_survive_what_passes(storage: S3Storage, proxy: FaultyProxy, view:
 
 
 def test_expired_credentials_are_asked_for_again(
-    storage: S3Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    storage: S3Storage, server: Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert storage.list() == []
-    proxy.faults = [Fault("expired", key="", access_key="test", method="GET|PUT")]
+    proxy.faults = [Fault("expired", key="", access_key=server.access_key, method="GET|PUT")]
     with pytest.raises(PermissionError, match="have expired: renew them"):
         storage.list()
+    server.add_key("renewed", "another-secret")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
     assert storage.list() == [] and storage.put_bytes("a", b"")
 
 
