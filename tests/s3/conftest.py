@@ -26,7 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    here = {kind: [r for r in found if "tests/s3/" in getattr(r, "nodeid", "")] for kind, found in terminalreporter.stats.items()}
+    here = {
+        kind: [r for r in found if "tests/s3/" in getattr(r, "nodeid", "")]
+        for kind, found in terminalreporter.stats.items()
+    }
     if here.get("skipped") and (missing := chosen().missing()):
         told = f"{len(here['skipped'])} S3 TESTS WERE NOT RUN: {missing}"
         terminalreporter.write_sep("!", told, red=True, bold=True)
