@@ -68,6 +68,7 @@ def explain(
                 line = f"{path} is missing; add it to the {within}{command}"
             case "value_error":
                 line = str(each["ctx"]["error"])
+                line = line if not path or str(place.path[0]) in line else f"{path}: {line}"
             case _:
                 value = _value(raw, place.path, each["input"])
                 more = f", {each['msg']}" if each["type"] in AND else ", and finite" * (each["type"] == "finite_number")
@@ -100,6 +101,11 @@ def allowed(kind: Any) -> str:
 def shown(value: Any) -> str:
     """A value as YAML has it, text in quotes, cut where it is long."""
     text = repr(value) if isinstance(value, str) else as_yaml(value)
+    return clipped(text)
+
+
+def clipped(text: str) -> str:
+    """For messages: cut where it is long."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from clip_train.errors import UserError
-from clip_train.explain import shown
+from clip_train.explain import clipped
 from clip_train.settings import Settings
 
 SHIPPED = Path(__file__).resolve().parent.parent / "ds_configs"
@@ -95,7 +95,9 @@ def base_config_path(config: EngineConfig) -> Path:
     ):
         if os.path.isfile(candidate):  # unlike Path.is_file it takes any text
             return candidate
-    raise UserError(f"engine.ds_config ({shown(config.ds_config)}): no such file; shipped ones are {', '.join(names)}")
+    raise UserError(
+        f"engine.ds_config ({clipped(config.ds_config)}): no such file; shipped ones are {', '.join(names)}"
+    )
 
 
 def load_base(config: EngineConfig) -> dict[str, Any]:

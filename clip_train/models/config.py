@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from clip_train.errors import UserError
-from clip_train.explain import Allowed, explain, shown
+from clip_train.explain import Allowed, clipped, explain, shown
 from clip_train.settings import Settings
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
@@ -227,7 +227,7 @@ class ModelConfig(Settings):
         folder = Path(self.teacher).expanduser()
         if not os.path.exists(folder):
             raise UserError(
-                f"model.teacher ({shown(self.teacher)}): no such file or folder; give an export folder or weights"
+                f"model.teacher ({clipped(self.teacher)}): no such file or folder; give an export folder or weights"
             )
         if self.teacher_name is None and not os.path.isfile(folder / "open_clip_config.json"):
             raise UserError(
@@ -272,7 +272,7 @@ def load_architecture(name: str) -> Architecture:
     known = preset_names()
     if path.suffix == ".json" or "/" in name:
         raise UserError(
-            f"model.name ({shown(name)}): there is no such file; correct the path, or name one of {', '.join(known)}"
+            f"model.name ({clipped(name)}): there is no such file; correct the path, or name one of {', '.join(known)}"
         )
     by_lower = {k.lower(): k for k in known}
     near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
