@@ -21,9 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
-from pydantic import PositiveFloat
-
-from clip_train.settings import Settings
+from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
 from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, leave_mark, this_rank
 
@@ -31,19 +29,19 @@ from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, leave_mark, this_
 class LaunchConfig(Settings):
     """The `launch` section: how long things may take before they count as broken. All in seconds."""
 
-    first_timeout_seconds: PositiveFloat = 1800.0
+    first_timeout_seconds: Seconds = 1800.0
     """Of a collective until the first step is done: ranks start at different times, kernels are compiled."""
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: Seconds = 600.0
     """Of a collective afterwards, while steps run; at least twice the limit of a step."""
-    hang_start_seconds: PositiveFloat = 3600.0
+    hang_start_seconds: Seconds = 3600.0
     """A rank that has not finished its first step by then hangs."""
-    hang_step_seconds: PositiveFloat | None = None
+    hang_step_seconds: Seconds | None = None
     """The same for one step; null: 20 times the median of the steps so far, and 300 at least."""
-    hang_save_seconds: PositiveFloat = 3600.0
+    hang_save_seconds: Seconds = 3600.0
     """The same for a checkpoint."""
-    hang_evaluate_seconds: PositiveFloat = 7200.0
+    hang_evaluate_seconds: Seconds = 7200.0
     """The same for an evaluation."""
-    stop_before_end_seconds: PositiveFloat = 120.0
+    stop_before_end_seconds: Seconds = 120.0
     """Save and stop this long before the job's time is over; a quarter of the job's time at most."""
 
 
