@@ -466,7 +466,7 @@ class CheckpointManager:
             own = place in {self.folder.resolve().as_posix(), self.remote.url if self.remote else None}
             if not own:
                 places = _elsewhere(place, self.storage)
-        answer = resolve(places, only)
+        answer = resolve(places, only, shared=self._all_see_folder, log=self._log)
         if own:
             self._damaged = {each.ref for each in answer.skipped}
         if answer.found is None:
@@ -481,11 +481,11 @@ class CheckpointManager:
         return resumed
 
     def _open(self, places: Places, answer: Resolution) -> Resumed:
-        everything_here = not answer.in_remote or self._all_see_folder()
         local, remote, found = places.local, places.remote, answer.found
-        if everything_here and local is not None and remote is not None and found is not None and not answer.in_local:
+        here = answer.in_remote and self._all_see_folder()
+        if here and local is not None and remote is not None and found is not None and not answer.in_local:
             dist.on_main(lambda: keep_locally(local, remote, found))
-        return open_found(places, answer, everything_here=everything_here)
+        return open_found(places, answer)
 
     def _nothing_found(self, mode: str, places: Places, answer: Resolution) -> None:
         where = " and ".join(each.url for each in places[:2] if each is not None)
