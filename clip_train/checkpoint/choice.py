@@ -32,7 +32,7 @@ def choose(
     all_see_folder: Callable[[], bool],
     log: Callable[[str], None],
 ) -> Choice:
-    """mode: `checkpoint.resume`. storage, remote: this run's. log: on rank 0, when nothing is whole.
+    """mode: `checkpoint.resume`. storage, remote: this run's. log: on rank 0, how far it is, and when nothing is whole.
 
     CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for a path
     that holds no checkpoints.
@@ -47,7 +47,7 @@ def choose(
         own = place in {storage.root.resolve().as_posix(), remote.url if remote else None}
         if not own:
             places = _elsewhere(place, storage)
-    answer = resolve(places, only)
+    answer = resolve(places, only, shared=all_see_folder, log=log)
     damaged = frozenset(each.ref for each in answer.skipped) if own else frozenset()
     if answer.found is None:
         _nothing_found(mode, places, answer, log)
@@ -64,11 +64,11 @@ def _elsewhere(place: str, fetch_to: LocalStorage) -> Places:
 
 
 def _open(places: Places, answer: Resolution, all_see_folder: Callable[[], bool]) -> Resumed:
-    everything_here = not answer.in_remote or all_see_folder()
     local, remote, found = places.local, places.remote, answer.found
-    if everything_here and local is not None and remote is not None and found is not None and not answer.in_local:
+    here = answer.in_remote and all_see_folder()
+    if here and local is not None and remote is not None and found is not None and not answer.in_local:
         dist.on_main(lambda: keep_locally(local, remote, found))
-    return open_found(places, answer, everything_here=everything_here)
+    return open_found(places, answer)
 
 
 def _nothing_found(mode: str, places: Places, answer: Resolution, log: Callable[[str], None]) -> None:

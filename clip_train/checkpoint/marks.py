@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from clip_train.checkpoint import layout
 from clip_train.checkpoint.layout import Commit, CommitRef, Manifest
+from clip_train.errors import CheckpointError
 from clip_train.storage import Storage
 
 T = TypeVar("T")
@@ -17,6 +18,17 @@ _READS = 3  # of a small file that does not have its sha256: the bit may have fl
 
 class DamagedError(Exception):
     """A committed checkpoint that is not whole, in words."""
+
+
+def readable(storage: Storage, action: Callable[[Storage], T]) -> T:
+    """`action(storage)`; CheckpointError where it cannot be told what is there."""
+    try:
+        return action(storage)
+    except (OSError, layout.NewerFormatError) as e:
+        raise CheckpointError(
+            f"cannot read the checkpoints under {storage.url}: {type(e).__name__}: {e}. This is not taken "
+            "for a damaged or missing checkpoint; mend it, or set checkpoint.resume"
+        ) from e
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from clip_train.checkpoint import layout, marks
 from clip_train.checkpoint.files import PARALLEL_BLOCKS, DamagedBlockError, fetch_block
 from clip_train.checkpoint.layout import BLOCK_BYTES, CommitRef, FileEntry
-from clip_train.checkpoint.marks import DamagedError, Found
-from clip_train.checkpoint.resume import Places, readable
+from clip_train.checkpoint.marks import DamagedError, Found, readable
+from clip_train.checkpoint.resume import Places
 from clip_train.checkpoint.retention import Policy, read_metrics, verdicts
 from clip_train.storage import Storage
 

@@ -33,6 +33,9 @@ class Source:
     def slots(self):
         return set(next(iter(self.tensors.values())))
 
+    def prepare(self, wanted):
+        self.prepared = list(wanted)
+
     def read(self, name, slot, start, numel):
         return self.tensors[name][slot].flatten()[start : start + numel]
 
