@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,7 +171,7 @@ class HandOver:
         outcomes.failures, outcomes.last_good, outcomes.fatal = first.failures, first.last_good, first.fatal
         if first.fatal is not None:
             raise CheckpointError(first.fatal)
-        self.stop_waiting_for([each.losses for each in offers])
+        self._stop_waiting_for([each.losses for each in offers])
         errors = [f"rank {r}: {each.error}" for r, each in enumerate(offers) if each.error is not None]
         if errors:
             more = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
@@ -182,7 +183,21 @@ class HandOver:
         check_space(self._folder, sum(each.num_bytes for each in offers) if self._shared_disk else 0, free)
         return first.prefix
 
-    def stop_waiting_for(self, everyone: list[Losses]) -> None:
+    def wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
+        """Hear the savers until no rank is `waiting`; False if `end` comes first, by rank 0's clock. Collective.
+
+        No rank sits in a collective for longer than a second, and what one has lost the others hear at once.
+        """
+        while True:
+            self.hear(min(1.0, max(end - time.monotonic(), 0.0)) if waiting() else 0.0)
+            words = dist.gather_objects((waiting(), time.monotonic() >= end, self._outcomes.take_losses()))
+            self._stop_waiting_for([losses for _, _, losses in words])
+            if not any(still for still, _, _ in words):
+                return True
+            if words[0][1]:
+                return False
+
+    def _stop_waiting_for(self, everyone: list[Losses]) -> None:
         """Rank 0's saver waits for all ranks' words; some will not come."""
         for prefix, why in self._outcomes.learn_losses(everyone).items():
             if self._saver.connected:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint.beginning import all_ranks_see, take_epoch
+from clip_train.checkpoint.beginning import all_ranks_see, policy_of, take_epoch
 from clip_train.checkpoint.choice import choose
 from clip_train.checkpoint.client import SaverClient
 from clip_train.checkpoint.config import CheckpointConfig
@@ -56,6 +56,7 @@ class CheckpointManager:
         self._protect: set[CommitRef] = set()
         self._damaged: set[CommitRef] = set()
         self._abandoned = False  # the last save did not make it within the grace
+        self._grace_left: float | None = None  # seconds, of the last save if it was waited for
 
     @property
     def last_good(self) -> LastGood | None:
@@ -130,18 +131,11 @@ class CheckpointManager:
             return
         others: list[Storage] = [self.storage] if self.remote is not None else []
         epoch = take_epoch(self.remote or self.storage, others)
-        config = self.config
-        self._policy = Policy(
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-            orphan_grace_seconds=60 * config.orphan_grace_minutes,
-            epoch=epoch,
-            protect=self._protect,
-            damaged=self._damaged,
-        )
+        self._policy = policy_of(self.config, epoch, self._protect, self._damaged)
         shared = self._all_see_folder()
-        settings = Settings(str(self.folder), config.remote, shared, 60 * config.save_timeout_minutes, self._policy)
+        settings = Settings(
+            str(self.folder), self.config.remote, shared, 60 * self.config.save_timeout_minutes, self._policy
+        )
         self._saver = SaverClient(settings)
         self._hand_over = HandOver(self.folder, self._saver, epoch, self._outcomes, shared_disk=shared)
 
@@ -178,6 +172,7 @@ class CheckpointManager:
         self._hear(0.0)
         outcomes = self._outcomes
         outcomes.saver_died = self._abandoned = False
+        self._grace_left = None
         end = time.monotonic() + self.config.grace_seconds
         if self._handed_over == step and dist.broadcast_object(outcomes.saved == step or step in outcomes.pending):
             if not wait or self._finish(step, end):
@@ -249,19 +244,10 @@ class CheckpointManager:
     # -- end
 
     def _wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
-        """Hear the savers until no rank is `waiting`; False if `end` comes first, by rank 0's clock. Collective.
-
-        No rank sits in a collective for longer than a second, and what one has lost the others hear at once.
-        """
         assert self._hand_over is not None
-        while True:
-            self._hear(min(1.0, max(end - time.monotonic(), 0.0)) if waiting() else 0.0)
-            words = dist.gather_objects((waiting(), time.monotonic() >= end, self._outcomes.take_losses()))
-            self._hand_over.stop_waiting_for([losses for _, _, losses in words])
-            if not any(still for still, _, _ in words):
-                return True
-            if words[0][1]:
-                return False
+        in_time = self._hand_over.wait_together(waiting, end)
+        self._grace_left = max(end - time.monotonic(), 0.0)
+        return in_time
 
     def _buffers_free(self, step: int, end: float) -> bool:
         """Wait until no rank's last snapshot is being written any more. Collective."""
@@ -305,15 +291,16 @@ class CheckpointManager:
     def close(self) -> None:
         """The saver finishes what is under way within `checkpoint.grace_seconds`, or abandons it, and says which.
 
-        Every rank for itself: nothing here waits for another one.
+        What a last save has waited counts. Every rank for itself: nothing here waits for another one.
         """
         if self._saver is None or self._hand_over is None:
             return
-        outcomes = self._outcomes
-        end = time.monotonic() + self.config.grace_seconds
+        outcomes, grace = self._outcomes, self.config.grace_seconds
+        grace = grace if self._grace_left is None else min(grace, self._grace_left)
+        end = time.monotonic() + grace
         waiting = sorted(outcomes.pending)
         if waiting:
-            outcomes.say(f"finishing the checkpoint of step {waiting[-1]} (up to {self.config.grace_seconds:.0f} s)")
+            outcomes.say(f"finishing the checkpoint of step {waiting[-1]} (up to {grace:.0f} s)")
         while (outcomes.pending or (outcomes.tidying and not self._abandoned)) and time.monotonic() < end:
             if not self._saver.connected:
                 break

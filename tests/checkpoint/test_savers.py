@@ -16,6 +16,12 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager, client
+from clip_train.checkpoint.layout import new_prefix
+from clip_train.checkpoint.order import Order, Settings
+from clip_train.checkpoint.outcomes import Outcomes
+from clip_train.checkpoint.pipeline import Pipeline
+from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
 from clip_train.errors import CheckpointError
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.ranks import run_ranks
@@ -250,3 +256,46 @@ def test_a_saver_that_two_ranks_share_is_killed(tmp_path: Path) -> None:
     assert zero[:3] == one[:3] == [True, True, True]
     assert len(zero[3]) == 1 and f"step 2 failed (1 in a row): {ENDED} (signal 9)" in zero[3][0] and one[3] == []
     assert_whole(tmp_path, {1, 3})
+
+
+def test_uploads_that_are_slower_than_saves_are_no_failures(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    policy = Policy(keep_last=9)
+    pipeline = Pipeline(Settings(str(tmp_path / "local"), str(tmp_path / "store"), True, 60.0, policy), told.append)
+    plan = plan_file(0, [], {"rng": torch.zeros(3)})
+    buffer = SharedBuffer(plan.num_bytes, pin=False)
+    buffer.fill(plan)
+    pipeline.set_buffer(buffer.fd)
+    begun, slow = threading.Event(), threading.Event()
+    assert pipeline.remote is not None
+    put_file = pipeline.remote.put_file
+
+    def put_slowly(local: Path, name: str) -> None:
+        begun.set()
+        assert slow.wait(60)
+        put_file(local, name)
+
+    pipeline.remote.put_file = put_slowly  # type: ignore[method-assign,assignment]
+
+    def until(kind: str, *steps: int) -> None:
+        end = time.monotonic() + 60
+        while {each["step"] for each in told if each["told"] == kind} != set(steps):
+            assert time.monotonic() < end, told
+            time.sleep(0.01)
+
+    for step in (1, 2, 3, 4):
+        pipeline.save(Order(step, new_prefix(0, step), 0, 0, 1, plan.num_bytes, {}))
+        until("kept", *range(1, step + 1))
+        assert begun.wait(60)
+    until("overtaken", 2, 3)
+    slow.set()
+    until("done", 1, 4)
+    assert not any(each["told"] == "failed" for each in told)
+    assert set(committed(tmp_path / "store")) == {1, 4} and set(committed(tmp_path / "local")) == {1, 2, 3, 4}
+    outcomes = Outcomes(1, print)
+    for step in (1, 2, 3, 4):
+        outcomes.handed_over(step, next(each["prefix"] for each in told if each["step"] == step))
+    for each in told:
+        outcomes.hear(each)
+    assert (outcomes.pending, outcomes.writing, outcomes.tidying, outcomes.failures) == ({}, None, set(), 0)
+    assert outcomes.fatal is None and outcomes.last_good is not None and outcomes.last_good.step == 4
