@@ -13,7 +13,7 @@ from typing import Any
 
 from clip_train.checkpoint import layout, lease, marks
 from clip_train.checkpoint.layout import Commit, FileEntry, Manifest
-from clip_train.checkpoint.order import Order, RefusedError, explain
+from clip_train.checkpoint.order import Order, OvertakenError, RefusedError, explain
 from clip_train.errors import CheckpointError
 from clip_train.storage import Storage
 
@@ -36,13 +36,13 @@ class Committer:
         self._remote = remote
         self._timeout = timeout_seconds
         self._note = note
-        self._cancelled: dict[int, str] = {}  # step -> why nobody should wait for it
+        self._cancelled: dict[str, str] = {}  # attempt -> why nobody should wait for it
         self._changed = threading.Condition()
 
-    def cancel(self, step: int, why: str) -> None:
+    def cancel(self, prefix: str, why: str) -> None:
         """A rank has failed whose word will not come."""
         with self._changed:
-            self._cancelled[step] = why
+            self._cancelled[prefix] = why
             self._changed.notify_all()
 
     def commit(self, store: Storage, order: Order) -> None:
@@ -94,15 +94,15 @@ class Committer:
                 except ValueError as e:
                     raise CheckpointError(f"the word of rank {rank} makes no sense: {e}") from e
                 if "error" in word:
-                    raise RefusedError(f"rank {rank}: {word['error']}")
+                    raise (OvertakenError if word.get("overtaken") else RefusedError)(f"rank {rank}: {word['error']}")
                 words[rank] = [FileEntry(**entry) for entry in word["files"]]
             missing = sorted(set(range(order.world_size)) - set(words))
             if not missing:
                 return [entry for rank in sorted(words) for entry in words[rank]]
             with self._changed:
-                self._changed.wait_for(lambda: order.step in self._cancelled, timeout=pause)
-                if order.step in self._cancelled:
-                    raise RefusedError(self._cancelled[order.step])
+                self._changed.wait_for(lambda: order.prefix in self._cancelled, timeout=pause)
+                if order.prefix in self._cancelled:
+                    raise RefusedError(self._cancelled[order.prefix])
             pause = min(1.5 * pause, most)
             if time.monotonic() > order.since + self._timeout:
                 shown = ", ".join(map(str, missing[:8]))

@@ -11,7 +11,8 @@ class CheckpointConfig(Settings):
     """When to save and where, how much to keep, what to resume from."""
 
     every_steps: int | None = Field(1000, ge=1)
-    """Save after every so many optimizer steps; null: never by steps."""
+    """Save after every so many optimizer steps; null: never by steps. Where the disk still takes the last snapshot
+    then, as soon as it has it."""
 
     every_minutes: float | None = Field(None, gt=0, le=1e6)
     """Save when so many minutes have passed since the last save, by rank 0's clock; null: never by time."""

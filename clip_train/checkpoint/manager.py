@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint import lease
+from clip_train.checkpoint.beginning import all_ranks_see, policy_of, take_epoch
 from clip_train.checkpoint.choice import choose
 from clip_train.checkpoint.client import SaverClient
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.handover import Content, HandOver
+from clip_train.checkpoint.handover import Content, HandOver, StillWritingError
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.opening import Resumed
-from clip_train.checkpoint.order import Settings, explain
+from clip_train.checkpoint.order import Settings
 from clip_train.checkpoint.outcomes import LastGood, Outcomes
 from clip_train.checkpoint.preflight import preflight
 from clip_train.checkpoint.retention import Policy
@@ -56,6 +56,7 @@ class CheckpointManager:
         self._protect: set[CommitRef] = set()
         self._damaged: set[CommitRef] = set()
         self._abandoned = False  # the last save did not make it within the grace
+        self._grace_left: float | None = None  # seconds, of the last save if it was waited for
 
     @property
     def last_good(self) -> LastGood | None:
@@ -63,8 +64,29 @@ class CheckpointManager:
         return self._outcomes.last_good
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step` (counted from 1): the same answer on all ranks, once per step."""
-        return self._schedule.due(step)
+        """Whether to save after `step` (counted from 1): the same answer on all ranks, once per step.
+
+        A save that is due while the disk still takes the previous snapshot is put off until it has it. That is no
+        failure; but one that is put off for `checkpoint.save_timeout_minutes` counts as one.
+        """
+        self._hear(0.0)
+        schedule, before = self._schedule, self._schedule.put_off
+        due = schedule.due(step, busy=self._outcomes.writing is not None)
+        if before is None:
+            self._tell_put_off()
+        if dist.is_main() and schedule.put_off_for() > 60 * self.config.save_timeout_minutes:
+            schedule.wait_anew()
+            why = f"for {self.config.save_timeout_minutes:g} minutes {self._still_writing()}"
+            self._outcomes.count_failure([schedule.put_off or step], why)
+        return due
+
+    def _tell_put_off(self) -> None:
+        if self._schedule.put_off is not None:
+            step = self._schedule.put_off
+            self._outcomes.say(f"checkpoint of step {step} is put off: {self._still_writing()}")
+
+    def _still_writing(self) -> str:
+        return f"step {self._handed_over} is still being written to {self.folder}"
 
     # -- begin
 
@@ -107,41 +129,20 @@ class CheckpointManager:
         """
         if self._policy is not None:
             return
-        others = [self.storage] if self.remote is not None else []
-        main = self.remote or self.storage
-
-        def take() -> int:
-            try:
-                return lease.acquire(main, others)
-            except OSError as e:
-                raise CheckpointError(f"checkpoints cannot be written to {main.url}: {explain(e)}") from e
-
-        epoch = dist.on_main(take)
-        config = self.config
-        self._policy = Policy(
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-            orphan_grace_seconds=60 * config.orphan_grace_minutes,
-            epoch=epoch,
-            protect=self._protect,
-            damaged=self._damaged,
-        )
+        others: list[Storage] = [self.storage] if self.remote is not None else []
+        epoch = take_epoch(self.remote or self.storage, others)
+        self._policy = policy_of(self.config, epoch, self._protect, self._damaged)
         shared = self._all_see_folder()
-        settings = Settings(str(self.folder), config.remote, shared, 60 * config.save_timeout_minutes, self._policy)
+        settings = Settings(
+            str(self.folder), self.config.remote, shared, 60 * self.config.save_timeout_minutes, self._policy
+        )
         self._saver = SaverClient(settings)
         self._hand_over = HandOver(self.folder, self._saver, epoch, self._outcomes, shared_disk=shared)
 
     def _all_see_folder(self) -> bool:
-        """Rank 0 leaves a file; whoever does not see it has another disk. Without a remote store they must."""
-        if self._shared is None and (self.remote is None or dist.world_size() == 1):
-            self._shared = True
+        """Without a remote store they must."""
         if self._shared is None:
-            name = f".seen-{time.time_ns()}"
-            token = dist.on_main(lambda: self.storage.put_bytes(name, b"") and name)
-            self._shared = all(dist.gather_objects(self.storage.path(str(token)).exists()))
-            if dist.is_main():
-                self.storage.delete(name)
+            self._shared = self.remote is None or all_ranks_see(self.storage)
         return self._shared
 
     # -- save
@@ -163,28 +164,57 @@ class CheckpointManager:
 
         True: it is on its way (wait: it is committed). False: it is not, on any rank; rank 0 has logged why and
         training may go on. CheckpointError after `max_failed_saves` failures in a row, or when another process
-        has taken over. A step that is saved already is not again.
+        has taken over. A step that is saved already is not again. Where a rank's buffer is not free (`due` does
+        not ask for a save then) it is put off, or waited for.
         """
         self.begin()
         assert self._hand_over is not None
         self._hear(0.0)
         outcomes = self._outcomes
+        outcomes.saver_died = self._abandoned = False
+        self._grace_left = None
         end = time.monotonic() + self.config.grace_seconds
         if self._handed_over == step and dist.broadcast_object(outcomes.saved == step or step in outcomes.pending):
-            return self._finish(step, end) if wait else True
-        while wait and outcomes.writing is not None and time.monotonic() < end:
-            self._hear(min(1.0, end - time.monotonic()))
+            if not wait or self._finish(step, end):
+                return True
+            if self._abandoned:
+                return False  # else it has failed, and there is time to try again
+        if wait and not self._buffers_free(step, end):
+            return False
         try:
             self._hand_over.save(Content(step, fragments, rank_tensors, shared_tensors, state))
-            self._handed_over = step
-        except CheckpointError as e:
-            outcomes.count_failure(step, str(e))
-            if outcomes.fatal is not None:
-                raise CheckpointError(outcomes.fatal) from e
+        except StillWritingError:
+            self._schedule.postpone(step)
+            self._tell_put_off()
             return False
-        finally:
+        except CheckpointError as e:
             self._schedule.saved(step)
-        return self._finish(step, end) if wait else True
+            return self._refused(step, e)
+        if self._schedule.put_off is not None:
+            outcomes.number("checkpoint_late_steps", step - self._schedule.put_off)
+        self._schedule.saved(step)
+        self._handed_over = step
+        return not wait or self._finish(step, end) or self._once_more(step, end)
+
+    def _refused(self, step: int, why: CheckpointError) -> bool:
+        """It could not be handed over, on all ranks alike: a failure like any other."""
+        if dist.is_main():
+            self._outcomes.count_failure([step], str(why))
+        self._outcomes.agree()
+        if self._outcomes.fatal is not None:
+            raise CheckpointError(self._outcomes.fatal) from why
+        return False
+
+    def _once_more(self, step: int, end: float) -> bool:
+        """A save that is waited for is lost with a saver, but what it was to write is still in the buffers."""
+        assert self._hand_over is not None
+        if self._abandoned or not self._outcomes.saver_died or not self._buffers_free(step, end):
+            return False
+        try:
+            self._hand_over.again()
+        except CheckpointError as e:
+            return self._refused(step, e)
+        return self._finish(step, end)
 
     def poll(self) -> dict[str, float]:
         """At every step: what has become of earlier saves, without waiting; numbers for the step's record.
@@ -198,41 +228,56 @@ class CheckpointManager:
 
     def note_metrics(self, step: int, values: dict[str, float]) -> None:
         """What the evaluation at `step` came to, for `checkpoint.keep_best`."""
-        if self.config.keep_best is None or not dist.is_main() or self._saver is None or self._policy is None:
+        if self.config.keep_best is None or not dist.is_main() or self._hand_over is None or self._policy is None:
             return
         name = self.config.keep_best.removeprefix("-")
         if name not in values:
             self._log(f"checkpoint.keep_best ({name}): no such number; the evaluation has {', '.join(sorted(values))}")
-        elif self._saver.connected:
-            value = {name: values[name]}
-            self._saver.send({"do": "metric", "epoch": self._policy.epoch, "step": step, "values": value})
+        else:
+            body = {"do": "metric", "epoch": self._policy.epoch, "step": step, "values": {name: values[name]}}
+            self._hand_over.note(f"metric of step {step}", body)
 
     def _hear(self, timeout: float) -> None:
-        for told in self._saver.news(timeout) if self._saver is not None else []:
-            self._outcomes.hear(told)
+        if self._hand_over is not None:
+            self._hand_over.hear(timeout)
 
     # -- end
 
+    def _wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
+        assert self._hand_over is not None
+        in_time = self._hand_over.wait_together(waiting, end)
+        self._grace_left = max(end - time.monotonic(), 0.0)
+        return in_time
+
+    def _buffers_free(self, step: int, end: float) -> bool:
+        """Wait until no rank's last snapshot is being written any more. Collective."""
+        free = self._wait_together(lambda: self._outcomes.writing is not None, end)
+        if not free:
+            self._abandon(step, f"; {self._still_writing()}")
+        return free
+
     def _finish(self, step: int, end: float) -> bool:
-        """Wait until `step` is decided on all ranks, or until `end` (by this process's clock). Collective."""
+        """Wait until `step` is decided, which rank 0 hears first, or until `end`. Collective."""
         outcomes = self._outcomes
         if step in outcomes.pending and self.remote is not None:
             left = max(end - time.monotonic(), 0.0)
             outcomes.say(f"waiting up to {left:.0f} s for step {step} to be committed at {self.remote.url}")
-        while step in outcomes.pending and time.monotonic() < end:
-            self._hear(min(1.0, max(end - time.monotonic(), 0.0)))
-        abandoned = step in outcomes.pending
-        self._abandoned = abandoned
-        outcomes.pending.clear()  # what is older has been overtaken
+        decided = self._wait_together(lambda: dist.is_main() and step in outcomes.pending, end)
         outcomes.agree()
         if outcomes.saved == step:
+            outcomes.pending.clear()  # what is older has been overtaken
             return True
         if outcomes.fatal is not None:
             raise CheckpointError(outcomes.fatal)
-        if abandoned:
-            seconds = self.config.grace_seconds
-            outcomes.say(f"the save of step {step} was abandoned after {seconds:.0f} s; {outcomes.fallback()}")
+        if not decided:
+            self._abandon(step)
         return False
+
+    def _abandon(self, step: int, why: str = "") -> None:
+        self._abandoned = True
+        seconds, outcomes = self.config.grace_seconds, self._outcomes
+        outcomes.pending.clear()
+        outcomes.say(f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {outcomes.fallback()}")
 
     def settle(self, seconds: float = 20.0) -> None:
         """Wait until the newest save is committed somewhere or has failed, so that `last_good` is up to date."""
@@ -246,15 +291,16 @@ class CheckpointManager:
     def close(self) -> None:
         """The saver finishes what is under way within `checkpoint.grace_seconds`, or abandons it, and says which.
 
-        Every rank for itself: nothing here waits for another one.
+        What a last save has waited counts. Every rank for itself: nothing here waits for another one.
         """
         if self._saver is None or self._hand_over is None:
             return
-        outcomes = self._outcomes
-        end = time.monotonic() + self.config.grace_seconds
+        outcomes, grace = self._outcomes, self.config.grace_seconds
+        grace = grace if self._grace_left is None else min(grace, self._grace_left)
+        end = time.monotonic() + grace
         waiting = sorted(outcomes.pending)
         if waiting:
-            outcomes.say(f"finishing the checkpoint of step {waiting[-1]} (up to {self.config.grace_seconds:.0f} s)")
+            outcomes.say(f"finishing the checkpoint of step {waiting[-1]} (up to {grace:.0f} s)")
         while (outcomes.pending or (outcomes.tidying and not self._abandoned)) and time.monotonic() < end:
             if not self._saver.connected:
                 break

@@ -53,5 +53,9 @@ class RefusedError(CheckpointError):
     """This save has failed for good."""
 
 
+class OvertakenError(RefusedError):
+    """This save was never tried: a newer one was there first."""
+
+
 def explain(e: BaseException) -> str:
     return str(e) if isinstance(e, CheckpointError) else f"{type(e).__name__}: {e}"

@@ -9,22 +9,32 @@ Each is a thread of its own, so a slow upload holds up neither the next snapshot
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from clip_train.checkpoint import layout, lease
 from clip_train.checkpoint.committing import Committer, put_word
 from clip_train.checkpoint.disk import write_snapshot
 from clip_train.checkpoint.layout import CommitRef
-from clip_train.checkpoint.order import Order, Settings, explain
+from clip_train.checkpoint.order import Order, OvertakenError, RefusedError, Settings, explain
 from clip_train.checkpoint.retention import apply_retention, remove_own_files
 from clip_train.checkpoint.uploading import Uploads, upload
 from clip_train.storage import LocalStorage, Storage, open_storage
+
+
+@dataclass
+class _Metrics:
+    """What evaluations came to, on its way to one store."""
+
+    store: Storage
+    waiting: dict[CommitRef, tuple[str, dict[str, float]]] = field(default_factory=dict)  # with the message's name
+    lock: threading.Lock = field(default_factory=threading.Lock)  # one at a time brings them there
 
 
 class Pipeline:
@@ -39,6 +49,7 @@ class Pipeline:
         self._buffer: int | None = None  # file descriptor
         self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
         self._lock = threading.Lock()
+        self._metrics = {store.url: _Metrics(store) for store in self._stores()}
         self._to_write: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._to_keep: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._uploads = Uploads()
@@ -58,32 +69,45 @@ class Pipeline:
             self._active.add(order.prefix)
         self._to_write.put(order)
 
-    def cancel(self, step: int, why: str) -> None:
+    def cancel(self, prefix: str, why: str) -> None:
         """Another rank has failed: nobody should wait for it."""
-        self._committer.cancel(step, why)
+        self._committer.cancel(prefix, why)
 
-    def note_metric(self, epoch: int, step: int, values: dict[str, float]) -> None:
-        """Rank 0: what the evaluation at `step` came to, for retention."""
-        for store in self._stores():
-            store.put_bytes(CommitRef(epoch, step).metric_name, layout.seal({"step": step, "values": values}))
+    def note_metric(self, name: str, ref: CommitRef, values: dict[str, float]) -> None:
+        """Rank 0: what the evaluation at a step came to, for retention; `noted` once all stores have it.
+
+        OSError where one does not take it now: retention there tries again before it removes anything.
+        """
+        for metrics in self._metrics.values():
+            metrics.waiting[ref] = (name, values)
+        for metrics in self._metrics.values():
+            self._store_metrics(metrics)
+
+    def _store_metrics(self, metrics: _Metrics) -> None:
+        with metrics.lock:
+            for ref, (name, values) in list(metrics.waiting.items()):
+                metrics.store.put_bytes(ref.metric_name, layout.seal({"step": ref.step, "values": values}))
+                del metrics.waiting[ref]
+                if not any(ref in each.waiting for each in self._metrics.values()):
+                    self._tell({"told": "noted", "name": name})
 
     # -- the three threads
 
     def _write_all(self) -> None:
         while True:
             order = self._to_write.get()
-            why = None
+            failed: Exception | None = None
             try:
                 assert self._buffer is not None
                 order.entry = write_snapshot(self.local, self._buffer, order)
                 put_word(self.local, order, {"files": [asdict(order.entry)]})
             except Exception as e:
-                why = explain(e)
-            self._tell({"told": "written", "step": order.step})  # the buffer is free
-            if why is None:
+                failed = e
+            self._tell_of("written", order)  # the buffer is free
+            if failed is None:
                 self._to_keep.put(order)
             else:
-                self._fail(order, why)
+                self._fail(order, failed)
 
     def _keep_all(self) -> None:
         while True:
@@ -91,23 +115,23 @@ class Pipeline:
             try:
                 if self.settings.local_commits and order.rank == 0:
                     self._committer.commit(self.local, order)
-                    self._tell({"told": "kept", "step": order.step, "where": f"{self.local.url}/{order.prefix}"})
+                    self._tell_of("kept", order, where=f"{self.local.url}/{order.prefix}")
                     self._retain(self.local)
                 elif not self.settings.local_commits:
                     remove_own_files(self.local, order.rank, self.settings.policy.keep_last, self._in_flight())
             except Exception as e:
-                if self.remote is None or isinstance(e, lease.FencedError):
-                    self._fail(order, explain(e), fenced=isinstance(e, lease.FencedError))
+                if self.remote is None or isinstance(e, (lease.FencedError, RefusedError)):
+                    self._fail(order, e)
                     continue
                 # the remote store can do without
                 self._note(f"step {order.step} is not committed locally: {explain(e)}")
             if self.remote is None:
                 self._done(order)
-                self._tell({"told": "rest", "step": order.step})
+                self._tell_of("rest", order)
                 continue
             overtaken = self._uploads.put(order)
             if overtaken is not None:
-                self._fail(overtaken, f"overtaken by step {order.step} before its upload began")
+                self._fail(overtaken, OvertakenError(f"overtaken by step {order.step} before its upload began"))
 
     def _upload_all(self) -> None:
         while True:
@@ -120,39 +144,39 @@ class Pipeline:
                     self.remote,
                     self._committer,
                     newer=self._uploads.newer,
-                    retrying=lambda why, seconds, step=order.step: self._tell(  # type: ignore[misc]
-                        {"told": "retry", "step": step, "why": why, "seconds": seconds}
-                    ),
+                    retrying=lambda why, seconds, order=order: self._tell_of("retry", order, why=why, seconds=seconds),  # type: ignore[misc]
                     timeout_seconds=self.settings.timeout_seconds,
                 )
             except Exception as e:
-                self._fail(order, explain(e), fenced=isinstance(e, lease.FencedError))
+                self._fail(order, e)
             else:
                 self._done(order)
             self._uploads.remove(order)
             if order.rank == 0:
                 self._retain(self.remote)
-            self._tell({"told": "rest", "step": order.step})
+            self._tell_of("rest", order)
 
     # -- what became of it
 
     def _done(self, order: Order) -> None:
         self._over(order)
         where = f"{(self.remote or self.local).url}/{order.prefix}"
-        seconds = time.monotonic() - order.since
-        self._tell({"told": "done", "step": order.step, "where": where, "seconds": seconds, "bytes": order.size})
+        self._tell_of("done", order, where=where, seconds=time.monotonic() - order.since, bytes=order.size)
 
-    def _fail(self, order: Order, why: str, *, fenced: bool = False) -> None:
+    def _fail(self, order: Order, e: Exception) -> None:
         self._over(order)
-        self._tell({"told": "fenced" if fenced else "failed", "step": order.step, "why": why})
-        self._tell({"told": "rest", "step": order.step})
+        overtaken = isinstance(e, OvertakenError)
+        kind = "fenced" if isinstance(e, lease.FencedError) else "overtaken" if overtaken else "failed"
+        self._tell_of(kind, order, why=explain(e))
+        self._tell_of("rest", order)
         if order.rank == 0:
             return
         for store in self._stores():  # rank 0 waits for a word
-            try:
-                put_word(store, order, {"error": why})
-            except OSError:
-                continue
+            with contextlib.suppress(Exception):  # it hears of it from this rank too, if later
+                put_word(store, order, {"error": explain(e), "overtaken": overtaken})
+
+    def _tell_of(self, what: str, order: Order, **more: Any) -> None:
+        self._tell({"told": what, "step": order.step, "prefix": order.prefix, **more})
 
     def _note(self, text: str) -> None:
         self._tell({"told": "note", "text": text})
@@ -171,6 +195,7 @@ class Pipeline:
 
     def _retain(self, store: Storage) -> None:
         try:
+            self._store_metrics(self._metrics[store.url])  # they decide what is removed
             apply_retention(store, self.settings.policy, in_flight=self._in_flight())
         except Exception as e:  # whatever it is, saving goes on
             self._note(f"old checkpoints under {store.url} could not be removed: {explain(e)}")

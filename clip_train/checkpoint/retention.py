@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Collection
@@ -92,6 +93,7 @@ def apply_retention(storage: Storage, policy: Policy, *, in_flight: Collection[s
         storage.delete(ref.name)
         storage.delete(ref.metric_name)
     _remove_orphans(storage, policy, [ref for ref in commits if ref in kept], in_flight, set(removed))
+    _remove_metrics(storage, policy, commits, in_flight)
     lease.forget_old(storage, policy.epoch)
     return removed
 
@@ -118,25 +120,47 @@ def _remove_orphans(
             storage.delete_tree(attempt)
     storage.sweep(now - max(policy.orphan_grace_seconds, 1.0))
     if isinstance(storage, LocalStorage):
-        _tidy_folders(storage, now - policy.orphan_grace_seconds, in_flight)
+        _tidy_folders(storage, now - policy.orphan_grace_seconds, in_flight, kept[0])
 
 
-def _tidy_folders(storage: LocalStorage, older_than: float, in_flight: Collection[str]) -> None:
+def _remove_metrics(
+    storage: Storage, policy: Policy, commits: Collection[CommitRef], in_flight: Collection[str]
+) -> None:
+    """Those of saves that were never committed."""
+    meant = {*commits, *(layout.parse_prefix(attempt) for attempt in in_flight)}
+    older_than = storage.clock() - policy.orphan_grace_seconds
+    for entry in storage.list("metric"):
+        ref = CommitRef.parse(entry.name.replace("metric/", "commit/", 1))  # they are named alike
+        if ref is not None and ref not in meant and entry.modified <= older_than:
+            storage.delete(entry.name)
+
+
+def _tidy_folders(storage: LocalStorage, older_than: float, in_flight: Collection[str], newest: CommitRef) -> None:
     """Empty folders, and files that a kill left half written."""
     for left in storage.path("tmp").glob("ckpt+*"):
         if not left.name.replace("+", "/").startswith(tuple(in_flight)) and _modified(left) < older_than:
             left.unlink(missing_ok=True)
+    _remove_empty_folders(storage, newest)
+
+
+def _remove_empty_folders(storage: LocalStorage, newest: CommitRef) -> None:
+    """Not of what is newer: another rank may be about to write there. What is older all ranks have written."""
+    for folder in storage.path("ckpt").glob("s*/e*"):
+        ref = layout.parse_prefix(folder.relative_to(storage.root).as_posix())
+        if ref is not None and ref <= newest:
+            _remove_if_empty(folder)
     for folder in storage.path("ckpt").glob("s*"):
-        if any(attempt.startswith(f"ckpt/{folder.name}/") for attempt in in_flight):
-            continue
-        try:
-            folder.rmdir()
-        except OSError:
-            continue  # not empty
+        if folder.name[1:].isdigit() and int(folder.name[1:]) <= newest.step:
+            _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def remove_own_files(storage: LocalStorage, rank: int, keep_last: int, in_flight: Collection[str]) -> None:
-    """Where ranks do not share the disk, each clears up after itself: all but its newest files go."""
+    """Where ranks do not share the disk, each clears up after itself: all but its newest files go, and halves."""
     own = re.compile(rf"(ckpt/s\d+/e\d+-[0-9a-f]+)/({layout.rank_file(rank)}|{layout.rank_manifest(rank)})")
     found = [match for entry in storage.list("ckpt") if (match := own.fullmatch(entry.name))]
     attempts = {match[1]: layout.parse_prefix(match[1]) for match in found}
@@ -144,6 +168,11 @@ def remove_own_files(storage: LocalStorage, rank: int, keep_last: int, in_flight
     for match in found:
         if attempts[match[1]] not in newest and match[1] not in in_flight:
             storage.delete(match[0])
+    for half in storage.path("tmp").glob(f"ckpt+*+{layout.rank_file(rank)}"):
+        if not half.name.replace("+", "/").startswith(tuple(in_flight)):
+            half.unlink(missing_ok=True)
+    if newest:
+        _remove_empty_folders(storage, newest[0])
 
 
 def _modified(path: Path) -> float:

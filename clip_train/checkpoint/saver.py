@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import Any
 
+from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.messages import encoded, receive
 from clip_train.checkpoint.order import Order, Settings, explain
 from clip_train.checkpoint.pipeline import Pipeline
@@ -88,10 +89,10 @@ class _Rank:
                 self._pipeline.save(Order(**body))
             case "cancel":
                 assert self._pipeline is not None
-                self._pipeline.cancel(body["step"], body["why"])
+                self._pipeline.cancel(body["prefix"], body["why"])
             case "metric":
                 assert self._pipeline is not None
-                self._pipeline.note_metric(body["epoch"], body["step"], body["values"])
+                self._pipeline.note_metric(body["name"], CommitRef(body["epoch"], body["step"]), body["values"])
 
     def _tell(self, body: dict[str, Any]) -> None:
         with self._sending:

@@ -125,8 +125,9 @@ class SharedBuffer:
         on_gpu = False
         for at, tensor in plan.places:
             if tensor.numel():
-                place = self._view[at : at + tensor.numel() * tensor.element_size()]
-                place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
+                # in one go: slicing and casting the view costs 5 us more for each of thousands of tensors
+                place = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+                place.view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
                 on_gpu |= tensor.is_cuda
         if on_gpu:
             torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed, client
 from clip_train.errors import CheckpointError, UserError
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.ranks import run_ranks
@@ -407,3 +407,65 @@ def test_ranks_that_share_no_disk(tmp_path: Path, url: str, view: Bucket) -> Non
     more = run_ranks(on_its_own_disk, 3, tmp_path / "c", url, 3)  # and blocks of the others' where it needs them
     assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [(2, True, True)] * 3
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
+
+
+def killed_in_the_upload(folder: Path, url: str, victim: int) -> dict[str, Any]:
+    """Each rank has a saver of its own; one is killed while it uploads its part of step 2."""
+    rank = dist.rank()
+    client._node = lambda: (f"node {rank}", "", 0)
+    said: list[str] = []
+    config = CheckpointConfig(remote=url, grace_seconds=60.0, orphan_grace_minutes=0.0)
+    manager = CheckpointManager(config, folder, log=said.append)
+    assert manager.resume() is None
+
+    def save(step: int, *, wait: bool) -> bool:
+        own = {"rng": torch.tensor([rank], dtype=torch.uint8), "padding": torch.zeros(3_000_000)}
+        return manager.save(step, cut(whole(step), rank, 2), own, {"step": step}, wait=wait)
+
+    assert save(1, wait=True)
+    said.clear()
+    assert save(2, wait=False)
+    while not list(folder.glob("commit/*-s0000000002.json")):  # then rank 0 has begun to upload, and rank 1 has long
+        manager.poll()
+        time.sleep(0.01)
+    time.sleep(0.5)
+    if rank == victim:
+        process = manager._saver._process  # type: ignore[union-attr]
+        assert process is not None
+        process.kill()
+        while manager._saver.connected:  # type: ignore[union-attr]
+            manager.poll()
+    dist.barrier()
+    time.sleep(1.0)  # the least age of an upload that is swept
+    saved = save(3, wait=True)
+    manager.close()
+    return {"saved": saved, "said": [line for line in said if "waiting" not in line and "trying again" not in line]}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_saver_that_is_killed_in_the_upload(tmp_path: Path, url: str, view: Bucket, proxy, victim: int) -> None:
+    proxy.faults = [Fault("hang", method="PUT", key=f"s0000000002/.*rank0000{victim}.safetensors")]
+    zero, one = run_ranks(killed_in_the_upload, 2, tmp_path, url, victim)
+    assert proxy.fired > 0 and zero["saved"] and one["saved"]
+    (told,) = zero["said"]
+    assert "step 2 failed (1 in a row): " in told and "has ended (signal 9); training goes on, the last good" in told
+    assert "s0000000002" in told and one["said"] == []  # it is on the disk
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
+    assert view.orphans("run") == [] and view.incomplete("run") == []
+    assert set(committed(tmp_path)) == {1, 2, 3}
+
+
+def test_what_an_evaluation_came_to_survives_an_outage(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    run = Run(tmp_path, url, keep_last=1, keep_best="top1")
+    assert run.save(1)
+    proxy.faults = [Fault("status", method="PUT", key="metric/")]
+    run.manager.note_metrics(1, {"top1": 0.9})
+    run.until(lambda: any("the saver: " in line for line in run.said))
+    assert run.save(2)
+    run.until(lambda: any("could not be removed" in line for line in run.said))  # what is best is not known there
+    proxy.faults = []
+    assert run.save(3)
+    run.manager.close()
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
+    assert view.keys("run/metric") == ["run/metric/e000000-s0000000001.json"]
