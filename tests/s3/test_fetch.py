@@ -17,14 +17,14 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.protocols import Fragment, Wanted
-from tests.ranks import RankFailedError, run_ranks
+from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
 
 pytestmark = pytest.mark.distributed
 
-# 28 matrices and vectors, 48.3 MB: with two moments 145 MB, nine blocks of 16 MiB
-SHAPES = {f"blocks.{i}.{name}": shape for i in range(14) for name, shape in (("w", (840, 1024)), ("b", (1031,)))}
+# nine matrices and vectors, 31 MB: with two moments 93 MB, of two ranks three blocks of 16 MiB each
+SHAPES = {f"blocks.{i}.{name}": shape for i in range(9) for name, shape in (("w", (840, 1024)), ("b", (1031,)))}
 SLOTS = ("param", "exp_avg", "exp_avg_sq")
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 TOTAL = 4 * len(SLOTS) * NUMEL  # bytes
@@ -146,17 +146,3 @@ def test_a_byte_comes_from_the_bucket_once(tmp_path: Path, view: Bucket, proxy: 
     kept.write_bytes(content)
     assert all(seen["right"] for seen in run_ranks(load, 2, tmp_path / "same", url, 3))
     assert set(bytes_by_rank(proxy)) == {"rank1"}
-
-
-def test_damage_that_one_rank_finds_is_told_by_all(tmp_path: Path, view: Bucket, proxy: FaultyProxy) -> None:
-    url = f"{view.url}/run"
-    assert all(run_ranks(save, 2, tmp_path / "a", url, 3))
-    (key,) = [key for key in view.keys("run/ckpt/") if key.endswith("rank00001.safetensors")]
-    content = bytearray(view.get(key))
-    content[-9] ^= 1
-    view.put(key, bytes(content))
-    with pytest.raises(RankFailedError) as failed:
-        run_ranks(load, 2, tmp_path / "b", url, 1)
-    for kind, message in failed.value.errors.values():
-        assert kind == "CheckpointError" and "none of the checkpoints" in message
-        assert "rank00001.safetensors does not have its sha256 in bytes 67108864 to" in message
