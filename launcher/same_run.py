@@ -53,7 +53,7 @@ def class_of(path: str, config: RunConfig) -> Class:
         return "refused"
     if path == "batch.micro_size" and config.batch.accumulation == "local":
         return "refused"  # it says which samples are each other's negatives
-    return CLASSES.get(path) or SECTIONS.get(path.split(".")[0], "told")
+    return CLASSES.get(path) or SECTIONS.get(path.split(".", maxsplit=1)[0], "told")
 
 
 @dataclass(frozen=True)

@@ -390,7 +390,13 @@ def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
     saved = manager.save(step, cut(whole(step), rank, world_size), own, {"step": step}, wait=True)
     manager.close()
     files = sorted(path.name for path in (root / f"disk{rank}").rglob("*.safetensors"))
-    return {"resumed": resumed and resumed.step, "same": same, "saved": saved, "files": files, "told": resumed and resumed.describe()}
+    return {
+        "resumed": resumed and resumed.step,
+        "same": same,
+        "saved": saved,
+        "files": files,
+        "told": resumed and resumed.describe(),
+    }
 
 
 @pytest.mark.distributed
