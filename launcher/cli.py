@@ -114,7 +114,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
-    evaluate = add("evaluate", "zero-shot and retrieval of a run's checkpoint", "Evaluate a checkpoint on data.val.")
+    evaluate = add(
+        "evaluate",
+        "zero-shot and retrieval of a run's checkpoint",
+        """\
+        Evaluate a checkpoint on data.val. Instead of the recipe a run's folder will do, or the URL of a run's
+        checkpoints: then the recipe is the one in the checkpoint.""",
+    )
     evaluate.add_argument(
         "--weights", help="an exported folder or a weights file instead of the run's newest checkpoint"
     )
@@ -149,6 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
         place=True,
     )
     checkpoints.add_argument("--verify", action="store_true", help="read every byte and compare it with its sha256")
+    checkpoints.add_argument("--json", action="store_true", help="print JSON")
 
     demo = add(
         "demo",
@@ -258,13 +265,9 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
         from launcher.submit import submit
 
         return submit(config, vars(args), load_site(args.site), dry_run=args.dry_run)
-    if args.verb == "plan":
-        from launcher.plan import print_plan
+    from launcher.plan import print_plan
 
-        return print_plan(config, args.world_size, args.samples_per_second, as_json=args.json)
-    from launcher.inspect_run import evaluate_run
-
-    return evaluate_run(config, args.weights)
+    return print_plan(config, args.world_size, args.samples_per_second, as_json=args.json)
 
 
 def _run_without_recipe(args: argparse.Namespace) -> int | None:
@@ -281,10 +284,19 @@ def _run_without_recipe(args: argparse.Namespace) -> int | None:
         from launcher.doctor import run_doctor
 
         return run_doctor(args.overrides, as_json=args.json)
+    return _run_at_place(args)
+
+
+def _run_at_place(args: argparse.Namespace) -> int | None:
+    """The verbs for which the URL of a run's checkpoints will do; None for the others."""
     if args.verb == "checkpoints":
         from launcher.checkpoints import print_checkpoints
 
-        return print_checkpoints(args.place, args.overrides, verify=args.verify)
+        return print_checkpoints(args.place, args.overrides, verify=args.verify, as_json=args.json)
+    if args.verb == "evaluate":
+        from launcher.inspect_run import evaluate_run
+
+        return evaluate_run(args.recipe, args.overrides, args.weights)
     if args.verb == "export":
         from launcher.inspect_run import export_run
 

@@ -24,7 +24,7 @@ from clip_train.data import Tokenizer, TrainLoader, ValLoader
 from clip_train.errors import CheckpointError, ClipTrainError, Preempted, RemoteRankError, UserError
 from clip_train.evaluate import evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
-from clip_train.models import CLIP
+from clip_train.models import CLIP, Architecture
 from clip_train.models.weights import initial_weights, load_teacher
 from clip_train.optim import build_optimizer, learning_rate
 from clip_train.protocols import Engine, Features, MicroBatch
@@ -189,7 +189,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
             enabled=dist.is_main() and config.log.progress,
             every_steps=config.log.every_steps,
         ),
-        evaluate=evaluation(config, checked, engine),
+        evaluate=evaluation(config, checked.architecture, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
         log=say,
@@ -284,18 +284,18 @@ def build_objective(config: RunConfig, device: torch.device) -> ContrastiveLoss:
     return build_loss(config.loss, teacher_or_none, local=local)
 
 
-def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[[], dict[str, float]] | None:
+def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val`, or None where there is none."""
     url = config.data.val
     if url is None:
         return None
-    tokenizer = Tokenizer(checked.architecture.text_cfg.context_length)
+    tokenizer = Tokenizer(architecture.text_cfg.context_length)
 
     def run_once() -> dict[str, float]:
         batches = ValLoader(
             url,
-            image_size=checked.architecture.vision_cfg.image_size,
-            context_length=checked.architecture.text_cfg.context_length,
+            image_size=architecture.vision_cfg.image_size,
+            context_length=architecture.text_cfg.context_length,
             batch_size=config.evaluate.batch_size,
             rank=dist.rank(),
             world_size=dist.world_size(),

@@ -24,7 +24,9 @@ def readable(storage: Storage, action: Callable[[Storage], T]) -> T:
     """`action(storage)`; CheckpointError where it cannot be told what is there."""
     try:
         return action(storage)
-    except (OSError, layout.NewerFormatError) as e:
+    except layout.NewerFormatError as e:
+        raise CheckpointError(f"the newest checkpoint under {storage.url} is not for this version: {e}") from e
+    except OSError as e:
         raise CheckpointError(
             f"cannot read the checkpoints under {storage.url}: {type(e).__name__}: {e}. This is not taken "
             "for a damaged or missing checkpoint; mend it, or set checkpoint.resume"
@@ -86,10 +88,10 @@ def read_commit(storage: Storage, ref: CommitRef) -> Commit:
 
 
 def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
-    """The folder that a marker names; None if the marker makes no sense. OSError."""
+    """The folder that a marker names; None if the marker makes no sense to this version. OSError."""
     try:
         return read_commit(storage, ref).prefix
-    except DamagedError:
+    except (DamagedError, layout.NewerFormatError):
         return None
 
 

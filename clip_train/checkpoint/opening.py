@@ -41,11 +41,14 @@ class Resumed:
         return 0 if self.brought is None else sum(self.brought.fetched)
 
     def describe(self) -> str:
-        """One line, and a table of what was passed over."""
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        got = f", {self.fetched / 1e6:,.1f} MB fetched" if self.fetched else ""
-        lines = [f"resuming from step {self.step} ({self.path}, written by {ranks}{got})"]
-        return "\n".join(lines + [f"  passed over {each}" for each in self.skipped])
+        """Which step, from where, and instead of what."""
+        brought = self.brought
+        got = "nothing fetched"
+        if brought is not None and self.fetched:
+            got = f"{self.fetched / 1e6:,.1f} MB fetched in {brought.seconds:.1f} s"
+            got += f" by {len(brought.fetched)} ranks" if len(brought.fetched) > 1 else ""
+        passed = [f"  passed over    {each}" for each in self.skipped] or ["  passed over    nothing"]
+        return "\n".join([f"resuming from step {self.step}", f"  source         {self.path} ({got})", *passed])
 
 
 def open_found(places: Places, answer: Resolution) -> Resumed:

@@ -97,7 +97,7 @@ def test_it_is_in_both_places_and_comes_back_from_either(tmp_path: Path, url: st
     assert run.manager.last_good is not None and run.manager.last_good.path.startswith(f"{url}/ckpt/s0000000002/")
 
     again = assert_is(Run(tmp_path / "b", url).resume(), 2)  # another machine
-    assert again.fetched > 0 and f"({url}/ckpt/" in again.describe() and "fetched" in again.describe()
+    assert again.fetched > 0 and f"source         {url}/ckpt/" in again.describe() and "MB fetched" in again.describe()
     assert set(committed(tmp_path / "b")) == {2}  # from now on it is there too
 
     proxy.requests.clear()
@@ -378,9 +378,8 @@ def test_a_survey_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) ->
 def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
     """A rank whose disk no other rank sees: it resumes what is there, and saves `step`."""
     rank, world_size = dist.rank(), dist.world_size()
-    said: list[str] = []
     config = CheckpointConfig(remote=url, grace_seconds=60.0, orphan_grace_minutes=0.0)
-    manager = CheckpointManager(config, root / f"disk{rank}", log=said.append)
+    manager = CheckpointManager(config, root / f"disk{rank}", log=lambda line: None)
     resumed = manager.resume()
     same = True
     if resumed is not None:
@@ -392,7 +391,13 @@ def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
     saved = manager.save(step, cut(whole(step), rank, world_size), own, {"step": step}, wait=True)
     manager.close()
     files = sorted(path.name for path in (root / f"disk{rank}").rglob("*.safetensors"))
-    return {"resumed": resumed and resumed.step, "same": same, "saved": saved, "files": files, "said": said}
+    return {
+        "resumed": resumed and resumed.step,
+        "same": same,
+        "saved": saved,
+        "files": files,
+        "told": resumed and resumed.describe(),
+    }
 
 
 @pytest.mark.distributed
@@ -404,8 +409,12 @@ def test_ranks_that_share_no_disk(tmp_path: Path, url: str, view: Bucket) -> Non
     again = run_ranks(on_its_own_disk, 2, tmp_path / "b", url, 2)  # each fetches its own file
     assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in again] == [(1, True, True)] * 2
     assert [set(seen["files"]) for seen in again] == [{"rank00000.safetensors"}, {"rank00001.safetensors"}]
-    more = run_ranks(on_its_own_disk, 3, tmp_path / "c", url, 3)  # and blocks of the others' where it needs them
-    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [(2, True, True)] * 3
+    (key,) = [key for key in view.keys("run/ckpt/s0000000002/") if key.endswith("rank00001.safetensors")]
+    content = view.get(key)
+    view.put(key, content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])  # one rank finds it: all step back
+    more = run_ranks(on_its_own_disk, 3, tmp_path / "c", url, 3)  # with two files for three
+    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [(1, True, True)] * 3
+    assert ["rank00001.safetensors does not have its sha256" in seen["told"] for seen in more] == [True] * 3
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
 
 

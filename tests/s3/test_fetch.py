@@ -6,7 +6,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.protocols import Fragment, Wanted
 from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
-from tests.s3.proxy import Answer, Fault, FaultyProxy
+from tests.s3.proxy import Fault, FaultyProxy
 
 pytestmark = pytest.mark.distributed
 
-# 28 matrices and vectors, 48.3 MB: with two moments 145 MB, nine blocks of 16 MiB
-SHAPES = {f"blocks.{i}.{name}": shape for i in range(14) for name, shape in (("w", (840, 1024)), ("b", (1031,)))}
+# nine matrices and vectors, 31 MB: with two moments 93 MB, of two ranks three blocks of 16 MiB each
+SHAPES = {f"blocks.{i}.{name}": shape for i in range(9) for name, shape in (("w", (840, 1024)), ("b", (1031,)))}
 SLOTS = ("param", "exp_avg", "exp_avg_sq")
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 TOTAL = 4 * len(SLOTS) * NUMEL  # bytes
@@ -98,3 +98,51 @@ def load(root: Path, url: str, stage: int, shared: bool = False) -> dict[str, An
     same_world = resumed.world_size == dist.world_size()
     right &= (rng is not None) == same_world and (rng is None or rng["rng"].tolist() == [dist.rank(), 7])
     return {"right": right, "said": said, "told": resumed.describe()}
+
+
+@pytest.fixture
+def view(bucket: str, server: Any, proxy: FaultyProxy) -> Bucket:
+    return Bucket(server, bucket)
+
+
+def bytes_by_rank(proxy: FaultyProxy) -> Counter[str]:
+    """Of the checkpoint's large files; each request names a range of a block at most."""
+    out: Counter[str] = Counter()
+    for answer in proxy.answers:
+        if answer.request.startswith("GET") and ".safetensors" in answer.request:
+            asked = re.search(r" bytes=(\d+)-(\d+)$", answer.request)
+            assert asked is not None and int(asked[2]) - int(asked[1]) < BLOCK, answer.request
+            out[answer.access_key] += answer.num_bytes
+    return out
+
+
+def check_load(proxy: FaultyProxy, root: Path, url: str, world_size: int, stage: int, *, shared: bool) -> None:
+    proxy.answers.clear()
+    for seen in run_ranks(load, world_size, root, url, stage, shared):
+        assert seen["right"] and "MB fetched" in seen["told"], seen
+    by_rank = bytes_by_rank(proxy)
+    assert set(by_rank) == {f"rank{rank}" for rank in range(world_size)}
+    assert TOTAL <= sum(by_rank.values()) < TOTAL + 100_000, by_rank  # once, however many disks: and the headers
+    assert max(by_rank.values()) <= TOTAL / world_size + BLOCK + 50_000, by_rank
+
+
+def test_a_byte_comes_from_the_bucket_once(tmp_path: Path, view: Bucket, proxy: FaultyProxy) -> None:
+    url = f"{view.url}/run"
+    assert all(run_ranks(save, 2, tmp_path / "a", url, 1))
+    proxy.faults = [Fault("slow", key="", method="GET|HEAD")]
+    check_load(proxy, tmp_path / "same", url, 2, 1, shared=False)
+    check_load(proxy, tmp_path / "b", url, 4, 3, shared=False)
+    check_load(proxy, tmp_path / "c", url, 3, 1, shared=True)
+    assert len(list((tmp_path / "c").rglob("rank*.safetensors"))) == 2 and not list((tmp_path / "c").rglob("*.part"))
+    assert not list((tmp_path / "b").rglob("rank*.safetensors"))  # what is nobody's own file does not stay
+
+    # each has kept its own file: nothing is fetched, and what has changed on a disk is
+    proxy.answers.clear()
+    assert all(seen["right"] for seen in run_ranks(load, 2, tmp_path / "same", url, 3))
+    assert bytes_by_rank(proxy) == {}
+    (kept,) = (tmp_path / "same" / "disk1").rglob("rank00001.safetensors")
+    content = bytearray(kept.read_bytes())
+    content[-BLOCK // 2] ^= 4
+    kept.write_bytes(content)
+    assert all(seen["right"] for seen in run_ranks(load, 2, tmp_path / "same", url, 3))
+    assert set(bytes_by_rank(proxy)) == {"rank1"}
