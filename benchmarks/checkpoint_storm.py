@@ -1,8 +1,8 @@
 """Kill a run at random moments, again and again, and see whether anything of it is ever lost.
 
 A small CLIP trains with DeepSpeed and `checkpoint.remote=s3://...` on a real S3 server (LocalStack, from
-scripts/setup_s3.sh). All of its processes get SIGKILL at a random moment, most often while a checkpoint is
-written or uploaded; then the same line runs again (`checkpoint.resume: auto`), every other time without the local
+scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway). All of its processes get SIGKILL at a random
+moment, most often while a checkpoint is written or uploaded; then the same line runs again (`checkpoint.resume: auto`), every other time without the local
 checkpoints. A third of the kills keep the layout; in the others the number of ranks and the ZeRO stage change every
 time. After every kill the bucket is read by code that is not the package's.
 """
@@ -26,7 +26,7 @@ from common import ROOT, finish, parser
 from clip_train.data.synthetic import shapes
 from tests.processes import kill_tree
 from tests.s3.bucket import Bucket
-from tests.s3.server import Server, python
+from tests.s3.server import Server, chosen
 
 TARGETS = {
     "same layout": "every step's loss is bitwise that of the uninterrupted run",
@@ -160,14 +160,14 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, help="of each run (default: by the number of kills)")
     arguments.add_argument("--seed", type=int, default=0)
     args = arguments.parse_args()
-    if python() is None:
-        print("the S3 server is not set up: run scripts/setup_s3.sh")
+    if missing := chosen().missing():
+        print(missing)
         return 1
     kills = 3 if args.quick else args.kills
     same_kills = max(1, kills // 3)
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
-    server = Server().start()
+    server = chosen()().start()
     try:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)

@@ -84,10 +84,10 @@ def describe(error: BaseException) -> str:
     if isinstance(error, Transfer | Changed):
         return str(error)
     status, code, message = _answer(error)
-    told = " ".join((message or str(error)).split()) or "no reason given"
-    answered = f"HTTP {status} {code if code != str(status) else ''}".strip() if status is not None else ""
+    head = type(error).__name__ if status is None else f"HTTP {status} {code if code != str(status) else ''}".strip()
+    told = " ".join((message if status is not None else str(error) or "no reason given").split())
     advice = remedy(error)
-    return f"{answered or type(error).__name__}: {told}{'; ' * bool(advice)}{advice}"
+    return f"{head}{': ' * bool(told)}{told}{'; ' * bool(advice)}{advice}"
 
 
 def remedy(error: BaseException) -> str:
@@ -125,10 +125,10 @@ def _answer(error: BaseException | None) -> tuple[int | None, str, str]:
         if isinstance(response, dict):
             told = response.get("Error", {})
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return status, str(told.get("Code", "")), str(told.get("Message", ""))
+            return status, str(told.get("Code") or ""), str(told.get("Message") or "")
         module = type(error).__module__.partition(".")[0]
         number = str(getattr(error, {"aiohttp": "status", "gcsfs": "code"}.get(module, "-"), None))
         if number.isdigit():
-            return int(number), "", ""
+            return int(number), "", str(error)
         error = error.__cause__
     return None, "", ""

@@ -47,7 +47,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """The proxy; whatever opens s3:// in the test goes through it."""
-    with FaultyProxy(server.port) as proxy:
+    with FaultyProxy(server.port, server.sign) as proxy:
         for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE", "AWS_ENDPOINT_URL_S3"):
             monkeypatch.delenv(name, raising=False)
         for name, value in server.environment(proxy.url).items():

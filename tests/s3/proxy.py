@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, NamedTuple
@@ -89,10 +89,13 @@ class Answer(NamedTuple):
 
 
 class FaultyProxy:
-    """Forwards to 127.0.0.1:`upstream`; `faults` may be replaced at any time."""
+    """Forwards to 127.0.0.1:`upstream`; `faults` may be replaced at any time.
 
-    def __init__(self, upstream: int) -> None:
-        self.upstream = upstream
+    sign: `Server.sign`; requests that are changed on the way are signed again, where a server looks.
+    """
+
+    def __init__(self, upstream: int, sign: Callable[..., dict[str, str]] | None = None) -> None:
+        self.upstream, self._sign = upstream, sign
         self.faults: list[Fault] = []
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
         self.answers: list[Answer] = []
@@ -170,7 +173,7 @@ class FaultyProxy:
         if action == "upflip" and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
         if action == "unconditional":
-            head = _with_header(head, b"If-None-Match", None)
+            head = self._signed(_with_header(head, b"If-None-Match", None), body)
         answer_head, answer = await self._forward(head, body, method == b"HEAD")
         if action == "lost":
             return _reset(writer)
@@ -194,6 +197,13 @@ class FaultyProxy:
         hit = next((f for f in self.faults if not (tired and f.every > 1) and f.hits(method, path, head)), None)
         self._running[request] = self._running.get(request, 0) + 1 if hit else 0
         return hit
+
+    def _signed(self, head: bytes, body: bytes) -> bytes:
+        if self._sign is not None:
+            method, target = head.decode().split(" ", 2)[:2]
+            for name, value in self._sign(method, self.url, target, body, {}).items():
+                head = _with_header(head, name.encode(), value.encode())
+        return head
 
     async def _forward(self, head: bytes, body: bytes, no_body: bool) -> tuple[bytes, bytes]:
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)

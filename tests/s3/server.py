@@ -128,9 +128,13 @@ class Server(ABC):
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def put(self, path: str, data: bytes = b"", *, public: bool = False) -> None:
-        """`path` is "bucket" or "bucket/key"; public: anyone may read it (or list it)."""
-        self.request("PUT", path, data=data, headers={"x-amz-acl": "public-read"} if public else {})
+    def put(self, path: str, data: bytes = b"") -> None:
+        """`path` is "bucket" or "bucket/key"."""
+        self.request("PUT", path, data=data)
+
+    def make_public(self, path: str) -> None:
+        """Anyone may read the object, or list the bucket."""
+        self.request("PUT", path, {"acl": ""}, headers={"x-amz-acl": "public-read"})
 
     def delete(self, path: str) -> None:
         self.request("DELETE", path)
@@ -149,12 +153,16 @@ class Server(ABC):
         """Plain HTTP, signed by hand: no code of the package under test, nor of its S3 client."""
         asked = urllib.parse.urlencode(sorted((query or {}).items()), quote_via=urllib.parse.quote)
         path = "/" + urllib.parse.quote(path)
-        signed = signature(method, self.url, path, asked, data, headers or {}, self.access_key, self.secret_key)
-        request = urllib.request.Request(
-            f"{self.url}{path}{'?' * bool(asked)}{asked}", data=data or None, method=method, headers=signed
-        )
+        target = f"{path}{'?' * bool(asked)}{asked}"
+        signed = self.sign(method, self.url, target, data, headers or {})
+        request = urllib.request.Request(self.url + target, data=data or None, method=method, headers=signed)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.read()
+
+    def sign(self, method: str, url: str, target: str, data: bytes, headers: dict[str, str]) -> dict[str, str]:
+        """The headers of a request to `url`, with these among them; target: the path, and the query if any."""
+        path, _, query = target.partition("?")
+        return signature(method, url, path, query, data, headers, self.access_key, self.secret_key)
 
 
 def signature(

@@ -219,15 +219,15 @@ def test_a_bucket_that_goes_away_stops_the_run_after_some_misses(tmp_path: Path,
 
 
 def test_at_the_end_it_waits_no_longer_than_the_grace(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
-    run = Run(tmp_path, url, grace_seconds=1.5)
+    run = Run(tmp_path, url, grace_seconds=4.5)  # enough for the disk, on a busy machine too
     run.manager.begin()
     proxy.faults = [Fault("hang", method="PUT|POST", key="ckpt/")]
     began = time.monotonic()
     assert run.save(1) is False
     run.manager.close()
-    assert time.monotonic() - began < 15
-    assert run.said[0] == f"waiting up to 1 s for step 1 to be committed at {url}"
-    assert "the save of step 1 was abandoned after 2 s; the last good one is" in run.said[1]
+    assert time.monotonic() - began < 18
+    assert run.said[0] == f"waiting up to 4 s for step 1 to be committed at {url}"
+    assert re.search(r"the save of step 1 was abandoned after \d+ s; the last good one is", run.said[1])
     assert view.commits("run") == {} and set(committed(tmp_path)) == {1}
     proxy.faults = []
     later = Run(tmp_path, url)

@@ -190,8 +190,8 @@ def test_write_and_list(proxy: FaultyProxy, server: Server, bucket: str) -> None
 
 def test_any_file_system_with_ranges(url: str, server: Server, proxy: FaultyProxy, bucket: str) -> None:
     """The same object by plain HTTP: no streams, so the whole range has its time."""
-    server.put(bucket, public=True)
-    server.put(url.removeprefix("s3://"), DATA, public=True)
+    server.make_public(bucket)
+    server.make_public(url.removeprefix("s3://"))
     http = f"{proxy.url}/{url.removeprefix('s3://')}"
     proxy.faults = [Fault("cut", every=4), Fault("short", every=4), Fault("flip", every=4), Fault("stall", times=1)]
     with open_read(http, FAST, sums_of(DATA)) as file:

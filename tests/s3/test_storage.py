@@ -145,7 +145,7 @@ def test_what_cannot_be_told_is_never_missing(storage: S3Storage, proxy: FaultyP
             ask(storage)
         assert not isinstance(caught.value, FileNotFoundError)
     proxy.faults = []
-    with pytest.raises(OSError, match="s3://nowhere.*create the bucket") as caught:
+    with pytest.raises(OSError, match=r"s3://nowhere.*create the bucket") as caught:
         ask(S3Storage("s3://nowhere/run", patience_seconds=2))
     assert not isinstance(caught.value, FileNotFoundError)
 
