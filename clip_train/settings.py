@@ -29,6 +29,8 @@ class Settings(BaseModel):
     def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
         """What pydantic would take, and nobody means: true for 1, empty text, numbers without end."""
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if value is False and any("off" in get_args(kind) for kind in kinds):
+            return "off"  # which YAML reads as false
         if isinstance(value, bool) and bool not in kinds:
             raise PydanticCustomError("no_switch", "true and false are no numbers")
         if isinstance(value, (int, float)) and LARGEST < abs(value) < math.inf and kinds & {int, float}:

@@ -104,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="of slurm/ (default: single or train, by --nodes); chain: where jobs may not requeue",
     )
     submit.add_argument("--site", help="YAML of defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)")
-    submit.add_argument("--dry-run", action="store_true", help="print the batch script and write nothing")
+    submit.add_argument("--dry-run", action="store_true", help="check, print the batch script, and submit nothing")
+    submit.add_argument("--offline", action="store_true", help="look neither at shards nor at checkpoint.remote")
 
     doctor = add(
         "doctor",
@@ -264,7 +265,7 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
         from launcher.site import load_site
         from launcher.submit import submit
 
-        return submit(config, vars(args), load_site(args.site), dry_run=args.dry_run)
+        return submit(config, vars(args), load_site(args.site), dry_run=args.dry_run, offline=args.offline)
     from launcher.plan import print_plan
 
     return print_plan(config, args.world_size, args.samples_per_second, as_json=args.json)

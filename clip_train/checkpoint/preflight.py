@@ -133,7 +133,7 @@ class _Attempt:
             )
         if second:
             return Trial(
-                "ignores conditional writes (If-None-Match), so two runs that start at the same moment may both take "
+                "ignores If-None-Match (conditional writes), so two runs that start at the same moment may both take "
                 "it for theirs",
                 "What still holds: a checkpoint is whole or is not one, and a run that was started earlier stops at "
                 "its next save. Make sure that no two jobs use this checkpoint.remote at once",
