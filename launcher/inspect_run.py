@@ -30,7 +30,8 @@ def evaluate_run(config: RunConfig, weights: str | None) -> int:
         raise UserError("data.val is null: there is nothing to evaluate on; add data.val=<shards>")
     env = ranks.detect(os.environ)
     checked = check(config, 1, read_data=False)
-    device = ranks.start(env)
+    device = ranks.take_device(env)
+    ranks.start(env, device)
     try:
         model = CLIP(checked.architecture)
         if weights is not None:
