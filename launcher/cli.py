@@ -11,9 +11,9 @@ import textwrap
 from typing import NoReturn
 
 from clip_train import __version__
-from clip_train.errors import ClipTrainError, RemoteRankError
+from clip_train.errors import ClipTrainError, RemoteRankError, UserError
 from clip_train.stop import StopRequest
-from launcher.marks import is_lost_contact, mark_error
+from launcher.marks import is_lost_contact, mark_error, said_rank, this_rank
 from launcher.startup import Startup
 
 EPILOG = """\
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     except ClipTrainError as e:
         mark_error(e)
         # Once for all ranks: rank 0 prints what all raise together, else the failing rank prints its own.
-        if not (isinstance(e, RemoteRankError) or e.told) and (not e.everywhere or _rank() in (None, "0")):
+        if not (isinstance(e, RemoteRankError) or e.told) and (not e.everywhere or this_rank() == 0):
             _say(f"error: {e}")
         return e.exit_status
     except KeyboardInterrupt:
@@ -233,15 +233,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def _rank() -> str | None:
-    """As the launcher or SLURM has told it; None in a world of one. Before a process group there is no other way."""
-    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
-        return None
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-
-
 def _say(message: str) -> None:
-    rank = _rank()
+    rank = said_rank()
     print(f"clip-train: {'' if rank is None else f'[rank {rank}] '}{message}", file=sys.stderr, flush=True)
 
 
@@ -251,13 +244,21 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
         return status
     from launcher.config import load_config
 
-    config = load_config(args.recipe, args.overrides)
+    try:
+        config = load_config(args.recipe, args.overrides)
+    except UserError as e:
+        if args.verb == "train" and said_rank() is not None:  # the others' recipes may be good
+            from launcher.env import detect
+            from launcher.meeting import refuse
+
+            refuse(detect(os.environ), e)
+        raise
     if args.verb == "train":
         from launcher.local import launch_local, local_ranks
 
         ranks = local_ranks(args.ranks, os.environ)
         if ranks > 1:
-            return launch_local(config, ranks, arguments)
+            return launch_local(config, ranks, arguments, stop)
         from launcher.train import train
 
         return train(config, stop, startup)

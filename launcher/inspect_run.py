@@ -29,7 +29,9 @@ def evaluate_run(place: str, overrides: list[str], weights: str | None) -> int:
 
     place: as for `export_run`. weights: an export instead of the checkpoint; then it is a recipe.
     """
-    device = ranks.start(ranks.detect(os.environ))
+    env = ranks.detect(os.environ)
+    device = ranks.take_device(env)
+    ranks.start(env, device)
     try:
         if weights is not None:
             config = load_config(recipe_in(place) or place, overrides)
