@@ -72,6 +72,7 @@ class CheckpointManager:
         self._buffer: SharedBuffer | None = None
         self._buffer_busy: int | None = None  # the step that is being written from it
         self._pending: dict[int, str] = {}  # step -> where its attempt lies; handed over, not yet decided
+        self._attempts: list[str] = []  # where those of the last step lie
         self._tidying: set[int] = set()  # steps after whose commit old checkpoints are being removed
         self._lost: dict[int, str] = {}  # steps that this rank's saver has failed at, not yet told to the others
         self._handed_over: int | None = None  # the last step given to the saver, or resumed from: on all ranks alike
@@ -254,9 +255,11 @@ class CheckpointManager:
         free = min(each.free for each in offers)
         check_space(self.folder, sum(each.num_bytes for each in offers) if self._shared else 0, free)
         assert plan is not None
+        self._attempts = [*(self._attempts if self._handed_over == step else []), first.prefix]
         body = {
             "do": "save", "step": step, "prefix": first.prefix, "epoch": self._policy.epoch, "rank": rank,
             "world_size": dist.world_size(), "size": plan.num_bytes, "state": encoded,
+            "earlier": self._attempts[:-1],
         }  # fmt: skip
         self._pending[step], self._buffer_busy, self._handed_over = first.prefix, step, step
         self._tidying.add(step)

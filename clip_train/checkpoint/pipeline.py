@@ -25,7 +25,7 @@ from typing import Any
 
 from clip_train.checkpoint import layout, lease, marks
 from clip_train.checkpoint.layout import BLOCK_BYTES, Commit, CommitRef, FileEntry, Manifest
-from clip_train.checkpoint.retention import Policy, apply_retention, remove_own_files
+from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files
 from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage, Storage, open_storage
 
@@ -64,6 +64,7 @@ class Order:
     world_size: int
     size: int  # bytes, at the beginning of the buffer: a safetensors file as it will be
     state: Any = None  # rank 0: the trainer's, encoded
+    earlier: list[str] = field(default_factory=list)  # this process's other attempts at the same step
     since: float = field(default_factory=time.monotonic)
     entry: FileEntry | None = None  # once written
     manifest: bytes = b""  # rank 0: made once, so that every try to commit means the same bytes
@@ -89,6 +90,7 @@ class Pipeline:
         self._cancelled: dict[int, str] = {}  # step -> why no rank should wait for it
         self._uploading: list[Order] = []  # the one under way, and the newest that waits
         self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
+        self._ended: set[str] = set()  # attempts that are committed or given up
         self._changed = threading.Condition()
         self._to_write: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._to_keep: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -171,7 +173,7 @@ class Pipeline:
                     self._tell({"told": "kept", "step": order.step, "where": f"{self.local.url}/{order.prefix}"})
                     self._retain(self.local)
                 elif not self.settings.local_commits:
-                    remove_own_files(self.local, order.rank, self.settings.policy.keep_last, self._in_flight())
+                    remove_own_files(self.local, order.rank, self.settings.policy, self._attempts().in_flight)
             except Exception as e:
                 if self.remote is None or isinstance(e, lease.FencedError):
                     self._fail(order, explain(e), fenced=isinstance(e, lease.FencedError))
@@ -217,13 +219,14 @@ class Pipeline:
         if overtaken is not None:
             self._fail(overtaken, f"overtaken by step {order.step} before its upload began")
 
-    def _in_flight(self) -> set[str]:
+    def _attempts(self) -> Attempts:
         with self._changed:
-            return set(self._active)
+            return Attempts(set(self._active), set(self._ended), self.settings.timeout_seconds)
 
     def _over(self, order: Order) -> None:
         with self._changed:
             self._active.discard(order.prefix)
+            self._ended.add(order.prefix)
 
     def _upload_all(self) -> None:
         while True:
@@ -291,9 +294,10 @@ class Pipeline:
         store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)
         self._check_fence(store, order)
         marker = Commit(order.epoch, order.step, order.prefix, layout.sha256_of(order.manifest))
-        made = store.put_bytes(order.ref.name, marker.to_bytes(), if_absent=True)
-        if not made and marks.read_commit(store, order.ref) != marker:  # else by an earlier try of ours
-            raise lease.FencedError(f"{store.url}/{order.ref.name} has been committed by another process")
+        if not store.put_bytes(order.ref.name, marker.to_bytes(), if_absent=True):
+            there = marks.read_commit(store, order.ref)
+            if there != marker and there.prefix not in order.earlier:  # else by an earlier try of ours
+                raise lease.FencedError(f"{store.url}/{order.ref.name} has been committed by another process")
         try:
             store.put_bytes(layout.HINT, layout.seal({"commit": order.ref.name}))
         except OSError as e:  # only a hint
@@ -340,7 +344,7 @@ class Pipeline:
 
     def _retain(self, store: Storage) -> None:
         try:
-            apply_retention(store, self.settings.policy, in_flight=self._in_flight())
+            apply_retention(store, self.settings.policy, self._attempts)
         except Exception as e:  # whatever it is, saving goes on
             text = f"old checkpoints under {store.url} could not be removed: {explain(e)}"
             self._tell({"told": "note", "text": text})

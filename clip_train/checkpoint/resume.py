@@ -23,6 +23,7 @@ from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage, Storage
 
 T = TypeVar("T")
+_LISTINGS = 5  # how often the choice is begun anew
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,16 @@ def resolve(places: Places, only: CommitRef | None = None) -> Resolution:
     only: consider this checkpoint alone. Without `places.cache` the contents of remote files are not verified
     here but as they are read. CheckpointError, on all ranks, where one cannot read.
     """
+    for _ in range(_LISTINGS):
+        answer = _resolve_listed(places, only)
+        passed_over = {each.ref for each in answer.skipped}
+        if not passed_over or passed_over <= set(dist.on_main(lambda: sum(list_places(places), []))):
+            break  # else a process that still runs has removed one while we looked, and there are newer ones
+    return answer
+
+
+def _resolve_listed(places: Places, only: CommitRef | None) -> Resolution:
+    """Among the commits that are there now."""
     known = dist.on_main(lambda: list_places(places))
     commits = sorted(set(known[0]) | set(known[1]), reverse=True)
     skipped: list[Skipped] = []
@@ -153,6 +164,5 @@ def _fetch(local: LocalStorage, remote: Storage, name: str, entry: FileEntry) ->
 
 def keep_locally(local: LocalStorage, remote: Storage, found: Found) -> None:
     """Rank 0, when all files of a remote checkpoint are here: make it a local one too. OSError."""
-    prefix = found.commit.prefix
-    local.put_bytes(f"{prefix}/{layout.MANIFEST}", remote.read_bytes(f"{prefix}/{layout.MANIFEST}"))
+    local.put_bytes(f"{found.commit.prefix}/{layout.MANIFEST}", marks.read_manifest(remote, found.commit))
     local.put_bytes(found.commit.ref.name, found.commit.to_bytes())

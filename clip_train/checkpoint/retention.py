@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clip_train.checkpoint import layout, lease, marks
 from clip_train.checkpoint.layout import CommitRef
@@ -35,6 +35,14 @@ class Policy:
         return cls(**{**body, **sets})
 
 
+class Attempts(NamedTuple):
+    """What the writer knows of its own attempts to save."""
+
+    in_flight: set[str]  # they may still be committed
+    over: set[str]  # committed, or failed for good
+    patience_seconds: float  # another rank's attempt, of which this one has not heard, may be under way so long
+
+
 def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, float]) -> dict[CommitRef, str]:
     """Why each checkpoint stays; those that are not in it go at the next save. commits: newest first."""
     why: dict[CommitRef, str] = {}
@@ -45,7 +53,7 @@ def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, 
         for ref in good:
             if ref.step % policy.keep_every == 0:
                 why.setdefault(ref, f"a multiple of {policy.keep_every} steps")
-    scored = {ref: metrics[ref] for ref in good if ref in metrics}
+    scored = {ref: metrics[ref] for ref in good if math.isfinite(metrics.get(ref, math.nan))}
     if scored:
         lowest = (policy.keep_best or "").startswith("-")
         best = min(scored, key=lambda ref: (scored[ref] if lowest else -scored[ref], -ref.step))
@@ -53,8 +61,8 @@ def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, 
     for ref in commits:
         if ref in policy.protect:
             why.setdefault(ref, "the one resumed from")
-        elif good and ref in policy.damaged and ref > good[: policy.keep_last][-1]:
-            why.setdefault(ref, "damaged, and newer than what is kept")
+        elif ref in policy.damaged and (len(good) < policy.keep_last or ref > good[policy.keep_last - 1]):
+            why.setdefault(ref, f"damaged; goes when {policy.keep_last} good ones are newer")
     return why
 
 
@@ -76,57 +84,98 @@ def read_metrics(storage: Storage, commits: Collection[CommitRef], name: str | N
     return out
 
 
-def apply_retention(storage: Storage, policy: Policy, *, in_flight: Collection[str] = ()) -> list[CommitRef]:
+def apply_retention(
+    storage: Storage, policy: Policy, own: Callable[[], Attempts] = lambda: Attempts(set(), set(), 0.0)
+) -> list[CommitRef]:
     """Rank 0's saver, after a commit: returns the checkpoints removed. OSError; FencedError.
 
     The marker goes first and the data second, so a kill in between leaves rubbish for the next time, not a
-    broken checkpoint. in_flight: attempts of this process that may still be committed.
+    broken checkpoint. What has a higher epoch than this writer's is never touched: it may have slept since it
+    asked for its lease.
     """
     commits = marks.list_commits(storage)
     if not any(ref not in policy.damaged for ref in commits):
         return []
     lease.check(storage, policy.epoch)
     kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
-    removed = [ref for ref in commits if ref not in kept]
+    removed = [ref for ref in commits if ref not in kept and ref.epoch <= policy.epoch]
     for ref in removed:
+        lease.check(storage, policy.epoch)
         storage.delete(ref.name)
         storage.delete(ref.metric_name)
-    _remove_orphans(storage, policy, [ref for ref in commits if ref in kept], in_flight, set(removed))
+    _remove_orphans(storage, policy, [ref for ref in commits if ref in kept], own, set(removed))
+    _remove_small_orphans(storage, policy, own)
     lease.forget_old(storage, policy.epoch)
     return removed
 
 
 def _remove_orphans(
-    storage: Storage, policy: Policy, kept: list[CommitRef], in_flight: Collection[str], removed: set[CommitRef]
+    storage: Storage, policy: Policy, kept: list[CommitRef], own: Callable[[], Attempts], removed: set[CommitRef]
 ) -> None:
     """Attempts that no marker names: those just removed, and those that nobody has written to for the grace."""
     files = storage.list("ckpt")
+    attempts = own()  # after the listing: what is in it and has begun since is known to be in flight
     newest: dict[str, float] = {}  # attempt -> when it was last written to, by the store's clock
     for entry in files:
-        attempt = "/".join(entry.name.split("/")[:3])
+        attempt = _attempt_of(entry.name)
         newest[attempt] = max(newest.get(attempt, 0.0), entry.modified)
     named = {ref: marks.prefix_of(storage, ref) for ref in kept}
     now = storage.clock()
     for attempt, modified in sorted(newest.items()):
         ref = layout.parse_prefix(attempt)
-        if ref is None or attempt in in_flight:
+        if ref is None or _is_anothers(attempt, policy, attempts):
             continue
         # a marker that makes no sense could mean any attempt of its epoch and step: leave them all
         if ref in named and named[ref] in (attempt, None):
             continue
-        if ref in removed or now - modified >= policy.orphan_grace_seconds:
+        unheard = ref.epoch == policy.epoch and attempt not in attempts.over
+        grace = max(policy.orphan_grace_seconds, attempts.patience_seconds if unheard else 0.0)
+        # a listing may hide the marker: it is asked for by its name as well
+        if ref in removed or (now - modified >= grace and not _is_named(storage, ref, attempt)):
             storage.delete_tree(attempt)
-    storage.sweep(now - max(policy.orphan_grace_seconds, 1.0))
+    spared = own()
+    storage.sweep(
+        now - max(policy.orphan_grace_seconds, 1.0), lambda name: _is_anothers(_attempt_of(name), policy, spared)
+    )
     if isinstance(storage, LocalStorage):
-        _tidy_folders(storage, now - policy.orphan_grace_seconds, in_flight)
+        _tidy_folders(storage, now - policy.orphan_grace_seconds, own)
 
 
-def _tidy_folders(storage: LocalStorage, older_than: float, in_flight: Collection[str]) -> None:
+def _attempt_of(name: str) -> str:
+    return "/".join(name.split("/")[:3])
+
+
+def _is_anothers(attempt: str, policy: Policy, own: Attempts) -> bool:
+    """Still to be committed by this process or by its successor."""
+    ref = layout.parse_prefix(attempt)
+    return attempt in own.in_flight or (ref is not None and ref.epoch > policy.epoch)
+
+
+def _is_named(storage: Storage, ref: CommitRef, attempt: str) -> bool:
+    return storage.exists(ref.name) and marks.prefix_of(storage, ref) in (attempt, None)
+
+
+def _remove_small_orphans(storage: Storage, policy: Policy, own: Callable[[], Attempts]) -> None:
+    """What preflights and evaluations of runs that were killed have left behind."""
+    found = [*storage.list("preflight"), *storage.list("metric")]
+    attempts, now = own(), storage.clock()
+    under_way = {layout.parse_prefix(attempt) for attempt in attempts.in_flight}
+    for entry in found:
+        ref = CommitRef.of_metric(entry.name)
+        if now - entry.modified < max(policy.orphan_grace_seconds, attempts.patience_seconds) or ref in under_way:
+            continue
+        if ref is None or (ref.epoch <= policy.epoch and not storage.exists(ref.name)):
+            storage.delete(entry.name)
+
+
+def _tidy_folders(storage: LocalStorage, older_than: float, own: Callable[[], Attempts]) -> None:
     """Empty folders, and files that a kill left half written."""
-    for left in storage.path("tmp").glob("ckpt+*"):
-        if not left.name.replace("+", "/").startswith(tuple(in_flight)) and _modified(left) < older_than:
-            left.unlink(missing_ok=True)
-    for folder in storage.path("ckpt").glob("s*"):
+    left, folders = list(storage.path("tmp").glob("ckpt+*")), list(storage.path("ckpt").glob("s*"))
+    in_flight = tuple(own().in_flight)
+    for path in left:
+        if not path.name.replace("+", "/").startswith(in_flight) and _modified(path) < older_than:
+            path.unlink(missing_ok=True)
+    for folder in folders:
         if any(attempt.startswith(f"ckpt/{folder.name}/") for attempt in in_flight):
             continue
         try:
@@ -135,15 +184,23 @@ def _tidy_folders(storage: LocalStorage, older_than: float, in_flight: Collectio
             continue  # not empty
 
 
-def remove_own_files(storage: LocalStorage, rank: int, keep_last: int, in_flight: Collection[str]) -> None:
-    """Where ranks do not share the disk, each clears up after itself: all but its newest files go."""
-    own = re.compile(rf"(ckpt/s\d+/e\d+-[0-9a-f]+)/({layout.rank_file(rank)}|{layout.rank_manifest(rank)})")
+def remove_own_files(storage: LocalStorage, rank: int, policy: Policy, in_flight: Collection[str]) -> None:
+    """Where ranks do not share the disk, each clears up after itself: all but its newest files go. Of what was
+    there before this process no rank has any more use: it may be of other ranks, which are elsewhere now."""
+    own = re.compile(r"(ckpt/s\d+/e\d+-[0-9a-f]+)/(?:rank|_rank)(\d+)\.(?:safetensors|json)")
     found = [match for entry in storage.list("ckpt") if (match := own.fullmatch(entry.name))]
     attempts = {match[1]: layout.parse_prefix(match[1]) for match in found}
-    newest = sorted((ref for ref in attempts.values() if ref is not None), reverse=True)[:keep_last]
+    newest = sorted((ref for ref in attempts.values() if ref is not None), reverse=True)[: policy.keep_last]
     for match in found:
-        if attempts[match[1]] not in newest and match[1] not in in_flight:
+        ref = attempts[match[1]]
+        mine = int(match[2]) == rank or (ref is not None and ref.epoch < policy.epoch)
+        if mine and ref not in newest and match[1] not in in_flight:
             storage.delete(match[0])
+    for left in storage.path("tmp").glob("ckpt+*"):
+        ref = layout.parse_prefix(_attempt_of(left.name.replace("+", "/")))
+        if ref is not None and ref.epoch < policy.epoch:
+            left.unlink(missing_ok=True)
+    storage.sweep(storage.clock() - max(policy.orphan_grace_seconds, 1.0), lambda name: _attempt_of(name) in in_flight)
 
 
 def _modified(path: Path) -> float:

@@ -285,10 +285,10 @@ class S3Storage:
 
         self._run(delete_all())
 
-    def sweep(self, older_than: float) -> int:
-        return self._run(self._sweep(older_than))
+    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False) -> int:
+        return self._run(self._sweep(older_than, spare))
 
-    async def _sweep(self, older_than: float) -> int:
+    async def _sweep(self, older_than: float, spare: Callable[[str], bool]) -> int:
         """Give up multipart uploads that were begun before `older_than` (their parts cost, and are not listed)."""
         prefix = f"{self._root}/" if self._root else ""
 
@@ -296,7 +296,11 @@ class S3Storage:
             return await client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix)
 
         found = (await self._retried("listing unfinished uploads", ask)).get("Uploads", [])
-        old = [item for item in found if item["Initiated"].timestamp() < older_than]
+        old = [
+            item
+            for item in found
+            if item["Initiated"].timestamp() < older_than and not spare(item["Key"][len(prefix) :])
+        ]
         for item in old:
             await self._abort({"Bucket": self.bucket, "Key": item["Key"], "UploadId": item["UploadId"]})
         return len(old)
