@@ -262,7 +262,8 @@ def judge(run: Storm, whole: Storm, counted: dict[str, int], name: str) -> tuple
     orphans = run.orphans()
     kills = sum(counted[each] for each in VICTIMS if each in counted)
     row = {
-        "layouts": name, "kills": kills, "of the saver / rank 1": f"{counted.get('saver', 0)} / {counted.get('rank 1', 0)}",
+        "layouts": name, "kills": kills,
+        "of the saver / rank 1": f"{counted.get('saver', 0)} / {counted.get('rank 1', 0)}",
         " / ".join(MOMENTS): " / ".join(str(counted.get(moment, 0)) for moment in MOMENTS),
         "resumed": f"{run.resumed} of {run.lives}", "same batches": str(same), "worst loss": worst, "last loss": last,
         "last files": "the same" if same_files else "others", "wrong": len(run.wrong), "orphans": len(orphans),

@@ -138,20 +138,21 @@ class CheckpointManager:
         others = [self.storage] if self.remote is not None else []
         main = self.remote or self.storage
 
-        def take() -> int:
+        def take() -> lease.Lease:
             try:
                 return lease.acquire(main, others)
             except OSError as e:
                 raise CheckpointError(f"checkpoints cannot be written to {main.url}: {explain(e)}") from e
 
-        epoch = dist.on_main(take)
+        held = dist.on_main(take)
         config = self.config
         self._policy = Policy(
             keep_last=config.keep_last,
             keep_every=config.keep_every,
             keep_best=config.keep_best,
             orphan_grace_seconds=60 * config.orphan_grace_minutes,
-            epoch=epoch,
+            epoch=held.epoch,
+            token=held.token,
             protect=self._protect,
             damaged=self._damaged,
         )

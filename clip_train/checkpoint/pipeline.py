@@ -292,7 +292,7 @@ class Pipeline:
             state = layout.decode_state(order.state)
             order.manifest = Manifest(order.step, order.epoch, order.world_size, files, state, created).to_bytes()
         store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)
-        self._check_fence(store, order)
+        self._check_fence(store)
         marker = Commit(order.epoch, order.step, order.prefix, layout.sha256_of(order.manifest))
         if not store.put_bytes(order.ref.name, marker.to_bytes(), if_absent=True):
             there = marks.read_commit(store, order.ref)
@@ -303,14 +303,18 @@ class Pipeline:
         except OSError as e:  # only a hint
             self._tell({"told": "note", "text": f"{store.url}/{layout.HINT} could not be written: {explain(e)}"})
 
-    def _check_fence(self, store: Storage, order: Order) -> None:
-        """FencedError; OSError, but not for a local commit: that is wanted most when the remote store is down,
-        and one that comes too late sorts below the successor's."""
-        try:
-            lease.check(self.remote or store, order.epoch)
-        except OSError:
-            if store is self.remote or self.remote is None:
-                raise
+    def _check_fence(self, store: Storage) -> None:
+        """FencedError; OSError, but not of the remote store for a local commit: that is wanted most when the remote
+        store is down, and one that comes too late sorts below the successor's."""
+        held = self.settings.policy.lease
+        if self.remote is not None:
+            try:
+                lease.check(self.remote, held)
+            except OSError:
+                if store is self.remote:
+                    raise
+        if store is not self.remote:
+            lease.check(store, held)
 
     def _gather_words(self, store: Storage, order: Order) -> list[FileEntry]:
         """Every rank's entries. RefusedError where a rank has failed or says nothing in time; OSError."""

@@ -25,8 +25,8 @@ class Preflight:
         if not self.fencing:
             out.append(
                 f"{url}: this server ignores If-None-Match, so two runs that write to the same place at once are not "
-                "kept apart by it. What still holds: a checkpoint is whole or is not one, and the run that started "
-                "last notices the other at its next save. Make sure that no two jobs use this checkpoint.remote"
+                "kept apart by it. What still holds: a checkpoint is whole or is not one, and of two runs the one that "
+                "began first stops at its next save. Make sure that no two jobs use this checkpoint.remote"
             )
         if abs(self.clock_off) > _CLOCK_SECONDS:
             out.append(

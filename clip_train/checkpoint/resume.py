@@ -9,6 +9,7 @@ together to the next older one, and remember why. Something that cannot be read 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -66,7 +67,7 @@ def resolve(places: Places, only: CommitRef | None = None) -> Resolution:
     for _ in range(_LISTINGS):
         answer = _resolve_listed(places, only)
         passed_over = {each.ref for each in answer.skipped}
-        if not passed_over or passed_over <= set(dist.on_main(lambda: sum(list_places(places), []))):
+        if not passed_over or passed_over <= set(dist.on_main(lambda: list(itertools.chain(*list_places(places))))):
             break  # else a process that still runs has removed one while we looked, and there are newer ones
     return answer
 

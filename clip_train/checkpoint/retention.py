@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clip_train.checkpoint import layout, lease, marks
+from clip_train.checkpoint import layout, marks
+from clip_train.checkpoint import lease as leases
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.storage import LocalStorage, Storage
 
@@ -23,8 +24,13 @@ class Policy:
     keep_best: str | None = None  # a metric's name; with a minus in front the lowest is best
     orphan_grace_seconds: float = 3600.0
     epoch: int = 0  # of the writer
+    token: str = ""  # its lease's
     protect: set[CommitRef] = field(default_factory=set)
     damaged: set[CommitRef] = field(default_factory=set)
+
+    @property
+    def lease(self) -> leases.Lease:
+        return leases.Lease(self.epoch, self.token)
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "protect": sorted(self.protect), "damaged": sorted(self.damaged)}
@@ -96,16 +102,16 @@ def apply_retention(
     commits = marks.list_commits(storage)
     if not any(ref not in policy.damaged for ref in commits):
         return []
-    lease.check(storage, policy.epoch)
+    leases.check(storage, policy.lease)
     kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
     removed = [ref for ref in commits if ref not in kept and ref.epoch <= policy.epoch]
     for ref in removed:
-        lease.check(storage, policy.epoch)
+        leases.check(storage, policy.lease)
         storage.delete(ref.name)
         storage.delete(ref.metric_name)
     _remove_orphans(storage, policy, [ref for ref in commits if ref in kept], own, set(removed))
     _remove_small_orphans(storage, policy, own)
-    lease.forget_old(storage, policy.epoch)
+    leases.forget_old(storage, policy.epoch)
     return removed
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as seen by code that is not the package's: json, hashlib, and the format as docs/checkpoints.md tells it."""
+"""Checkpoints as seen by code that is not the package's: json, hashlib, and the format as its documentation has it."""
 
 from __future__ import annotations
 

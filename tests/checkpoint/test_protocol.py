@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clip_train.checkpoint import layout, marks
 from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.resume import keep_locally
 from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files, verdicts
 from clip_train.storage import LocalStorage
 from tests.checkpoint.eyes import damaged_in, newest_in
@@ -39,6 +42,12 @@ class Interrupted(LocalStorage):
         super().delete(name)
 
 
+def epoch_0(folder: Path, **policy: Any) -> Policy:
+    """Of the first process that wrote there."""
+    token = json.loads((folder / "lease/e000000.json").read_bytes())["token"]
+    return Policy(**{"keep_last": 9, "orphan_grace_seconds": 0.0, "epoch": 0, "token": token, **policy})
+
+
 @pytest.mark.parametrize("call,name", [("list", "ckpt"), ("delete", "commit"), ("delete", "metric")])
 def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successor(
     tmp_path: Path, call: str, name: str
@@ -51,7 +60,7 @@ def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successo
         assert_is(successor.resume(), 3)
         successor.save(4, 5)
 
-    zombie = Policy(keep_last=2, epoch=0, orphan_grace_seconds=0.0)
+    zombie = epoch_0(tmp_path, keep_last=2)
     apply_retention(Interrupted(tmp_path, call, name, takes_over), zombie)
     assert damaged_in(tmp_path) == [] and {4, 5} <= set(committed(tmp_path))
     assert_is(Run(tmp_path).resume(), 5)
@@ -65,7 +74,7 @@ def test_a_marker_that_the_listing_hides_keeps_its_data(tmp_path: Path) -> None:
         def list(self, prefix: str = "") -> list:  # type: ignore[type-arg]
             return [entry for entry in super().list(prefix) if "commit/e000000-s0000000002" not in entry.name]
 
-    apply_retention(Hiding(tmp_path), Policy(keep_last=9, epoch=0, orphan_grace_seconds=0.0))
+    apply_retention(Hiding(tmp_path), epoch_0(tmp_path))
     assert damaged_in(tmp_path) == [] and set(committed(tmp_path)) == {1, 2, 3}
 
 
@@ -104,7 +113,7 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
         (tmp_path / "tmp" / f"{attempts['heard'].replace('/', '+')}+rank00000.safetensors").write_bytes(b"half")
 
     storage = Interrupted(tmp_path, "list", "ckpt", begins)
-    policy = Policy(keep_last=9, epoch=0, orphan_grace_seconds=0.0)
+    policy = epoch_0(tmp_path)
     apply_retention(storage, policy, lambda: Attempts(set(in_flight), set(), 60.0))
     assert len(list((tmp_path / "ckpt/s0000000002").glob("*/rank00001.safetensors"))) == 2
     assert len(list((tmp_path / "tmp").iterdir())) == 1
@@ -118,7 +127,7 @@ def test_small_files_that_a_kill_left_go_too(tmp_path: Path) -> None:
         storage.put_bytes(name, b"{}")
         os.utime(tmp_path / name, (time.time() - 700,) * 2)
     storage.put_bytes("preflight/young", b"")
-    apply_retention(storage, Policy(keep_last=9, epoch=0, orphan_grace_seconds=600.0))
+    apply_retention(storage, epoch_0(tmp_path, orphan_grace_seconds=600.0))
     assert [storage.exists(name) for name in [*names, "preflight/young"]] == [False, False, True, True]
 
 
@@ -165,3 +174,40 @@ def test_a_disk_of_ones_own_is_cleared_of_all_that_was_brought_to_it(tmp_path: P
     left = [(int(entry.name[6:16]), int(entry.name[-13])) for entry in storage.list("ckpt")]  # step, rank
     assert left == [(2, 1), (3, 0), (3, 1), (4, 0), (4, 1)]  # rank 1's it clears itself
     assert [entry.name[9:20] for entry in storage.list("tmp")] == ["s0000000005"]
+
+
+def test_the_age_of_what_is_left_behind_is_told_by_the_disks_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's is two hours ahead of the file server's: another's attempt is not two hours old for that."""
+    Run(tmp_path, keep_last=9).save(1)
+    other = tmp_path / "ckpt/s0000000002/e000000-0123abcd/rank00000.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"half")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 7200)
+    storage, policy = LocalStorage(tmp_path), Policy(keep_last=9, epoch=1, orphan_grace_seconds=3600.0)
+    apply_retention(storage, policy)
+    assert other.exists() and committed(tmp_path)
+    os.utime(other, (real() - 3700,) * 2)
+    apply_retention(storage, policy)
+    assert not other.exists() and set(committed(tmp_path)) == {1}
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_manifest_that_flips_on_its_way_to_the_disk_is_read_again(tmp_path: Path) -> None:
+    """From a store whose client verifies nothing."""
+    Run(tmp_path / "a").save(1)
+    once = [True]
+
+    class Flipping(LocalStorage):
+        def read_bytes(self, name: str) -> bytes:
+            data = super().read_bytes(name)
+            return bytes([data[0] ^ 1]) + data[1:] if "MANIFEST" in name and once and once.pop() else data
+
+    remote, local = LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b")
+    found = marks.read_found(remote, CommitRef(0, 1))
+    name = f"{found.commit.prefix}/rank00000.safetensors"
+    local.put_file(remote.path(name), name)
+    keep_locally(local, Flipping(tmp_path / "a"), found)
+    assert not once and set(committed(tmp_path / "b")) == {1} and damaged_in(tmp_path / "b") == []
