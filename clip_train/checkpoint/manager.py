@@ -357,6 +357,9 @@ class CheckpointManager:
                 self._done(told)
             case "failed":
                 self._failed(told["step"], told["why"])
+            case "overtaken":  # no failure: the one before it is still on its way
+                self._pending.pop(told["step"], None)
+                self._say(f"step {told['step']} was not uploaded: {told['why']}")
             case "fenced":
                 self._pending.pop(told["step"], None)
                 self._fatal = told["why"]

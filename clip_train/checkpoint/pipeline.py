@@ -78,6 +78,10 @@ class RefusedError(CheckpointError):
     """This save has failed for good."""
 
 
+class OvertakenError(RefusedError):
+    """A newer save has taken its place before its upload began: uploads take longer than the time between saves."""
+
+
 class Pipeline:
     """One rank's saves, in three threads. tell: takes a dict for the rank; called from any of them."""
 
@@ -134,17 +138,18 @@ class Pipeline:
     def _write_all(self) -> None:
         while True:
             order = self._to_write.get()
-            why = None
+            error = None
             try:
-                order.entry = self._write(order)
-                self._word(self.local, order, {"files": [asdict(order.entry)]})
+                entry = self._write(order)
+                self._word(self.local, order, {"files": [asdict(entry)]})
+                order.entry = entry
             except Exception as e:
-                why = explain(e)
+                error = e
             self._tell({"told": "written", "step": order.step})  # the buffer is free
-            if why is None:
+            if error is None:
                 self._to_keep.put(order)
             else:
-                self._fail(order, why)
+                self._fail(order, error)
 
     def _write(self, order: Order) -> FileEntry:
         """Copy the buffer's beginning into the attempt's folder, whole or not at all."""
@@ -176,7 +181,7 @@ class Pipeline:
                     remove_own_files(self.local, order.rank, self.settings.policy, self._attempts().in_flight)
             except Exception as e:
                 if self.remote is None or isinstance(e, lease.FencedError):
-                    self._fail(order, explain(e), fenced=isinstance(e, lease.FencedError))
+                    self._fail(order, e)
                     continue
                 # the remote store can do without
                 self._tell({"told": "note", "text": f"step {order.step} is not committed locally: {explain(e)}"})
@@ -192,15 +197,19 @@ class Pipeline:
         seconds = time.monotonic() - order.since
         self._tell({"told": "done", "step": order.step, "where": where, "seconds": seconds, "bytes": order.size})
 
-    def _fail(self, order: Order, why: str, *, fenced: bool = False) -> None:
+    def _fail(self, order: Order, error: Exception) -> None:
         self._over(order)
-        self._tell({"told": "fenced" if fenced else "failed", "step": order.step, "why": why})
+        why, overtaken = explain(error), isinstance(error, OvertakenError)
+        told = "fenced" if isinstance(error, lease.FencedError) else "overtaken" if overtaken else "failed"
+        self._tell({"told": told, "step": order.step, "why": why})
         self._tell({"told": "rest", "step": order.step})
         if order.rank == 0:
             return
-        for store in self._stores():  # rank 0 waits for a word
+        # rank 0 waits for a word; what has been written may still be committed locally
+        for store in self._stores() if order.entry is None else [self.remote]:
             try:
-                self._word(store, order, {"error": why})
+                if store is not None:
+                    self._word(store, order, {"error": why, "overtaken": overtaken})
             except OSError:
                 continue
 
@@ -217,7 +226,7 @@ class Pipeline:
             self._uploading.append(order)
             self._changed.notify_all()
         if overtaken is not None:
-            self._fail(overtaken, f"overtaken by step {order.step} before its upload began")
+            self._fail(overtaken, OvertakenError(f"overtaken by step {order.step} before its upload began"))
 
     def _attempts(self) -> Attempts:
         with self._changed:
@@ -237,7 +246,7 @@ class Pipeline:
             try:
                 self._upload(order)
             except Exception as e:
-                self._fail(order, explain(e), fenced=isinstance(e, lease.FencedError))
+                self._fail(order, e)
             else:
                 self._done(order)
             with self._changed:
@@ -329,7 +338,8 @@ class Pipeline:
                 except ValueError as e:
                     raise CheckpointError(f"the word of rank {rank} makes no sense: {e}") from e
                 if "error" in word:
-                    raise RefusedError(f"rank {rank}: {word['error']}")
+                    kind = OvertakenError if word.get("overtaken") else RefusedError
+                    raise kind(f"rank {rank}: {word['error']}")
                 words[rank] = [FileEntry(**entry) for entry in word["files"]]
             missing = sorted(set(range(order.world_size)) - set(words))
             if not missing:

@@ -91,3 +91,24 @@ def test_uploads_under_way_are_not_swept(tmp_path: Path, url: str, view: Bucket)
     swept = storage.sweep(storage.clock() + 60, under_way)
     assert swept == 1 and len(view.unfinished_uploads()) == 2
     assert [ref.step for ref in marks.list_commits(storage)] == [1]
+
+
+def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
+    tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload goes on, slowly; those that wait are overtaken before they begin, and the run lives."""
+    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "60")
+    run = Run(tmp_path, url, max_failed_saves=2)
+    run.manager.begin()
+    proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/s0000000001/.*safetensors")]
+    for step in range(1, 7):
+        assert run.save(step, wait=False)
+        run.until(lambda step=step: step in committed(tmp_path))
+    assert view.commits("run") == {}
+    proxy.faults = []
+    run.until(lambda: len(view.commits("run")) == 2)
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 6]
+    overtaken = [line for line in run.said if "overtaken" in line]
+    assert len(overtaken) == 4 and "step 2 was not uploaded: overtaken by step 3" in overtaken[0]
+    assert run.manager.poll().get("checkpoint_failures", 0) == 0
+    run.manager.close()
