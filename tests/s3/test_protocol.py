@@ -112,3 +112,20 @@ def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     assert len(overtaken) == 4 and "step 2 was not uploaded: overtaken by step 3" in overtaken[0]
     assert run.manager.poll().get("checkpoint_failures", 0) == 0
     run.manager.close()
+
+
+def test_a_saver_that_dies_is_one_failure(tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy) -> None:
+    """Whatever it had in hand."""
+    run = Run(tmp_path, url, max_failed_saves=2)
+    run.manager.begin()
+    proxy.faults = [Fault("hang", method="PUT|POST", key="ckpt/")]
+    for step in (1, 2):
+        assert run.save(step, wait=False)
+        run.until(lambda step=step: step in committed(tmp_path))
+    process = run.manager._saver._process  # type: ignore[union-attr]
+    process.kill()  # type: ignore[union-attr]
+    process.wait()  # type: ignore[union-attr]
+    proxy.faults = []
+    assert run.save(3)
+    assert [marker["step"] for marker in view.commits("run").values()] == [3]
+    assert sum("has ended" in line for line in run.said) == 1 and any("in a row" in line for line in run.said)
