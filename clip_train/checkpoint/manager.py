@@ -369,15 +369,18 @@ class CheckpointManager:
             case "note":
                 self._say(told["text"])
             case "gone":
-                self._buffer_busy = None
-                self._tidying.clear()
-                why, newest = "the process that writes checkpoints has ended", max(self._pending, default=None)
-                for step in list(self._pending):
-                    if step == newest or not dist.is_main():
-                        self._failed(step, why)
-                    else:  # one death is one failure
-                        self._pending.pop(step)
-                        self._say(f"step {step} was not uploaded: {why}")
+                self._saver_gone()
+
+    def _saver_gone(self) -> None:
+        self._buffer_busy = None
+        self._tidying.clear()
+        why, newest = "the process that writes checkpoints has ended", max(self._pending, default=None)
+        for step in list(self._pending):
+            if step == newest or not dist.is_main():
+                self._failed(step, why)
+            else:  # one death is one failure
+                self._pending.pop(step)
+                self._say(f"step {step} was not uploaded: {why}")
 
     def _done(self, told: dict[str, Any]) -> None:
         """On rank 0 it is committed; elsewhere this rank's part is where it belongs."""
