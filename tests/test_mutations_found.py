@@ -66,7 +66,7 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(
     first = CheckpointManager(CheckpointConfig(), tmp_path)
     assert first.save(1, [], {}, {}, wait=True)
     first.close()
-    pipeline = Pipeline(Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=3)), lambda told: None)
+    pipeline = Pipeline(Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=3, epoch=1)), lambda told: None)
     plan = plan_file(0, [], {"rng": torch.zeros(3)})
     buffer = SharedBuffer(plan.num_bytes, pin=False)
     buffer.fill(plan)

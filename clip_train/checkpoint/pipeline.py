@@ -94,7 +94,8 @@ class Pipeline:
         self._cancelled: dict[int, str] = {}  # step -> why no rank should wait for it
         self._uploading: list[Order] = []  # the one under way, and the newest that waits
         self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
-        self._ended: set[str] = set()  # attempts that are committed or given up
+        self._ended: dict[str, int] = {}  # attempts that are committed or given up, and their steps
+        self._newest_done = -1  # step; all ranks have finished with what is older
         self._changed = threading.Condition()
         self._to_write: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._to_keep: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -193,6 +194,7 @@ class Pipeline:
 
     def _done(self, order: Order) -> None:
         self._over(order)
+        self._newest_done = order.step
         where = f"{(self.remote or self.local).url}/{order.prefix}"
         seconds = time.monotonic() - order.since
         self._tell({"told": "done", "step": order.step, "where": where, "seconds": seconds, "bytes": order.size})
@@ -230,12 +232,13 @@ class Pipeline:
 
     def _attempts(self) -> Attempts:
         with self._changed:
-            return Attempts(set(self._active), set(self._ended), self.settings.timeout_seconds)
+            over = {prefix for prefix, step in self._ended.items() if step < self._newest_done}
+            return Attempts(set(self._active), over, self.settings.timeout_seconds)
 
     def _over(self, order: Order) -> None:
         with self._changed:
             self._active.discard(order.prefix)
-            self._ended.add(order.prefix)
+            self._ended[order.prefix] = order.step
 
     def _upload_all(self) -> None:
         while True:
@@ -251,8 +254,8 @@ class Pipeline:
                 self._done(order)
             with self._changed:
                 self._uploading.remove(order)
-            if order.rank == 0 and self.remote is not None:
-                self._retain(self.remote)
+            for store in self._stores() if order.rank == 0 else []:  # what was in flight here may go from there
+                self._retain(store)
             self._tell({"told": "rest", "step": order.step})
 
     def _upload(self, order: Order) -> None:

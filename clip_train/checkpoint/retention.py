@@ -45,8 +45,8 @@ class Attempts(NamedTuple):
     """What the writer knows of its own attempts to save."""
 
     in_flight: set[str]  # they may still be committed
-    over: set[str]  # committed, or failed for good
-    patience_seconds: float  # another rank's attempt, of which this one has not heard, may be under way so long
+    over: set[str]  # committed or given up, and no rank writes there any more
+    patience_seconds: float  # any other of this process may still be under way so long
 
 
 def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, float]) -> dict[CommitRef, str]:
@@ -134,8 +134,9 @@ def _remove_orphans(
         # a marker that makes no sense could mean any attempt of its epoch and step: leave them all
         if ref in named and named[ref] in (attempt, None):
             continue
-        unheard = ref.epoch == policy.epoch and attempt not in attempts.over
-        grace = max(policy.orphan_grace_seconds, attempts.patience_seconds if unheard else 0.0)
+        grace = policy.orphan_grace_seconds
+        if ref.epoch == policy.epoch:
+            grace = 0.0 if attempt in attempts.over else max(grace, attempts.patience_seconds)
         # a listing may hide the marker: it is asked for by its name as well
         if ref in removed or (now - modified >= grace and not _is_named(storage, ref, attempt)):
             storage.delete_tree(attempt)

@@ -59,10 +59,13 @@ def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successo
         successor = Run(tmp_path)
         assert_is(successor.resume(), 3)
         successor.save(4, 5)
+        under_way.parent.mkdir(parents=True)
+        under_way.write_bytes(b"half")
 
+    under_way = tmp_path / "ckpt/s0000000006/e000001-0123abcd/rank00000.safetensors"
     zombie = epoch_0(tmp_path, keep_last=2)
     apply_retention(Interrupted(tmp_path, call, name, takes_over), zombie)
-    assert damaged_in(tmp_path) == [] and {4, 5} <= set(committed(tmp_path))
+    assert damaged_in(tmp_path) == [] and {4, 5} <= set(committed(tmp_path)) and under_way.exists()
     assert_is(Run(tmp_path).resume(), 5)
 
 
@@ -103,6 +106,9 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
     """Its own process's: rank 1 may have begun to write before rank 0's saver has heard of it."""
     Run(tmp_path, keep_last=9).save(1)
     attempts = {"heard": "ckpt/s0000000002/e000000-0123abcd", "not heard": "ckpt/s0000000002/e000000-0123abce"}
+    over = tmp_path / "ckpt/s0000000000/e000000-0123abcd/rank00000.safetensors"
+    over.parent.mkdir(parents=True)
+    over.write_bytes(b"given up")
     in_flight: set[str] = set()
 
     def begins() -> None:
@@ -113,10 +119,10 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
         (tmp_path / "tmp" / f"{attempts['heard'].replace('/', '+')}+rank00000.safetensors").write_bytes(b"half")
 
     storage = Interrupted(tmp_path, "list", "ckpt", begins)
-    policy = epoch_0(tmp_path)
-    apply_retention(storage, policy, lambda: Attempts(set(in_flight), set(), 60.0))
+    policy = epoch_0(tmp_path, orphan_grace_seconds=30.0)
+    apply_retention(storage, policy, lambda: Attempts(set(in_flight), {"ckpt/s0000000000/e000000-0123abcd"}, 60.0))
     assert len(list((tmp_path / "ckpt/s0000000002").glob("*/rank00001.safetensors"))) == 2
-    assert len(list((tmp_path / "tmp").iterdir())) == 1
+    assert len(list((tmp_path / "tmp").iterdir())) == 1 and not over.exists()
 
 
 def test_small_files_that_a_kill_left_go_too(tmp_path: Path) -> None:
