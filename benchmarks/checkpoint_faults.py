@@ -1,14 +1,17 @@
 """Everything that can go wrong with a remote checkpoint, once: what happened, what the user saw, what was lost.
 
 Each row is a life of its own on an empty bucket of a real S3 server (LocalStack, from scripts/setup_s3.sh) behind a
-proxy that injects the fault: it saves steps 1, 2 and 3, and is then resumed on its own disk and on an empty one. The
-waits are short (a try at one operation lasts a second), so nothing here says how long anything takes.
+proxy that injects the fault: it saves steps 1, 2 and 3, and is then resumed on its own disk and on an empty one, where
+every tensor is compared with what was saved. The waits are short (a try at one operation lasts a second), so nothing
+here says how long anything takes. `--markdown` prints README's table.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,20 +19,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import finish, parser
 
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.errors import ClipTrainError
-from tests.checkpoint.parts import cut, whole
+from tests.checkpoint.eyes import damaged_in, newest_in
+from tests.checkpoint.parts import bits, cut, whole
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
 from tests.s3.server import Server, chosen
 
 TARGETS = {
-    "own disk": "resuming on the same disk loses no step that was saved",
+    "own disk": "every step is saved there unless the run was refused, and resuming on it loses none",
     "empty disk": "resuming elsewhere gives the newest step that the store holds whole",
+    "content": "what is resumed is equal to the last bit to what was saved",
     "told": "what did not work is told; what passed by itself is not",
-    "whole": "no commit in the bucket is ever incomplete through this program's doing",
+    "whole": "no commit in the bucket or on the disk is ever incomplete through this program's doing",
 }
 WRITES = "PUT|POST"
 ALL = "PUT|POST|GET|HEAD|DELETE"
@@ -43,6 +49,7 @@ class Life:
         self.bucket = Bucket(server, name)
         self.said: list[str] = []
         self.refused: str | None = None
+        self.padding = 0  # floats, so that the upload has parts
         self.manager = self.new(folder / "own")
 
     def new(self, folder: Path) -> CheckpointManager:
@@ -52,8 +59,8 @@ class Life:
         return CheckpointManager(config, folder, log=self.said.append)
 
     def save(self, step: int, wait: bool = True) -> None:
-        state = {"step": step}
-        self.manager.save(step, cut(whole(step), 0, 1), {}, state, wait=wait)
+        own = {"padding": torch.full((self.padding,), float(step))} if self.padding else {}
+        self.manager.save(step, cut(whole(step), 0, 1), own, {"step": step}, wait=wait)
 
     def live(self, before: Callable[[Life], None], between: Callable[[Life], None]) -> None:
         """Steps 1 to 3, with something done before the first and before the second."""
@@ -78,6 +85,9 @@ class Life:
             found = manager.resume()
         except ClipTrainError as e:
             return f"{type(e).__name__}: {e}"
+        for (name, slot), want in whole(found.step).items() if found else ():
+            if bits(found.reader.read(name, slot, 0, want.numel())) != bits(want):
+                return f"{found.step}, but {slot} of {name} differs"
         skipped = "".join(f" (passed over {each})" for each in found.skipped) if found else ""
         return f"{found.step}{skipped}" if found else "nothing"
 
@@ -115,11 +125,41 @@ def successor(life: Life) -> None:
     other.close()
 
 
+def successor_unseen(life: Life) -> None:
+    """Another one on the same disk; and this one loses its connection to the store."""
+    other = life.new(life.folder / "own")
+    other.resume()
+    other.begin()
+    other.close()
+    life.proxy.faults = [Fault("reset", method=ALL, key="")]
+
+
+def kill_saver(life: Life) -> None:
+    process = life.manager._saver._process  # type: ignore[union-attr]
+    process.kill()  # type: ignore[union-attr]
+    process.wait()  # type: ignore[union-attr]
+
+
+def in_parts(*faults: Fault) -> Callable[[Life], None]:
+    """Of files that are uploaded in several parts."""
+
+    def inject(life: Life) -> None:
+        life.padding = 3_000_000
+        life.proxy.faults = list(faults)
+
+    return inject
+
+
+def fill_disk(life: Life) -> None:
+    """All but what a checkpoint needs beside the space that is left to others."""
+    (life.folder / "own" / "somebody's").write_bytes(bytes(40 << 20))
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """A disk of 300 kB under `folder`, where this user may mount one."""
+    """A disk of 90 MiB under `folder`, where this user may mount one."""
     folder.mkdir(parents=True, exist_ok=True)
-    line = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(folder)]
+    line = ["mount", "-t", "tmpfs", "-o", "size=90m", "none", str(folder)]
     mounted = subprocess.run(line, capture_output=True, check=False).returncode == 0
     try:
         yield mounted
@@ -138,6 +178,13 @@ CASES: dict[str, tuple[Callable, Callable, str]] = {
     "reset: manifest": (fault(Fault("reset", times=2, method="PUT", key="_MANIFEST")), nothing, "fine"),
     "reset: commit": (fault(Fault("reset", times=2, method="PUT", key="run/commit")), nothing, "fine"),
     "reset: lease": (fault(Fault("reset", times=2, method="PUT", key="run/lease")), nothing, "fine"),
+    "reset: hint": (fault(Fault("reset", times=2, method="PUT", key="latest")), nothing, "fine"),
+    "reset: removal": (fault(Fault("reset", times=4, method="DELETE", key="run/(ckpt|commit)")), nothing, "fine"),
+    "reset: a part": (in_parts(Fault("reset", times=2, method="PUT", key="safetensors")), nothing, "fine"),
+    "reset: completion": (in_parts(Fault("reset", skip=1, times=2, method="POST", key="safetensors")), nothing, "fine"),
+    "lost answer: completion": (
+        in_parts(Fault("lost", skip=1, times=1, method="POST", key="safetensors")), nothing, "fine",
+    ),
     "lost answer: data": (fault(Fault("lost", times=2, method=WRITES, key="safetensors")), nothing, "fine"),
     "lost answer: commit": (fault(Fault("lost", times=2, method="PUT", key="run/commit")), nothing, "fine"),
     "bit flip: going up": (fault(Fault("upflip", times=2, method="PUT", key="safetensors")), nothing, "fine"),
@@ -149,6 +196,9 @@ CASES: dict[str, tuple[Callable, Callable, str]] = {
     "access denied in mid-run": (nothing, fault(Fault("status", method=WRITES, key="ckpt", **DENIED)), "told"),
     "expired token": (nothing, fault(Fault("expired", method=ALL, key="")), "told"),
     "two writers": (nothing, successor, "refused"),
+    "two writers, the first cut off from the store": (nothing, successor_unseen, "refused"),
+    "saver killed": (nothing, kill_saver, "any"),
+    "conditional writes ignored": (fault(Fault("unconditional", method="PUT", key="")), nothing, "told"),
     "clock an hour off": (fault(Fault("skew", method="GET", key="")), nothing, "told"),
     "clock refused": (
         fault(Fault("status", method=ALL, key="", code=403, s3code="RequestTimeTooSkewed")), nothing, "refused",
@@ -159,6 +209,7 @@ AFTERWARDS: dict[str, tuple[Callable, str]] = {
     "deleted object": (spoil_newest("deleted"), "told"),
     "hidden listing": (fault(Fault("hide", key="", hidden="s0000000003")), "fine"),
     "slow drip": (fault(Fault("drip", times=2, key="safetensors")), "fine"),
+    "reset: coming down": (fault(Fault("reset", times=2, key="safetensors|MANIFEST|commit")), "fine"),
     "bit flip: coming down": (fault(Fault("flip", times=2, key="safetensors|MANIFEST|commit")), "fine"),
     "cut: coming down": (fault(Fault("cut", times=2, key="safetensors|MANIFEST|commit")), "fine"),
 }
@@ -193,37 +244,80 @@ def main() -> int:
                     run(name, nothing, nothing, expected, after)
             with small_disk(Path(temporary, "disk-full", "own")) as mounted:
                 if mounted:
-                    run("disk full", nothing, nothing, "refused")
+                    run("disk full", nothing, fill_disk, "refused")
                 else:
                     print("disk full: not run, this user may not mount a small disk")
     finally:
         server.stop()
-    return finish("checkpoint_faults", rows, TARGETS, missed, args)
+    return finish("checkpoint_faults", rows, TARGETS, missed, args, brief(rows))
 
 
 def judge(life: Life, name: str, expected: str, *, spoiled: bool, missed: list[str]) -> dict[str, Any]:
     told = [line for line in life.said if not line.startswith(("waiting up to", "finishing"))]
-    saved = sorted(int(path.name.split("-s")[1][:10]) for path in (life.folder / "own/commit").glob("*.json"))
+    saved = sorted(step for _, step in newest_in(life.folder / "own"))
     in_store = [marker["step"] for marker in life.bucket.commits("run").values()]
     whole_in_store = [step for step in in_store if not (spoiled and step == 3)]
+    wrong = damaged_in(life.folder / "own") + ([] if spoiled else life.bucket.incomplete("run"))
     elsewhere = life.resumed("empty")
     own = life.resumed("own")
     life.proxy.faults = []
     told += [elsewhere.partition(" ")[2]] if "passed over" in elsewhere else []
-    if saved and not own.startswith(str(saved[-1])):
+    if saved != ([1, 2, 3] if not life.refused else saved[:1]):
+        missed.append(f"{name}: only {saved} saved on the disk")
+    if not own.startswith(str(saved[-1]) if saved else "nothing") or "differs" in own:
         missed.append(f"{name}: own disk resumed from {own}, saved {saved}")
-    if not elsewhere.startswith(str(whole_in_store[-1]) if whole_in_store else "nothing"):
+    if not elsewhere.startswith(str(whole_in_store[-1]) if whole_in_store else "nothing") or "differs" in elsewhere:
         missed.append(f"{name}: empty disk resumed from {elsewhere}, in the store {in_store}")
     outcome = "refused" if life.refused else "told" if told else "fine"
     if expected not in (outcome, "any"):
         missed.append(f"{name}: {outcome} instead of {expected}: {life.refused or told}")
-    if not spoiled and (wrong := life.bucket.incomplete("run")):
-        missed.append(f"{name}: {wrong}")
-    saw = life.refused or (told[0] if told else "nothing: it passed by itself")
+    missed += [f"{name}: {each}" for each in wrong]
+    saw = life.refused or next((each for each in told if each.startswith("checkpoint of")), (told or [PASSED])[0])
     return {
-        "fault": name, "on the disk": str(saved), "in the store": str(in_store), "the user saw": saw,
-        "resumes on its disk from": own, "on an empty disk from": elsewhere,
+        "fault": name, "on the disk": str(saved), "in the store": str(in_store), "the user saw": shortened(saw),
+        "resumes on its disk from": shortened(own), "on an empty disk from": shortened(elsewhere),
     }  # fmt: skip
+
+
+PASSED = "nothing: it passed by itself"
+
+
+def shortened(text: str) -> str:
+    """A message without what differs from run to run."""
+    for pattern, instead in (
+        (r"s3://row\d+", "s3://bucket"), (r"\S*/own\b", "DIR"), (r"(e\d{6})-[0-9a-f]{8}", r"\1-*"),
+        (r"\[Errno \d+\] ", ""), (r"preflight/\w+", "preflight/*"),
+        (r"process \d+ on \S+ since \S+", "process P on HOST"),
+        (r"^\((passed over .*)\)$", r"\1"),
+    ):  # fmt: skip
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """README's: faults with the same end in one row."""
+    merged: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        disk, store = len(json.loads(row["on the disk"])), len(json.loads(row["in the store"]))
+        own, elsewhere = (row[key].partition(" ")[0] for key in ("resumes on its disk from", "on an empty disk from"))
+        happened = (
+            "all saved, in both places"
+            if disk == store == 3
+            else f"{disk} of 3 saved on the disk, {store} in the store"
+        )
+        if disk == store == 3:
+            happened = "all saved, in both places"
+        if own == "nothing":
+            happened = "refused before the model is built"
+        elif own != "3" or elsewhere != "3":
+            happened += f"; goes on from step {own}" + (f", from {elsewhere} elsewhere" if elsewhere != own else "")
+        saw = row["the user saw"]
+        saw = saw if len(saw) < 240 else f"{saw[:200].rsplit(' ', 1)[0]} ... {saw[-30:].split(' ', 1)[-1]}"
+        merged.setdefault((happened, saw if saw == PASSED else f"`{saw}`"), []).append(row["fault"])
+    return [
+        {"fault": "; ".join(faults), "what happened": happened, "what the user saw": saw}
+        for (happened, saw), faults in merged.items()
+    ]
 
 
 if __name__ == "__main__":

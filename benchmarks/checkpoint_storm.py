@@ -1,41 +1,61 @@
 """Kill a run at random moments, again and again, and see whether anything of it is ever lost.
 
 A small CLIP trains with DeepSpeed and `checkpoint.remote=s3://...` on a real S3 server (LocalStack, from
-scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway). All of its processes get SIGKILL at a random
-moment, most often while a checkpoint is written or uploaded; then the same line runs again (`checkpoint.resume: auto`), every other time without the local
-checkpoints. A third of the kills keep the layout; in the others the number of ranks and the ZeRO stage change every
-time. After every kill the bucket is read by code that is not the package's.
+scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway). Each life goes on from where the last one was
+killed (`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the
+server tell: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes get SIGKILL;
+sometimes the saver alone, or rank 1 alone. A third of the kills keep the layout; in the others ranks and ZeRO stage
+change every time. Some lives begin on an empty disk.
+
+After every kill the bucket and the disk are read by code that is not the package's; before every life it tells which
+checkpoint must be resumed from.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, finish, parser
 
 from clip_train.data.synthetic import shapes
-from tests.processes import kill_tree
+from tests.checkpoint.eyes import damaged_in, newest_in, strays
+from tests.processes import family, kill_tree
 from tests.s3.bucket import Bucket
+from tests.s3.proxy import FaultyProxy
 from tests.s3.server import Server, chosen
 
 TARGETS = {
-    "same layout": "every step's loss is bitwise that of the uninterrupted run",
+    "same layout": "every step's loss is bitwise that of the uninterrupted run, and so are the last checkpoint's files",
     "other layouts": "the same batches, and the last step's loss within 1e-5 relative",
-    "commits": "every commit in the bucket is whole after every kill",
-    "orphans": "nothing in the bucket but what a commit names, when the grace has passed",
+    "resumed": "every life goes on from the newest commit of disk and bucket; nine of ten have one to go on from",
+    "commits": "every commit in the bucket and on the disk is whole after every kill",
+    "orphans": "nothing in the bucket or on the disk but what a commit names, when the grace has passed",
+    "saver alone": "the run goes on and commits again; rank 1 alone: the run ends by itself",
 }
 LAYOUTS = [(2, 3), (1, 3), (2, 1), (1, 0), (2, 2), (1, 1), (2, 3), (1, 2), (2, 0)]  # (ranks, ZeRO stage)
 GRACE_MINUTES = 0.05
+MOMENTS = {  # what the run asks of the server then: (weight, expression); None: see Storm.is_at
+    "writing": (3, None),
+    "uploading": (5, r"PUT \S+/run/ckpt/\S+\.safetensors"),
+    "manifest": (2, r"PUT \S+/_MANIFEST"),
+    "committing": (4, r"PUT \S+/run/commit/"),
+    "removing": (4, r"DELETE \S+/run/(commit|ckpt)/"),
+    "fetching": (2, r"GET \S+\.safetensors"),
+    "any": (2, None),
+}
+VICTIMS = {"all": 7, "saver": 2, "rank 1": 2}
 MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
@@ -54,14 +74,17 @@ log: {{batch_digest: true, tensorboard: false}}
 
 
 class Storm:
-    """One run's life on one server."""
+    """One run's lives on one server."""
 
-    def __init__(self, folder: Path, server: Server, name: str, steps: int, rng: random.Random) -> None:
-        self.run_dir, self.rng, self.name = folder / name, rng, name
-        self.folder = folder
+    def __init__(self, folder: Path, server: Server, proxy: FaultyProxy, name: str, steps: int, seed: str) -> None:
+        self.folder, self.name, self.steps, self.proxy = folder, name, steps, proxy
+        self.run_dir, self.rng = folder / name, random.Random(seed)
+        self.checkpoints = self.run_dir / "checkpoints"
         self.bucket = Bucket(server, f"storm-{name}")
-        self.steps = steps
-        self.incomplete: list[str] = []
+        self.wrong: list[str] = []
+        self.resumed, self.lives = 0, 0
+
+    # -- a life
 
     def start(self, ranks: int, stage: int) -> subprocess.Popen:
         line = ["-m", "launcher", "train", str(self.folder / "recipe.yaml"), f"run.dir={self.run_dir}",
@@ -70,6 +93,8 @@ class Storm:
         if ranks > 1:
             line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *line]
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.proxy.requests.clear()
+        self.log_begins = (self.run_dir / "log").stat().st_size if (self.run_dir / "log").exists() else 0
         with (self.run_dir / "log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, *line], cwd=self.folder, stdout=log, stderr=log, start_new_session=True,
@@ -77,48 +102,101 @@ class Storm:
             )  # fmt: skip
 
     def to_the_end(self, ranks: int, stage: int) -> None:
-        status = self.start(ranks, stage).wait(600)
-        assert status == 0, (self.run_dir / "log").read_text()[-3000:]
-
-    def kill_once(self, ranks: int, stage: int) -> str:
-        """Returns what it was doing."""
-        begun = self.last_step()
+        expected = self.newest()
         process = self.start(ranks, stage)
         try:
-            self.wait(process, lambda: self.last_step() != begun, 120)
-            moment = self.rng.choices(["writing", "uploading", "committing", "any"], [2, 4, 2, 2])[0]
+            status = process.wait(900)
+            assert status == 0, (self.run_dir / "log").read_text()[-3000:]
+        finally:
+            kill_tree(process)
+        self.check_resumed(expected)
+
+    def kill_once(self, ranks: int, stage: int, moment: str, victim: str) -> None:
+        commits, expected = self.rng.choice([0, 1, 1, 2]), self.newest()
+        process = self.start(ranks, stage)
+        try:
+            if moment == "fetching":
+                self.wait(process, lambda: self.asked(MOMENTS["fetching"][1]) > 0)
+                time.sleep(self.rng.uniform(0, 0.2))
+                return
+            self.wait(process, lambda: self.asked(MOMENTS["committing"][1]) >= commits and self.begun())
+            done = {name: self.asked(expression) for name, (_, expression) in MOMENTS.items()}
             if moment == "any":
                 time.sleep(self.rng.uniform(0, 3))
             else:
-                self.wait(process, lambda: self.is_at(moment), 60)
-                time.sleep(self.rng.uniform(0, 1) ** 2)  # soon, or in the upload, the commit or the retention after it
+                self.wait(process, lambda: self.is_at(moment, done[moment]))
+                time.sleep(0.5 * self.rng.uniform(0, 1) ** 3)  # mostly at once, before the server has answered
+            self.strike(process, victim)
         finally:
             kill_tree(process)
-        time.sleep(0.3)  # a request that is on its way may still be carried out
-        self.incomplete += self.bucket.incomplete("run")
-        return moment
+            time.sleep(0.3)  # a request that is on its way may still be carried out
+            self.check_resumed(expected, started=moment != "fetching")
+            self.wrong += self.bucket.incomplete("run") + damaged_in(self.checkpoints)
 
-    def is_at(self, moment: str) -> bool:
-        checkpoints = self.run_dir / "checkpoints"
-        if moment == "writing":
-            return any((checkpoints / "tmp").glob("*"))
-        attempts = set(checkpoints.glob("ckpt/*/*/rank00000.safetensors"))
-        if not hasattr(self, "seen") or not attempts >= self.seen:
-            self.seen = attempts
-        new = attempts - self.seen
-        if moment == "uploading" or not new:
-            return bool(new)
-        return any((path.parent / "_MANIFEST.json").exists() for path in new)
+    def strike(self, process: subprocess.Popen, victim: str) -> None:
+        """Only a part of it; what is left has to do the right thing."""
+        if victim == "all":
+            return
+        doomed = [pid for pid in family(process) if self.is_a(pid, victim)]
+        commits = self.asked(MOMENTS["committing"][1])
+        for pid in doomed:
+            os.kill(pid, signal.SIGKILL)
+        if len(doomed) != 1:
+            self.wrong.append(f"{self.name}: {len(doomed)} processes are {victim}")
+        elif victim == "saver":
+            self.wait(process, lambda: self.asked(MOMENTS["committing"][1]) > commits)
+            if self.asked(MOMENTS["committing"][1]) == commits:
+                self.wrong.append(f"{self.name}: no commit after its saver was killed")
+        else:
+            self.wait(process, lambda: False)
+            if process.poll() in (None, 0):
+                self.wrong.append(f"{self.name}: rank 1 was killed, and the run ended with {process.poll()}")
 
     @staticmethod
-    def wait(process: subprocess.Popen, condition: Any, seconds: float) -> None:
+    def is_a(pid: int, victim: str) -> bool:
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        saver = b"clip_train.checkpoint.saver" in line
+        return saver if victim == "saver" else b"RANK=1" in environment and not saver
+
+    def is_at(self, moment: str, done: int) -> bool:
+        if moment == "writing":
+            return any((self.checkpoints / "tmp").glob("*"))
+        return self.asked(MOMENTS[moment][1]) > done
+
+    def asked(self, expression: str | None) -> int:
+        """How many such requests this life has made."""
+        return sum(bool(re.match(expression, each)) for each in list(self.proxy.requests)) if expression else 0
+
+    @staticmethod
+    def wait(process: subprocess.Popen, condition: Callable[[], bool], seconds: float = 180) -> None:
         end = time.monotonic() + seconds
         while not condition() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.005)
 
-    def last_step(self) -> int:
-        lines = self.metrics()
-        return max(lines, default=0)
+    # -- what is there
+
+    def newest(self) -> int | None:
+        """The step to go on from, by the markers of disk and bucket."""
+        refs = [*newest_in(self.checkpoints), *((m["epoch"], m["step"]) for m in self.bucket.commits("run").values())]
+        return max(refs)[1] if refs else None
+
+    def check_resumed(self, expected: int | None, started: bool = True) -> None:
+        log = (self.run_dir / "log").read_bytes()[self.log_begins :].decode(errors="replace")
+        told = re.findall(r"resuming from step (\d+)", log)
+        self.lives += started
+        self.resumed += bool(told)
+        if told != ([] if expected is None else [str(expected)]) and (told or started):
+            self.wrong.append(f"{self.name}: resumed from {told} instead of {expected}: {log[-600:]}")
+        if "passed over" in log:
+            self.wrong.append(f"{self.name}: passed over a checkpoint: {log[-600:]}")
+
+    def begun(self) -> bool:
+        """This life's first step is done."""
+        return b"first step" in (self.run_dir / "log").read_bytes()[self.log_begins :]
 
     def metrics(self) -> dict[int, tuple]:
         """step -> (loss, digest), from whole lines."""
@@ -129,29 +207,75 @@ class Storm:
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return {line["step"]: (line["loss"], line["batch_digest"]) for line in lines}
 
-    def storm(self, kills: int, layouts: list[tuple[int, int]]) -> list[str]:
-        moments = []
+    def orphans(self) -> list[str]:
+        here = self.checkpoints
+        names = [path.relative_to(here).as_posix() for path in here.rglob("*") if path.is_file()]
+        markers = [path.read_bytes() for path in here.glob("commit/e*.json")]
+        return self.bucket.orphans("run") + [f"{here}/{name}" for name in strays(names, markers)]
+
+    def last_files(self) -> list[str]:
+        """sha256 of the data of the newest commit in the bucket."""
+        (*_, marker) = self.bucket.commits("run").values()
+        manifest = json.loads(self.bucket.get(f"run/{marker['prefix']}/_MANIFEST.json"))
+        return [f"{marker['step']}", *(entry["sha256"] for entry in manifest["files"])]
+
+    # -- all of it
+
+    def storm(self, kills: int, layouts: list[tuple[int, int]]) -> dict[str, int]:
+        counted: dict[str, int] = {}
         for i in range(kills):
-            if i % 2:  # another machine
-                shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
-            self.__dict__.pop("seen", None)
             ranks, stage = layouts[i % len(layouts)]
-            moments.append(self.kill_once(ranks, stage))
-            newest = self.bucket.newest_step("run")
-            told = f"{self.name}: kill {i + 1}/{kills}, {ranks} ranks, ZeRO {stage}, {moments[-1]}"
-            print(f"{told}, at step {self.last_step()}, newest commit {newest}", flush=True)
-            if self.last_step() >= self.steps - 8:
-                raise RuntimeError("the run is about to end before all kills: raise --steps")
+            moment = self.draw({name: weight for name, (weight, _) in MOMENTS.items()})
+            if moment == "fetching" and not self.bucket.commits("run"):
+                moment = "uploading"
+            victim = "all" if moment == "fetching" else self.draw(VICTIMS)
+            victim = "all" if victim == "rank 1" and ranks == 1 else victim
+            if moment == "fetching" or self.rng.random() < 0.4:  # another machine
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
+            self.kill_once(ranks, stage, moment, victim)
+            for each in (moment, victim):
+                counted[each] = counted.get(each, 0) + 1
+            told = f"{self.name}: kill {i + 1}/{kills}, {ranks} ranks, ZeRO {stage}, {moment}, {victim}"
+            at = max(self.metrics(), default=0)
+            print(f"{told}; at step {at}, newest commit {self.newest()}; wrong: {self.wrong}", flush=True)
+            if at >= self.steps - 40:
+                self.wrong.append(f"{self.name}: only {i + 1} kills before the run's end: raise --steps")
+                break
         time.sleep(60 * GRACE_MINUTES + 1)
         self.to_the_end(*layouts[kills % len(layouts)])
-        return moments
+        return counted
+
+    def draw(self, weights: dict[str, int]) -> str:
+        return self.rng.choices(list(weights), list(weights.values()))[0]
 
 
 def compare(found: dict[int, tuple], expected: dict[int, tuple]) -> tuple[float, float, bool]:
     """(largest relative difference of a loss, that of the last, same batches)"""
-    differences = [abs(found[step][0] - expected[step][0]) / abs(expected[step][0]) for step in expected]
     same = set(found) == set(expected) and all(found[step][1] == expected[step][1] for step in expected)
+    both = sorted(set(found) & set(expected))
+    differences = [abs(found[step][0] - expected[step][0]) / abs(expected[step][0]) for step in both]
     return max(differences), differences[-1], same
+
+
+def judge(run: Storm, whole: Storm, counted: dict[str, int], name: str) -> tuple[dict[str, Any], list[str]]:
+    """The row, and what it falls short of."""
+    worst, last, same = compare(run.metrics(), whole.metrics())
+    same_files = run.last_files() == whole.last_files()
+    orphans = run.orphans()
+    kills = sum(counted[each] for each in VICTIMS if each in counted)
+    row = {
+        "layouts": name, "kills": kills,
+        "of the saver / rank 1": f"{counted.get('saver', 0)} / {counted.get('rank 1', 0)}",
+        " / ".join(MOMENTS): " / ".join(str(counted.get(moment, 0)) for moment in MOMENTS),
+        "resumed": f"{run.resumed} of {run.lives}", "same batches": str(same), "worst loss": worst, "last loss": last,
+        "last files": "the same" if same_files else "others", "wrong": len(run.wrong), "orphans": len(orphans),
+    }  # fmt: skip
+    missed = [*run.wrong, *(f"{name}: orphan: {each}" for each in orphans)]
+    if not same or (worst > 0 or not same_files if name == "same" else last > 1e-5):
+        missed.append(f"{name} layout: losses differ by {worst:.1e}, the last by {last:.1e}, batches: {same}")
+    if run.resumed < 0.9 * (run.lives - 1):
+        missed.append(f"{name}: only {run.resumed} of {run.lives} lives had a commit to go on from")
+    return row, missed
 
 
 def main() -> int:
@@ -169,37 +293,21 @@ def main() -> int:
     missed: list[str] = []
     server = chosen()().start()
     try:
-        with tempfile.TemporaryDirectory() as temporary:
+        with tempfile.TemporaryDirectory() as temporary, FaultyProxy(server.port) as proxy:
             folder = Path(temporary)
-            os.environ |= server.environment()
+            os.environ |= server.environment(proxy.url)
             data = shapes(folder / "shapes", 600, per_shard=150)
             (folder / "model.json").write_text(json.dumps(MODEL))
-            steps = args.steps or 60 + 12 * (kills - same_kills)
+            steps = args.steps or 100 + 25 * (kills - same_kills)
             recipe = RECIPE.format(steps=steps, train=data.train, model=folder / "model.json", grace=GRACE_MINUTES)
             (folder / "recipe.yaml").write_text(recipe)
-            whole = Storm(folder, server, "uninterrupted", steps, random.Random(0))
+            whole = Storm(folder, server, proxy, "uninterrupted", steps, "")
             whole.to_the_end(2, 3)
-            expected = whole.metrics()
             for name, count, layouts in (("same", same_kills, [(2, 3)]), ("other", kills - same_kills, LAYOUTS)):
-                run = Storm(folder, server, name, steps, random.Random(f"{args.seed} {name}"))
-                moments = run.storm(count, layouts)
-                worst, last, same = compare(run.metrics(), expected)
-                orphans = run.bucket.orphans("run")
-                rows.append({
-                    "layouts": " ".join(f"{w}x{s}" for w, s in dict.fromkeys(layouts)), "kills": count,
-                    "writing / uploading / committing / any":
-                        " / ".join(str(moments.count(m)) for m in ("writing", "uploading", "committing", "any")),
-                    "steps": steps, "same batches": str(same), "worst loss": worst, "last loss": last,
-                    "incomplete commits": len(run.incomplete), "orphans": len(orphans),
-                })  # fmt: skip
-                if not same or (worst > 0 if name == "same" else last > 1e-5):
-                    missed.append(
-                        f"{name} layout: losses differ by {worst:.1e}, the last by {last:.1e}, batches: {same}"
-                    )
-                missed += [f"incomplete: {each}" for each in run.incomplete]
-                missed += [f"orphan: {each}" for each in orphans]
-            digest = hashlib.sha256(json.dumps(expected).encode()).hexdigest()[:12]
-            print(f"uninterrupted: {steps} steps, last loss {expected[steps][0]:.6f}, curve {digest}")
+                run = Storm(folder, server, proxy, name, steps, f"{args.seed} {name}")
+                row, short = judge(run, whole, run.storm(count, layouts), name)
+                rows.append(row)
+                missed += short
     finally:
         server.stop()
     return finish("checkpoint_storm", rows, TARGETS, missed, args)

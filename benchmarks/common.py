@@ -37,6 +37,7 @@ def small_clip() -> Any:
 def parser(description: str) -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     out.add_argument("--json", metavar="FILE", help="write rows, targets and environment there")
+    out.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     out.add_argument("--quick", action="store_true", help="end within a minute, with fewer rows")
     return out
 
@@ -88,14 +89,13 @@ def finish(
     targets: dict[str, str],
     missed: list[str],
     args: argparse.Namespace,
+    brief: list[dict[str, Any]] | None = None,
 ) -> int:
-    """Print the table, write the JSON, and tell the exit status: 1 where a target was missed."""
-    table = Table(title=f"{name} ({commit()}, {environment()['device']}, torch {torch.__version__})")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
-    for row in rows:
-        table.add_row(*(format_cell(value) for value in row.values()))
-    Console(width=150 if not sys.stdout.isatty() else None).print(table)
+    """Print the table, write the JSON, and tell the exit status: 1 where a target was missed.
+
+    brief: what Markdown shows instead of `rows`.
+    """
+    print_table(name, rows) if not args.markdown else print(markdown(brief or rows))
     for target, meaning in targets.items():
         print(f"target: {target}: {meaning}")
     if args.json:
@@ -111,6 +111,21 @@ def finish(
         print(f"MISSED: {line}")
     print("all targets met" if not missed else f"{len(missed)} targets missed")
     return 1 if missed else 0
+
+
+def print_table(name: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{name} ({commit()}, {environment()['device']}, torch {torch.__version__})")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(format_cell(value) for value in row.values()))
+    Console(width=150 if not sys.stdout.isatty() else None).print(table)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [[format_cell(value).replace("|", "\\|") for value in row.values()] for row in rows]
+    head = [list(rows[0]), ["---"] * len(rows[0])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in head + lines)
 
 
 def format_cell(value: Any) -> str:

@@ -290,8 +290,8 @@ MUTATIONS = [
         "commit written before the manifest",
         "clip_train/checkpoint/committing.py",
         '        store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)\n'
-        "        self._check_fence(store, order)\n",
-        "        self._check_fence(store, order)\n"
+        "        self._check_fence(store)\n",
+        "        self._check_fence(store)\n"
         "        early = Commit(order.epoch, order.step, order.prefix, layout.sha256_of(order.manifest))\n"
         "        store.put_bytes(order.ref.name, early.to_bytes(), if_absent=True)\n"
         '        store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)\n',
@@ -307,16 +307,30 @@ MUTATIONS = [
     Mutation(
         "no fence before the commit",
         "clip_train/checkpoint/committing.py",
-        "        self._check_fence(store, order)\n",
+        "        self._check_fence(store)\n",
         "",
         ("tests/checkpoint/test_manager.py::test_who_began_last_may_commit",),
     ),
     Mutation(
         "orphans removed without a grace",
         "clip_train/checkpoint/retention.py",
-        "if ref in removed or now - modified >= policy.orphan_grace_seconds:",
+        "if ref in removed or (now - modified >= grace and not _is_named(storage, ref, attempt)):",
         "if True:",
         ("tests/checkpoint/test_manager.py::test_leftovers_of_killed_saves_go_after_a_grace",),
+    ),
+    Mutation(
+        "a zombie's retention takes its successor's data for orphans",
+        "clip_train/checkpoint/retention.py",
+        "return attempt in own.in_flight or (ref is not None and ref.epoch > policy.epoch)",
+        "return attempt in own.in_flight",
+        ("tests/checkpoint/test_protocol.py",),
+    ),
+    Mutation(
+        "a resume that believes its first listing",
+        "clip_train/checkpoint/resume.py",
+        "_LISTINGS = 5 ",
+        "_LISTINGS = 1 ",
+        ("tests/checkpoint/test_protocol.py::test_a_checkpoint_that_is_removed_while_it_is_chosen",),
     ),
     Mutation(
         "the one resumed from not protected",
@@ -328,10 +342,10 @@ MUTATIONS = [
     Mutation(
         "the snapshot's buffer free before it is written",
         "clip_train/checkpoint/pipeline.py",
-        "                order.entry = write_snapshot(self.local, self._buffer, order)\n",
+        "                entry = write_snapshot(self.local, self._buffer, order)\n",
         '                self._tell({"told": "written", "step": order.step})\n'
         "                time.sleep(0.2)\n"
-        "                order.entry = write_snapshot(self.local, self._buffer, order)\n",
+        "                entry = write_snapshot(self.local, self._buffer, order)\n",
         ("tests/checkpoint/test_manager.py::test_a_snapshot_is_not_overwritten_while_it_is_written",),
     ),
     # -- surviving

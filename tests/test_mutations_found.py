@@ -13,6 +13,7 @@ from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager, layout
 from clip_train.checkpoint.committing import Committer, put_word
 from clip_train.checkpoint.disk import write_snapshot
+from clip_train.checkpoint.lease import Lease
 from clip_train.checkpoint.order import Order
 from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
 from clip_train.contrastive import InfoNCE
@@ -90,7 +91,7 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(
     with pytest.raises(Killed):
         order.entry = write_snapshot(storage, buffer.fd, order)
         put_word(storage, order, {"files": [asdict(order.entry)]})
-        Committer(None, 60.0, print).commit(storage, order)
+        Committer(None, Lease(1, ""), 60.0, print).commit(storage, order)
     monkeypatch.undo()
     buffer.close()
     resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()

@@ -14,10 +14,10 @@ from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage, Storage
 
 
-def take_epoch(main: Storage, others: list[Storage]) -> int:
-    """Collective: the next epoch; who had the last one may write no more. CheckpointError."""
+def take_lease(main: Storage, others: list[Storage]) -> lease.Lease:
+    """Collective: the next one; who had the last may write no more. CheckpointError."""
 
-    def take() -> int:
+    def take() -> lease.Lease:
         try:
             return lease.acquire(main, others)
         except OSError as e:
@@ -26,13 +26,14 @@ def take_epoch(main: Storage, others: list[Storage]) -> int:
     return dist.on_main(take)
 
 
-def policy_of(config: CheckpointConfig, epoch: int, protect: set[CommitRef], damaged: set[CommitRef]) -> Policy:
+def policy_of(config: CheckpointConfig, held: lease.Lease, protect: set[CommitRef], damaged: set[CommitRef]) -> Policy:
     return Policy(
         keep_last=config.keep_last,
         keep_every=config.keep_every,
         keep_best=config.keep_best,
         orphan_grace_seconds=60 * config.orphan_grace_minutes,
-        epoch=epoch,
+        epoch=held.epoch,
+        token=held.token,
         protect=protect,
         damaged=damaged,
     )

@@ -27,13 +27,16 @@ def put_word(store: Storage, order: Order, word: dict[str, Any]) -> None:
 
 
 class Committer:
-    """Rank 0's. remote: the main store if there is one, whose leases hold for the local disk too.
+    """Rank 0's. remote: the main store if there is one, whose leases hold for the local disk too. held: this process's.
 
     note: takes what a user should hear. timeout_seconds: how long, from the save on, to wait for other ranks.
     """
 
-    def __init__(self, remote: Storage | None, timeout_seconds: float, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, remote: Storage | None, held: lease.Lease, timeout_seconds: float, note: Callable[[str], None]
+    ) -> None:
         self._remote = remote
+        self._held = held
         self._timeout = timeout_seconds
         self._note = note
         self._cancelled: dict[str, str] = {}  # attempt -> why nobody should wait for it
@@ -62,24 +65,28 @@ class Committer:
             state = layout.decode_state(order.state)
             order.manifest = Manifest(order.step, order.epoch, order.world_size, files, state, created).to_bytes()
         store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)
-        self._check_fence(store, order)
+        self._check_fence(store)
         marker = Commit(order.epoch, order.step, order.prefix, layout.sha256_of(order.manifest))
-        made = store.put_bytes(order.ref.name, marker.to_bytes(), if_absent=True)
-        if not made and marks.read_commit(store, order.ref) != marker:  # else by an earlier try of ours
-            raise lease.FencedError(f"{store.url}/{order.ref.name} has been committed by another process")
+        if not store.put_bytes(order.ref.name, marker.to_bytes(), if_absent=True):
+            there = marks.read_commit(store, order.ref)
+            if there != marker and there.prefix not in order.earlier:  # else by an earlier try of ours
+                raise lease.FencedError(f"{store.url}/{order.ref.name} has been committed by another process")
         try:
             store.put_bytes(layout.HINT, layout.seal({"commit": order.ref.name}))
         except OSError as e:  # only a hint
             self._note(f"{store.url}/{layout.HINT} could not be written: {explain(e)}")
 
-    def _check_fence(self, store: Storage, order: Order) -> None:
-        """FencedError; OSError, but not for a local commit: that is wanted most when the remote store is down,
-        and one that comes too late sorts below the successor's."""
-        try:
-            lease.check(self._remote or store, order.epoch)
-        except OSError:
-            if store is self._remote or self._remote is None:
-                raise
+    def _check_fence(self, store: Storage) -> None:
+        """FencedError; OSError, but not of the remote store for a local commit: that is wanted most when the remote
+        store is down, and one that comes too late sorts below the successor's."""
+        if self._remote is not None:
+            try:
+                lease.check(self._remote, self._held)
+            except OSError:
+                if store is self._remote:
+                    raise
+        if store is not self._remote:
+            lease.check(store, self._held)
 
     def _gather_words(self, store: Storage, order: Order) -> list[FileEntry]:
         """Every rank's entries. RefusedError where a rank has failed or says nothing in time; OSError."""

@@ -76,6 +76,8 @@ class HandOver:
         self._shared_disk = shared_disk
         self._buffer: SharedBuffer | None = None
         self._snapshot: _Snapshot | None = None
+        self._attempts: list[str] = []  # where those of the last step lie
+        self._attempted: int | None = None  # that step
 
     def hear(self, timeout: float = 0.0) -> None:
         """What the saver has told since, waiting up to `timeout` seconds for the first."""
@@ -135,6 +137,7 @@ class HandOver:
         body = {
             "do": "save", "step": snapshot.step, "prefix": prefix, "epoch": self._epoch, "rank": dist.rank(),
             "world_size": dist.world_size(), "size": snapshot.num_bytes, "state": snapshot.state,
+            "earlier": self._earlier(snapshot.step, prefix),
         }  # fmt: skip
         why = None
         try:
@@ -151,6 +154,12 @@ class HandOver:
             self.hear()
             self._outcomes.hear({"told": "failed", "step": snapshot.step, "prefix": prefix, "why": why})
             self._outcomes.hear({"told": "written", "prefix": prefix})
+
+    def _earlier(self, step: int, prefix: str) -> list[str]:
+        """This process's other attempts at this step: a marker that names one of them is its own."""
+        earlier = self._attempts if self._attempted == step else []
+        self._attempts, self._attempted = [*earlier, prefix], step
+        return earlier
 
     def _agree(self, error: str | None) -> str:
         """Collective: the new attempt's folder. CheckpointError, on all ranks, where one cannot."""

@@ -53,6 +53,11 @@ class CommitRef(NamedTuple):
         match = _COMMIT_NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None
 
+    @classmethod
+    def of_metric(cls, name: str) -> CommitRef | None:
+        """Whose number it is; None for a file of another kind."""
+        return cls.parse(f"commit/{name.removeprefix('metric/')}") if name.startswith("metric/") else None
+
 
 def new_prefix(epoch: int, step: int) -> str:
     """The folder of a new attempt to save."""

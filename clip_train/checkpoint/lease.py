@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import uuid
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from typing import NamedTuple
 
 from clip_train.checkpoint import layout, marks
 from clip_train.errors import CheckpointError
@@ -23,9 +25,17 @@ def epochs(storage: Storage) -> list[int]:
     return sorted(epoch for epoch in found if epoch is not None)
 
 
-def acquire(storage: Storage, others: Sequence[Storage] = ()) -> int:
+class Lease(NamedTuple):
+    """The right to write."""
+
+    epoch: int
+    token: str  # nobody else's
+
+
+def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
     """Take the epoch after all that are known to `storage` and to `others`; of several racers each gets its own.
 
+    It is noted in `others` too, where they can be written to: who is cut off from `storage` sees it there.
     OSError; CheckpointError for a store in which nothing can be kept.
     """
     taken = [-1]
@@ -33,32 +43,44 @@ def acquire(storage: Storage, others: Sequence[Storage] = ()) -> int:
         taken += epochs(each)
         taken += [ref.epoch for ref in marks.list_commits(each)]
     epoch = max(taken) + 1
+    token = uuid.uuid4().hex
     body = {
-        "token": uuid.uuid4().hex,
+        "token": token,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     for candidate in range(epoch, epoch + 1000):
-        if storage.put_bytes(layout.lease_name(candidate), layout.seal({**body, "epoch": candidate}), if_absent=True):
-            return candidate
+        name, data = layout.lease_name(candidate), layout.seal({**body, "epoch": candidate})
+        if storage.put_bytes(name, data, if_absent=True):
+            for each in others:
+                with contextlib.suppress(OSError):
+                    each.put_bytes(name, data)
+            return Lease(candidate, token)
     raise CheckpointError(f"{storage.url}: no lease can be taken; {layout.lease_name(epoch)} and all after it exist")
 
 
-def check(storage: Storage, epoch: int) -> None:
-    """FencedError if somebody has taken a higher epoch than this; OSError."""
-    higher = [each for each in epochs(storage) if each > epoch]
-    if not higher and storage.exists(layout.lease_name(epoch + 1)):  # a listing may hide the newest
-        higher = [epoch + 1]
-    if not higher:
-        return
+def check(storage: Storage, held: Lease) -> None:
+    """FencedError if somebody has taken a higher epoch, or, where a server ignores If-None-Match, the same; OSError."""
+    higher = [each for each in epochs(storage) if each > held.epoch]
+    if not higher and storage.exists(layout.lease_name(held.epoch + 1)):  # a listing may hide the newest
+        higher = [held.epoch + 1]
+    epoch = higher[-1] if higher else held.epoch
     try:
-        holder = marks.read_sealed(storage, layout.lease_name(higher[-1]))
-        who = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
-    except (OSError, ValueError):
-        who = "another process"
+        holder = marks.read_sealed(storage, layout.lease_name(epoch))
+    except (FileNotFoundError, ValueError):
+        holder = {}
+    except OSError:
+        if not higher:
+            raise
+        holder = {}
+    if not higher and holder.get("token", held.token) == held.token:
+        return
+    who = (
+        f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}" if holder else "another process"
+    )
     raise FencedError(
-        f"{who} writes to {storage.url} now (its epoch is {higher[-1]}, this process's is {epoch}), so this one may "
+        f"{who} writes to {storage.url} now (its epoch is {epoch}, this process's is {held.epoch}), so this one may "
         "not commit there any more: stop one of the two, or give them different run.name and checkpoint.remote"
     )
 

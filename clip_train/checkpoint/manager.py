@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint.beginning import all_ranks_see, policy_of, take_epoch
+from clip_train.checkpoint.beginning import all_ranks_see, policy_of, take_lease
 from clip_train.checkpoint.choice import choose
 from clip_train.checkpoint.client import SaverClient
 from clip_train.checkpoint.config import CheckpointConfig
@@ -130,14 +130,14 @@ class CheckpointManager:
         if self._policy is not None:
             return
         others: list[Storage] = [self.storage] if self.remote is not None else []
-        epoch = take_epoch(self.remote or self.storage, others)
-        self._policy = policy_of(self.config, epoch, self._protect, self._damaged)
+        held = take_lease(self.remote or self.storage, others)
+        self._policy = policy_of(self.config, held, self._protect, self._damaged)
         shared = self._all_see_folder()
         settings = Settings(
             str(self.folder), self.config.remote, shared, 60 * self.config.save_timeout_minutes, self._policy
         )
         self._saver = SaverClient(settings)
-        self._hand_over = HandOver(self.folder, self._saver, epoch, self._outcomes, shared_disk=shared)
+        self._hand_over = HandOver(self.folder, self._saver, held.epoch, self._outcomes, shared_disk=shared)
 
     def _all_see_folder(self) -> bool:
         """Without a remote store they must."""

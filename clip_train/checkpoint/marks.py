@@ -98,15 +98,24 @@ def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
 def read_found(storage: Storage, ref: CommitRef) -> Found:
     """The marker and the manifest that it vouches for. DamagedError; OSError."""
     commit = read_commit(storage, ref)
+    data = read_manifest(storage, commit)
+    try:
+        return Found(commit, Manifest.from_bytes(data))
+    except ValueError as e:
+        raise DamagedError(f"{commit.prefix}/{layout.MANIFEST}: {e}") from e
+
+
+def read_manifest(storage: Storage, commit: Commit) -> bytes:
+    """As it was written. DamagedError; OSError."""
     name = f"{commit.prefix}/{layout.MANIFEST}"
 
-    def parse(data: bytes) -> Manifest:
+    def verified(data: bytes) -> bytes:
         if layout.sha256_of(data) != commit.manifest_sha256:
             raise ValueError("does not have the sha256 in its commit marker")
-        return Manifest.from_bytes(data)
+        return data
 
     try:
-        return Found(commit, _read_again(storage, name, parse))
+        return _read_again(storage, name, verified)
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing") from None
     except ValueError as e:

@@ -40,6 +40,7 @@ class Order:
     world_size: int
     size: int  # bytes, at the beginning of the buffer: a safetensors file as it will be
     state: Any = None  # rank 0: the trainer's, encoded
+    earlier: list[str] = field(default_factory=list)  # this process's other attempts at the same step
     since: float = field(default_factory=time.monotonic)
     entry: FileEntry | None = None  # once written
     manifest: bytes = b""  # rank 0: made once, so that every try to commit means the same bytes

@@ -9,7 +9,6 @@ Each is a thread of its own, so a slow upload holds up neither the next snapshot
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
@@ -23,7 +22,7 @@ from clip_train.checkpoint.committing import Committer, put_word
 from clip_train.checkpoint.disk import write_snapshot
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.order import Order, OvertakenError, RefusedError, Settings, explain
-from clip_train.checkpoint.retention import apply_retention, remove_own_files
+from clip_train.checkpoint.retention import Attempts, apply_retention, remove_own_files
 from clip_train.checkpoint.uploading import Uploads, upload
 from clip_train.storage import LocalStorage, Storage, open_storage
 
@@ -45,9 +44,10 @@ class Pipeline:
         self.local = LocalStorage(settings.folder)
         self.remote: Storage | None = open_storage(settings.remote) if settings.remote else None
         self._tell = tell
-        self._committer = Committer(self.remote, settings.timeout_seconds, self._note)
+        self._committer = Committer(self.remote, settings.policy.lease, settings.timeout_seconds, self._note)
         self._buffer: int | None = None  # file descriptor
         self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
+        self._newest_done = -1  # step; each rank's saves go one by one, so all have finished with what is older
         self._lock = threading.Lock()
         self._metrics = {store.url: _Metrics(store) for store in self._stores()}
         self._to_write: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -99,8 +99,9 @@ class Pipeline:
             failed: Exception | None = None
             try:
                 assert self._buffer is not None
-                order.entry = write_snapshot(self.local, self._buffer, order)
-                put_word(self.local, order, {"files": [asdict(order.entry)]})
+                entry = write_snapshot(self.local, self._buffer, order)
+                put_word(self.local, order, {"files": [asdict(entry)]})
+                order.entry = entry
             except Exception as e:
                 failed = e
             self._tell_of("written", order)  # the buffer is free
@@ -118,7 +119,7 @@ class Pipeline:
                     self._tell_of("kept", order, where=f"{self.local.url}/{order.prefix}")
                     self._retain(self.local)
                 elif not self.settings.local_commits:
-                    remove_own_files(self.local, order.rank, self.settings.policy.keep_last, self._in_flight())
+                    remove_own_files(self.local, order.rank, self.settings.policy, self._attempts().in_flight)
             except Exception as e:
                 if self.remote is None or isinstance(e, (lease.FencedError, RefusedError)):
                     self._fail(order, e)
@@ -152,14 +153,15 @@ class Pipeline:
             else:
                 self._done(order)
             self._uploads.remove(order)
-            if order.rank == 0:
-                self._retain(self.remote)
+            for store in self._stores() if order.rank == 0 else []:  # what was in flight here may go from there
+                self._retain(store)
             self._tell_of("rest", order)
 
     # -- what became of it
 
     def _done(self, order: Order) -> None:
         self._over(order)
+        self._newest_done = order.step
         where = f"{(self.remote or self.local).url}/{order.prefix}"
         self._tell_of("done", order, where=where, seconds=time.monotonic() - order.since, bytes=order.size)
 
@@ -171,9 +173,13 @@ class Pipeline:
         self._tell_of("rest", order)
         if order.rank == 0:
             return
-        for store in self._stores():  # rank 0 waits for a word
-            with contextlib.suppress(Exception):  # it hears of it from this rank too, if later
-                put_word(store, order, {"error": explain(e), "overtaken": overtaken})
+        # rank 0 waits for a word; what has been written may still be committed locally
+        for store in self._stores() if order.entry is None else [self.remote]:
+            try:
+                if store is not None:
+                    put_word(store, order, {"error": explain(e), "overtaken": overtaken})
+            except Exception:  # it hears of it from this rank too, if later
+                continue
 
     def _tell_of(self, what: str, order: Order, **more: Any) -> None:
         self._tell({"told": what, "step": order.step, "prefix": order.prefix, **more})
@@ -185,9 +191,9 @@ class Pipeline:
         with self._lock:
             self._active.discard(order.prefix)
 
-    def _in_flight(self) -> set[str]:
+    def _attempts(self) -> Attempts:
         with self._lock:
-            return set(self._active)
+            return Attempts(set(self._active), self._newest_done, self.settings.timeout_seconds)
 
     def _stores(self) -> list[Storage]:
         stores: list[Storage] = [self.local] if self.settings.local_commits else []
@@ -196,6 +202,6 @@ class Pipeline:
     def _retain(self, store: Storage) -> None:
         try:
             self._store_metrics(self._metrics[store.url])  # they decide what is removed
-            apply_retention(store, self.settings.policy, in_flight=self._in_flight())
+            apply_retention(store, self.settings.policy, self._attempts)
         except Exception as e:  # whatever it is, saving goes on
             self._note(f"old checkpoints under {store.url} could not be removed: {explain(e)}")

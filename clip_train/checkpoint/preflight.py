@@ -77,7 +77,7 @@ class _Attempt:
 
     storage: Storage
     doing: str = ""
-    folder: str = field(default_factory=lambda: f"preflight-{uuid.uuid4().hex}")
+    folder: str = field(default_factory=lambda: f"preflight/{uuid.uuid4().hex}")
     written: bytes = b""
     left: list[str] = field(default_factory=list)  # what may be there by now
 

@@ -9,6 +9,7 @@ together to the next older one, and remember why. Something that cannot be read 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from clip_train.checkpoint.marks import DamagedError, Found, readable
 from clip_train.storage import LocalStorage, Storage
 
 logger = logging.getLogger(__name__)
+_LISTINGS = 5  # how often the choice is begun anew
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ def resolve(
     it is. Without `places.cache` the contents of remote files are not verified here but as they are read.
     CheckpointError, on all ranks, where one cannot read.
     """
+    for _ in range(_LISTINGS):
+        answer = _resolve_listed(places, only, shared, log)
+        passed_over = {each.ref for each in answer.skipped}
+        if not passed_over or passed_over <= set(dist.on_main(lambda: list(itertools.chain(*list_places(places))))):
+            break  # else a process that still runs has removed one while we looked, and there are newer ones
+    return answer
+
+
+def _resolve_listed(
+    places: Places, only: CommitRef | None, shared: Callable[[], bool], log: Callable[[str], None]
+) -> Resolution:
+    """Among the commits that are there now."""
     known = dist.on_main(lambda: list_places(places))
     commits = sorted(set(known[0]) | set(known[1]), reverse=True)
     skipped: list[Skipped] = []
@@ -115,6 +129,5 @@ def _inspect(places: Places, ref: CommitRef, in_local: bool, in_remote: bool) ->
 
 def keep_locally(local: LocalStorage, remote: Storage, found: Found) -> None:
     """Rank 0, when all files of a remote checkpoint are here: make it a local one too. OSError."""
-    prefix = found.commit.prefix
-    local.put_bytes(f"{prefix}/{layout.MANIFEST}", remote.read_bytes(f"{prefix}/{layout.MANIFEST}"))
+    local.put_bytes(f"{found.commit.prefix}/{layout.MANIFEST}", marks.read_manifest(remote, found.commit))
     local.put_bytes(found.commit.ref.name, found.commit.to_bytes())

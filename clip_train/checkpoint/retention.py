@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from clip_train.checkpoint import layout, lease, marks
+from clip_train.checkpoint import layout, marks
+from clip_train.checkpoint import lease as leases
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.storage import LocalStorage, Storage
 
@@ -24,8 +25,13 @@ class Policy:
     keep_best: str | None = None  # a metric's name; with a minus in front the lowest is best
     orphan_grace_seconds: float = 3600.0
     epoch: int = 0  # of the writer
+    token: str = ""  # its lease's
     protect: set[CommitRef] = field(default_factory=set)
     damaged: set[CommitRef] = field(default_factory=set)
+
+    @property
+    def lease(self) -> leases.Lease:
+        return leases.Lease(self.epoch, self.token)
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "protect": sorted(self.protect), "damaged": sorted(self.damaged)}
@@ -34,6 +40,14 @@ class Policy:
     def from_json(cls, body: dict[str, Any]) -> Policy:
         sets = {key: {CommitRef(*ref) for ref in body[key]} for key in ("protect", "damaged")}
         return cls(**{**body, **sets})
+
+
+class Attempts(NamedTuple):
+    """What the writer knows of its own attempts to save."""
+
+    in_flight: set[str]  # they may still be committed
+    done: int  # with those at this step and at earlier ones all ranks have finished, but for those in flight
+    patience_seconds: float  # any other of this process may still be under way so long
 
 
 def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, float]) -> dict[CommitRef, str]:
@@ -46,7 +60,7 @@ def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, 
         for ref in good:
             if ref.step % policy.keep_every == 0:
                 why.setdefault(ref, f"a multiple of {policy.keep_every} steps")
-    scored = {ref: metrics[ref] for ref in good if ref in metrics}
+    scored = {ref: metrics[ref] for ref in good if math.isfinite(metrics.get(ref, math.nan))}
     if scored:
         lowest = (policy.keep_best or "").startswith("-")
         best = min(scored, key=lambda ref: (scored[ref] if lowest else -scored[ref], -ref.step))
@@ -54,8 +68,8 @@ def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, 
     for ref in commits:
         if ref in policy.protect:
             why.setdefault(ref, "the one resumed from")
-        elif good and ref in policy.damaged and ref > good[: policy.keep_last][-1]:
-            why.setdefault(ref, "damaged, and newer than what is kept")
+        elif ref in policy.damaged and (len(good) < policy.keep_last or ref > good[policy.keep_last - 1]):
+            why.setdefault(ref, f"damaged; goes when {policy.keep_last} good ones are newer")
     return why
 
 
@@ -77,69 +91,98 @@ def read_metrics(storage: Storage, commits: Collection[CommitRef], name: str | N
     return out
 
 
-def apply_retention(storage: Storage, policy: Policy, *, in_flight: Collection[str] = ()) -> list[CommitRef]:
+def apply_retention(
+    storage: Storage, policy: Policy, own: Callable[[], Attempts] = lambda: Attempts(set(), -1, 0.0)
+) -> list[CommitRef]:
     """Rank 0's saver, after a commit: returns the checkpoints removed. OSError; FencedError.
 
     The marker goes first and the data second, so a kill in between leaves rubbish for the next time, not a
-    broken checkpoint. in_flight: attempts of this process that may still be committed.
+    broken checkpoint. What has a higher epoch than this writer's is never touched: it may have slept since it
+    asked for its lease.
     """
     commits = marks.list_commits(storage)
     if not any(ref not in policy.damaged for ref in commits):
         return []
-    lease.check(storage, policy.epoch)
+    leases.check(storage, policy.lease)
     kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
-    removed = [ref for ref in commits if ref not in kept]
+    removed = [ref for ref in commits if ref not in kept and ref.epoch <= policy.epoch]
     for ref in removed:
+        leases.check(storage, policy.lease)
         storage.delete(ref.name)
         storage.delete(ref.metric_name)
-    _remove_orphans(storage, policy, [ref for ref in commits if ref in kept], in_flight, set(removed))
-    _remove_metrics(storage, policy, commits, in_flight)
-    lease.forget_old(storage, policy.epoch)
+    _remove_orphans(storage, policy, [ref for ref in commits if ref in kept], own, set(removed))
+    _remove_small_orphans(storage, policy, own)
+    leases.forget_old(storage, policy.epoch)
     return removed
 
 
 def _remove_orphans(
-    storage: Storage, policy: Policy, kept: list[CommitRef], in_flight: Collection[str], removed: set[CommitRef]
+    storage: Storage, policy: Policy, kept: list[CommitRef], own: Callable[[], Attempts], removed: set[CommitRef]
 ) -> None:
     """Attempts that no marker names: those just removed, and those that nobody has written to for the grace."""
     files = storage.list("ckpt")
+    attempts = own()  # after the listing: what is in it and has begun since is known to be in flight
     newest: dict[str, float] = {}  # attempt -> when it was last written to, by the store's clock
     for entry in files:
-        attempt = "/".join(entry.name.split("/")[:3])
+        attempt = _attempt_of(entry.name)
         newest[attempt] = max(newest.get(attempt, 0.0), entry.modified)
     named = {ref: marks.prefix_of(storage, ref) for ref in kept}
     now = storage.clock()
     for attempt, modified in sorted(newest.items()):
         ref = layout.parse_prefix(attempt)
-        if ref is None or attempt in in_flight:
+        if ref is None or _is_anothers(attempt, policy, attempts):
             continue
         # a marker that makes no sense could mean any attempt of its epoch and step: leave them all
         if ref in named and named[ref] in (attempt, None):
             continue
-        if ref in removed or now - modified >= policy.orphan_grace_seconds:
+        grace = policy.orphan_grace_seconds
+        if ref.epoch == policy.epoch:
+            grace = 0.0 if ref.step <= attempts.done else max(grace, attempts.patience_seconds)
+        # a listing may hide the marker: it is asked for by its name as well
+        if ref in removed or (now - modified >= grace and not _is_named(storage, ref, attempt)):
             storage.delete_tree(attempt)
-    storage.sweep(now - max(policy.orphan_grace_seconds, 1.0))
+    spared = own()
+    storage.sweep(
+        now - max(policy.orphan_grace_seconds, 1.0), lambda name: _is_anothers(_attempt_of(name), policy, spared)
+    )
     if isinstance(storage, LocalStorage):
-        _tidy_folders(storage, now - policy.orphan_grace_seconds, in_flight, kept[0])
+        _tidy_folders(storage, now - policy.orphan_grace_seconds, own, kept[0])
 
 
-def _remove_metrics(
-    storage: Storage, policy: Policy, commits: Collection[CommitRef], in_flight: Collection[str]
-) -> None:
-    """Those of saves that were never committed."""
-    meant = {*commits, *(layout.parse_prefix(attempt) for attempt in in_flight)}
-    older_than = storage.clock() - policy.orphan_grace_seconds
-    for entry in storage.list("metric"):
-        ref = CommitRef.parse(entry.name.replace("metric/", "commit/", 1))  # they are named alike
-        if ref is not None and ref not in meant and entry.modified <= older_than:
+def _attempt_of(name: str) -> str:
+    return "/".join(name.split("/")[:3])
+
+
+def _is_anothers(attempt: str, policy: Policy, own: Attempts) -> bool:
+    """Still to be committed by this process or by its successor."""
+    ref = layout.parse_prefix(attempt)
+    return attempt in own.in_flight or (ref is not None and ref.epoch > policy.epoch)
+
+
+def _is_named(storage: Storage, ref: CommitRef, attempt: str) -> bool:
+    return storage.exists(ref.name) and marks.prefix_of(storage, ref) in (attempt, None)
+
+
+def _remove_small_orphans(storage: Storage, policy: Policy, own: Callable[[], Attempts]) -> None:
+    """What preflights and evaluations of runs that were killed have left behind."""
+    found = [*storage.list("preflight"), *storage.list("metric")]
+    attempts, now = own(), storage.clock()
+    under_way = {layout.parse_prefix(attempt) for attempt in attempts.in_flight}
+    for entry in found:
+        ref = CommitRef.of_metric(entry.name)
+        if now - entry.modified < max(policy.orphan_grace_seconds, attempts.patience_seconds) or ref in under_way:
+            continue
+        if ref is None or (ref.epoch <= policy.epoch and not storage.exists(ref.name)):
             storage.delete(entry.name)
 
 
-def _tidy_folders(storage: LocalStorage, older_than: float, in_flight: Collection[str], newest: CommitRef) -> None:
+def _tidy_folders(storage: LocalStorage, older_than: float, own: Callable[[], Attempts], newest: CommitRef) -> None:
     """Empty folders, and files that a kill left half written."""
-    for left in storage.path("tmp").glob("ckpt+*"):
-        if not left.name.replace("+", "/").startswith(tuple(in_flight)) and _modified(left) < older_than:
-            left.unlink(missing_ok=True)
+    left = list(storage.path("tmp").glob("ckpt+*"))
+    in_flight = tuple(own().in_flight)
+    for path in left:
+        if not path.name.replace("+", "/").startswith(in_flight) and _modified(path) < older_than:
+            path.unlink(missing_ok=True)
     _remove_empty_folders(storage, newest)
 
 
@@ -159,18 +202,25 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def remove_own_files(storage: LocalStorage, rank: int, keep_last: int, in_flight: Collection[str]) -> None:
-    """Where ranks do not share the disk, each clears up after itself: all but its newest files go, and halves."""
-    own = re.compile(rf"(ckpt/s\d+/e\d+-[0-9a-f]+)/({layout.rank_file(rank)}|{layout.rank_manifest(rank)})")
+def remove_own_files(storage: LocalStorage, rank: int, policy: Policy, in_flight: Collection[str]) -> None:
+    """Where ranks do not share the disk, each clears up after itself: all but its newest files go, and halves.
+    Of what was there before this process no rank has any more use: it may be of ranks that are elsewhere now."""
+    own = re.compile(r"(ckpt/s\d+/e\d+-[0-9a-f]+)/(?:rank|_rank)(\d+)\.(?:safetensors|json)")
     found = [match for entry in storage.list("ckpt") if (match := own.fullmatch(entry.name))]
     attempts = {match[1]: layout.parse_prefix(match[1]) for match in found}
-    newest = sorted((ref for ref in attempts.values() if ref is not None), reverse=True)[:keep_last]
+    newest = sorted((ref for ref in attempts.values() if ref is not None), reverse=True)[: policy.keep_last]
     for match in found:
-        if attempts[match[1]] not in newest and match[1] not in in_flight:
+        ref = attempts[match[1]]
+        mine = int(match[2]) == rank or (ref is not None and ref.epoch < policy.epoch)
+        if mine and ref not in newest and match[1] not in in_flight:
             storage.delete(match[0])
-    for half in storage.path("tmp").glob(f"ckpt+*+{layout.rank_file(rank)}"):
-        if not half.name.replace("+", "/").startswith(tuple(in_flight)):
-            half.unlink(missing_ok=True)
+    for left in storage.path("tmp").glob("ckpt+*"):
+        attempt = _attempt_of(left.name.replace("+", "/"))
+        ref = layout.parse_prefix(attempt)
+        mine = left.name.endswith(f"+{layout.rank_file(rank)}") or (ref is not None and ref.epoch < policy.epoch)
+        if mine and attempt not in in_flight:
+            left.unlink(missing_ok=True)
+    storage.sweep(storage.clock() - max(policy.orphan_grace_seconds, 1.0), lambda name: _attempt_of(name) in in_flight)
     if newest:
         _remove_empty_folders(storage, newest[0])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -141,10 +143,24 @@ class LocalStorage:
         fsync_folder(target.parent)
 
     def clock(self) -> float:
-        return time.time()
+        """The disk's own: a network file system stamps files by its server's clock."""
+        part = _part_beside(self.root / "clock")
+        try:
+            part.touch(exist_ok=False)
+            return part.stat().st_mtime
+        except OSError:  # not there, or not to be written to
+            return time.time()
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
-    def sweep(self, older_than: float) -> int:
-        old = [path for path in self.root.rglob(".*.part") if _modified(path) < older_than]
+    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False) -> int:
+        found = ((path, path.relative_to(self.root)) for path in self.root.rglob(".*.part"))
+        old = [
+            path
+            for path, name in found
+            if _modified(path) < older_than and not spare((name.parent / _written_name(path)).as_posix())
+        ]
         for path in old:
             path.unlink(missing_ok=True)
         return len(old)
@@ -159,6 +175,10 @@ def _modified(path: Path) -> float:
 
 def _part_beside(target: Path) -> Path:
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
+
+
+def _written_name(part: Path) -> str:
+    return part.name[1:].rsplit(".", 2)[0]
 
 
 def _is_part(name: str) -> bool:

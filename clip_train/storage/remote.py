@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 from clip_train.errors import UserError
@@ -123,7 +124,7 @@ class RemoteStorage:
     def clock(self) -> float:
         raise self._read_only()
 
-    def sweep(self, older_than: float) -> int:
+    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False) -> int:
         raise self._read_only()
 
     def _read_only(self) -> UserError:

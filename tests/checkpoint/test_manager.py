@@ -194,8 +194,9 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_killed_saves_go_after_a_grace(tmp_path: Path) -> None:
+    Run(tmp_path).save(10)
     run = Run(tmp_path, keep_last=2, orphan_grace_minutes=10.0)
-    run.save(10)
+    assert_is(run.resume(), 10)
     for prefix, minutes in (
         ("s0000000005/e000000-aaaaaaaa", 11),
         ("s0000000010/e000000-bbbbbbbb", 11),

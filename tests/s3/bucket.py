@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import http.client
 import json
 import re
@@ -11,6 +11,7 @@ import urllib.error
 import xml.etree.ElementTree as ET
 from typing import Any
 
+from tests.checkpoint.eyes import damage, strays
 from tests.s3.server import Server
 
 
@@ -75,23 +76,23 @@ class Bucket:
 
     def incomplete(self, root: str) -> list[str]:
         """What is wrong with any committed checkpoint."""
-        wrong = []
-        for key, marker in self.commits(root).items():
-            folder = f"{root}/{marker['prefix']}"
+
+        def read(name: str) -> bytes:
             try:
-                manifest = self.get(f"{folder}/_MANIFEST.json")
-                if hashlib.sha256(manifest).hexdigest() != marker["manifest_sha256"]:
-                    wrong.append(f"{key}: another manifest")
-                for entry in json.loads(manifest)["files"]:
-                    content = self.get(f"{folder}/{entry['name']}")
-                    if (len(content), hashlib.sha256(content).hexdigest()) != (entry["size"], entry["sha256"]):
-                        wrong.append(f"{key}: {entry['name']} differs")
+                return self.get(f"{root}/{name}")
             except urllib.error.HTTPError as e:
-                wrong.append(f"{key}: {e.url} {e.code}")
+                raise LookupError(f"{name} ({e.code})") from e
+
+        wrong = []
+        for key in self.keys(f"{root}/commit/"):
+            with contextlib.suppress(urllib.error.HTTPError):  # removed since, its data after it
+                why = damage(self.get(key), read)
+                if why is not None and self.get(key):
+                    wrong.append(f"{key}: {why}")
         return wrong
 
     def orphans(self, root: str) -> list[str]:
-        """Keys that no commit names, and uploads that were never finished."""
-        named = {f"{root}/{marker['prefix']}/" for marker in self.commits(root).values()}
-        stray = [key for key in self.keys(f"{root}/ckpt/") if not key.startswith(tuple(named) or ("-",))]
+        """Keys that belong to no commit, and uploads that were never finished."""
+        names = [key.removeprefix(f"{root}/") for key in self.keys(f"{root}/")]
+        stray = strays(names, [json.dumps(marker).encode() for marker in self.commits(root).values()])
         return stray + [f"unfinished {key}" for key in self.unfinished_uploads()]

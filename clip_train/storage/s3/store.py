@@ -13,6 +13,7 @@ import errno
 import io
 import os
 import time
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from clip_train.storage.base import Entry
@@ -202,10 +203,10 @@ class S3Storage:
 
         self._run(delete_all())
 
-    def sweep(self, older_than: float) -> int:
-        return self._run(self._sweep(older_than))
+    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False) -> int:
+        return self._run(self._sweep(older_than, spare))
 
-    async def _sweep(self, older_than: float) -> int:
+    async def _sweep(self, older_than: float, spare: Callable[[str], bool]) -> int:
         """Give up multipart uploads that were begun before `older_than` (their parts cost, and are not listed)."""
         prefix = f"{self._root}/" if self._root else ""
 
@@ -213,7 +214,11 @@ class S3Storage:
             return await client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix)
 
         found = (await self._requests.until_done("listing unfinished uploads", ask)).get("Uploads", [])
-        old = [item for item in found if item["Initiated"].timestamp() < older_than]
+        old = [
+            item
+            for item in found
+            if item["Initiated"].timestamp() < older_than and not spare(item["Key"][len(prefix) :])
+        ]
         for item in old:
             await abort(self._requests, {"Bucket": self.bucket, "Key": item["Key"], "UploadId": item["UploadId"]})
         return len(old)

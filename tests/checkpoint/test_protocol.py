@@ -1,0 +1,219 @@
+"""A crash, a pause or another process between two steps of the protocol: nothing that is committed is ever lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clip_train.checkpoint import layout, marks
+from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.resume import keep_locally
+from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files, verdicts
+from clip_train.storage import LocalStorage
+from tests.checkpoint.eyes import damaged_in, newest_in
+from tests.checkpoint.parts import committed
+from tests.checkpoint.test_manager import Run, assert_is, data_file, flip, nothing_left_running  # noqa: F401
+
+
+class Interrupted(LocalStorage):
+    """Something happens just before a certain call, once."""
+
+    def __init__(self, root: Path, call: str, name: str, event: Callable[[], None]) -> None:
+        super().__init__(root)
+        self.call, self.name, self.event = call, name, [event]
+
+    def _now(self, call: str, name: str) -> None:
+        if call == self.call and name.startswith(self.name) and self.event:
+            self.event.pop()()
+
+    def list(self, prefix: str = "") -> list:  # type: ignore[type-arg]
+        self._now("list", prefix)
+        return super().list(prefix)
+
+    def delete(self, name: str) -> None:
+        self._now("delete", name)
+        super().delete(name)
+
+
+def epoch_0(folder: Path, **policy: Any) -> Policy:
+    """Of the first process that wrote there."""
+    token = json.loads((folder / "lease/e000000.json").read_bytes())["token"]
+    return Policy(**{"keep_last": 9, "orphan_grace_seconds": 0.0, "epoch": 0, "token": token, **policy})
+
+
+@pytest.mark.parametrize("call,name", [("list", "ckpt"), ("delete", "commit"), ("delete", "metric")])
+def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successor(
+    tmp_path: Path, call: str, name: str
+) -> None:
+    """It has listed the commits and asked for its lease, and then slept while another took over."""
+    Run(tmp_path, keep_last=9).save(1, 2, 3)
+
+    def takes_over() -> None:
+        successor = Run(tmp_path)
+        assert_is(successor.resume(), 3)
+        successor.save(4, 5)
+        under_way.parent.mkdir(parents=True)
+        under_way.write_bytes(b"half")
+
+    under_way = tmp_path / "ckpt/s0000000006/e000001-0123abcd/rank00000.safetensors"
+    zombie = epoch_0(tmp_path, keep_last=2)
+    apply_retention(Interrupted(tmp_path, call, name, takes_over), zombie)
+    assert damaged_in(tmp_path) == [] and {4, 5} <= set(committed(tmp_path)) and under_way.exists()
+    assert_is(Run(tmp_path).resume(), 5)
+
+
+def test_a_marker_that_the_listing_hides_keeps_its_data(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=9)
+    run.save(1, 2, 3)
+
+    class Hiding(LocalStorage):
+        def list(self, prefix: str = "") -> list:  # type: ignore[type-arg]
+            return [entry for entry in super().list(prefix) if "commit/e000000-s0000000002" not in entry.name]
+
+    apply_retention(Hiding(tmp_path), epoch_0(tmp_path))
+    assert damaged_in(tmp_path) == [] and set(committed(tmp_path)) == {1, 2, 3}
+
+
+def test_a_number_that_is_none_is_not_the_best() -> None:
+    refs = [CommitRef(0, step) for step in (5, 4, 3, 2, 1)]
+    for name, best in (("top1", 3), ("-loss", 1)):
+        metrics = dict(zip(refs, (math.nan, math.inf, 3.0, 2.0, 1.0), strict=True))
+        why = verdicts(refs, Policy(keep_last=1, keep_best=name), metrics)
+        assert [ref.step for ref in why] == [5, best]
+
+
+def test_damaged_ones_go_only_when_there_are_as_many_good_ones_as_shall_stay(tmp_path: Path) -> None:
+    """All were damaged and the run began anew: what may still be mended by hand goes last."""
+    Run(tmp_path).save(1, 2)
+    for step in (1, 2):
+        flip(data_file(tmp_path, step))
+    run = Run(tmp_path, keep_last=3)
+    assert run.resume() is None
+    run.save(1, 2)
+    assert sorted(newest_in(tmp_path)) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    run.save(3)
+    assert sorted(newest_in(tmp_path)) == [(1, 1), (1, 2), (1, 3)]
+
+
+def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -> None:
+    """Its own process's: rank 1 may have begun to write before rank 0's saver has heard of it."""
+    Run(tmp_path, keep_last=9).save(1)
+    attempts = {"heard": "ckpt/s0000000002/e000000-0123abcd", "not heard": "ckpt/s0000000002/e000000-0123abce"}
+    over = tmp_path / "ckpt/s0000000000/e000000-0123abcd/rank00000.safetensors"
+    over.parent.mkdir(parents=True)
+    over.write_bytes(b"given up")
+    in_flight: set[str] = set()
+
+    def begins() -> None:
+        in_flight.add(attempts["heard"])
+        for attempt in attempts.values():
+            (tmp_path / attempt).mkdir(parents=True)
+            (tmp_path / attempt / "rank00001.safetensors").write_bytes(b"half")
+        (tmp_path / "tmp" / f"{attempts['heard'].replace('/', '+')}+rank00000.safetensors").write_bytes(b"half")
+
+    storage = Interrupted(tmp_path, "list", "ckpt", begins)
+    policy = epoch_0(tmp_path, orphan_grace_seconds=30.0)
+    apply_retention(storage, policy, lambda: Attempts(set(in_flight), 0, 60.0))
+    assert len(list((tmp_path / "ckpt/s0000000002").glob("*/rank00001.safetensors"))) == 2
+    assert len(list((tmp_path / "tmp").iterdir())) == 1 and not over.exists()
+
+
+def test_small_files_that_a_kill_left_go_too(tmp_path: Path) -> None:
+    Run(tmp_path, keep_last=9).save(1, 2)
+    storage = LocalStorage(tmp_path)
+    names = ["preflight/0123", "metric/e000000-s0000000007.json", "metric/e000000-s0000000001.json"]
+    for name in names:
+        storage.put_bytes(name, b"{}")
+        os.utime(tmp_path / name, (time.time() - 700,) * 2)
+    storage.put_bytes("preflight/young", b"")
+    apply_retention(storage, epoch_0(tmp_path, orphan_grace_seconds=600.0))
+    assert [storage.exists(name) for name in [*names, "preflight/young"]] == [False, False, True, True]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process that still runs: there are newer ones, so this is no fresh start."""
+    other = Run(tmp_path, keep_last=1)
+    other.save(1)
+    read, once = marks.read_found, [lambda: other.save(2, 3)]
+
+    def and_then_it_is_gone(*args):  # type: ignore[no-untyped-def]
+        if once:
+            once.pop()()
+        return read(*args)
+
+    monkeypatch.setattr(marks, "read_found", and_then_it_is_gone)
+    run = Run(tmp_path)
+    assert assert_is(run.resume(), 3).skipped == []
+    assert not any("FRESH" in line for line in run.said)
+
+
+def test_the_same_step_again_after_its_saver_has_died(tmp_path: Path) -> None:
+    """It is committed, and nobody was told: no reason to take oneself for another process."""
+    run = Run(tmp_path)
+    run.save(1)
+    process = run.manager._saver._process  # type: ignore[union-attr]
+    process.kill()  # type: ignore[union-attr]
+    process.wait()  # type: ignore[union-attr]
+    run.manager._outcomes.saved = None  # as if the word had been lost with it
+    run.save(1)
+    assert set(committed(tmp_path)) == {1} and damaged_in(tmp_path) == []
+    run.save(2)
+    assert_is(Run(tmp_path).resume(), 2)
+
+
+def test_a_disk_of_ones_own_is_cleared_of_all_that_was_brought_to_it(tmp_path: Path) -> None:
+    """Four ranks wrote it and two have resumed it: rank 0 brought the files of ranks 0 and 2."""
+    storage = LocalStorage(tmp_path)
+    for step, epoch, ranks in ((1, 0, (0, 1, 2, 3)), (2, 1, (0, 1)), (3, 1, (0, 1)), (4, 1, (0, 1))):
+        for rank in ranks:
+            storage.put_bytes(f"ckpt/s{step:010d}/e{epoch:06d}-0123abcd/{layout.rank_file(rank)}", b"x")
+    for name in ("ckpt+s0000000001+e000000-0123abcd+rank00003", "ckpt+s0000000005+e000001-0123abcd+rank00001"):
+        storage.put_bytes(f"tmp/{name}.safetensors", b"half")
+    remove_own_files(storage, 0, Policy(keep_last=2, epoch=1), ())
+    left = [(int(entry.name[6:16]), int(entry.name[-13])) for entry in storage.list("ckpt")]  # step, rank
+    assert left == [(2, 1), (3, 0), (3, 1), (4, 0), (4, 1)]  # rank 1's it clears itself
+    assert [entry.name[9:20] for entry in storage.list("tmp")] == ["s0000000005"]
+
+
+def test_the_age_of_what_is_left_behind_is_told_by_the_disks_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's is two hours ahead of the file server's: another's attempt is not two hours old for that."""
+    Run(tmp_path, keep_last=9).save(1)
+    other = tmp_path / "ckpt/s0000000002/e000000-0123abcd/rank00000.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"half")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 7200)
+    storage, policy = LocalStorage(tmp_path), Policy(keep_last=9, epoch=1, orphan_grace_seconds=3600.0)
+    apply_retention(storage, policy)
+    assert other.exists() and committed(tmp_path)
+    os.utime(other, (real() - 3700,) * 2)
+    apply_retention(storage, policy)
+    assert not other.exists() and set(committed(tmp_path)) == {1}
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_manifest_that_flips_on_its_way_to_the_disk_is_read_again(tmp_path: Path) -> None:
+    """From a store whose client verifies nothing."""
+    Run(tmp_path / "a").save(1)
+    once = [True]
+
+    class Flipping(LocalStorage):
+        def read_bytes(self, name: str) -> bytes:
+            data = super().read_bytes(name)
+            return bytes([data[0] ^ 1]) + data[1:] if "MANIFEST" in name and once and once.pop() else data
+
+    remote, local = LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b")
+    found = marks.read_found(remote, CommitRef(0, 1))
+    name = f"{found.commit.prefix}/rank00000.safetensors"
+    local.put_file(remote.path(name), name)
+    keep_locally(local, Flipping(tmp_path / "a"), found)
+    assert not once and set(committed(tmp_path / "b")) == {1} and damaged_in(tmp_path / "b") == []

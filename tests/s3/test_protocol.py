@@ -1,0 +1,132 @@
+"""Two processes and a server that misbehaves: what is committed stays whole, and who may commit is one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clip_train.checkpoint import layout, marks
+from clip_train.errors import CheckpointError
+from clip_train.storage import open_storage
+from tests.checkpoint.parts import committed
+from tests.s3.bucket import Bucket
+from tests.s3.proxy import Fault, FaultyProxy
+from tests.s3.server import Server
+from tests.s3.test_checkpoints import RUNS, Run, assert_is
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "1")
+    yield
+    while RUNS:
+        RUNS.pop().manager.close()
+
+
+@pytest.fixture
+def view(server: Server, bucket: str, proxy: FaultyProxy) -> Bucket:
+    return Bucket(server, bucket)
+
+
+@pytest.fixture
+def url(view: Bucket) -> str:
+    return f"{view.url}/run"
+
+
+def test_a_zombie_cut_off_from_the_store_sees_its_successor_on_the_disk(
+    tmp_path: Path, url: str, proxy: FaultyProxy
+) -> None:
+    """They share the run's folder; the zombie's own newest may not push out what the successor goes on from."""
+    zombie = Run(tmp_path, url, keep_last=1)
+    assert zombie.save(1)
+    successor = Run(tmp_path, url)
+    assert_is(successor.resume(), 1)
+    assert successor.save(2)
+    proxy.faults = [Fault("reset", method="GET|PUT|HEAD|DELETE|POST", key="")]
+    assert zombie.save(3, wait=False)
+    with pytest.raises(CheckpointError, match=r"writes to .* now \(its epoch is 1, this process's is 0\)"):
+        zombie.until(lambda: False)
+    assert set(committed(tmp_path)) == {1, 2}
+
+
+def test_two_that_took_the_same_epoch(tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy) -> None:
+    """Possible where a server ignores If-None-Match: the last one to take it has it."""
+    ignores = Fault("unconditional", method="PUT", key="")
+    proxy.faults = [Fault("hide", key="", hidden="run/lease"), ignores]
+    first, second = Run(tmp_path / "a", url), Run(tmp_path / "b", url)
+    first.manager.begin()
+    second.manager.begin()
+    assert view.keys("run/lease") == ["run/lease/e000000.json"]
+    proxy.faults = [ignores]
+    with pytest.raises(CheckpointError, match=r"writes to s3://.* now \(its epoch is 0, this process's is 0\)"):
+        first.save(1)
+    assert second.save(1)
+    assert view.incomplete("run") == [] and len(view.commits("run")) == 1
+
+
+def test_a_marker_that_a_listing_hides_keeps_its_data(
+    tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy
+) -> None:
+    run = Run(tmp_path, url, keep_last=9)
+    assert run.save(1)
+    proxy.faults = [Fault("hide", key="", hidden="commit/e000000-s0000000001")]
+    assert run.save(2) and run.save(3)
+    run.manager.close()
+    assert view.incomplete("run") == [] and [m["step"] for m in view.commits("run").values()] == [1, 2, 3]
+
+
+def test_uploads_under_way_are_not_swept(tmp_path: Path, url: str, view: Bucket) -> None:
+    """Parts of another rank's file, and of a successor's."""
+    import s3fs
+
+    run = Run(tmp_path, url)
+    assert run.save(1)
+    fs = s3fs.S3FileSystem(skip_instance_cache=True)
+    for name in ("ckpt/s0000000002/e000000-0123abcd/x", "ckpt/s0000000002/e000007-0123abcd/x", "ckpt/s1/old"):
+        fs.call_s3("create_multipart_upload", Bucket=view.name, Key=f"run/{name}")
+    storage = open_storage(url)
+    under_way = lambda name: layout.parse_prefix(name.rsplit("/", 1)[0]) is not None  # noqa: E731
+    swept = storage.sweep(storage.clock() + 60, under_way)
+    assert swept == 1 and len(view.unfinished_uploads()) == 2
+    assert [ref.step for ref in marks.list_commits(storage)] == [1]
+
+
+def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
+    tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload goes on, slowly; those that wait are overtaken before they begin, and the run lives."""
+    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "60")
+    run = Run(tmp_path, url, max_failed_saves=2)
+    run.manager.begin()
+    proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/s0000000001/.*safetensors")]
+    for step in range(1, 7):
+        assert run.save(step, wait=False)
+        run.until(lambda step=step: step in committed(tmp_path))
+    assert view.commits("run") == {}
+    proxy.faults = []
+    run.until(lambda: len(view.commits("run")) == 2)
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 6]
+    overtaken = [line for line in run.said if "overtaken" in line]
+    assert len(overtaken) == 4 and "step 2 was not uploaded: overtaken by step 3" in overtaken[0]
+    assert run.manager.poll().get("checkpoint_failures", 0) == 0
+    run.manager.close()
+
+
+def test_a_saver_that_dies_is_one_failure(tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy) -> None:
+    """Whatever it had in hand."""
+    run = Run(tmp_path, url, max_failed_saves=2)
+    run.manager.begin()
+    proxy.faults = [Fault("hang", method="PUT|POST", key="ckpt/")]
+    for step in (1, 2):
+        assert run.save(step, wait=False)
+        run.until(lambda step=step: step in committed(tmp_path))
+    process = run.manager._saver._process  # type: ignore[union-attr]
+    process.kill()  # type: ignore[union-attr]
+    process.wait()  # type: ignore[union-attr]
+    proxy.faults = []
+    assert run.save(3)
+    assert [marker["step"] for marker in view.commits("run").values()] == [3]
+    assert len([line for line in run.said if "has ended" in line]) == 2
+    assert [line[:39] for line in run.said if "in a row" in line] == ["checkpoint of step 2 failed (1 in a row)"[:39]]
