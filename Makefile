@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MARK ?= not peer
 
-.PHONY: help demo test s3 check format clean invariance exactness peers
+.PHONY: help demo test s3 acceptance check format clean invariance exactness peers
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
 	@echo "make test        all tests (MARK='not peer and not engine' for a quick look)"
+	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make check       lint, types, import contracts"
 	@echo "make invariance  the table in README: nothing that should not matter does"
 	@echo "make exactness   the one below it: every objective against its own oracle"
@@ -38,6 +39,12 @@ s3:
 	@echo "== the S3 server for the tests marked s3, in .venv-s3 (once; half a minute)"
 	@PYTHON=$(PYTHON) bash scripts/setup_s3.sh .venv-s3 || echo "== IT CANNOT BE SET UP: THE S3 TESTS WILL BE SKIPPED"
 
+acceptance: $(READY)
+	@echo "== Ceph, in .ceph (once; half a minute)"
+	@bash scripts/setup_ceph.sh .ceph
+	@echo "== the S3 tests against it"
+	CLIP_TRAIN_S3_SERVER=ceph $(BIN)/python -m pytest tests/s3
+
 check: $(READY)
 	@echo "== ruff"
 	$(BIN)/ruff check .
@@ -62,4 +69,4 @@ peers:
 	.venv-peers/bin/python -m pytest -m peer tests/peers
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-s3 build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers .venv-s3 .ceph build *.egg-info .pytest_cache .mypy_cache .ruff_cache

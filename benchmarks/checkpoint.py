@@ -3,8 +3,9 @@
 About 1 GB of state on one rank. `stall` is the time that `save` keeps the loop waiting, against one copy of the same
 bytes by torch within memory, both into memory that has been touched before; the first save, which allocates, stands
 beside a copy into fresh memory and has no target. The upload goes to a real S3 server (LocalStack, from
-scripts/setup_s3.sh) and is compared with the clients that are there: s3fs's own `put`, and obstore
-where it is installed; each in turn, the medians are compared. Absolute figures are this machine's and this server's.
+scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway) and is compared with the clients that are there:
+s3fs's own `put`, and obstore where it is installed (extra `peers`); each in turn, the medians are compared. Absolute
+figures are this machine's and this server's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.protocols import Fragment
 from clip_train.storage.s3 import S3Storage
 from tests.s3.bucket import Bucket
-from tests.s3.server import Server, python
+from tests.s3.server import chosen
 
 TARGETS = {
     "stall": "a save keeps the loop waiting for at most 1.3 x one memory copy of the snapshot",
@@ -139,12 +140,12 @@ def clients(path: Path, bucket: str) -> dict[str, Callable[[], Any]]:
 
 def main() -> int:
     args = parser(__doc__ or "").parse_args()
-    if python() is None:
-        print("the S3 server is not set up: run scripts/setup_s3.sh")
+    if missing := chosen().missing():
+        print(missing)
         return 1
     torch.set_num_threads(1)
     num_bytes, repeats = (256 << 20, 3) if args.quick else (1 << 30, 7)
-    server = Server().start()
+    server = chosen()().start()
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
     try:

@@ -1,10 +1,11 @@
 """Kill a run at random moments, again and again, and see whether anything of it is ever lost.
 
 A small CLIP trains with DeepSpeed and `checkpoint.remote=s3://...` on a real S3 server (LocalStack, from
-scripts/setup_s3.sh). Each life goes on from where the last one was killed (`checkpoint.resume: auto`), commits a few
-checkpoints, and is killed at a moment that the requests to the server tell: while a checkpoint is written, uploaded,
-committed, removed or fetched. Mostly all processes get SIGKILL; sometimes the saver alone, or rank 1 alone. A third of
-the kills keep the layout; in the others ranks and ZeRO stage change every time. Some lives begin on an empty disk.
+scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway). Each life goes on from where the last one was
+killed (`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the
+server tell: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes get SIGKILL;
+sometimes the saver alone, or rank 1 alone. A third of the kills keep the layout; in the others ranks and ZeRO stage
+change every time. Some lives begin on an empty disk.
 
 After every kill the bucket and the disk are read by code that is not the package's; before every life it tells which
 checkpoint must be resumed from.
@@ -33,7 +34,7 @@ from tests.checkpoint.eyes import damaged_in, newest_in, strays
 from tests.processes import family, kill_tree
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
-from tests.s3.server import Server, python
+from tests.s3.server import Server, chosen
 
 TARGETS = {
     "same layout": "every step's loss is bitwise that of the uninterrupted run, and so are the last checkpoint's files",
@@ -283,14 +284,14 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, help="of each run (default: by the number of kills)")
     arguments.add_argument("--seed", type=int, default=0)
     args = arguments.parse_args()
-    if python() is None:
-        print("the S3 server is not set up: run scripts/setup_s3.sh")
+    if missing := chosen().missing():
+        print(missing)
         return 1
     kills = 3 if args.quick else args.kills
     same_kills = max(1, kills // 3)
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
-    server = Server().start()
+    server = chosen()().start()
     try:
         with tempfile.TemporaryDirectory() as temporary, FaultyProxy(server.port) as proxy:
             folder = Path(temporary)

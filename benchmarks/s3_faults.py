@@ -1,8 +1,8 @@
 """Three epochs of the real loader from a real S3 server, through a proxy that breaks every answer it can.
 
 Each row is one kind of fault. The batches (images, tokens, keys, seeds, cursors) are compared with those that the same
-shards give from the local disk. The server is LocalStack's S3 (scripts/setup_s3.sh); the shards are small and so are
-the waits, so nothing here says how fast it is.
+shards give from the local disk. The server is LocalStack's S3 (scripts/setup_s3.sh), or Ceph's gateway with
+CLIP_TRAIN_S3_SERVER=ceph; the shards are small and so are the waits, so nothing here says how fast it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clip_train.errors import ClipTrainError
 from tests.s3.conftest import forget_file_systems
 from tests.s3.epochs import FAST, NEED_AN_INDEX, SURVIVED, epoch_digests, make_shards, retries, upload
 from tests.s3.proxy import Fault, FaultyProxy, fresh
-from tests.s3.server import Server, python
+from tests.s3.server import Server, chosen
 
 TARGETS = {
     "passing faults": "the same digests as from the local disk, with the index for faults that only a checksum can see",
@@ -55,11 +55,9 @@ LASTING: dict[str, Fault | str] = {
 
 def main() -> int:
     args = parser(__doc__ or "").parse_args()
-    if python() is None:
-        print("the S3 server is not set up: run scripts/setup_s3.sh")
+    if missing := chosen().missing():
+        print(missing)
         return 1
-    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -68,10 +66,10 @@ def main() -> int:
         expected = {True: epoch_digests(str(data / "*.tar"))}  # the index has a part in the order
         make_shards(Path(folder, "bare"), index=False)
         expected[False] = epoch_digests(str(Path(folder, "bare", "*.tar")))
-        server = Server().start()
+        server = chosen()().start()
         try:
-            with FaultyProxy(server.port) as proxy:
-                os.environ["AWS_ENDPOINT_URL"] = proxy.url
+            with FaultyProxy(server.port, server.sign) as proxy:
+                os.environ |= server.environment(proxy.url)
                 bench = Bench(server, proxy, data, expected, rows, missed)
                 for name, faults in {"none": [], **SURVIVED}.items():
                     if not args.quick or name in QUICK:

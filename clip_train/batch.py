@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, PositiveInt, model_validator
 
 from clip_train.errors import UserError
+from clip_train.explain import Allowed, shown
 from clip_train.settings import Settings
 
 
@@ -43,7 +44,7 @@ def parse_bytes(value: int | str) -> int:
     """Bytes, from a number or from "24GiB", "500 MB". ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", str(value), re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise ValueError(f"batch.memory_limit ({value!r}) must be bytes, or a size such as 24GiB or 500MB")
+        raise ValueError(f"batch.memory_limit ({shown(value)}) must be bytes, or a size such as 24GiB or 500MB")
     number, unit, binary = match.groups()
     power = " KMGT".index(unit.upper()) if unit else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
@@ -60,7 +61,10 @@ class BatchConfig(Settings):
 
     global_size: PositiveInt = 256
     """Samples per optimizer step over all ranks, each every other's negative."""
-    schedule: list[BatchStage] | None = None
+    schedule: Annotated[
+        list[BatchStage] | None,
+        Allowed("a list of pieces, or null", example="'[{until_step: 1000, global_size: 1024}]'"),
+    ] = None
     """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...], behind which
     global_size holds. With `ramp_to: 4096` a piece rises (or falls) linearly, in steps of its `increment`."""
     micro_size: PositiveInt | Literal["auto"] = 256
@@ -71,7 +75,9 @@ class BatchConfig(Settings):
     """How many of the last micro-batches keep their graph and need no second forward. Each costs one
     micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto, or as many as
     fit beside a given micro_size."""
-    memory_limit: Annotated[int | str | None, AfterValidator(_size)] = None
+    memory_limit: Annotated[
+        int | str | None, AfterValidator(_size), Allowed("bytes, a size such as 24GiB or 500MB, or null")
+    ] = None
     """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations and features,
     as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU needs it said (Python and its
     libraries come on top there, about 0.5 GiB a rank)."""

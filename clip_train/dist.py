@@ -70,6 +70,18 @@ def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 
 
+def all_to_all(x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+    """`send_counts[r]` rows of `x` to each rank r, in order; returns the `receive_counts[r]` rows from each.
+
+    x lies in memory, and so does what is returned, wherever it passes through.
+    """
+    if world_size() == 1:
+        return x
+    out = x.new_empty((sum(receive_counts), *x.shape[1:]), device=comm_device())
+    torch_dist.all_to_all_single(out, x.to(comm_device()), list(receive_counts), list(send_counts))
+    return out.cpu()
+
+
 @dataclass
 class InFlight:
     """A tensor on its way from the previous rank; `sent` is kept alive until it has left."""

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from clip_train import dist
 from clip_train.errors import UserError
-from clip_train.protocols import FeatureGradients, Features, Fragment, FragmentSource, MicroBatch, Phase, StepReport
+from clip_train.protocols import (
+    FeatureGradients,
+    Features,
+    Fragment,
+    FragmentSource,
+    MicroBatch,
+    Phase,
+    StepReport,
+    Wanted,
+)
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP's ceiling on the parameter: the factor stays at most 100
 
@@ -98,7 +107,10 @@ class PlainEngine:
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
         self.optimizer_steps = int(extra.get("optimizer_steps", 0))
         slots = source.slots() - {"param"}
-        for name, p in self.model.named_parameters():
+        kept = {"param", *(slots if self.optimizer is not None else ())}
+        named = list(self.model.named_parameters())
+        source.prepare(Wanted(name, slot, 0, p.numel()) for name, p in named for slot in kept)
+        for name, p in named:
             p.copy_(source.read(name, "param", 0, p.numel()).view_as(p))
             if self.optimizer is not None and slots:
                 state: dict[str, Any] = {

@@ -8,9 +8,9 @@ first N % W ranks hold one sample more than the others; where b does not divide 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -137,8 +137,22 @@ class Fragment:
     tensors: dict[str, Tensor]  # "param" (fp32 master) and optimizer slots ("exp_avg", ...), each 1-d, equally long
 
 
+class Wanted(NamedTuple):
+    """Elements `[start, start + numel)` of a flattened parameter's "param" or of an optimizer's slot."""
+
+    name: str
+    slot: str
+    start: int
+    numel: int
+
+
 class FragmentSource(Protocol):
     """Reads any range of any parameter's state, however the checkpoint was cut."""
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """What this rank is going to read, to be brought at once; all ranks together. Not a must: reading brings
+        what is not here yet, piece by piece. CheckpointError, on all ranks."""
+        ...
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""

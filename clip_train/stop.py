@@ -10,7 +10,7 @@ import os
 import signal
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
@@ -25,7 +25,8 @@ class StopRequest:
             self.reason = reason
 
     def listen(self) -> None:
-        """Take over TERM (preemption, scancel), USR1 (time limit near) and INT.
+        """Take over TERM (preemption, scancel), USR1 (time limit near), INT, and HUP (a terminal that is closed) but
+        under nohup.
 
         A second INT ends the process, as Ctrl-C always did. A second TERM or USR1 changes nothing: torchrun,
         Slurm and a batch script may each send one for the same event, and the save is to survive them.
@@ -36,7 +37,8 @@ class StopRequest:
             os.set_blocking(write, False)
             signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def look(self) -> str | None:
         """The reason, if there is one; from any thread, also while the main thread is in C (a rendezvous, a
@@ -50,7 +52,7 @@ class StopRequest:
 
     def ignore(self) -> None:
         """All is committed: a launcher's hurry must not look like a crash."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

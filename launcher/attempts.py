@@ -7,6 +7,7 @@ An attempt without an `end` was lost with its node. No torch here.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 FILE = "attempts.jsonl"
+NEEDED = {  # of each event's line, by those who read it here
+    "begin": {"attempt": int, "nodes": list, "step": int},
+    "end": {"attempt": int, "blamed": list, "decision": str, "failures": int, "fruitless": int},
+}
 Action = Literal["done", "requeue", "leave", "stop", "give up"]
 
 
@@ -56,17 +61,18 @@ class History:
         self.path = run_dir / FILE
         self.lines: list[dict[str, Any]] = []
         if self.path.exists():
-            for text in self.path.read_text().splitlines():
-                try:
-                    self.lines.append(json.loads(text))
-                except ValueError:  # torn by a power loss
-                    continue
+            told = (parsed(text) for text in self.path.read_text(errors="replace").splitlines())
+            self.lines = [line for line in told if line is not None]
 
     def append(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
         self.lines.append(line)
-        with self.path.open("a") as f:
-            f.write(json.dumps(line) + "\n")
+        with self.path.open("a+b") as f:
+            if f.tell():
+                f.seek(-1, os.SEEK_END)
+                if f.read(1) != b"\n":  # torn by a power loss: this line must not become part of it
+                    f.write(b"\n")
+            f.write(json.dumps(line).encode() + b"\n")
 
     @property
     def ends(self) -> list[dict[str, Any]]:
@@ -74,7 +80,10 @@ class History:
 
     @property
     def next_number(self) -> int:
-        return 1 + max((line["attempt"] for line in self.lines), default=0)
+        """Above every attempt that is told of here or has left a log: its marks are not the next one's."""
+        logs = (file.name[:4] for file in (self.path.parent / "attempts").glob("[0-9][0-9][0-9][0-9]*"))
+        numbers = [int(name) for name in logs if name.isdigit()]
+        return 1 + max([line["attempt"] for line in self.lines if line["event"] in NEEDED] + numbers, default=0)
 
     def unfinished(self) -> dict[str, Any] | None:
         """The `begin` of an attempt that never ended: its batch script went down with the node."""
@@ -91,6 +100,18 @@ class History:
         """Nodes that have been blamed too often."""
         blamed = Counter(node for end in self.ends for node in end["blamed"])
         return sorted(node for node, count in blamed.items() if count >= limits.node_failures)
+
+
+def parsed(text: str) -> dict[str, Any] | None:
+    """One line of the history; None where it is torn, or not one of ours."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+        return None
+    needed = NEEDED.get(line["event"], {})
+    return line if all(isinstance(line.get(name), kind) for name, kind in needed.items()) else None
 
 
 def decide(outcome: Outcome, failures: int, fruitless: int, limits: Limits) -> Decision:

@@ -46,7 +46,7 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
     architecture = collect(config.model.architecture)
     if architecture is not None:
         if (config.loss.kind == "sigmoid") != (architecture.init_logit_bias is not None):
-            problems.append(bias_mistake(config))
+            problems.append(bias_mistake(config, architecture.init_logit_bias))
         collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
     ds_config = collect(lambda: ds_config_for(config, config.engine, plan, world_size))
@@ -78,7 +78,7 @@ def sized(config: RunConfig, checked: Checked, limit: float) -> Checked:
     return replace(checked, plan=plan, engine=engine, ds_config=ds_config, decision=decision)
 
 
-def bias_mistake(config: RunConfig) -> str:
+def bias_mistake(config: RunConfig, bias: float | None) -> str:
     """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would cancel one."""
     if config.loss.kind == "sigmoid":
         return (
@@ -86,8 +86,8 @@ def bias_mistake(config: RunConfig) -> str:
             "set model.init_logit_bias=-10 and model.init_logit_scale=2.3026"
         )
     return (
-        f"model.init_logit_bias: {config.model.name} has a bias, which loss.kind ({config.loss.kind}) would cancel: "
-        "set model.init_logit_bias=null, or loss.kind=sigmoid"
+        f"model.init_logit_bias ({bias}): {config.model.name} has a bias, which loss.kind ({config.loss.kind}) would "
+        "cancel: set model.init_logit_bias=null, or loss.kind=sigmoid"
     )
 
 

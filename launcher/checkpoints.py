@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -38,7 +40,7 @@ def places_of_run(config: RunConfig) -> Places:
     return Places(local, remote, local)  # without a local folder only the blocks that are read are fetched
 
 
-def print_checkpoints(place: str, overrides: list[str], *, verify: bool) -> int:
+def print_checkpoints(place: str, overrides: list[str], *, verify: bool, as_json: bool = False) -> int:
     """0, or 1 where a committed checkpoint is not whole."""
     recipe = recipe_in(place)
     if recipe is not None:
@@ -53,13 +55,17 @@ def print_checkpoints(place: str, overrides: list[str], *, verify: bool) -> int:
         orphan_grace_seconds=60 * settings.orphan_grace_minutes,
     )
     lines = survey(places, policy, verify=verify)
+    status = 1 if any(line.problem and line.committed for line in lines) else 0
+    if as_json:
+        print(json.dumps({"places": [each.url for each in places[:2] if each], "checkpoints": [*map(asdict, lines)]}))
+        return status
     console = Console(width=None if sys.stdout.isatty() else 160)
     if not lines:
         console.print("no checkpoints")
-        return 0
+        return status
     console.print(_table(lines, verify))
     console.print(" ".join(["in", *(each.url for each in places[:2] if each is not None)]), soft_wrap=True)
-    return 1 if any(line.problem and line.ranks is not None for line in lines) else 0
+    return status
 
 
 def _table(lines: list[Line], verify: bool) -> Table:
@@ -67,7 +73,7 @@ def _table(lines: list[Line], verify: bool) -> Table:
     for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state", "retention"):
         table.add_column(column, justify="right" if column in ("step", "MB") else "left", overflow="fold")
     for line in lines:
-        layout = f"{line.ranks} x ZeRO {line.zero_stage}" if line.ranks is not None else "?"
+        layout = f"{line.ranks} x ZeRO {line.zero_stage}, {line.precision}" if line.ranks is not None else "?"
         table.add_row(
             str(line.step),
             str(line.epoch),

@@ -1,4 +1,4 @@
-"""The checks of `clip-train doctor`, one function for each thing that can go wrong."""
+"""What `clip-train doctor` looks at on this machine and its cluster; one function for each thing that can go wrong."""
 
 from __future__ import annotations
 
@@ -18,22 +18,12 @@ from pathlib import Path
 
 import torch
 
-from clip_train.data import check_source
-from clip_train.data.bad_samples import BadSample
-from clip_train.data.raw import caption
-from clip_train.data.sources import expand, open_shard
-from clip_train.data.tar import iter_samples
-from clip_train.models import count_parameters
-from clip_train.storage import is_remote
 from launcher.agreement import code_version
-from launcher.config import RunConfig
 from launcher.doctor import Finding, error, ok, warning
 from launcher.env import detect, has_launcher
-from launcher.marks import STOP_FILE
-from launcher.site import load_site
-from launcher.submit import LAUNCHERS, ask
+from launcher.submit import LAUNCHERS, ask, parse_time
 
-LOOK_AT = 200  # samples of the first shard
+GROUP_SECONDS = 30  # for two ranks to start and to find each other, on a busy machine too
 
 
 def check_versions() -> Iterator[Finding]:
@@ -87,10 +77,17 @@ def check_group() -> Iterator[Finding]:
     remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", *line], env=environ, capture_output=True, text=True, check=False, timeout=15
+            [sys.executable, "-m", *line],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=GROUP_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        yield error("process group", f"{ranks} ranks on this machine do not find each other within 15 s", remedy)
+        yield error(
+            "process group", f"{ranks} ranks on this machine do not find each other within {GROUP_SECONDS} s", remedy
+        )
         return
     answers = [text for text in done.stdout.splitlines() if text.startswith("{")]
     if done.returncode or not answers:
@@ -185,6 +182,12 @@ def check_slurm() -> Iterator[Finding]:
             "JobRequeue=0: jobs are not requeued by default",
             "keep #SBATCH --requeue, or submit --template chain",
         )
+    if config.get("PreemptMode", "").startswith("CANCEL"):
+        yield warning(
+            "slurm",
+            "PreemptMode=CANCEL: a job that is preempted is not queued again",
+            "submit --template chain: the next job of the array goes on",
+        )
     wait = int(re.match(r"\d*", config.get("KillWait", ""))[0] or 30)  # type: ignore[index]
     if wait < 15:
         yield warning("slurm", f"KillWait={wait} s: scancel leaves no time to save", "touch STOP before you cancel")
@@ -203,7 +206,7 @@ def check_slurm() -> Iterator[Finding]:
         )
     for text in ask("scontrol", "show", "partition", "--oneliner").splitlines():
         values = dict(word.split("=", 1) for word in text.split() if "=" in word)
-        if values.get("PreemptMode") not in (None, "OFF") and int(values.get("GraceTime", "0")) < 60:
+        if values.get("PreemptMode") not in (None, "OFF") and _seconds(values.get("GraceTime", "0")) < 60:
             yield warning(
                 "slurm",
                 f"partition {values['PartitionName']} preempts {values.get('GraceTime', '0')} s after its warning",
@@ -211,77 +214,9 @@ def check_slurm() -> Iterator[Finding]:
             )
 
 
-def check_shards(config: RunConfig) -> Iterator[Finding]:
-    found = check_source(config.data)
-    yield ok("shards", f"{found.num_shards} shards, the first caption is {found.first_caption[:60]!r}")
-    began = time.monotonic()
-    seen = bad = size = 0
-    reasons: dict[str, int] = {}
-    with open_shard(expand(config.data.train)[0]) as file:
-        for sample in iter_samples(file):
-            seen += 1
-            size += sum(len(member) for member in sample.members.values())
-            try:
-                if not caption(sample.members, config.data.caption_key).strip():
-                    raise BadSample("an empty caption")
-            except BadSample as e:
-                bad += 1
-                reasons[e.reason] = reasons.get(e.reason, 0) + 1
-            if seen >= LOOK_AT or time.monotonic() - began > 3:
-                break
-    rate = size / max(time.monotonic() - began, 1e-6) / 1e6
-    told = f"{seen - bad} of the first {seen} samples have one, read at {rate:.0f} MB/s"
-    if bad > config.data.bad_sample_limit * seen:
-        why = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
-        yield error(
-            "captions", f"{told} ({why})", "data.caption_key names the key of the .json; or write the shards again"
-        )
-    else:
-        yield ok("captions", told)
-    remote = [url for url in config.data.train.split("::") if is_remote(url)]
-    yield ok("S3", f"{remote[0]} can be read" if remote else "no remote shards in this recipe")
-
-
-def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    from launcher.checked import check
-
-    world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
-    checked = check(config, world, read_data=False)
-    plan = checked.plan
-    yield ok(
-        "recipe",
-        f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.lanes} lanes; "
-        f"{config.steps} steps",
-    )
-
-
-def check_disk(config: RunConfig) -> Iterator[Finding]:
-    run_dir = config.run_dir.absolute()
-    folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
-    probe = folder / f".doctor-{os.getpid()}"
-    try:
-        probe.write_bytes(b"x")
-        skew = probe.stat().st_mtime - time.time()  # the file server's clock
-        probe.unlink()
-    except OSError as e:
-        yield error("disk", f"{folder} cannot be written: {e}", "choose another run.dir")
-        return
-    if abs(skew) > 5:
-        told = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
-        yield warning("disk", told, "synchronise both clocks (chronyd)")
-    needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
-    free = shutil.disk_usage(folder).free
-    told = f"{free / 1e9:.1f} GB free for run.dir, {needed / 1e9:.1f} needed by checkpoints"
-    if needed > free:
-        yield error("disk", told, "make room, choose another run.dir, or lower checkpoint.keep_last")
-    else:
-        yield ok("disk", told)
-    local = next((path for path in load_site(None).local_paths if run_dir.is_relative_to(path)), None)
-    if local is not None and shutil.which("sbatch") is not None:
-        told = f"run.dir ({run_dir}) is under {local}, which each node has for itself"
-        yield warning("disk", told, "choose a shared folder")
-    if (run_dir / STOP_FILE).exists():
-        yield error("run", f"{run_dir / STOP_FILE} is there: training would stop at once", f"rm {run_dir / STOP_FILE}")
+def _seconds(text: str) -> int:
+    """Of `60` or `00:01:00`; a limit that is written otherwise is none."""
+    return int(text) if text.isdigit() else parse_time(text) if re.fullmatch(r"[\d:-]+", text) else sys.maxsize
 
 
 MACHINE: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
@@ -294,9 +229,4 @@ MACHINE: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("time", check_time),
     ("hosts", check_hosts),
     ("slurm", check_slurm),
-)
-RECIPE: tuple[tuple[str, Callable[[RunConfig], Iterator[Finding]]], ...] = (
-    ("recipe", check_recipe),
-    ("shards", check_shards),
-    ("disk", check_disk),
 )

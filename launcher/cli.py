@@ -11,9 +11,9 @@ import textwrap
 from typing import NoReturn
 
 from clip_train import __version__
-from clip_train.errors import ClipTrainError, RemoteRankError
+from clip_train.errors import ClipTrainError, RemoteRankError, UserError
 from clip_train.stop import StopRequest
-from launcher.marks import is_lost_contact, mark_error
+from launcher.marks import is_lost_contact, mark_error, said_rank, this_rank
 from launcher.startup import Startup
 
 EPILOG = """\
@@ -104,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="of slurm/ (default: single or train, by --nodes); chain: where jobs may not requeue",
     )
     submit.add_argument("--site", help="YAML of defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)")
-    submit.add_argument("--dry-run", action="store_true", help="print the batch script and write nothing")
+    submit.add_argument("--dry-run", action="store_true", help="check, print the batch script, and submit nothing")
+    submit.add_argument("--offline", action="store_true", help="look neither at shards nor at checkpoint.remote")
 
     doctor = add(
         "doctor",
@@ -114,7 +115,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
-    evaluate = add("evaluate", "zero-shot and retrieval of a run's checkpoint", "Evaluate a checkpoint on data.val.")
+    evaluate = add(
+        "evaluate",
+        "zero-shot and retrieval of a run's checkpoint",
+        """\
+        Evaluate a checkpoint on data.val. Instead of the recipe a run's folder will do, or the URL of a run's
+        checkpoints: then the recipe is the one in the checkpoint.""",
+    )
     evaluate.add_argument(
         "--weights", help="an exported folder or a weights file instead of the run's newest checkpoint"
     )
@@ -149,6 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
         place=True,
     )
     checkpoints.add_argument("--verify", action="store_true", help="read every byte and compare it with its sha256")
+    checkpoints.add_argument("--json", action="store_true", help="print JSON")
 
     demo = add(
         "demo",
@@ -199,7 +207,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     except ClipTrainError as e:
         mark_error(e)
         # Once for all ranks: rank 0 prints what all raise together, else the failing rank prints its own.
-        if not (isinstance(e, RemoteRankError) or e.told) and (not e.everywhere or _rank() in (None, "0")):
+        if not (isinstance(e, RemoteRankError) or e.told) and (not e.everywhere or this_rank() == 0):
             _say(f"error: {e}")
         return e.exit_status
     except KeyboardInterrupt:
@@ -225,15 +233,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def _rank() -> str | None:
-    """As the launcher or SLURM has told it; None in a world of one. Before a process group there is no other way."""
-    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
-        return None
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-
-
 def _say(message: str) -> None:
-    rank = _rank()
+    rank = said_rank()
     print(f"clip-train: {'' if rank is None else f'[rank {rank}] '}{message}", file=sys.stderr, flush=True)
 
 
@@ -243,13 +244,21 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
         return status
     from launcher.config import load_config
 
-    config = load_config(args.recipe, args.overrides)
+    try:
+        config = load_config(args.recipe, args.overrides)
+    except UserError as e:
+        if args.verb == "train" and said_rank() is not None:  # the others' recipes may be good
+            from launcher.env import detect
+            from launcher.meeting import refuse
+
+            refuse(detect(os.environ), e)
+        raise
     if args.verb == "train":
         from launcher.local import launch_local, local_ranks
 
         ranks = local_ranks(args.ranks, os.environ)
         if ranks > 1:
-            return launch_local(config, ranks, arguments)
+            return launch_local(config, ranks, arguments, stop)
         from launcher.train import train
 
         return train(config, stop, startup)
@@ -257,14 +266,10 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
         from launcher.site import load_site
         from launcher.submit import submit
 
-        return submit(config, vars(args), load_site(args.site), dry_run=args.dry_run)
-    if args.verb == "plan":
-        from launcher.plan import print_plan
+        return submit(config, vars(args), load_site(args.site), dry_run=args.dry_run, offline=args.offline)
+    from launcher.plan import print_plan
 
-        return print_plan(config, args.world_size, args.samples_per_second, as_json=args.json)
-    from launcher.inspect_run import evaluate_run
-
-    return evaluate_run(config, args.weights)
+    return print_plan(config, args.world_size, args.samples_per_second, as_json=args.json)
 
 
 def _run_without_recipe(args: argparse.Namespace) -> int | None:
@@ -281,10 +286,19 @@ def _run_without_recipe(args: argparse.Namespace) -> int | None:
         from launcher.doctor import run_doctor
 
         return run_doctor(args.overrides, as_json=args.json)
+    return _run_at_place(args)
+
+
+def _run_at_place(args: argparse.Namespace) -> int | None:
+    """The verbs for which the URL of a run's checkpoints will do; None for the others."""
     if args.verb == "checkpoints":
         from launcher.checkpoints import print_checkpoints
 
-        return print_checkpoints(args.place, args.overrides, verify=args.verify)
+        return print_checkpoints(args.place, args.overrides, verify=args.verify, as_json=args.json)
+    if args.verb == "evaluate":
+        from launcher.inspect_run import evaluate_run
+
+        return evaluate_run(args.recipe, args.overrides, args.weights)
     if args.verb == "export":
         from launcher.inspect_run import export_run
 

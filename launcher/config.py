@@ -6,18 +6,16 @@ All mistakes are reported at once, each with its path, its value and what to wri
 from __future__ import annotations
 
 import difflib
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import yaml
 from pydantic import (
     BaseModel,
     Field,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
@@ -30,10 +28,11 @@ from clip_train.data.config import DataConfig
 from clip_train.data.index import index_of
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
+from clip_train.explain import Allowed, explain, shown
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import ModelConfig
 from clip_train.optim import OptimConfig, ScheduleConfig
-from clip_train.settings import Settings
+from clip_train.settings import LARGEST, Settings
 from clip_train.storage import StorageConfig
 from launcher.ds_config import EngineConfig
 from launcher.liveness import LaunchConfig
@@ -42,21 +41,26 @@ from launcher.liveness import LaunchConfig
 class RunSection(Settings):
     """The `run` section: where and how long."""
 
-    name: str = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[
+        str, Allowed("letters, digits, dots, dashes and underscores, at most 100, beginning with a letter or digit")
+    ] = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Letters, digits, dots, dashes and underscores."""
     dir: str | None = None
     """Everything the run writes lies here; null: runs/<run.name>. All ranks must see it."""
     seed: NonNegativeInt = 0
     """Of the initial weights, the order of the data, augmentation and dropout."""
-    steps: PositiveInt | None = None
+    steps: Annotated[PositiveInt | None, Allowed("a whole number of at least 1", example="10000")] = None
     """Optimizer steps in all. Give this or run.epochs."""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[
+        float | None, Field(gt=0, le=1e6), Allowed("a number greater than 0, at most 1,000,000", example="32")
+    ] = None
     """An alternative to run.steps; needs an index of the shards, or data.num_samples."""
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError(f"give exactly one of run.steps (it is {self.steps}) and run.epochs (it is {self.epochs})")
+            told = f"run.steps (it is {shown(self.steps)}) and run.epochs (it is {shown(self.epochs)})"
+            raise ValueError(f"give exactly one of {told}; the other is null")
         return self
 
 
@@ -84,6 +88,11 @@ class RunConfig(Settings):
                 f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch, "
                 "or shards with an index (`clip-train index`); or give run.steps"
             )
+        if (self.run.epochs or 0) * (self.data.num_samples or 0) > LARGEST:
+            raise ValueError(
+                f"run.epochs ({self.run.epochs:g}) of data.num_samples ({self.data.num_samples}) are more samples than "
+                "can be counted; lower run.epochs, or give run.steps"
+            )
         if self.schedule.warmup_steps >= self.steps and self.schedule.warmup_steps > 0:
             raise ValueError(
                 f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be less than the run's {self.steps} steps; "
@@ -91,7 +100,8 @@ class RunConfig(Settings):
             )
         if self.schedule.cooldown_steps > self.steps:
             raise ValueError(
-                f"schedule.cooldown_steps ({self.schedule.cooldown_steps}) must be at most the run's {self.steps} steps"
+                f"schedule.cooldown_steps ({self.schedule.cooldown_steps}) must be at most the run's {self.steps} "
+                "steps; lower it, or raise run.steps"
             )
         return self
 
@@ -165,20 +175,20 @@ def parse_value(text: str, where: str) -> Any:
         raise UserError(f"{where}: {text!r} is not a YAML value: {' '.join(str(e).split())}; quote it") from None
 
 
-def read_recipe(path: str) -> dict[str, Any]:
-    """A recipe file as nested dicts, unchecked."""
+def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
+    """A recipe file, or another of its kind, as nested dicts, unchecked."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as e:
-        raise UserError(f"cannot read the recipe {path}: {e.strerror}; examples lie in recipes/") from None
+        remedy = "examples lie in recipes/" if what == "recipe" else "correct the path"
+        raise UserError(f"cannot read the {what} {path}: {e.strerror}; {remedy}") from None
     try:
         raw = yaml.load(text, Loader=RecipeLoader)
     except yaml.YAMLError as e:
-        raise UserError(f"the recipe {path} is not YAML: {' '.join(str(e).split())}; mend that line") from None
+        raise UserError(f"the {what} {path} is not YAML: {' '.join(str(e).split())}; mend that line") from None
     if not isinstance(raw, dict):
-        raise UserError(
-            f"the recipe {path} must hold sections (run:, data:, ...), not {type(raw).__name__}; see recipes/"
-        )
+        holds = "sections (run:, data:, ...)" if what == "recipe" else "lines such as partition: gpu"
+        raise UserError(f"the {what} {path} must hold {holds}, and it is {shown(raw)}; see recipes/ and docs/slurm.md")
     return raw
 
 
@@ -226,26 +236,9 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as e:
-        lines = [_explain(error) for error in e.errors(include_url=False)]
+        lines = explain(e, RunConfig, raw, unknown=_nearest)
         head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
-
-
-def _explain(error: Any) -> str:
-    """One pydantic error as: field (value): what is wrong; what to do."""
-    path = ".".join(str(part) for part in error["loc"])
-    key = ".".join(itertools.takewhile(lambda part: isinstance(part, str), error["loc"]))  # a list is set as a whole
-    value = error["input"]
-    match error["type"]:
-        case "extra_forbidden":
-            return f"{path} ({value!r}): there is no such key; {_nearest(path)}"
-        case "missing":
-            return f"{path} is missing; add it to the recipe, or {key}=... to the command"
-        case "value_error":
-            return str(error["ctx"]["error"])
-        case _:
-            remedy = " (an empty section? delete it)" if value is None and "." not in path else ""
-            return f"{path} ({value!r}): {error['msg'][0].lower()}{error['msg'][1:]}{remedy}; set {key}=<a valid value>"
 
 
 # What users of OpenCLIP and of Hugging Face would write.

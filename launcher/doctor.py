@@ -53,7 +53,7 @@ def guarded(name: str, check: Check) -> Iterator[Finding]:
 
 def run_doctor(arguments: list[str], *, as_json: bool) -> int:
     """arguments: nothing, or a recipe and overrides. Returns 1 if there is an error, else 0."""
-    from launcher import checks
+    from launcher import checks, recipe_checks
     from launcher.config import RunConfig, load_config
 
     config: RunConfig | None = None
@@ -74,14 +74,14 @@ def run_doctor(arguments: list[str], *, as_json: bool) -> int:
         except UserError as e:
             tell(iter([error("recipe", str(e), "see the message; clip-train train --keys lists all keys")]))
     if config is not None:
-        for name, check_config in checks.RECIPE:
+        for name, check_config in recipe_checks.RECIPE:
             tell(guarded(name, lambda check_config=check_config: check_config(config)))  # type: ignore[misc]
     worst = next((level for level in ("error", "warning") if any(f.level == level for f in findings)), "ok")
     if as_json:
         print(json.dumps({"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         counts = ", ".join(f"{sum(f.level == level for f in findings)} {level}" for level in ("ok", "warning", "error"))
-        console.print(f"{counts}" + ("" if arguments else "; with a recipe it looks at shards, disk and memory too"))
+        console.print(f"{counts}" + ("" if arguments else "; with a recipe also shards, captions, S3 and disk"))
     return 1 if worst == "error" else 0
 
 

@@ -7,12 +7,14 @@ its reason (measured on DeepSpeed 0.19.8; tests/engine/ checks them).
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from clip_train.errors import UserError
+from clip_train.explain import clipped
 from clip_train.settings import Settings
 
 SHIPPED = Path(__file__).resolve().parent.parent / "ds_configs"
@@ -91,9 +93,11 @@ def base_config_path(config: EngineConfig) -> Path:
         SHIPPED / config.ds_config,
         SHIPPED / f"{config.ds_config}.json",
     ):
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # unlike Path.is_file it takes any text
             return candidate
-    raise UserError(f"engine.ds_config ({config.ds_config}): no such file; shipped ones are {', '.join(names)}")
+    raise UserError(
+        f"engine.ds_config ({clipped(config.ds_config)}): no such file; shipped ones are {', '.join(names)}"
+    )
 
 
 def load_base(config: EngineConfig) -> dict[str, Any]:

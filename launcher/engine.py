@@ -20,7 +20,16 @@ from torch import Tensor, nn
 
 from clip_train import dist
 from clip_train.plain_engine import LOSS_REMEDY, MAX_LOGIT_SCALE, surrogate
-from clip_train.protocols import FeatureGradients, Features, Fragment, FragmentSource, MicroBatch, Phase, StepReport
+from clip_train.protocols import (
+    FeatureGradients,
+    Features,
+    Fragment,
+    FragmentSource,
+    MicroBatch,
+    Phase,
+    StepReport,
+    Wanted,
+)
 from launcher.fragments import OwnedSlice, owned_slices, start_optimizer_state
 
 
@@ -254,6 +263,7 @@ class DeepSpeedEngine:
         slots = source.slots() - {"param"}
         if slots:
             start_optimizer_state(self.optimizer, self.slices, slots, self.optimizer_steps)
+        source.prepare(self._wanted(slots))
         for piece in self.slices:
             for slot, target in piece.tensors(self.optimizer, only=slots).items():
                 target.copy_(source.read(piece.name, slot, piece.start, piece.numel))
@@ -263,6 +273,15 @@ class DeepSpeedEngine:
         if scaler is not None and "loss_scaler" in extra:
             for key, value in extra["loss_scaler"].items():
                 setattr(scaler, key, value)
+
+    def _wanted(self, slots: set[str]) -> Iterator[Wanted]:
+        """What `load_fragments` reads on this rank: its slices of everything, and the weights of its model's copy."""
+        for piece in self.slices:
+            for slot in piece.tensors(self.optimizer, only=slots):
+                yield Wanted(piece.name, slot, piece.start, piece.numel)
+        for name, p in self.engine.module.named_parameters():
+            if p.numel():
+                yield Wanted(name, "param", 0, p.numel())
 
     def _load_model_copy(self, source: FragmentSource) -> None:
         """The model's own (low-precision) weights: whole at stages 0-2, this rank's part at stage 3."""

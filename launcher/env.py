@@ -15,6 +15,7 @@ import torch
 import torch.distributed as torch_dist
 
 from clip_train.errors import RankError
+from launcher.meeting import meet
 
 SLURM_STEP = "the SLURM step"
 
@@ -41,30 +42,62 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
     RankError for variables that are incomplete, out of range or not numbers, or of two launchers that disagree.
     """
     # Set inside an srun step only: a batch script's own shell has SLURM_NTASKS too, but is not a rank.
-    slurm_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    slurm_tasks = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
     mpi = next((names for names in MPI if names.size in environ and names.rank in environ), None)
-    if "RANK" in environ or "WORLD_SIZE" in environ:
+    mpi_tasks = _number(environ, mpi.size, 1) if mpi is not None else 1
+    # A batch script may have exported WORLD_SIZE alone, as many do: then the step has to agree.
+    if "RANK" in environ or ("WORLD_SIZE" in environ and max(slurm_tasks, mpi_tasks) == 1):
         env = _explicit(environ)
-        if "TORCHELASTIC_RUN_ID" not in environ:  # torchrun under srun or mpirun has ranks of its own making
-            _refuse_two(env, slurm_tasks, environ.get("SLURM_PROCID", "0"), "srun")
-            if mpi is not None:
-                _refuse_two(env, int(environ[mpi.size]), environ[mpi.rank], "mpirun")
+        _refuse_two(env, slurm_tasks, _number(environ, "SLURM_PROCID", 0), "srun", environ)
+        if mpi is not None:
+            _refuse_two(env, mpi_tasks, _number(environ, mpi.rank, 0), "mpirun", environ)
         return env
     if slurm_tasks > 1:
-        return _slurm(environ)
-    if mpi is not None and int(environ[mpi.size]) > 1:
-        return _mpi(environ, mpi)
+        return _refuse_size(_slurm(environ), "srun", environ)
+    if mpi is not None and mpi_tasks > 1:
+        return _refuse_size(_mpi(environ, mpi), "mpirun", environ)
     return RankEnv(0, 1, 0, 1, "127.0.0.1", _free_port(), "no launcher: a single process")
 
 
-def _refuse_two(env: RankEnv, tasks: int, task: str, launcher: str) -> None:
-    """RANK and WORLD_SIZE left over from another launcher would make every task of this one the same rank."""
-    if tasks > 1 and (env.world_size != tasks or env.rank != int(task)):
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(environ.get(name, default))
+    except ValueError as e:
+        raise RankError(f"{name} must be a whole number: {e}") from None
+
+
+# Set by launchers that start several ranks on each node: of how many nodes, by their word.
+NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # torchrun; the deepspeed launcher
+
+
+def _refuse_two(env: RankEnv, tasks: int, task: int, launcher: str, environ: Mapping[str, str]) -> None:
+    """A task of srun or mpirun is one rank, or the launcher of one node's ranks; anything else is a mistake."""
+    if tasks <= 1 or (env.world_size == tasks and env.rank == task):
+        return
+    nodes = next((_number(environ, name, 1) for name in NODES if name in environ), None)
+    if nodes is None:  # left over from another launcher: every task of this one would be the same rank
         raise RankError(
             f"the environment has RANK={env.rank} and WORLD_SIZE={env.world_size}, but {launcher} started {tasks} "
             f"tasks and this is task {task}: unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before "
             f"{launcher} (sbatch: --export=NONE, or submit from a clean shell)"
         )
+    if nodes != tasks:
+        raise RankError(
+            f"{launcher} started {tasks} tasks, each with a launcher that knows of {nodes} node{'s' * (nodes > 1)}: "
+            f"several worlds would train the same run. Start one task for each node and tell torchrun of all "
+            f"(--nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint <the first node>:29500), as slurm/torchrun.sbatch "
+            f"does; or no launcher at all: {launcher} python -m launcher train ..."
+        )
+
+
+def _refuse_size(env: RankEnv, launcher: str, environ: Mapping[str, str]) -> RankEnv:
+    said = _number(environ, "WORLD_SIZE", env.world_size)
+    if said != env.world_size:
+        raise RankError(
+            f"the environment has WORLD_SIZE={said}, but {launcher} started {env.world_size} tasks: unset WORLD_SIZE, "
+            f"or start as many tasks"
+        )
+    return env
 
 
 def _explicit(environ: Mapping[str, str]) -> RankEnv:
@@ -165,40 +198,61 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(env: RankEnv, *, timeout_seconds: float = 1800.0) -> torch.device:
-    """Take this rank's device and join the process group: NCCL on GPUs, gloo on CPUs.
+def take_device(env: RankEnv) -> torch.device:
+    """This rank's GPU, or the CPU. RankError where the host shows none for it.
 
     Also exports the variables that DeepSpeed insists on, which SLURM and a single process do not set.
-    timeout_seconds: of every collective, until `set_timeout`.
     """
+    index = env.local_rank
+    if torch.cuda.is_available():
+        index = gpu_index(env, torch.cuda.device_count())
     os.environ.update(
         RANK=str(env.rank),
         WORLD_SIZE=str(env.world_size),
-        LOCAL_RANK=str(env.local_rank),
+        LOCAL_RANK=str(index),  # from which DeepSpeed takes the device
         MASTER_ADDR=env.master_addr,
         MASTER_PORT=str(env.master_port),
     )
     if torch.cuda.is_available():
-        if env.local_rank >= torch.cuda.device_count():
-            raise RankError(
-                f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {torch.cuda.device_count()}; "
-                "start one rank for each GPU"
-            )
-        device = torch.device("cuda", env.local_rank)
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(env, os.environ, len(os.sched_getaffinity(0))))
+    return device
+
+
+def gpu_index(env: RankEnv, visible: int) -> int:
+    """Which of the GPUs that this process sees is its own."""
+    if env.found == SLURM_STEP and visible == 1:
+        return 0  # --gpus-per-task, --gpu-bind: each task sees its own alone. (NCCL refuses two ranks on one GPU)
+    if env.local_rank >= visible:
+        raise RankError(
+            f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {visible}; start one rank for each GPU"
+        )
+    return env.local_rank
+
+
+def backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def start(env: RankEnv, device: torch.device, *, timeout_seconds: float = 1800.0) -> None:
+    """Meet the other ranks and join the process group. UserError, told already, where one refuses.
+
+    timeout_seconds: of every collective, until `set_timeout`.
+    """
+    store = meet(env, timeout_seconds) if env.world_size > 1 else None
     torch_dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend(device),
+        store=store,
         rank=env.rank,
         world_size=env.world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    return device
 
 
 def threads(env: RankEnv, environ: Mapping[str, str], cores: int) -> int:
@@ -221,9 +275,9 @@ def has_launcher(environ: Mapping[str, str]) -> bool:
 
 
 def describe_start(env: RankEnv, device: torch.device) -> str:
-    """The one line that says what was found."""
+    """The one line that says what was found, before the others are waited for."""
     return (
-        f"{env.describe()}; {device}, {torch_dist.get_backend()} through {env.master_addr}:{env.master_port}, "
+        f"{env.describe()}; {device}, {backend(device)} through {env.master_addr}:{env.master_port}, "
         f"{torch.get_num_threads()} threads"
     )
 

@@ -27,7 +27,8 @@ def measure(action_bytes: int, device: torch.device, repeats: int) -> float:
 
 def main() -> None:
     env = ranks.detect(os.environ)
-    device = ranks.start(env, timeout_seconds=10)
+    device = ranks.take_device(env)
+    ranks.start(env, device, timeout_seconds=10)
     latency, seconds = measure(4, device, 20), measure(BYTES, device, 3)
     if dist.is_main():
         found = {"ranks": env.world_size, "device": device.type, "latency": latency, "bandwidth": BYTES / seconds}

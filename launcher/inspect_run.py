@@ -12,10 +12,10 @@ from clip_train.models import CLIP, Architecture, export_openclip
 from clip_train.models.config import ModelConfig
 from clip_train.models.weights import initial_weights
 from clip_train.plain_engine import PlainEngine
+from clip_train.protocols import FragmentSource
 from launcher import env as ranks
-from launcher.checked import check
 from launcher.checkpoints import places_of_run, recipe_in
-from launcher.config import RunConfig, load_config
+from launcher.config import RunConfig, apply_overrides, check_config, load_config
 from launcher.train import evaluation, say
 
 
@@ -24,24 +24,30 @@ def find_checkpoint(config: RunConfig, step: int | None = None) -> Resumed:
     return open_to_look(places_of_run(config), step)
 
 
-def evaluate_run(config: RunConfig, weights: str | None) -> int:
-    """Print zero-shot and retrieval on data.val; under torchrun the samples are split over the ranks."""
-    if config.data.val is None:
-        raise UserError("data.val is null: there is nothing to evaluate on; add data.val=<shards>")
+def evaluate_run(place: str, overrides: list[str], weights: str | None) -> int:
+    """Print zero-shot and retrieval on data.val; under torchrun the samples are split over the ranks.
+
+    place: as for `export_run`. weights: an export instead of the checkpoint; then it is a recipe.
+    """
     env = ranks.detect(os.environ)
-    checked = check(config, 1, read_data=False)
-    device = ranks.start(env)
+    device = ranks.take_device(env)
+    ranks.start(env, device)
     try:
-        model = CLIP(checked.architecture)
         if weights is not None:
-            source = initial_weights(config.model.model_copy(update={"init_from": weights}), config.run.seed)
-            PlainEngine(model).load_fragments(source, {})
+            config = load_config(recipe_in(place) or place, overrides)
+            architecture = config.model.architecture()
+            source: FragmentSource = initial_weights(
+                config.model.model_copy(update={"init_from": weights}), config.run.seed
+            )
             where = weights
         else:
-            found = find_checkpoint(config)
-            PlainEngine(model).load_fragments(found.reader, {})
-            where = f"step {found.step}"
-        evaluate_once = evaluation(config, checked, PlainEngine(model.to(device)))
+            config, found = run_at(place, overrides)
+            architecture, source, where = architecture_of(found), found.reader, f"step {found.step} of {found.path}"
+        if config.data.val is None:
+            raise UserError("data.val is null: there is nothing to evaluate on; add data.val=<shards>")
+        model = CLIP(architecture)
+        PlainEngine(model).load_fragments(source, {})
+        evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))
         assert evaluate_once is not None
         results = evaluate_once()
         if dist.is_main():
@@ -53,18 +59,31 @@ def evaluate_run(config: RunConfig, weights: str | None) -> int:
         ranks.stop()
 
 
+def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[RunConfig, Resumed]:
+    """The recipe and the newest complete checkpoint, or that of `step`. Of a URL, or a bare folder of checkpoints,
+    the recipe is the one in the checkpoint: none of the run's files are needed. UserError, CheckpointError."""
+    recipe = recipe_in(place)
+    if recipe is not None:
+        config = load_config(recipe, overrides)
+        return config, find_checkpoint(config, step)
+    places, only = places_of(place)
+    found = open_to_look(places, step, only)
+    return check_config(apply_overrides(found.state["recipe"], overrides), f"the recipe in {found.path}"), found
+
+
 def export_run(place: str, overrides: list[str], output: str | None, step: int | None) -> int:
     """Write a checkpoint's weights as a folder that `open_clip` loads.
 
     place: a recipe, a run's folder, or a URL or folder of checkpoints, which needs none of the run's files.
     """
-    recipe = recipe_in(place)
-    if recipe is not None:
-        config = load_config(recipe, overrides)
-        found, folder = find_checkpoint(config, step), output or str(config.run_dir / "export")
-    else:
+    if recipe_in(place) is None:
+        if overrides:
+            raise UserError(f"{overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe")
         places, only = places_of(place)
         found, folder = open_to_look(places, step, only), output or "export"
+    else:
+        config, found = run_at(place, overrides, step)
+        folder = output or str(config.run_dir / "export")
     written = export_openclip(found.reader.full_state(), architecture_of(found), folder)
     say(f"step {found.step} of {found.path} exported to {written}; load it with")
     print(f"open_clip.create_model_and_transforms('local-dir:{Path(written).resolve()}')")

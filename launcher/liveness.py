@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import socket
 import statistics
 import sys
@@ -21,29 +22,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
-from pydantic import PositiveFloat
-
-from clip_train.settings import Settings
+from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
-from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, leave_mark, this_rank
+from launcher.lifeline import Lifeline
+from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, explain_loss_by, leave_mark, this_rank
+from launcher.startup import PARENT, is_orphan
+
+FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
+LOSS_SECONDS = 12.0  # the main thread has this long to notice by itself that another rank has died
 
 
 class LaunchConfig(Settings):
     """The `launch` section: how long things may take before they count as broken. All in seconds."""
 
-    first_timeout_seconds: PositiveFloat = 1800.0
-    """Of a collective until the first step is done: ranks start at different times, kernels are compiled."""
-    timeout_seconds: PositiveFloat = 600.0
+    first_timeout_seconds: Seconds = 1800.0
+    """Of a collective until the first step is done: ranks start at different times, kernels are compiled; a quarter
+    more than hang_start_seconds at least."""
+    timeout_seconds: Seconds = 600.0
     """Of a collective afterwards, while steps run; at least twice the limit of a step."""
-    hang_start_seconds: PositiveFloat = 3600.0
+    hang_start_seconds: Seconds = 3600.0
     """A rank that has not finished its first step by then hangs."""
-    hang_step_seconds: PositiveFloat | None = None
+    hang_step_seconds: Seconds | None = None
     """The same for one step; null: 20 times the median of the steps so far, and 300 at least."""
-    hang_save_seconds: PositiveFloat = 3600.0
+    hang_save_seconds: Seconds = 3600.0
     """The same for a checkpoint."""
-    hang_evaluate_seconds: PositiveFloat = 7200.0
+    hang_evaluate_seconds: Seconds = 7200.0
     """The same for an evaluation."""
-    stop_before_end_seconds: PositiveFloat = 120.0
+    stop_before_end_seconds: Seconds = 120.0
     """Save and stop this long before the job's time is over; a quarter of the job's time at most."""
 
 
@@ -60,14 +65,16 @@ class Liveness:
         launched: bool = False,
         on_limit: Callable[[str, float], None] = lambda phase, limit: None,
         on_first_step: Callable[[], None] = lambda: None,
+        lifeline: Lifeline | None = None,
     ) -> None:
         """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. launched: by a process that has to
         outlive this one. on_limit: told each phase and its limit, to set the collectives' timeouts. on_first_step:
-        called when it is done."""
+        called when it is done. lifeline: which knows of ranks that have died."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         self.committed: Callable[[], int | None] = lambda: None  # the newest committed step, once there is a trainer
         self._on_limit, self._on_first_step = on_limit, on_first_step
-        self._parent = os.getppid() if launched else None
+        self._lifeline = lifeline or Lifeline("")
+        self._parent = PARENT if launched else None
         self._stop_at = stop_time(config, environ, time.time())
         self._phase, self._since, self._limit = "start", time.monotonic(), config.hang_start_seconds
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
@@ -81,10 +88,14 @@ class Liveness:
     def start(self) -> None:
         self._thread.start()
         self._arm()
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, self._pause)
 
     def close(self) -> None:
         """All is done, or the rank ends with an error of its own; also writes the last PROGRESS."""
         self._closed.set()
+        if signal.getsignal(signal.SIGTSTP) == self._pause:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         faulthandler.cancel_dump_traceback_later()
         if self._thread.is_alive():
             self._thread.join()
@@ -111,27 +122,56 @@ class Liveness:
         """The last resort, in C: a main thread that holds the interpreter's lock stops this module's thread too."""
         faulthandler.dump_traceback_later(2 * self._limit + 60, exit=True)
 
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z; Slurm before it suspends a job. The timer in C would take the pause for a hang when it is over."""
+        faulthandler.cancel_dump_traceback_later()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._arm()
+
     def _run(self) -> None:
         armed = before = time.monotonic()
         while not self._closed.wait(0.25):
             now = time.monotonic()
-            frozen, before = now - before, now  # seconds in which not even this thread ran
+            frozen, before = now - before, now  # seconds
+            if frozen > FROZEN_SECONDS:  # not even this thread ran
+                self._thaw(frozen)
             self._look_for_stop()
             if self._phase == "start" and not self._begun and self.stop.look():
                 self._leave_early(now)
+            self._look_for_loss(now)
             self._write_progress()
             if now - self._since > self._limit:
-                self._fire(now - self._since, frozen)
+                self._fire(now - self._since)
             if now - armed > 30:  # this thread runs, so the lock is free
                 armed = now
                 self._arm()
+
+    def _thaw(self, frozen: float) -> None:
+        """Ctrl-Z, SIGSTOP, a suspended job, a paused machine: no time in which the rank could get anywhere.
+
+        Where the others were stopped as well the run goes on. Where they were not they have given this rank up, and
+        its mark is to say why.
+        """
+        self._since += frozen
+        explain_loss_by(f"the whole process did not run for {frozen:.0f} s")
+        self._arm()
+
+    def _look_for_loss(self, now: float) -> None:
+        """Another rank has died. The main thread notices in a collective, but it may be elsewhere, or on a GPU."""
+        loss = self._lifeline.loss
+        if loss is None or now - self._lifeline.lost_at < LOSS_SECONDS:
+            return
+        leave_mark("stopped" if loss.how == "stopped" else "lost", str(loss))
+        if self._lifeline.tells(loss):
+            print(f"clip-train: error: {loss}", file=sys.stderr, flush=True)
+        os._exit(75 if loss.how == "stopped" else 1)
 
     def _look_for_stop(self) -> None:
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.stop.ask("the job's time, which is nearly over")
         if self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
             self.stop.ask(f"the file {self.run_dir / STOP_FILE}")
-        if self._parent is not None and os.getppid() != self._parent:
+        if self._parent is not None and (os.getppid() != self._parent or is_orphan()):
             self.stop.ask("its launcher's death")
 
     def _leave_early(self, now: float) -> None:
@@ -142,6 +182,7 @@ class Liveness:
             leave_mark("stopped", told)
             if this_rank() == 0:  # a launcher asks the same of those that are left when one has failed
                 print(f"clip-train: {told}", file=sys.stderr, flush=True)
+            self._lifeline.leave("stopped")
             os._exit(75)
 
     def _write_progress(self) -> None:
@@ -157,10 +198,8 @@ class Liveness:
         except OSError:
             return  # again in a moment
 
-    def _fire(self, seconds: float, frozen: float) -> None:
+    def _fire(self, seconds: float) -> None:
         where, waiting = position(sys._current_frames().get(self._main or 0))
-        if frozen > max(3.0, seconds / 4):  # SIGSTOP, a paused machine: Slurm wakes it to end it
-            where, waiting = f"the whole process did not run for {frozen:.0f} s of them; {where}", False
         told = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
         leave_mark("hang", told, waiting=waiting)
         rank = os.environ.get("RANK", "0")
@@ -168,7 +207,13 @@ class Liveness:
         faulthandler.dump_traceback(all_threads=True)
         print(last_collectives(), file=sys.stderr, flush=True)
         time.sleep(5)  # the other ranks have stacks to show too, and end with the first that leaves
+        self._lifeline.leave("told")
         os._exit(1)
+
+
+def first_timeout(config: LaunchConfig) -> float:
+    """Seconds: a rank that waits must not give up before the watchdog of the one that hangs has fired."""
+    return max(config.first_timeout_seconds, 1.25 * config.hang_start_seconds)
 
 
 def phase_limit(config: LaunchConfig, phase: str, steps: deque[float]) -> float:

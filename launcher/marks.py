@@ -12,6 +12,7 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,9 +47,34 @@ def attempt_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
+# (rank, world) as each launcher says it, in the order in which `launcher.env` believes them
+SAID = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def said_rank() -> int | None:
+    """This rank by its launcher's word; None in a world of one. Before a process group there is no other way."""
+    for rank, world in SAID:
+        numbers = os.environ.get(rank, ""), os.environ.get(world, "")
+        if all(number.isdigit() for number in numbers) and int(numbers[1]) > 1:
+            return int(numbers[0])
+    return None
+
+
 def this_rank() -> int:
-    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
+    return said_rank() or 0
+
+
+_why_lost: list[tuple[float, str]] = []  # until when (monotonic), and what this rank knows of it
+
+
+def explain_loss_by(message: str, seconds: float = 60.0) -> None:
+    """If this rank loses the others within `seconds`, it was not they that went away."""
+    _why_lost.append((time.monotonic() + seconds, message))
 
 
 def leave_mark(kind: Kind, message: str, *, waiting: bool = False) -> None:
@@ -56,6 +82,8 @@ def leave_mark(kind: Kind, message: str, *, waiting: bool = False) -> None:
     folder = attempt_folder()
     if folder is None:
         return
+    if kind == "lost" and _why_lost and time.monotonic() < _why_lost[-1][0]:
+        kind, message = "hang", f"{_why_lost[-1][1]}; then: {message}"
     mark = Mark(this_rank(), socket.gethostname(), kind, message, waiting)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

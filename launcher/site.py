@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from clip_train.errors import UserError
+from clip_train.explain import explain
 from clip_train.settings import Settings
 from launcher.config import read_recipe
 
@@ -52,8 +53,9 @@ def load_site(path: str | None, environ: Mapping[str, str] = os.environ) -> Site
     if named is None and not file.exists():
         return Site()
     try:
-        return Site.model_validate(read_recipe(str(file)))
+        raw = read_recipe(str(file), what="site file")
+        return Site.model_validate(raw)
     except ValidationError as e:
-        known = ", ".join(Site.model_fields)
-        told = "; ".join(f"{'.'.join(map(str, p['loc']))} ({p['input']!r}): {p['msg']}" for p in e.errors())
-        raise UserError(f"the site file {file}: {told}; known keys: {known}") from None
+        known = f"known keys: {', '.join(Site.model_fields)}"
+        told = explain(e, Site, raw, unknown=lambda path: known, within="site file")
+        raise UserError("; ".join([f"the site file {file}: {told[0]}", *told[1:]])) from None

@@ -19,8 +19,10 @@ from typing import Any
 
 import yaml
 
+from clip_train.checkpoint.preflight import preflight
 from clip_train.errors import UserError
 from clip_train.models import count_parameters
+from clip_train.storage import is_remote, local_path, open_storage
 from launcher.agreement import code_version
 from launcher.checked import check
 from launcher.config import RunConfig
@@ -102,16 +104,23 @@ def parse_time(text: str) -> int:
 # -- checks
 
 
-def check_submission(config: RunConfig, job: Job, site: Site, *, read_data: bool) -> None:
-    """Everything that would only fail after hours in the queue. UserError."""
-    checked = check(config, job.world_size, read_data=read_data)
-    run_dir = config.run_dir.absolute()
-    local = next((p for p in site.local_paths if run_dir.is_relative_to(p)), None)
-    if local is not None:
-        raise UserError(
-            f"run.dir ({run_dir}) is under {local}, which every node has for itself: a job that is requeued on another "
-            "node would not find its checkpoints. Choose a shared folder (or correct local_paths in the site file)"
-        )
+def check_submission(config: RunConfig, job: Job, site: Site, *, offline: bool) -> None:
+    """Everything that would only fail after hours in the queue. UserError; CheckpointError where a store is busy.
+
+    offline: without a look at shards and at checkpoint.remote.
+    """
+    checked = check(config, job.world_size, read_data=not offline)
+    run_dir, remote = config.run_dir.absolute(), config.checkpoint.remote
+    places = {"run.dir": run_dir}
+    if remote is not None and not is_remote(remote):
+        places["checkpoint.remote"] = local_path(remote).absolute()
+    for key, place in places.items():
+        local = next((p for p in site.local_paths if place.is_relative_to(p)), None)
+        if local is not None:
+            raise UserError(
+                f"{key} ({place}) is under {local}, which every node has for itself: a job that is requeued on another "
+                "node would not find its checkpoints. Choose a shared folder (or correct local_paths in the site file)"
+            )
     folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"run.dir ({run_dir}) cannot be written by you: choose another, or mend {folder}'s permissions")
@@ -124,6 +133,9 @@ def check_submission(config: RunConfig, job: Job, site: Site, *, read_data: bool
             f"({config.checkpoint.keep_last}) checkpoints and one in the making need {needed / 1e9:.1f} GB: "
             "make room, choose another, or keep fewer"
         )
+    if remote is not None and not offline:
+        for warning in preflight(open_storage(remote)).warnings(remote):
+            print(f"clip-train: warning: {warning}", file=sys.stderr)
 
 
 def check_slurm(job: Job, run_dir: Path) -> None:
@@ -201,6 +213,9 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
         value = recipe.get(section, {}).get(key)
         if isinstance(value, str):
             recipe[section][key] = absolute(value, base)
+    remote = config.checkpoint.remote
+    if remote is not None and not is_remote(remote):
+        recipe["checkpoint"]["remote"] = str(base / local_path(remote))
     return yaml.safe_dump(recipe, sort_keys=False)
 
 
@@ -218,10 +233,10 @@ def absolute(value: str, base: Path) -> str:
 # -- submit
 
 
-def submit(config: RunConfig, options: dict[str, Any], site: Site, *, dry_run: bool, read_data: bool = True) -> int:
+def submit(config: RunConfig, options: dict[str, Any], site: Site, *, dry_run: bool, offline: bool) -> int:
     """Print the script (dry run), or write, freeze and submit it."""
     job = make_job(site, options)
-    check_submission(config, job, site, read_data=read_data)
+    check_submission(config, job, site, offline=offline)
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"

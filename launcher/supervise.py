@@ -81,7 +81,11 @@ def main(arguments: Sequence[str]) -> int:
         say(f"error: {e}")
         return 2
     limits = Limits(args.max_failures, args.max_fruitless, args.max_node_failures)
-    return Supervisor(config.run_dir, config.steps, limits, signals, chain=args.chain).run(command)
+    try:
+        return Supervisor(config.run_dir, config.steps, limits, signals, chain=args.chain).run(command)
+    except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
+        say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
+        return 1
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -109,7 +113,11 @@ class Supervisor:
         self.nodes = node_names()
 
     def run(self, command: Sequence[str]) -> int:
-        """Returns the batch job's exit status."""
+        """Returns the batch job's exit status. OSError where the run directory cannot be written."""
+        other = self._running_elsewhere()
+        if other is not None:
+            say(f"error: job {other} trains {self.run_dir} already: scancel one of them, or choose another run.name")
+            return 2
         lost = self._settle_lost_attempt()
         if lost is not None and lost.action == "give up":
             return self._give_up(lost)
@@ -151,6 +159,15 @@ class Supervisor:
         say(f"attempt {number} ended after step {outcome.after}: {outcome.verdict}: {outcome.reason}")
         return self._act(decision, outcome)
 
+    def _running_elsewhere(self) -> str | None:
+        """The job, not this one, whose attempt has begun, has not ended, and is running by Slurm's word."""
+        begun = self.history.unfinished()
+        job = str(begun.get("job", "")) if begun is not None else ""
+        if not job or job == self.job:
+            return None
+        state = answer("squeue", "-h", "-j", job, "-o", "%T")
+        return job if state in ("RUNNING", "SUSPENDED", "STOPPED") else None
+
     def _settle_lost_attempt(self) -> Decision | None:
         """An attempt whose batch script never came to its end: the node under it was lost."""
         lost = self.history.unfinished()
@@ -182,8 +199,14 @@ class Supervisor:
         environ = {**os.environ, FOLDER: str(log.with_suffix("").absolute())}
         if END_TIME not in environ:
             environ[END_TIME] = end_time(self.job)
-        with log.open("ab") as copy:
-            process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        with log.open("ab", buffering=0) as copy:
+            try:
+                process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            except OSError as e:
+                told = f"{command[0]} cannot be started: {e}\n"
+                copy.write(told.encode())
+                sys.stdout.write(told)
+                return 127
             assert process.stdout is not None
             tee = threading.Thread(target=copy_lines, args=(process.stdout, copy))
             tee.start()
@@ -285,11 +308,12 @@ class Supervisor:
 
 
 def copy_lines(source: IO[bytes], log: IO[bytes]) -> None:
+    """To both logs, to the end: a pipe that nobody empties would stop the ranks, so a full disk must not end this."""
     for line in source:
-        log.write(line)
-        log.flush()
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
+        for target in (log, sys.stdout.buffer):
+            with contextlib.suppress(OSError, ValueError):  # full, gone; closed, as at the very end
+                target.write(line)
+                target.flush()
 
 
 def committed_step(run_dir: Path) -> int:

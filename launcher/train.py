@@ -7,9 +7,11 @@ Nothing below this file knows more than its own part; nothing here computes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,7 +26,7 @@ from clip_train.data import Tokenizer, TrainLoader, ValLoader
 from clip_train.errors import CheckpointError, ClipTrainError, Preempted, RemoteRankError, UserError
 from clip_train.evaluate import evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
-from clip_train.models import CLIP
+from clip_train.models import CLIP, Architecture
 from clip_train.models.weights import initial_weights, load_teacher
 from clip_train.optim import build_optimizer, learning_rate
 from clip_train.protocols import Engine, Features, MicroBatch
@@ -34,11 +36,14 @@ from launcher import env as ranks
 from launcher.agreement import agree
 from launcher.checked import Checked, check, pays_twice, sized
 from launcher.config import RunConfig
-from launcher.liveness import Liveness
+from launcher.lifeline import Lifeline, LostRankError
+from launcher.liveness import Liveness, first_timeout
+from launcher.marks import is_lost_contact
+from launcher.meeting import refuse
 from launcher.same_run import compare_with
 from launcher.sizing import measure, memory_limit
 from launcher.startup import Startup
-from launcher.verdict import clear_verdict, word_for, write_verdict
+from launcher.verdict import clear_verdict, read_verdict, word_for, write_verdict
 
 
 def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup | None = None) -> int:
@@ -48,19 +53,21 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
     """
     stop, startup = stop or StopRequest(), startup or Startup()
     env = ranks.detect(os.environ)
-    import launcher.engine  # noqa: F401  DeepSpeed, which is to be told apart from what follows
-
-    startup.done("imports")
-    # One rank looks at the shards: a mistake is then told once, and the launcher ends the others.
-    checked = check(config, env.world_size, read_data=env.rank == 0)
-    startup.done("checks")
-    liveness = watch(config, stop, env, startup)
+    lifeline = Lifeline(env.master_addr)
+    liveness = watch(config, stop, env, startup, lifeline)
     trainer: Trainer | None = None
     try:
-        device = ranks.start(env, timeout_seconds=config.launch.first_timeout_seconds)
-        agree(config.model_dump(mode="json"))
-        if dist.is_main():
+        import launcher.engine  # noqa: F401  DeepSpeed, which is to be told apart from what follows
+
+        startup.done("imports")
+        device, checked = prepare(config, env)
+        startup.done("checks")
+        if env.rank == 0:
             say(ranks.describe_start(env, device))
+        ranks.start(env, device, timeout_seconds=first_timeout(config.launch))
+        if not lifeline.open() and dist.is_main():
+            say("warning: ranks cannot reach rank 0 on a port of its choice: a dead rank is noticed by timeouts only")
+        agree(config.model_dump(mode="json"))
         startup.done("process group")
         dist.on_main(partial(make_run_dir, config))
         if config.chosen:
@@ -73,16 +80,31 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
         if dist.is_main():
             write_verdict(config.run_dir, "DONE", trainer.position.step, "trained to the last step")
             say_done(config, evaluated)
-        leave_together(stop)
+        leave_together(stop, lifeline)
         return 0
     except Exception as e:
-        end(config, trainer, e, stop)
-        raise
+        error = explain_loss(e, lifeline)
+        end(config, trainer, error, stop, lifeline)
+        if error is e:
+            raise
+        raise error from None  # where it noticed says nothing
     finally:
         liveness.close()
 
 
-def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Startup) -> Liveness:
+def prepare(config: RunConfig, env: ranks.RankEnv) -> tuple[torch.device, Checked]:
+    """What can be wrong without the other ranks. A mistake is told once, and ends all ranks.
+
+    One rank looks at the shards.
+    """
+    try:
+        return ranks.take_device(env), check(config, env.world_size, read_data=env.rank == 0)
+    except UserError as e:
+        refuse(env, e)
+        raise
+
+
+def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Startup, lifeline: Lifeline) -> Liveness:
     """The thread beside this rank, already running."""
 
     def set_timeout(phase: str, limit: float) -> None:
@@ -101,6 +123,7 @@ def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Sta
         launched=ranks.has_launcher(os.environ),
         on_limit=set_timeout,
         on_first_step=first_step,
+        lifeline=lifeline,
     )
     liveness.start()
     return liveness
@@ -111,24 +134,51 @@ def committed_step(trainer: Trainer) -> int | None:
     return good.step if good else None
 
 
-def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: StopRequest) -> None:
+def explain_loss(error: Exception, lifeline: Lifeline) -> Exception:
+    """A collective that failed because another rank has ended -> what became of that rank, told once."""
+    loss = lifeline.wait(5) if is_lost_contact(error) else None
+    if loss is None:
+        return error
+    if loss.how == "stopped":
+        return Preempted(str(loss))
+    if lifeline.tells(loss):
+        say(f"clip-train: error: {loss}")
+    time.sleep(2)  # the launcher is to see that rank's end first: it takes the first for the cause
+    return LostRankError(loss)
+
+
+def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: StopRequest, lifeline: Lifeline) -> None:
     """Leave a verdict (not on a run that this recipe does not continue), tell it, and do not leave others alone."""
-    if trainer is not None and not isinstance(error, RemoteRankError):
-        write_verdict(
-            config.run_dir, word_for(error), trainer.position.step, " ".join(str(error).split()) or type(error).__name__
-        )
-    if isinstance(error, ClipTrainError) and error.everywhere:
+    everywhere = isinstance(error, ClipTrainError) and error.everywhere
+    if isinstance(error, LostRankError):
+        silent = not lifeline.tells(error.loss)
+    else:  # what all ranks raise rank 0 writes
+        silent = isinstance(error, RemoteRankError) or (everywhere and not dist.is_main())
+    lost = isinstance(error, LostRankError) or is_lost_contact(error)
+    # a consequence must not hide its cause
+    if trainer is not None and not silent and not (lost and read_verdict(config.run_dir) is not None):
+        reason = " ".join(str(error).split()) or type(error).__name__
+        try:
+            write_verdict(config.run_dir, word_for(error), trainer.position.step, reason)
+        except OSError as e:
+            say(f"the verdict could not be written: {e}")
+    if isinstance(error, ClipTrainError) and everywhere and not error.told:
         # Launchers end every rank when the first one has left: rank 0 is to have said all by then.
         if dist.is_main():
             say(f"clip-train: {error}" if isinstance(error, Preempted) else f"clip-train: error: {error}")
         error.told = True
-        leave_together(stop)
+        leave_together(stop, lifeline)
+    elif not lost:
+        lifeline.leave("told")
 
 
-def leave_together(stop: StopRequest) -> None:
+def leave_together(stop: StopRequest, lifeline: Lifeline) -> None:
+    """All is committed and told; a rank that has died since is no reason to fail."""
     stop.ignore()
-    dist.barrier()
-    ranks.stop()
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+        ranks.stop()
+    lifeline.leave("bye")
 
 
 def make_run_dir(config: RunConfig) -> None:
@@ -189,7 +239,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
             enabled=dist.is_main() and config.log.progress,
             every_steps=config.log.every_steps,
         ),
-        evaluate=evaluation(config, checked, engine),
+        evaluate=evaluation(config, checked.architecture, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
         log=say,
@@ -284,18 +334,18 @@ def build_objective(config: RunConfig, device: torch.device) -> ContrastiveLoss:
     return build_loss(config.loss, teacher_or_none, local=local)
 
 
-def evaluation(config: RunConfig, checked: Checked, engine: Engine) -> Callable[[], dict[str, float]] | None:
+def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val`, or None where there is none."""
     url = config.data.val
     if url is None:
         return None
-    tokenizer = Tokenizer(checked.architecture.text_cfg.context_length)
+    tokenizer = Tokenizer(architecture.text_cfg.context_length)
 
     def run_once() -> dict[str, float]:
         batches = ValLoader(
             url,
-            image_size=checked.architecture.vision_cfg.image_size,
-            context_length=checked.architecture.text_cfg.context_length,
+            image_size=architecture.vision_cfg.image_size,
+            context_length=architecture.text_cfg.context_length,
             batch_size=config.evaluate.batch_size,
             rank=dist.rank(),
             world_size=dist.world_size(),

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
+from typing import Any
 
 from clip_train.errors import DivergedError, Preempted, UserError
 
@@ -27,7 +29,8 @@ def word_for(error: BaseException) -> str:
 
 def write_verdict(run_dir: Path, word: str, step: int, reason: str) -> None:
     """Atomically: the word, then a JSON line with step and reason."""
-    temporary = run_dir / f"{FILE}.tmp"
+    # every rank of a preempted run has the same word to write: not through the same file
+    temporary = run_dir / f"{FILE}.{socket.gethostname()}.{os.getpid()}.tmp"
     temporary.write_text(f"{word}\n{json.dumps({'step': step, 'reason': reason})}\n")
     os.replace(temporary, run_dir / FILE)
 
@@ -37,9 +40,11 @@ def clear_verdict(run_dir: Path) -> None:
     (run_dir / FILE).unlink(missing_ok=True)
 
 
-def read_verdict(run_dir: Path) -> tuple[str, dict] | None:
+def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
+    """The word, and `step` and `reason`; None where there is none, or none that can be read: that says nothing."""
     try:
         word, _, line = (run_dir / FILE).read_text().partition("\n")
-    except FileNotFoundError:
+        why = json.loads(line)
+        return word.strip(), {"step": int(why["step"]), "reason": str(why["reason"])}
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return word, json.loads(line)

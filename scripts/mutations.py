@@ -288,7 +288,7 @@ MUTATIONS = [
     # -- checkpoints
     Mutation(
         "commit written before the manifest",
-        "clip_train/checkpoint/pipeline.py",
+        "clip_train/checkpoint/committing.py",
         '        store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)\n'
         "        self._check_fence(store)\n",
         "        self._check_fence(store)\n"
@@ -306,7 +306,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no fence before the commit",
-        "clip_train/checkpoint/pipeline.py",
+        "clip_train/checkpoint/committing.py",
         "        self._check_fence(store)\n",
         "",
         ("tests/checkpoint/test_manager.py::test_who_began_last_may_commit",),
@@ -335,17 +335,17 @@ MUTATIONS = [
     Mutation(
         "the one resumed from not protected",
         "clip_train/checkpoint/manager.py",
-        "            self._protect = {answer.found.commit.ref}\n",
+        "            self._protect = {choice.own}\n",
         "",
         ("tests/checkpoint/test_manager.py::test_retention_keeps_the_newest_and_the_one_resumed_from",),
     ),
     Mutation(
         "the snapshot's buffer free before it is written",
         "clip_train/checkpoint/pipeline.py",
-        "                entry = self._write(order)\n",
+        "                entry = write_snapshot(self.local, self._buffer, order)\n",
         '                self._tell({"told": "written", "step": order.step})\n'
         "                time.sleep(0.2)\n"
-        "                entry = self._write(order)\n",
+        "                entry = write_snapshot(self.local, self._buffer, order)\n",
         ("tests/checkpoint/test_manager.py::test_a_snapshot_is_not_overwritten_while_it_is_written",),
     ),
     # -- surviving

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,8 +11,10 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager, layout
-from clip_train.checkpoint.pipeline import Order, Pipeline, Settings
-from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.committing import Committer, put_word
+from clip_train.checkpoint.disk import write_snapshot
+from clip_train.checkpoint.lease import Lease
+from clip_train.checkpoint.order import Order
 from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
 from clip_train.contrastive import InfoNCE
 from clip_train.optim import OptimConfig, build_optimizer
@@ -66,11 +67,10 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(
     first = CheckpointManager(CheckpointConfig(), tmp_path)
     assert first.save(1, [], {}, {}, wait=True)
     first.close()
-    pipeline = Pipeline(Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=3, epoch=1)), lambda told: None)
+    storage = LocalStorage(tmp_path)
     plan = plan_file(0, [], {"rng": torch.zeros(3)})
     buffer = SharedBuffer(plan.num_bytes, pin=False)
     buffer.fill(plan)
-    pipeline.set_buffer(os.dup(buffer.fd))
     order = Order(2, layout.new_prefix(1, 2), 1, 0, 1, plan.num_bytes, {})
     left = writes
 
@@ -89,9 +89,9 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(
     counting("put_bytes")
     counting("put_file")
     with pytest.raises(Killed):
-        order.entry = pipeline._write(order)
-        pipeline._word(pipeline.local, order, {"files": [asdict(order.entry)]})
-        pipeline._commit(pipeline.local, order)
+        order.entry = write_snapshot(storage, buffer.fd, order)
+        put_word(storage, order, {"files": [asdict(order.entry)]})
+        Committer(None, Lease(1, ""), 60.0, print).commit(storage, order)
     monkeypatch.undo()
     buffer.close()
     resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()

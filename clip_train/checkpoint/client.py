@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from clip_train import dist
-from clip_train.checkpoint.pipeline import Settings, encoded
-from clip_train.checkpoint.saver import receive
+from clip_train.checkpoint.messages import encoded, receive
+from clip_train.checkpoint.order import Settings
 from clip_train.errors import CheckpointError
 
 _CONNECT_SECONDS = 60.0
+_LEADER_SECONDS = 2.0  # that the node's other ranks leave its first one to start the saver anew
+_MOST_STARTS = 3
 
 
 class SaverClient:
@@ -34,6 +36,9 @@ class SaverClient:
         self._leads = leader == dist.rank()
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
+        self._unread: list[dict[str, Any]] = []  # told before it went
+        self._unreported = False  # it has gone, and `news` has not said so yet
+        self._kept: dict[str, tuple[dict[str, Any], int | None]] = {}  # what each new saver is told first
         dist.agreed(self.connect)
 
     @property
@@ -41,12 +46,14 @@ class SaverClient:
         return self._connection is not None
 
     def connect(self) -> None:
-        """Also after the saver has died: then a new one is started. CheckpointError."""
-        if self._leads and (self._process is None or self._process.poll() is not None):
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.close()
-            self._process = _start(self._address)
-        end = time.monotonic() + _CONNECT_SECONDS
+        """Also after the saver has died and `news` has said so: then a new one is started. CheckpointError.
+
+        The node's first rank starts it. Another one does where the first has not noticed that it must.
+        """
+        assert not self._unreported, "what is under way must be known for lost before the next saver has work"
+        now = time.monotonic()
+        end, own_turn = now + _CONNECT_SECONDS, now + (0.0 if self._leads else _LEADER_SECONDS)
+        starts = 0
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -54,12 +61,31 @@ class SaverClient:
                 break
             except OSError as e:
                 connection.close()
-                ended = self._process is not None and self._process.poll() is not None
-                if ended or time.monotonic() > end:
+                now = time.monotonic()
+                ended = self._process is None or self._process.poll() is not None
+                if now > end or (ended and starts == _MOST_STARTS):
                     raise CheckpointError(f"the process that writes checkpoints cannot be reached: {e}") from e
+                if ended and now >= own_turn:
+                    self._forget_process()
+                    self._process, starts = _start(self._address), starts + 1
             time.sleep(0.02)
         self._connection = connection
         self.send({"do": "settings", **self._settings.to_json()})
+        for body, fd in self._kept.values():
+            self.send(body, fd)
+
+    def keep(self, name: str, body: dict[str, Any], fd: int | None = None) -> None:
+        """Tell the saver, and every one that takes its place, until it says that `name` is noted or it is replaced.
+
+        A saver that has gone is told when it is there again.
+        """
+        self._kept[name] = ({**body, "name": name}, fd)
+        if self.connected:
+            with contextlib.suppress(CheckpointError):
+                self.send(*self._kept[name])
+
+    def forget(self, name: str) -> None:
+        self._kept.pop(name, None)
 
     def send(self, body: dict[str, Any], fd: int | None = None) -> None:
         """CheckpointError if the saver has gone."""
@@ -86,17 +112,43 @@ class SaverClient:
                 told.append(receive(self._connection)[0])
             except OSError:
                 self._lost()
-                told.append({"told": "gone"})
-        return told
+        if self._unreported:
+            told += [*self._unread, {"told": "gone", "why": self._why_gone(), "leads": self._leads}]
+            self._unread, self._unreported = [], False
+        for body in told:
+            if body["told"] == "noted":
+                self.forget(body["name"])
+        return [body for body in told if body["told"] != "noted"]
 
     def _lost(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        """The other end is closed; what it has told before still counts."""
+        if self._connection is None:
+            return
+        self._connection.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            while True:
+                self._unread.append(receive(self._connection)[0])
+        self._connection.close()
+        self._connection, self._unreported = None, True
+
+    def _why_gone(self) -> str:
+        status = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(1.0)  # its sockets close a moment before it can be waited for
+        how = "" if status is None else f" (signal {-status})" if status < 0 else f" (exit status {status})"
+        return f"the process that writes checkpoints has ended{how}"
+
+    def _forget_process(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process = None
 
     def close(self) -> None:
         """The saver ends with its last rank."""
-        self._lost()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()

@@ -11,9 +11,10 @@ class CheckpointConfig(Settings):
     """When to save and where, how much to keep, what to resume from."""
 
     every_steps: int | None = Field(1000, ge=1)
-    """Save after every so many optimizer steps; null: never by steps."""
+    """Save after every so many optimizer steps; null: never by steps. Where the disk still takes the last snapshot
+    then, as soon as it has it."""
 
-    every_minutes: float | None = Field(None, gt=0)
+    every_minutes: float | None = Field(None, gt=0, le=1e6)
     """Save when so many minutes have passed since the last save, by rank 0's clock; null: never by time."""
 
     remote: str | None = Field(None, min_length=1)
@@ -40,10 +41,10 @@ class CheckpointConfig(Settings):
     max_failed_saves: int = Field(3, ge=1)
     """The run stops after so many failed saves in a row; until then it tries again at the next occasion."""
 
-    save_timeout_minutes: float = Field(60.0, gt=0)
+    save_timeout_minutes: float = Field(60.0, gt=0, le=1e6)
     """A save that is not committed after so long has failed."""
 
-    grace_seconds: float = Field(240.0, ge=0)
+    grace_seconds: float = Field(240.0, ge=0, le=1e8)
     """At the end, or when asked to stop: how long to wait for the last save to be committed."""
 
     orphan_grace_minutes: float = Field(60.0, ge=0)

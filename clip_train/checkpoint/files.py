@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import mmap
 import os
 import tempfile
-import uuid
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol, TypeVar
 
 from clip_train.checkpoint.layout import BLOCK_BYTES, FileEntry
+from clip_train.checkpoint.shares import Ranges, Span, common, merged, num_blocks, without
 from clip_train.errors import CheckpointError
 from clip_train.storage import Storage
 
+T = TypeVar("T")
 PARALLEL_BLOCKS = 4  # fetched at a time by one rank: 64 MiB
+_CHUNK = 4 << 20  # bytes hashed at a time
 _TRIES = 3  # of a block whose sha256 is wrong: the bit may have flipped on the way
 
 
@@ -49,31 +52,97 @@ class LocalFile:
         return self._map[start:end]
 
 
-class RemoteFile:
-    """Only the blocks that are asked for are fetched, each verified against the manifest."""
+class SparseFile:
+    """A file of which this rank has some ranges, on its disk; what else is read comes from the store, block by block.
 
-    def __init__(self, storage: Storage, name: str, entry: FileEntry) -> None:
+    folder: where its bytes lie until the process ends; None: the system's temporary folder.
+    """
+
+    def __init__(self, storage: Storage, name: str, entry: FileEntry, folder: Path | None = None) -> None:
         self.where, self.size = f"{storage.url}/{name}", entry.size
-        self._storage, self._name, self._entry = storage, name, entry
-        self._have: set[int] = set()
-        with tempfile.TemporaryFile() as f:  # gone with this process
-            f.truncate(max(entry.size, 1))
-            self._map = memoryview(mmap.mmap(f.fileno(), max(entry.size, 1)))
+        self.storage, self.name, self.entry = storage, name, entry
+        self.have: Ranges = []  # what `read` gives out at once
+        self._folder = folder
+        self._local: tuple[LocalFile, Ranges] | None = None
+        self._file: BinaryIO | None = None  # has no name, so it goes with this process
+        self._map = memoryview(b"")
+
+    def adopt(self, local: LocalFile, ranges: Ranges) -> None:
+        """These ranges are whole in a local copy."""
+        self._local = (local, ranges)
+        self.have = merged([*self.have, *ranges])
+
+    def put(self, start: int, data: bytes | memoryview) -> None:
+        """Keep bytes; may be called from several threads at once, and `note` afterwards. OSError: no space."""
+        file = self._open()
+        done = 0
+        while done < len(data):  # not through the map: a full disk would end the process
+            done += os.pwrite(file.fileno(), memoryview(data)[done:], start + done)
+
+    def note(self, ranges: Ranges) -> None:
+        """They have been `put`."""
+        self.have = merged([*self.have, *ranges])
+
+    def _open(self) -> BinaryIO:
+        with _OPENING:
+            if self._file is None:
+                if self._folder is not None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+                file.truncate(max(self.size, 1))
+                self._map = memoryview(mmap.mmap(file.fileno(), max(self.size, 1)))
+                self._file = file
+        return self._file
+
+    def sha256(self, size: int) -> str:
+        """Of its first bytes, that have been `put`."""
+        file = self._open()
+        file.seek(0)
+        return sha256_of_next(file, size)
 
     def read(self, start: int, end: int) -> memoryview:
-        if start < end:
-            wanted = set(range(start // BLOCK_BYTES, math.ceil(end / BLOCK_BYTES))) - self._have
-            with ThreadPoolExecutor(PARALLEL_BLOCKS) as pool:
-                for i, data in zip(sorted(wanted), pool.map(self._fetch, sorted(wanted)), strict=True):
-                    self._map[i * BLOCK_BYTES : i * BLOCK_BYTES + len(data)] = data
-            self._have |= wanted
+        asked = [(start, end)] if start < end else []
+        if self._local is not None and common(asked, self._local[1]) == asked:
+            return self._local[0].read(start, end)
+        if without(asked, self.have):
+            fetch_ranges([(self, asked)])
+        for first, last in common(asked, self._local[1]) if self._local is not None else []:
+            assert self._local is not None
+            self.put(first, self._local[0].read(first, last))  # the range lies across
+        self._open()
         return self._map[start:end]
 
-    def _fetch(self, i: int) -> bytes:
+
+_OPENING = threading.Lock()
+
+
+def fetch_ranges(wanted: Iterable[tuple[SparseFile, Ranges]]) -> None:
+    """From the store, the blocks with what is wanted and not here; a few at a time, each verified. CheckpointError."""
+    jobs = [
+        (file, i)
+        for file, ranges in wanted
+        for i in sorted({i for a, b in without(ranges, file.have) for i in range(a // BLOCK_BYTES, num_blocks(b))})
+    ]
+
+    def bring(job: tuple[SparseFile, int]) -> None:
+        file, i = job
         try:
-            return fetch_block(self._storage, self._name, self._entry, i)
+            file.put(i * BLOCK_BYTES, fetch_block(file.storage, file.name, file.entry, i))
         except (OSError, DamagedBlockError) as e:
-            raise CheckpointError(f"{self.where}: {e}") from e
+            raise CheckpointError(f"{file.where}: {e}") from e
+
+    for file, i in in_parallel(bring, jobs):
+        file.note([Span(0, i, i + 1).range(file.size)])
+
+
+def in_parallel(action: Callable[[T], object], jobs: Sequence[T]) -> Iterator[T]:
+    """Each job when it is done, in their order, PARALLEL_BLOCKS at a time; the first error ends it."""
+    pool = ThreadPoolExecutor(PARALLEL_BLOCKS)
+    try:
+        for job, _ in zip(jobs, pool.map(action, jobs), strict=True):
+            yield job
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class DamagedBlockError(Exception):
@@ -90,43 +159,35 @@ def fetch_block(storage: Storage, name: str, entry: FileEntry, i: int) -> bytes:
     raise DamagedBlockError(f"{name} does not have its sha256 in bytes {start} to {end}: one has changed since")
 
 
-def first_damage(path: Path, entry: FileEntry) -> str | None:
-    """What is wrong with a local file; None if nothing. OSError where that cannot be told."""
-    digest, size = hashlib.sha256(), 0
+def wrong_size(path: Path, entry: FileEntry) -> str | None:
+    """None where there is a file of the right size. OSError where that cannot be told."""
     try:
-        with path.open("rb") as f:
-            if os.fstat(f.fileno()).st_size != entry.size:
-                return f"{path} has {os.fstat(f.fileno()).st_size} bytes instead of {entry.size}"
-            while chunk := f.read(4 << 20):
-                digest.update(chunk)
-                size += len(chunk)
-    except FileNotFoundError:
+        size = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
         return f"{path} is missing"
-    if digest.hexdigest() != entry.sha256:
-        return f"{path} does not have its sha256: a byte has changed since it was written"
-    return None
+    return None if size == entry.size else f"{path} has {size} bytes instead of {entry.size}"
 
 
-def download(storage: Storage, name: str, entry: FileEntry, target: Path) -> None:
-    """The whole file, in parallel verified ranges, under another name until it is whole.
+def first_damage(path: Path, entry: FileEntry, first: int = 0, end: int | None = None) -> str | None:
+    """What is wrong with the blocks `[first, end)` of a local file; None if nothing. OSError where it cannot be told.
 
-    DamagedBlockError; FileNotFoundError; OSError (the store's, or no space).
+    A file of format 1 is read whole.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
-    try:
-        with part.open("wb") as f, ThreadPoolExecutor(PARALLEL_BLOCKS) as pool:
+    if (why := wrong_size(path, entry)) is not None:
+        return why
+    damaged = f"{path} does not have its sha256: a byte has changed since it was written"
+    with path.open("rb") as f:
+        if not entry.blocks:
+            return None if sha256_of_next(f, entry.size) == entry.sha256 else damaged
+        f.seek(first * BLOCK_BYTES)
+        whole = all(sha256_of_next(f, BLOCK_BYTES) == told for told in entry.blocks[first:end])
+        return None if whole else damaged
 
-            def bring(i: int) -> None:
-                data = fetch_block(storage, name, entry, i)
-                os.pwrite(f.fileno(), data, i * BLOCK_BYTES)
 
-            for _ in pool.map(bring, range(math.ceil(entry.size / BLOCK_BYTES))):
-                pass
-            f.flush()
-            os.fsync(f.fileno())
-        if not entry.blocks and (why := first_damage(part, entry)):
-            raise DamagedBlockError(why)
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
+def sha256_of_next(file: BinaryIO, count: int) -> str:
+    """Of the next `count` bytes, or of fewer at the file's end."""
+    digest = hashlib.sha256()
+    while count and (piece := file.read(min(count, _CHUNK))):
+        digest.update(piece)
+        count -= len(piece)
+    return digest.hexdigest()

@@ -249,7 +249,10 @@ def _check_format(body: Any) -> dict[str, Any]:
         raise ValueError("not a JSON object")
     version = body.get("format")
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise NewerFormatError(f"format {version}; this program reads formats up to {FORMAT_VERSION}")
+        raise NewerFormatError(
+            f"format {version}, and this clip-train reads formats up to {FORMAT_VERSION}: update clip-train, or name "
+            "an older checkpoint (checkpoint.resume=<its commit/*.json>)"
+        )
     if version not in (1, FORMAT_VERSION):
         raise ValueError(f"format {version!r}")
     return body

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from clip_train.checkpoint import layout
 from clip_train.checkpoint.layout import Commit, CommitRef, Manifest
+from clip_train.errors import CheckpointError
 from clip_train.storage import Storage
 
 T = TypeVar("T")
@@ -17,6 +18,19 @@ _READS = 3  # of a small file that does not have its sha256: the bit may have fl
 
 class DamagedError(Exception):
     """A committed checkpoint that is not whole, in words."""
+
+
+def readable(storage: Storage, action: Callable[[Storage], T]) -> T:
+    """`action(storage)`; CheckpointError where it cannot be told what is there."""
+    try:
+        return action(storage)
+    except layout.NewerFormatError as e:
+        raise CheckpointError(f"the newest checkpoint under {storage.url} is not for this version: {e}") from e
+    except OSError as e:
+        raise CheckpointError(
+            f"cannot read the checkpoints under {storage.url}: {type(e).__name__}: {e}. This is not taken "
+            "for a damaged or missing checkpoint; mend it, or set checkpoint.resume"
+        ) from e
 
 
 @dataclass(frozen=True)
@@ -74,10 +88,10 @@ def read_commit(storage: Storage, ref: CommitRef) -> Commit:
 
 
 def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
-    """The folder that a marker names; None if the marker makes no sense. OSError."""
+    """The folder that a marker names; None if the marker makes no sense to this version. OSError."""
     try:
         return read_commit(storage, ref).prefix
-    except DamagedError:
+    except (DamagedError, layout.NewerFormatError):
         return None
 
 

@@ -8,13 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint.files import ByteSource, LocalFile, RemoteFile
-from clip_train.checkpoint.layout import CommitRef, FileEntry
+from clip_train.checkpoint.bring import Brought
+from clip_train.checkpoint.exchange import Exchange
+from clip_train.checkpoint.files import LocalFile, SparseFile, fetch_ranges
+from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.locate import locate
-from clip_train.checkpoint.reader import FragmentReader
+from clip_train.checkpoint.reader import FragmentReader, read_header
 from clip_train.checkpoint.resume import Places, Resolution, Skipped, list_places, resolve
+from clip_train.checkpoint.shares import Ranges
 from clip_train.errors import UserError
 from clip_train.storage import LocalStorage, open_storage
+
+HEADER_BYTES = 4096  # any of the first block brings all of it, and with it the header
 
 
 @dataclass(frozen=True)
@@ -28,52 +33,77 @@ class Resumed:
     world_size: int  # of the run that wrote it
     path: str  # where it lies: a folder or a URL
     skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole, and why
-    fetched: int = 0  # bytes that came from the remote store
+    brought: Brought | None = None  # what came from the remote store
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that came from the remote store, over all ranks."""
+        return 0 if self.brought is None else sum(self.brought.fetched)
 
     def describe(self) -> str:
-        """One line, and a table of what was passed over."""
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        got = f", {self.fetched / 1e6:,.1f} MB fetched" if self.fetched else ""
-        lines = [f"resuming from step {self.step} ({self.path}, written by {ranks}{got})"]
-        return "\n".join(lines + [f"  passed over {each}" for each in self.skipped])
+        """Which step, from where, and instead of what."""
+        brought = self.brought
+        got = "nothing fetched"
+        if brought is not None and self.fetched:
+            got = f"{self.fetched / 1e6:,.1f} MB fetched in {brought.seconds:.1f} s"
+            got += f" by {len(brought.fetched)} ranks" if len(brought.fetched) > 1 else ""
+        passed = [f"  passed over    {each}" for each in self.skipped] or ["  passed over    nothing"]
+        return "\n".join([f"resuming from step {self.step}", f"  source         {self.path} ({got})", *passed])
 
 
-def open_found(places: Places, answer: Resolution, *, everything_here: bool) -> Resumed:
-    """Called by all ranks. everything_here: all ranks see all files in `places.cache`, verified; else each
-    rank sees those that it has brought, and fetches blocks of the others as they are read. CheckpointError."""
-    found = answer.found
-    assert found is not None
-    prefix, manifest = found.commit.prefix, found.manifest
+def open_found(places: Places, answer: Resolution) -> Resumed:
+    """Called by all ranks. CheckpointError, on all ranks."""
+    assert answer.found is not None
+    prefix, manifest = answer.found.commit.prefix, answer.found.manifest
     main = places.remote if answer.in_remote else places.local
     assert main is not None
-
-    def source(i: int, entry: FileEntry) -> ByteSource:
-        name = f"{prefix}/{entry.name}"
-        brought = places.cache is not None and i % dist.world_size() == dist.rank()
-        if places.cache is not None and (everything_here or brought):
-            return LocalFile(places.cache.path(name))
-        if places.remote is not None and answer.in_remote:
-            return RemoteFile(places.remote, name, entry)
-        assert places.local is not None
-        return LocalFile(places.local.path(name))
-
-    def read() -> tuple[FragmentReader, dict[str, Tensor] | None]:
-        files = {entry.name: source(i, entry) for i, entry in enumerate(manifest.files)}
-        reader = FragmentReader(files, f"{main.url}/{prefix}")
-        same_world = manifest.world_size == dist.world_size()
-        return reader, reader.rank_tensors(dist.rank()) if same_world else None
-
-    reader, rank_tensors = dist.agreed(read)
+    same_world = manifest.world_size == dist.world_size()
+    reader = _reader(places, answer, f"{main.url}/{prefix}")
+    reader.prepare_named(dist.rank() if same_world else None)
     return Resumed(
         step=manifest.step,
         state=manifest.state,
         reader=reader,
-        rank_tensors=rank_tensors,
+        rank_tensors=dist.agreed(lambda: reader.rank_tensors(dist.rank()) if same_world else None),
         world_size=manifest.world_size,
         path=f"{main.url}/{prefix}",
         skipped=answer.skipped,
-        fetched=answer.fetched,
+        brought=answer.brought,
     )
+
+
+def _reader(places: Places, answer: Resolution, where: str) -> FragmentReader:
+    """Over the local disk; over the shares of ranks that have no common one; or over the store itself."""
+    assert answer.found is not None
+    prefix, entries = answer.found.commit.prefix, answer.found.manifest.files
+    names = [entry.name for entry in entries]
+    brought = answer.brought
+    if brought is not None and brought.sparse is None:
+        cache = places.cache
+        assert cache is not None
+        return dist.agreed(
+            lambda: FragmentReader({name: LocalFile(cache.path(f"{prefix}/{name}")) for name in names}, where)
+        )
+    if brought is not None:
+        assert places.cache is not None and brought.sparse is not None
+        sparse, exchange = brought.sparse, Exchange(places.cache, brought.sparse, brought.held)
+        first = [i for i in range(len(names)) if exchange.holds(i, dist.rank())]
+        told = dist.gather_objects(dist.agreed(lambda: {names[i]: read_header(sparse[i]) for i in first}))
+        headers = {name: header for each in told for name, header in each.items()}
+
+        def give(wanted: dict[str, Ranges]) -> None:
+            exchange.prepare({names.index(name): ranges for name, ranges in wanted.items()})
+
+        return dist.agreed(lambda: FragmentReader(dict(zip(names, sparse, strict=True)), where, headers, give))
+    assert places.remote is not None
+    remote = places.remote
+    files = {entry.name: SparseFile(remote, f"{prefix}/{entry.name}", entry) for entry in entries}
+
+    def fetch(wanted: dict[str, Ranges]) -> None:
+        dist.agreed(lambda: fetch_ranges([(files[name], ranges) for name, ranges in wanted.items()]))
+
+    fetch({name: [(0, min(HEADER_BYTES, file.size))] for name, file in files.items()})
+    return dist.agreed(lambda: FragmentReader(files, where, bring=fetch))
 
 
 def open_to_look(places: Places, step: int | None = None, only: CommitRef | None = None) -> Resumed:
@@ -93,7 +123,7 @@ def open_to_look(places: Places, step: int | None = None, only: CommitRef | None
     if answer.found is None:
         reasons = "".join(f"\n  {each}" for each in answer.skipped)
         raise UserError(f"there is no whole checkpoint under {where}{reasons}; train first, or correct the place")
-    return open_found(places, answer, everything_here=not answer.in_remote)
+    return open_found(places, answer)
 
 
 def places_of(place: str) -> tuple[Places, CommitRef | None]:

@@ -1,66 +1,167 @@
-"""What a remote store must be able to do, tried before the model is built; errors say what to fix."""
+"""What a remote store must be able to do, tried before the model is built; what is said says what to fix."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from clip_train.errors import CheckpointError, UserError
+from clip_train.errors import CheckpointError, ClipTrainError, UserError
 from clip_train.storage import Storage
 
 _CLOCK_SECONDS = 300.0  # S3 refuses requests that are off by 15 minutes
 
+# What is done, and the right it needs on S3.
+_RIGHTS = {
+    "be listed": "s3:ListBucket",
+    "be written to": "s3:PutObject",
+    "be read": "s3:GetObject",
+    "be written to conditionally (If-None-Match)": "s3:PutObject",
+    "have files deleted (retention does)": "s3:DeleteObject",
+    "tell the time": "s3:ListBucket",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One thing that was tried. Without `remedy` it went well; without `error` training can start all the same."""
+
+    told: str
+    remedy: str = ""
+    error: ClipTrainError | None = None
+
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found out."""
+    """What was found out about a store in which training can keep its checkpoints."""
 
-    fencing: bool  # put-if-absent works: of two writers only one can commit
-    clock_off: float  # seconds, the store's clock minus this machine's
+    trials: list[Trial]
 
     def warnings(self, url: str) -> list[str]:
-        out = []
-        if not self.fencing:
-            out.append(
-                f"{url}: this server ignores If-None-Match, so two runs that write to the same place at once are not "
-                "kept apart by it. What still holds: a checkpoint is whole or is not one, and of two runs the one that "
-                "began first stops at its next save. Make sure that no two jobs use this checkpoint.remote"
-            )
-        if abs(self.clock_off) > _CLOCK_SECONDS:
-            out.append(
-                f"{url}: its clock and this machine's are {self.clock_off:+.0f} s apart; beyond 900 s S3 refuses all "
-                "requests: set this machine's clock (NTP)"
-            )
-        return out
+        return [f"{url} {each.told}. {each.remedy}" for each in self.trials if each.remedy]
 
 
 def preflight(storage: Storage) -> Preflight:
-    """List, write, write if absent, read back, delete, clock.
+    """List, write, read back, write if absent, delete, clock.
 
     UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): what cannot be done, and why.
     """
-    name = f"preflight/{uuid.uuid4().hex}"
-    first, second = uuid.uuid4().hex.encode(), uuid.uuid4().hex.encode()
-    doing = "be listed"
+    trials = list(try_all(storage))
+    for each in trials:
+        if each.error is not None:
+            raise each.error
+    return Preflight(trials)
+
+
+def try_all(storage: Storage) -> Iterator[Trial]:
+    """One trial after the other, as far as those before make sense of it. Whatever was written is removed."""
+    attempt = _Attempt(storage)
     try:
-        storage.list("commit")
-        doing = "be written to"
-        storage.put_bytes(name, first, if_absent=True)
-        doing = "be read"
-        if storage.read_bytes(name) != first:
-            raise CheckpointError(f"checkpoint.remote ({storage.url}): what was written reads back differently")
-        doing = "be written to twice"
-        fencing = not storage.put_bytes(name, second, if_absent=True)
-        doing = "have files deleted (retention does)"
-        storage.delete(name)
-        if storage.exists(name):
-            raise CheckpointError(f"checkpoint.remote ({storage.url}): a deleted file is still there")
-        doing = "tell the time"
-        return Preflight(fencing, storage.clock() - time.time())
-    except OSError as e:
-        message = f"checkpoint.remote ({storage.url}) cannot {doing}: {e.strerror or e}"
-        # a server that is merely busy is no mistake of the user's
-        lasting = isinstance(e, PermissionError) or e.errno in (errno.ENXIO, errno.EPERM)
-        raise (UserError if lasting else CheckpointError)(message) from e
+        for trial in (attempt.listing, attempt.writing, attempt.reading, attempt.writing_once, attempt.deleting):
+            done = attempt.guarded(trial)
+            yield done
+            denied = isinstance(done.error, UserError) and isinstance(done.error.__cause__, PermissionError)
+            if done.error is not None and (trial == attempt.writing or (trial == attempt.listing and not denied)):
+                return
+        yield attempt.guarded(attempt.clock)
+    finally:
+        attempt.tidy()
+
+
+@dataclass
+class _Attempt:
+    """The names in use, and what is being done with them."""
+
+    storage: Storage
+    doing: str = ""
+    folder: str = field(default_factory=lambda: f"preflight/{uuid.uuid4().hex}")
+    written: bytes = b""
+    left: list[str] = field(default_factory=list)  # what may be there by now
+
+    def guarded(self, trial: Callable[[], Trial]) -> Trial:
+        try:
+            return trial()
+        except ClipTrainError as e:
+            return Trial(str(e), "see the message", e)
+        except OSError as e:
+            told = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
+            # a server that is merely busy is no mistake of the user's
+            lasting = isinstance(e, PermissionError) or e.errno in (errno.ENXIO, errno.EPERM)
+            error = (UserError if lasting else CheckpointError)(f"checkpoint.remote ({self.storage.url}) {told}")
+            error.__cause__ = e
+            if not lasting:
+                return Trial(told, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", error)
+            head, _, remedy = told.rpartition("; ")  # S3Storage ends its refusals with the remedy
+            if not head:
+                return Trial(told, "mend its permissions, or choose another place", error)
+            right = f" ({_RIGHTS[self.doing]})" if "the right" in remedy else ""
+            return Trial(head, f"{remedy}{right}", error)
+
+    def put(self, name: str, *, if_absent: bool) -> tuple[bool, bytes]:
+        """Whether it was taken, and what was written."""
+        self.left.append(f"{self.folder}/{name}")
+        data = uuid.uuid4().hex.encode()
+        return self.storage.put_bytes(self.left[-1], data, if_absent=if_absent), data
+
+    def listing(self) -> Trial:
+        self.doing = "be listed"
+        self.storage.list("commit")
+        return Trial("is there and can be listed")
+
+    def writing(self) -> Trial:
+        self.doing = "be written to"
+        _, self.written = self.put("file", if_absent=False)
+        return Trial("can be written to")
+
+    def reading(self) -> Trial:
+        self.doing = "be read"
+        if self.storage.read_bytes(f"{self.folder}/file") != self.written:
+            raise CheckpointError(f"checkpoint.remote ({self.storage.url}): what was written reads back differently")
+        return Trial("reads back what was written")
+
+    def writing_once(self) -> Trial:
+        """Two writers, of whom one may win: so leases and commits are taken."""
+        self.doing = "be written to conditionally (If-None-Match)"
+        first, _ = self.put("once", if_absent=True)
+        second, _ = self.put("once", if_absent=True)
+        if not first:
+            raise CheckpointError(
+                f"checkpoint.remote ({self.storage.url}): a conditional write to a new name was refused as if taken"
+            )
+        if second:
+            return Trial(
+                "ignores If-None-Match (conditional writes), so two runs that start at the same moment may both take "
+                "it for theirs",
+                "What still holds: a checkpoint is whole or is not one, and a run that was started earlier stops at "
+                "its next save. Make sure that no two jobs use this checkpoint.remote at once",
+            )
+        return Trial("honours conditional writes: of two runs only one can commit")
+
+    def deleting(self) -> Trial:
+        self.doing = "have files deleted (retention does)"
+        for name in dict.fromkeys(self.left):
+            self.storage.delete(name)
+            if self.storage.exists(name):
+                raise CheckpointError(f"checkpoint.remote ({self.storage.url}): {name} was deleted and is still there")
+        self.left.clear()
+        return Trial("can have files deleted; nothing of this check is left")
+
+    def clock(self) -> Trial:
+        self.doing = "tell the time"
+        off = self.storage.clock() - time.time()
+        if abs(off) > _CLOCK_SECONDS:
+            return Trial(
+                f"has a clock {off:+.0f} s from this machine's; beyond 900 s S3 refuses all requests",
+                "set this machine's clock (NTP)",
+            )
+        return Trial(f"has this machine's time (to {max(1, round(abs(off)))} s)")
+
+    def tidy(self) -> None:
+        for name in dict.fromkeys(self.left):
+            with contextlib.suppress(OSError, ClipTrainError):
+                self.storage.delete(name)
+        with contextlib.suppress(OSError, ClipTrainError):
+            self.storage.delete_tree(self.folder)  # on a disk an empty folder is left, otherwise

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from clip_train.checkpoint import layout
 from clip_train.checkpoint.files import ByteSource
+from clip_train.checkpoint.shares import Ranges, merged
 from clip_train.checkpoint.snapshot import DTYPES
 from clip_train.errors import CheckpointError
+from clip_train.protocols import Wanted
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -31,29 +34,43 @@ class _Place(NamedTuple):
     at: int  # byte offset in the file
 
 
+class Header(NamedTuple):
+    """What a file says of itself at its beginning."""
+
+    shapes: dict[str, tuple[int, ...]]  # of whole parameters
+    places: dict[str, _Place]
+
+
 class FragmentReader:
     """A `FragmentSource` over the files of one checkpoint.
 
     Only the files' headers are read at first; `read` takes the bytes it needs and no more. Local files stay
     mapped as long as the reader lives, so retention may remove the checkpoint under it.
+
+    files: by their name in the attempt's folder. headers: of those files, where they have been read already.
+    bring: takes what is going to be read of each file, all of it at once.
     """
 
-    def __init__(self, files: Mapping[str, ByteSource], where: str = "the checkpoint") -> None:
-        """files: by their name in the attempt's folder. CheckpointError if one makes no sense."""
+    def __init__(
+        self,
+        files: Mapping[str, ByteSource],
+        where: str = "the checkpoint",
+        headers: Mapping[str, Header] | None = None,
+        bring: Callable[[dict[str, Ranges]], None] | None = None,
+    ) -> None:
+        """CheckpointError if a file makes no sense."""
         self._where = where
         self._files = files
+        self._bring = bring
         self._places: dict[str, dict[str, _Place]] = {}  # file -> key -> place
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[tuple[str, str], list[_Piece]] = {}
         for name, source in files.items():
-            try:
-                shapes, self._places[name] = _parse_header(source)
-            except (ValueError, KeyError, TypeError) as e:
-                raise CheckpointError(f"{source.where}: not a safetensors file: {type(e).__name__}: {e}") from e
+            shapes, self._places[name] = headers[name] if headers is not None else read_header(source)
             for param, shape in shapes.items():
-                known = self._shapes.setdefault(param, tuple(shape))
-                if known != tuple(shape):
-                    raise CheckpointError(f"{source.where}: {param} has shape {tuple(shape)}, but {known} elsewhere")
+                known = self._shapes.setdefault(param, shape)
+                if known != shape:
+                    raise CheckpointError(f"{source.where}: {param} has shape {shape}, but {known} elsewhere")
             for key, place in self._places[name].items():
                 parsed = layout.parse_fragment_key(key)
                 if parsed is not None and (numel := math.prod(place.shape)):
@@ -79,6 +96,44 @@ class FragmentReader:
         """What is stored per parameter: "param" and the optimizer's slots."""
         return {slot for _, slot in self._pieces}
 
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """Where files lie in the store or on other ranks' disks: bring these ranges now.
+
+        All ranks together. CheckpointError, on all of them.
+        """
+        ranges: dict[str, Ranges] = defaultdict(list)
+        for name, slot, start, numel in wanted:
+            for piece in self._overlapping(name, slot, start, start + numel):
+                first, last = max(start, piece.start), min(start + numel, piece.end)
+                self._add(ranges, piece.file, piece.key, first - piece.start, last - piece.start)
+        self._prepare(ranges)
+
+    def prepare_named(self, rank: int | None) -> None:
+        """The same for `rank_tensors(rank)` (None: of no rank) and `shared_tensors()`."""
+        ranges: dict[str, Ranges] = defaultdict(list)
+        parsers: list[tuple[int, Callable[[str], str | None]]] = [(0, layout.parse_shared_tensor_key)]
+        if rank is not None:
+            parsers.append((rank, layout.parse_rank_tensor_key))
+        for of, parse in parsers:
+            file = layout.rank_file(of)
+            for key, place in self._places.get(file, {}).items():
+                if parse(key) is not None:
+                    self._add(ranges, file, key, 0, math.prod(place.shape))
+        self._prepare(ranges)
+
+    def _add(self, ranges: dict[str, Ranges], file: str, key: str, start: int, end: int) -> None:
+        """The bytes of elements `[start, end)` of a stored tensor."""
+        place = self._places[file][key]
+        width = place.dtype.itemsize
+        ranges[file].append((place.at + start * width, place.at + end * width))
+
+    def _prepare(self, ranges: dict[str, Ranges]) -> None:
+        if self._bring is not None:
+            self._bring({file: merged(each) for file, each in ranges.items()})
+
+    def _overlapping(self, name: str, slot: str, start: int, end: int) -> list[_Piece]:
+        return [piece for piece in self._pieces.get((name, slot), []) if piece.start < end and piece.end > start]
+
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         """Elements `[start, start + numel)` of the flattened parameter, [numel], in host memory.
 
@@ -88,7 +143,7 @@ class FragmentReader:
             raise CheckpointError(f"{self._where}: no parameter {name!r} in this checkpoint")
         parts: list[Tensor] = []
         done, end = start, start + numel  # [start, done) is in `parts`
-        for piece in self._pieces.get((name, slot), []):
+        for piece in self._overlapping(name, slot, start, end):
             if done >= end or piece.start > done:
                 break
             if piece.end > done:
@@ -106,6 +161,7 @@ class FragmentReader:
 
     def full_state(self) -> dict[str, Tensor]:
         """Every parameter whole, as in the model's state dict (fp32): for export and evaluation."""
+        self.prepare(Wanted(name, "param", 0, math.prod(shape)) for name, shape in self._shapes.items())
         return {
             name: self.read(name, "param", 0, math.prod(shape)).reshape(shape) for name, shape in self._shapes.items()
         }
@@ -131,8 +187,16 @@ class FragmentReader:
         return out
 
 
-def _parse_header(source: ByteSource) -> tuple[dict[str, Any], dict[str, _Place]]:
-    """(shapes of whole parameters, where each tensor lies). ValueError, KeyError, TypeError for anything else."""
+def read_header(source: ByteSource) -> Header:
+    """CheckpointError where it is none."""
+    try:
+        return _parse_header(source)
+    except (ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{source.where}: not a safetensors file: {type(e).__name__}: {e}") from e
+
+
+def _parse_header(source: ByteSource) -> Header:
+    """ValueError, KeyError, TypeError for anything else."""
     if source.size < 8:
         raise ValueError(f"{source.size} bytes")
     begin = 8 + int.from_bytes(source.read(0, 8), "little")
@@ -147,4 +211,5 @@ def _parse_header(source: ByteSource) -> tuple[dict[str, Any], dict[str, _Place]
         if end > source.size or end - place.at != math.prod(place.shape) * place.dtype.itemsize:
             raise ValueError(f"{key} lies outside of the file")
         places[key] = place
-    return json.loads(metadata.get("shapes", "{}")), places
+    shapes = {name: tuple(shape) for name, shape in json.loads(metadata.get("shapes", "{}")).items()}
+    return Header(shapes, places)

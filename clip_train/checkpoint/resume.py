@@ -1,8 +1,8 @@
 """Which checkpoint to resume from: the newest that is committed, here or in the remote store, and proves whole.
 
 In this order, newest first: the marker is read; the manifest must have the sha256 that the marker names;
-every file must have its size; every file must have its sha256 (a local one is hashed, a remote one fetched in
-verified ranges; the ranks share that work). At the first thing that does not fit, all ranks step back
+every file must have its size; every file must have its sha256 (`bring.py`: a local one is hashed, a remote one
+fetched in verified blocks; the ranks share that work). At the first thing that does not fit, all ranks step back
 together to the next older one, and remember why. Something that cannot be read for another reason
 (permission, network, a broken disk) is no damage: it stops the run, which would else silently lose its work.
 """
@@ -10,20 +10,19 @@ together to the next older one, and remember why. Something that cannot be read 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from clip_train import dist
 from clip_train.checkpoint import layout, marks
-from clip_train.checkpoint.files import DamagedBlockError, download, first_damage
-from clip_train.checkpoint.layout import CommitRef, FileEntry
-from clip_train.checkpoint.marks import DamagedError, Found
-from clip_train.checkpoint.pipeline import check_space, free_bytes
-from clip_train.errors import CheckpointError
+from clip_train.checkpoint.bring import Bringer, Brought
+from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.marks import DamagedError, Found, readable
 from clip_train.storage import LocalStorage, Storage
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _LISTINGS = 5  # how often the choice is begun anew
 
 
@@ -55,24 +54,33 @@ class Resolution:
     commits: list[CommitRef] = field(default_factory=list)  # all that were there, newest first
     in_local: bool = False  # it is committed on the local disk
     in_remote: bool = False  # and in the remote store
-    fetched: int = 0  # bytes that came from there, over all ranks
+    brought: Brought | None = None  # its files; None: they lie in the store, and are fetched as they are read
 
 
-def resolve(places: Places, only: CommitRef | None = None) -> Resolution:
+def resolve(
+    places: Places,
+    only: CommitRef | None = None,
+    *,
+    shared: Callable[[], bool] = lambda: True,
+    log: Callable[[str], None] = logger.info,
+) -> Resolution:
     """Called by all ranks. Rank 0 looks, all ranks share hashing and fetching, all get the same answer.
 
-    only: consider this checkpoint alone. Without `places.cache` the contents of remote files are not verified
-    here but as they are read. CheckpointError, on all ranks, where one cannot read.
+    only: consider this checkpoint alone. shared: whether all ranks see `places.cache`. log: told, on rank 0, how far
+    it is. Without `places.cache` the contents of remote files are not verified here but as they are read.
+    CheckpointError, on all ranks, where one cannot read.
     """
     for _ in range(_LISTINGS):
-        answer = _resolve_listed(places, only)
+        answer = _resolve_listed(places, only, shared, log)
         passed_over = {each.ref for each in answer.skipped}
         if not passed_over or passed_over <= set(dist.on_main(lambda: list(itertools.chain(*list_places(places))))):
             break  # else a process that still runs has removed one while we looked, and there are newer ones
     return answer
 
 
-def _resolve_listed(places: Places, only: CommitRef | None) -> Resolution:
+def _resolve_listed(
+    places: Places, only: CommitRef | None, shared: Callable[[], bool], log: Callable[[str], None]
+) -> Resolution:
     """Among the commits that are there now."""
     known = dist.on_main(lambda: list_places(places))
     commits = sorted(set(known[0]) | set(known[1]), reverse=True)
@@ -82,11 +90,14 @@ def _resolve_listed(places: Places, only: CommitRef | None) -> Resolution:
             continue
         in_local, in_remote = ref in known[0], ref in known[1]
         found, reason = dist.on_main(lambda ref=ref, a=in_local, b=in_remote: _inspect(places, ref, a, b))  # type: ignore[misc]
-        fetched = 0
-        if found is not None and (places.cache is not None or not in_remote):
-            reason, fetched = _bring(places, found, places.remote if in_remote else None)
+        brought = None
+        if found is not None and places.cache is not None:
+            remote = places.remote if in_remote else None
+            together = remote is None or shared()
+            brought = Bringer(places.cache, remote, found, shared=together, log=log).bring()
+            reason = brought.problem
         if found is not None and reason is None:
-            return Resolution(found, skipped, commits, in_local, in_remote, fetched)
+            return Resolution(found, skipped, commits, in_local, in_remote, brought)
         skipped.append(Skipped(ref, reason or "damaged"))
     return Resolution(None, skipped, commits)
 
@@ -95,17 +106,6 @@ def list_places(places: Places) -> tuple[list[CommitRef], list[CommitRef]]:
     """The commits of the local disk and of the remote store, newest first. CheckpointError."""
     local, remote = ([] if each is None else readable(each, marks.list_commits) for each in places[:2])
     return local, remote
-
-
-def readable(storage: Storage, action: Callable[[Storage], T]) -> T:
-    """`action(storage)`; CheckpointError where it cannot be told what is there."""
-    try:
-        return action(storage)
-    except (OSError, layout.NewerFormatError) as e:
-        raise CheckpointError(
-            f"cannot read the checkpoints under {storage.url}: {type(e).__name__}: {e}. This is not taken "
-            "for a damaged or missing checkpoint; mend it, or set checkpoint.resume"
-        ) from e
 
 
 def _inspect(places: Places, ref: CommitRef, in_local: bool, in_remote: bool) -> tuple[Found | None, str | None]:
@@ -125,42 +125,6 @@ def _inspect(places: Places, ref: CommitRef, in_local: bool, in_remote: bool) ->
         except DamagedError as e:
             reasons.append(f"{e}" if len(reasons) == 0 and not (in_local and in_remote) else f"{storage.url}: {e}")
     return None, "; ".join(reasons)
-
-
-def _bring(places: Places, found: Found, remote: Storage | None) -> tuple[str | None, int]:
-    """Every file whole on the local disk, dealt over the ranks: (the first damage that any met or None, bytes)."""
-    mine = found.manifest.files[dist.rank() :: dist.world_size()]  # on as many ranks as wrote it: one's own
-    outcome = dist.agreed(lambda: _bring_mine(places.cache, remote, found.commit.prefix, mine))
-    outcomes = dist.gather_objects(outcome)
-    return next((reason for reason, _ in outcomes if reason is not None), None), sum(n for _, n in outcomes)
-
-
-def _bring_mine(
-    local: LocalStorage | None, remote: Storage | None, prefix: str, files: Collection[FileEntry]
-) -> tuple[str | None, int]:
-    fetched = 0
-    for entry in files:
-        name = f"{prefix}/{entry.name}"
-        why: str | None = f"{name} is missing"
-        if local is not None:
-            why = readable(local, lambda _, name=name, entry=entry: first_damage(local.path(name), entry))  # type: ignore[misc]
-        if why is not None and remote is not None and local is not None:
-            why = readable(remote, lambda _, name=name, entry=entry: _fetch(local, remote, name, entry))  # type: ignore[misc]
-            fetched += entry.size
-        if why is not None:
-            return why, fetched
-    return None, fetched
-
-
-def _fetch(local: LocalStorage, remote: Storage, name: str, entry: FileEntry) -> str | None:
-    check_space(local.root, entry.size, free_bytes(local.root))
-    try:
-        download(remote, name, entry, local.path(name))
-    except FileNotFoundError:
-        return f"{remote.url}/{name} is missing"
-    except DamagedBlockError as e:
-        return f"{remote.url}: {e}"
-    return None
 
 
 def keep_locally(local: LocalStorage, remote: Storage, found: Found) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Collection
@@ -45,7 +46,7 @@ class Attempts(NamedTuple):
     """What the writer knows of its own attempts to save."""
 
     in_flight: set[str]  # they may still be committed
-    over: set[str]  # committed or given up, and no rank writes there any more
+    done: int  # with those at this step and at earlier ones all ranks have finished, but for those in flight
     patience_seconds: float  # any other of this process may still be under way so long
 
 
@@ -91,7 +92,7 @@ def read_metrics(storage: Storage, commits: Collection[CommitRef], name: str | N
 
 
 def apply_retention(
-    storage: Storage, policy: Policy, own: Callable[[], Attempts] = lambda: Attempts(set(), set(), 0.0)
+    storage: Storage, policy: Policy, own: Callable[[], Attempts] = lambda: Attempts(set(), -1, 0.0)
 ) -> list[CommitRef]:
     """Rank 0's saver, after a commit: returns the checkpoints removed. OSError; FencedError.
 
@@ -136,7 +137,7 @@ def _remove_orphans(
             continue
         grace = policy.orphan_grace_seconds
         if ref.epoch == policy.epoch:
-            grace = 0.0 if attempt in attempts.over else max(grace, attempts.patience_seconds)
+            grace = 0.0 if ref.step <= attempts.done else max(grace, attempts.patience_seconds)
         # a listing may hide the marker: it is asked for by its name as well
         if ref in removed or (now - modified >= grace and not _is_named(storage, ref, attempt)):
             storage.delete_tree(attempt)
@@ -145,7 +146,7 @@ def _remove_orphans(
         now - max(policy.orphan_grace_seconds, 1.0), lambda name: _is_anothers(_attempt_of(name), policy, spared)
     )
     if isinstance(storage, LocalStorage):
-        _tidy_folders(storage, now - policy.orphan_grace_seconds, own)
+        _tidy_folders(storage, now - policy.orphan_grace_seconds, own, kept[0])
 
 
 def _attempt_of(name: str) -> str:
@@ -175,25 +176,35 @@ def _remove_small_orphans(storage: Storage, policy: Policy, own: Callable[[], At
             storage.delete(entry.name)
 
 
-def _tidy_folders(storage: LocalStorage, older_than: float, own: Callable[[], Attempts]) -> None:
+def _tidy_folders(storage: LocalStorage, older_than: float, own: Callable[[], Attempts], newest: CommitRef) -> None:
     """Empty folders, and files that a kill left half written."""
-    left, folders = list(storage.path("tmp").glob("ckpt+*")), list(storage.path("ckpt").glob("s*"))
+    left = list(storage.path("tmp").glob("ckpt+*"))
     in_flight = tuple(own().in_flight)
     for path in left:
         if not path.name.replace("+", "/").startswith(in_flight) and _modified(path) < older_than:
             path.unlink(missing_ok=True)
-    for folder in folders:
-        if any(attempt.startswith(f"ckpt/{folder.name}/") for attempt in in_flight):
-            continue
-        try:
-            folder.rmdir()
-        except OSError:
-            continue  # not empty
+    _remove_empty_folders(storage, newest)
+
+
+def _remove_empty_folders(storage: LocalStorage, newest: CommitRef) -> None:
+    """Not of what is newer: another rank may be about to write there. What is older all ranks have written."""
+    for folder in storage.path("ckpt").glob("s*/e*"):
+        ref = layout.parse_prefix(folder.relative_to(storage.root).as_posix())
+        if ref is not None and ref <= newest:
+            _remove_if_empty(folder)
+    for folder in storage.path("ckpt").glob("s*"):
+        if folder.name[1:].isdigit() and int(folder.name[1:]) <= newest.step:
+            _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def remove_own_files(storage: LocalStorage, rank: int, policy: Policy, in_flight: Collection[str]) -> None:
-    """Where ranks do not share the disk, each clears up after itself: all but its newest files go. Of what was
-    there before this process no rank has any more use: it may be of other ranks, which are elsewhere now."""
+    """Where ranks do not share the disk, each clears up after itself: all but its newest files go, and halves.
+    Of what was there before this process no rank has any more use: it may be of ranks that are elsewhere now."""
     own = re.compile(r"(ckpt/s\d+/e\d+-[0-9a-f]+)/(?:rank|_rank)(\d+)\.(?:safetensors|json)")
     found = [match for entry in storage.list("ckpt") if (match := own.fullmatch(entry.name))]
     attempts = {match[1]: layout.parse_prefix(match[1]) for match in found}
@@ -204,10 +215,14 @@ def remove_own_files(storage: LocalStorage, rank: int, policy: Policy, in_flight
         if mine and ref not in newest and match[1] not in in_flight:
             storage.delete(match[0])
     for left in storage.path("tmp").glob("ckpt+*"):
-        ref = layout.parse_prefix(_attempt_of(left.name.replace("+", "/")))
-        if ref is not None and ref.epoch < policy.epoch:
+        attempt = _attempt_of(left.name.replace("+", "/"))
+        ref = layout.parse_prefix(attempt)
+        mine = left.name.endswith(f"+{layout.rank_file(rank)}") or (ref is not None and ref.epoch < policy.epoch)
+        if mine and attempt not in in_flight:
             left.unlink(missing_ok=True)
     storage.sweep(storage.clock() - max(policy.orphan_grace_seconds, 1.0), lambda name: _attempt_of(name) in in_flight)
+    if newest:
+        _remove_empty_folders(storage, newest[0])
 
 
 def _modified(path: Path) -> float:

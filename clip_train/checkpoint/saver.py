@@ -7,7 +7,6 @@ commit. Messages are JSON; a snapshot's memory is handed over once, as a file de
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,10 @@ import sys
 import threading
 from typing import Any
 
-from clip_train.checkpoint.pipeline import Order, Pipeline, Settings, encoded, explain
+from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.messages import encoded, receive
+from clip_train.checkpoint.order import Order, Settings, explain
+from clip_train.checkpoint.pipeline import Pipeline
 
 
 class Server:
@@ -87,10 +89,10 @@ class _Rank:
                 self._pipeline.save(Order(**body))
             case "cancel":
                 assert self._pipeline is not None
-                self._pipeline.cancel(body["step"], body["why"])
+                self._pipeline.cancel(body["prefix"], body["why"])
             case "metric":
                 assert self._pipeline is not None
-                self._pipeline.note_metric(body["epoch"], body["step"], body["values"])
+                self._pipeline.note_metric(body["name"], CommitRef(body["epoch"], body["step"]), body["values"])
 
     def _tell(self, body: dict[str, Any]) -> None:
         with self._sending:
@@ -98,25 +100,6 @@ class _Rank:
                 self._connection.sendall(encoded(body))
             except OSError:
                 return  # the rank has gone; `serve` sees it
-
-
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and the file descriptors that came with it. ConnectionError at the end."""
-    head = b""
-    fds: list[int] = []
-    while len(head) < 4:
-        data, new, _, _ = socket.recv_fds(connection, 4 - len(head), 1)
-        if not data:
-            raise ConnectionResetError("the other side has gone")
-        head, fds = head + data, fds + list(new)
-    size = int.from_bytes(head, "little")
-    body = bytearray()
-    while len(body) < size:
-        data = connection.recv(size - len(body))
-        if not data:
-            raise ConnectionResetError("the other side has gone")
-        body += data
-    return json.loads(bytes(body)), fds
 
 
 def _user_of(connection: socket.socket) -> int:

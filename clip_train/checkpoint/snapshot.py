@@ -85,8 +85,12 @@ def _check_lengths(fragment: Fragment, shape: tuple[int, ...]) -> None:
 
 def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
     """A safetensors file: 8 bytes with the header's length, a JSON header, the tensors end to end."""
-    # the widest first, so that every tensor is aligned to its element
-    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+
+    # the widest first, so that every tensor is aligned to its element; then the weights, which an export reads alone
+    def place(key: str) -> tuple[int, bool, str]:
+        return -tensors[key].element_size(), not key.startswith("param|"), key.partition("|")[0]
+
+    order = sorted(tensors, key=place)  # and what follows in the model follows in the file
     header: dict[str, Any] = {"__metadata__": metadata}
     at, offsets = 0, {}
     for key in order:
@@ -121,8 +125,9 @@ class SharedBuffer:
         on_gpu = False
         for at, tensor in plan.places:
             if tensor.numel():
-                place = self._view[at : at + tensor.numel() * tensor.element_size()]
-                place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
+                # in one go: slicing and casting the view costs 5 us more for each of thousands of tensors
+                place = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+                place.view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
                 on_gpu |= tensor.is_cuda
         if on_gpu:
             torch.cuda.synchronize()

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from clip_train.checkpoint import layout, marks
 from clip_train.checkpoint.files import PARALLEL_BLOCKS, DamagedBlockError, fetch_block
 from clip_train.checkpoint.layout import BLOCK_BYTES, CommitRef, FileEntry
-from clip_train.checkpoint.marks import DamagedError, Found
-from clip_train.checkpoint.resume import Places, readable
+from clip_train.checkpoint.marks import DamagedError, Found, readable
+from clip_train.checkpoint.resume import Places
 from clip_train.checkpoint.retention import Policy, read_metrics, verdicts
 from clip_train.storage import Storage
 
@@ -27,6 +27,8 @@ class Line:
     num_bytes: int
     ranks: int | None
     zero_stage: int | None
+    precision: str | None
+    committed: bool  # there is a marker, whatever has become of the rest
     problem: str | None  # None: it is whole, as far as was looked
     future: str  # what the next save's retention does with it, and why
 
@@ -67,7 +69,7 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tup
             marks.check_sizes(storage, found[ref])
             if verify:
                 _verify(storage, found[ref])
-        except DamagedError as e:
+        except (DamagedError, layout.NewerFormatError) as e:
             problems[ref] = str(e)
     policy = replace(policy, damaged=set(problems))
     kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
@@ -83,6 +85,8 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tup
             num_bytes=sum(entry.size for entry in manifest.files) if manifest else 0,
             ranks=manifest.world_size if manifest else None,
             zero_stage=engine.get("zero_stage"),
+            precision=engine.get("precision"),
+            committed=True,
             problem=problems.get(ref),
             future=f"stays: {kept[ref]}" if ref in kept else "goes at the next save",
         )
@@ -107,7 +111,7 @@ def _strays(storage: Storage, name: str, named: set[str], policy: Policy) -> lis
             old = age >= policy.orphan_grace_seconds
             future = "goes at the next save" if old else f"goes {policy.orphan_grace_seconds / 60:g} min after its end"
             problem = f"never committed; last written to {age / 60:.0f} min ago"
-            out.append(Line(ref.step, ref.epoch, name, "", sizes[attempt], None, None, problem, future))
+            out.append(Line(ref.step, ref.epoch, name, "", sizes[attempt], None, None, None, False, problem, future))
     return out
 
 

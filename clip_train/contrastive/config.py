@@ -12,6 +12,7 @@ from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.seam import ContrastiveLoss
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
+from clip_train.explain import Allowed
 from clip_train.settings import Settings
 
 
@@ -20,7 +21,10 @@ def _side(value: Any) -> Any:
 
 
 TileSide = Annotated[
-    NonNegativeInt, BeforeValidator(_side), PlainSerializer(lambda side: "auto" if side == AUTO_SIDE else side)
+    NonNegativeInt,
+    BeforeValidator(_side),
+    PlainSerializer(lambda side: "auto" if side == AUTO_SIDE else side),
+    Allowed("auto or a whole number of at least 1", example="auto"),
 ]
 """An integer in the code, where 0 is `auto`; `auto` in a recipe."""
 

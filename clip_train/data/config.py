@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.sources import split
+from clip_train.explain import Allowed
 from clip_train.settings import Settings
 
 FEW_LANES, MANY_LANES = 64, 1024  # what `auto` chooses up to, for small and for large global batches
@@ -21,10 +22,12 @@ SAMPLES_PER_LANE = 4  # at least, where lanes do not divide the global batch
 class DataConfig(Settings):
     """Where the samples come from and how they are read."""
 
-    train: str
+    train: Annotated[str, Allowed("text", example="'shards/{00000..00099}.tar'")]
     """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several sources joined by `::`."""
 
-    train_weights: list[Annotated[float, Field(gt=0)]] | None = None
+    train_weights: Annotated[
+        list[Annotated[float, Field(gt=0)]] | None, Allowed("a list of numbers greater than 0, such as [3, 1], or null")
+    ] = None
     """How much of the stream each of the sources joined by `::` gives, as [3, 1] or 3::1; each then has epochs of
     its own. null: they are one list of shards, in whose epochs each sample comes once."""
 
@@ -37,10 +40,10 @@ class DataConfig(Settings):
     verify: Literal["auto", "off"] = "auto"
     """auto: shards beside which `clip-train index` has left an index are held against it, block by block."""
 
-    workers: Annotated[int, Field(ge=0)] = 2
+    workers: Annotated[int, Field(ge=0, le=1024)] = 2
     """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order."""
 
-    lanes: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    lanes: Annotated[int, Field(gt=0, le=65_536)] | Literal["auto"] = "auto"
     """Streams that feed the global batch, fixed for the run. auto: the largest divisor of every global batch's size
     up to 64, or up to a 32nd of the smallest if that is more, at most 1024; where it is below 16, a quarter of the
     smallest size, up to 64."""
@@ -52,7 +55,7 @@ class DataConfig(Settings):
     of 80 kB are 655 MB. Weighted sources share it.
     """
 
-    prefetch: Annotated[int, Field(gt=0)] = 2
+    prefetch: Annotated[int, Field(gt=0, le=1024)] = 2
     """Batches that each worker keeps ready."""
 
     caption_key: str | None = None

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.sharedctypes import RawValue
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from clip_train.data.index import index_of
 from clip_train.data.memory import ImageMemory
 from clip_train.data.order import plan_order
 from clip_train.data.pipeline import (
+    GROUP_SIGNALS,
     Collate,
     Decode,
     Failure,
@@ -133,6 +135,8 @@ class TrainLoader:
     def close(self) -> None:
         """Ends the workers. The loader gives nothing more."""
         self._closed = True
+        if self._stream.closing is not None:
+            self._stream.closing.value = 1
         pieces, self._pieces = self._pieces, None
         shut_down = getattr(pieces, "_shutdown_workers", None)
         if shut_down is not None:
@@ -156,6 +160,7 @@ class TrainLoader:
         _check_picklable(self._stream)
         self._memory = ImageMemory(self._workers, self._prefetch, self._largest_piece, self._image_size)
         self._stream.collate_into(self._memory)
+        self._stream.closing = RawValue("b", 0)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
@@ -234,15 +239,21 @@ def _worker_died(cause: Exception) -> DataError:
 
 
 def _start_fork_server() -> None:
-    """With SIGTERM ignored, which it inherits: a launcher sends it to the group, and the trainer must outlive it."""
+    """With the signals ignored, as it inherits them, that a launcher sends to the group: the trainer must outlive them.
+
+    Blocked here meanwhile, so that none of them is lost.
+    """
     if threading.current_thread() is not threading.main_thread():  # no signals to be set from here
         forkserver.ensure_running()
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in GROUP_SIGNALS}
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not set by Python
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not set by Python
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int, dict[str, Any]]:

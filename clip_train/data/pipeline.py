@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -223,12 +224,17 @@ class Collate:
         )
 
 
+# What launchers and terminals send to a whole process group; also the trainer's own TERM for its workers.
+GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
 class PieceStream(IterableDataset):
     """The pipeline in a worker: pieces without end, or one `Failure`, with the error as it was raised."""
 
     def __init__(self, source: SlotSource, stages: tuple[Stage, ...], decode: Decode, collate: Collate) -> None:
         self.pipeline = webdataset.DataPipeline(source, *stages, decode, collate)
         self._collate = collate
+        self.closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them
 
     def collate_into(self, memory: ImageMemory) -> None:
         """Before it goes to the workers."""
@@ -237,18 +243,25 @@ class PieceStream(IterableDataset):
     def __iter__(self) -> Iterator[Piece | Failure]:
         if get_worker_info() is not None:
             torch.set_num_threads(1)
-            outlive_the_first_signal()
+            outlive_signals(self.closing)
         try:
             yield from self.pipeline
         except Exception as e:
             yield Failure.of(e)
 
 
-def outlive_the_first_signal() -> None:
-    """In a worker: Ctrl-C and a launcher's SIGTERM go to the whole process group, but only the trainer may act.
+def outlive_signals(closing: Any) -> None:
+    """In a worker: Ctrl-C and a launcher's signals go to the whole process group, but only the trainer may act.
 
-    It still wants batches until its checkpoint is committed, and then ends the workers, by a second SIGTERM
-    where need be.
+    It still wants batches until its checkpoint is committed, and then ends the workers, by SIGTERM where need be.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if closing.value:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # as the fork server has them

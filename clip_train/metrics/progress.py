@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+_SAVES = ("checkpoint_step", "checkpoint_failures")  # of the record: the last one committed, failed since
 _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
@@ -34,6 +35,7 @@ class ProgressLine:
         self._clock = clock
         self._printed: float | None = None  # when the last plain line was, in seconds
         self._seconds: float | None = None  # per step, smoothed
+        self._saves: dict[str, int] = {}  # what was last heard of checkpoints
         self._enabled = enabled
         self._bar: Any = None
         if enabled and self._stream.isatty():
@@ -59,6 +61,7 @@ class ProgressLine:
             return
         step, seconds = record["step"], record["step_seconds"]
         self._seconds = seconds if self._seconds is None else _SMOOTHING * self._seconds + (1 - _SMOOTHING) * seconds
+        self._saves |= {key: int(record[key]) for key in _SAVES if key in record}
         last = step >= self._total
         if step % self._every and not last:
             return
@@ -76,8 +79,13 @@ class ProgressLine:
         left = max(self._total - record["step"], 0) * self._seconds
         return (
             f"loss {record['loss']:.4f}  {record['samples_per_second']:,.0f} samples/s  "
-            f"data wait {wait:.0f}%  ETA {format_seconds(left)}"
+            f"data wait {wait:.0f}%  ETA {format_seconds(left)}{self._describe_saves()}"
         )
+
+    def _describe_saves(self) -> str:
+        saved, failed = (self._saves.get(key) for key in _SAVES)
+        told = f"  saved at {saved}" if saved else ""
+        return told + (f"  {failed} failed save{'s' if failed > 1 else ''}" if failed else "")
 
     def message(self, text: str) -> None:
         """A line of its own, above the bar."""

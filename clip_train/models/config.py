@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from clip_train.errors import UserError
+from clip_train.explain import Allowed, clipped, explain, shown
 from clip_train.settings import Settings
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
@@ -200,8 +202,10 @@ class ModelConfig(Settings):
     sees the same images and texts, once per step; every rank holds all of it."""
     teacher_name: str | None = None
     """The teacher's architecture, as in `name`; none: its folder's own open_clip_config.json."""
-    init_logit_scale: float | None = None
-    """Logarithm of the logits' factor at the start; none: as the model's JSON says (ln 1/0.07)."""
+    init_logit_scale: Annotated[
+        float | None, Field(ge=0, le=math.log(100)), Allowed("a number from 0 to 4.6 (ln 100), or null")
+    ] = None
+    """Logarithm of the logits' factor at the start, up to ln 100; none: as the model's JSON says (ln 1/0.07)."""
     init_logit_bias: float | None = None
     """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON says."""
 
@@ -221,11 +225,11 @@ class ModelConfig(Settings):
         if self.teacher is None:
             return None
         folder = Path(self.teacher).expanduser()
-        if not folder.exists():
+        if not os.path.exists(folder):
             raise UserError(
-                f"model.teacher: there is no file or folder {self.teacher}; give an export folder or weights"
+                f"model.teacher ({clipped(self.teacher)}): no such file or folder; give an export folder or weights"
             )
-        if self.teacher_name is None and not (folder / "open_clip_config.json").is_file():
+        if self.teacher_name is None and not os.path.isfile(folder / "open_clip_config.json"):
             raise UserError(
                 f"model.teacher ({self.teacher}) has no open_clip_config.json beside it that says what model it is; "
                 "set model.teacher_name to a preset or to the path of a JSON"
@@ -257,22 +261,24 @@ def load_architecture(name: str) -> Architecture:
     if name in preset_names():
         return parse_architecture(json.loads((_presets() / f"{name}.json").read_text()), f"preset {name}")
     path = Path(name).expanduser()
-    if path.is_dir() and (path / "open_clip_config.json").is_file():
+    if os.path.isfile(path / "open_clip_config.json"):  # unlike Path's, these take any text
         path = path / "open_clip_config.json"
-    if path.is_file():
+    if os.path.isfile(path):
         try:
             content = json.loads(path.read_text())
         except ValueError as e:
-            raise UserError(f"model.name: {name} is not JSON: {e}") from e
+            raise UserError(f"model.name: {name} is not JSON: {e}; mend the file") from e
         return parse_architecture(content, name)
-    if path.suffix == ".json" or "/" in name:
-        raise UserError(f"model.name: there is no file {name}")
     known = preset_names()
+    if path.suffix == ".json" or "/" in name:
+        raise UserError(
+            f"model.name ({clipped(name)}): there is no such file; correct the path, or name one of {', '.join(known)}"
+        )
     by_lower = {k.lower(): k for k in known}
     near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name: unknown model {name!r}{hint} known: {', '.join(known)}, "
+        f"model.name: unknown model {shown(name)}{hint} known: {', '.join(known)}, "
         "or the path of a JSON file in OpenCLIP's schema"
     )
 
@@ -296,10 +302,9 @@ def parse_architecture(content: Any, source: str) -> Architecture:
     try:
         architecture = Architecture.model_validate(cleaned)
     except ValidationError as e:
-        for error in e.errors():
-            where = ".".join(str(p) for p in error["loc"])
-            if not any(p.startswith(f"{where} ") for p in problems):
-                problems.append(_explain(where, error))
+        for line in explain(e, Architecture, cleaned, unknown=_nearest, within="file"):
+            if not any(p.startswith(f"{line.split()[0]} ") for p in problems):
+                problems.append(line)
         raise UserError(f"{source}: " + "; ".join(problems)) from None
     if problems:
         raise UserError(f"{source}: " + "; ".join(problems))
@@ -324,14 +329,12 @@ def _drop_defaults(section: dict[str, Any], name: str, problems: list[str]) -> d
     return out
 
 
-def _explain(where: str, error: Any) -> str:
-    if error["type"] != "extra_forbidden":
-        return f"{where}: {error['msg']}"
+def _nearest(where: str) -> str:
     section, _, key = where.rpartition(".")
     schemas: dict[str, type[_Schema]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
     fields = schemas.get(section, Architecture).model_fields
     near = difflib.get_close_matches(key, list(fields), n=1)
-    return f"{where} is no key of OpenCLIP's schema" + (f"; did you mean {near[0]}?" if near else "")
+    return f"did you mean {near[0]}?" if near else f"those of OpenCLIP's schema are {', '.join(fields)}"
 
 
 def _presets() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from clip_train.errors import CheckpointError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig
 from clip_train.models.convert import check_state, load_openclip
+from clip_train.protocols import Wanted
 
 
 class WholeState:
@@ -25,6 +26,9 @@ class WholeState:
 
     def slots(self) -> set[str]:
         return {"param"}
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """It is all in memory."""
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         if name not in self._state or slot != "param":

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from clip_train.settings import Settings
+from clip_train.settings import Seconds, Settings
 
 
 class StorageConfig(Settings):
@@ -18,7 +18,7 @@ class StorageConfig(Settings):
     backoff_seconds: Annotated[float, Field(ge=0)] = 0.2
     """The wait before the second try; doubled by each one up to 20 s, half of it random."""
 
-    patience_seconds: Annotated[float, Field(gt=0)] = 10.0
+    patience_seconds: Seconds = 10.0
     """How long an answer may take to begin, and how often the rate of what arrives is looked at."""
 
     min_rate: Annotated[int, Field(ge=0)] = 65_536

@@ -1,28 +1,17 @@
-"""One attempt to get one range of a remote object, watched while it arrives; and what an error means."""
+"""One attempt to get one range of a remote object, watched while it arrives."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from clip_train.storage.answers import Changed, Meaning, Transfer
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.s3.session import Session
 
 CHUNK_BYTES = 1 << 18
-
-Meaning = Literal["missing", "denied", "changed", "final", "again"]
-
-# What S3 calls credentials that were right once. Some come as 400, not as 403.
-_STALE_CREDENTIALS = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "RequestExpired"}
-
-
-class Transfer(OSError):
-    """An answer that is not what was asked for, or comes too slowly: worth another attempt."""
-
-
-class Changed(OSError):
-    """The object is another one than when it was opened."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +48,18 @@ class Source:
             raise Transfer(f"not all of it came within {limit:.3g} s (storage.min_rate, {rate} bytes/s)") from e
         return _whole(data, begin, end)
 
-    async def renew(self) -> bool:
-        """Ask the credential chain anew; False where the file system cannot."""
+    def should_renew(self, kind: Meaning, renewed: bool) -> bool:
+        """Whether the credential chain is to be asked anew after such an error; not where the file system cannot."""
         return False
+
+    async def renew(self) -> None:
+        raise AssertionError("not after such an answer")
 
 
 class S3Source(Source):
     """S3 through s3fs, as a stream: its rate is watched, and its ETag and range are compared."""
 
-    _session: Any = None  # with which the last request was signed
+    _generation = 0  # of the credentials with which the last request was signed
 
     async def stat(self) -> Stat:
         answer = await self._call("head_object")
@@ -86,25 +78,25 @@ class S3Source(Source):
             body.close()
         return _whole(data, begin, end)
 
-    async def renew(self) -> bool:
-        async with _renewing:
-            if self.fs.session is self._session:  # not renewed meanwhile, by another file
-                await self.fs.set_session(refresh=True)
-        return True
+    def should_renew(self, kind: Meaning, renewed: bool) -> bool:
+        return Session.of(self.fs).should_renew(kind, renewed)
+
+    async def renew(self) -> None:
+        await asyncio.wait_for(Session.of(self.fs).renew(self.fs, self._generation), self.config.patience_seconds)
 
     async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         bucket, key, version = self.fs.split_path(self.path)
         which = {"VersionId": version} if version else {}
         await self.fs.set_session()
-        self._session = self.fs.session
+        session = Session.of(self.fs)
+        self._generation = session.generation
         call = self.fs._call_s3(method, Bucket=bucket, Key=key, **which, **arguments)
         try:
-            return await asyncio.wait_for(call, self.config.patience_seconds)
+            answer = await asyncio.wait_for(call, self.config.patience_seconds)
         except asyncio.TimeoutError as e:
             raise Transfer(f"no answer within {self.config.patience_seconds:g} s (storage.patience_seconds)") from e
-
-
-_renewing = asyncio.Lock()  # only ever held on fsspec's loop
+        session.worked = True
+        return answer
 
 
 async def watched(read: Callable[[], Awaitable[bytes]], expected: int, config: StorageConfig) -> bytes:
@@ -141,49 +133,3 @@ def _whole(data: bytes, begin: int, end: int) -> bytes:
     if len(data) != end - begin:
         raise Transfer(f"{len(data)} bytes came instead of {end - begin}")
     return data
-
-
-def meaning(error: BaseException) -> Meaning:
-    """What to do about an error of an attempt; `again` where nothing says that it would be in vain."""
-    if isinstance(error, Changed):
-        return "changed"
-    status, code = _status(error)
-    if code in _STALE_CREDENTIALS or status in (401, 403) or (status is None and isinstance(error, PermissionError)):
-        return "denied"
-    if type(error).__name__ == "NoCredentialsError" or (status, code) == (400, "400"):
-        return "denied"  # a HEAD has no body to say ExpiredToken in
-    if status == 404 or (status is None and isinstance(error, FileNotFoundError) and not _of_network(error.__cause__)):
-        return "missing"
-    if status is not None and 400 <= status < 500 and status not in (408, 409, 425, 429):
-        return "changed" if status in (412, 416) else "final"
-    return "again"
-
-
-def _of_network(cause: BaseException | None) -> bool:
-    """fsspec's HTTP calls every look-up that failed a FileNotFoundError: what caused it tells them apart."""
-    if isinstance(cause, FileNotFoundError):
-        return False
-    return isinstance(cause, OSError | asyncio.TimeoutError) or type(cause).__module__.startswith("aiohttp")
-
-
-def describe(error: BaseException) -> str:
-    """One line; of an answer of the server its status and code, which OSError's text leaves out."""
-    if isinstance(error, Transfer | Changed):
-        return str(error)
-    status, code = _status(error)
-    answered = f"HTTP {status} {code if code != str(status) else ''}".strip() if status is not None else ""
-    return f"{answered or type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"
-
-
-def _status(error: BaseException | None) -> tuple[int | None, str]:
-    """(HTTP status, S3's code) from botocore's, aiohttp's or gcsfs's error, or from one that it caused."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code", "")
-        module = type(error).__module__.partition(".")[0]
-        number = str(getattr(error, {"aiohttp": "status", "gcsfs": "code"}.get(module, "-"), None))
-        if number.isdigit():
-            return int(number), ""
-        error = error.__cause__
-    return None, ""

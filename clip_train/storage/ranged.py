@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from clip_train.storage.answers import Meaning, Transfer, describe, meaning
 from clip_train.storage.blocks import BlockFile, Checksums, DeniedError, MissingError, ReadError, block_sum
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.fetch import Source, Stat, Transfer, describe, meaning
+from clip_train.storage.fetch import Source, Stat
 
 LONGEST_BACKOFF_SECONDS = 20.0
 LOUD_ATTEMPT = 3  # failures up to here are everyday life on S3
@@ -129,16 +130,18 @@ class RangedFile(BlockFile):
 
     async def _persist(self, what: str, action: Callable[[], Awaitable[T]]) -> T:
         """`action`, until it succeeds or is hopeless."""
-        attempts, renewed = self._config.attempts, False
+        attempts, renew, renewed = self._config.attempts, False, False
         for attempt in range(1, attempts + 1):
             try:
+                if renew:
+                    await self._source.renew()
+                    renew, renewed = False, True
                 return await action()
             except Exception as e:
                 kind = meaning(e)
                 told = f"{self.url}: {what}, attempt {attempt} of {attempts}: {describe(e)}"
-                if kind == "denied" and not renewed and attempt < attempts and await self._source.renew():
-                    renewed = True
-                elif kind != "again" or attempt == attempts:
+                renew = renew or self._source.should_renew(kind, renewed)
+                if attempt == attempts or not (renew or kind == "again"):
                     raise _final(kind, told, renewed) from e
                 _log.log(logging.WARNING if attempt >= LOUD_ATTEMPT else logging.INFO, "%s; trying again", told)
                 await asyncio.sleep(backoff(attempt, self._config))
@@ -151,10 +154,9 @@ def backoff(attempt: int, config: StorageConfig) -> float:
     return _random.uniform(longest / 2, longest)
 
 
-def _final(kind: str, told: str, renewed: bool) -> ReadError:
-    if kind == "missing":
+def _final(kind: Meaning, told: str, renewed: bool) -> ReadError:
+    if kind in ("missing", "no bucket"):
         return MissingError(told)
-    if kind == "denied":
-        anew = " (credentials were fetched anew in between; see the AWS_* variables or ~/.aws)" if renewed else ""
-        return DeniedError(told + anew)
+    if kind in ("denied", "expired"):
+        return DeniedError(told + (" (they were fetched anew in between)" if renewed else ""))
     return ReadError(told)

@@ -33,9 +33,10 @@ def local_path(url: str) -> Path:
     return Path(url).expanduser()
 
 
-def open_storage(url: str | os.PathLike[str]) -> Storage:
+def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None = None) -> Storage:
     """The storage rooted at a local folder or at a remote URL (S3 can be written to). Touches nothing yet.
 
+    patience_seconds: how long S3 is asked again before an operation fails (null: as `S3Storage` has it).
     UserError for an S3 URL without a bucket, or with credentials in it.
     """
     url = os.fspath(url)
@@ -48,7 +49,7 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
         if not bucket or "@" in bucket:
             shown = f"s3://...{bucket[bucket.rfind('@') :]}" if "@" in bucket else url
             raise UserError(f"{shown}: write s3://bucket/prefix; credentials come from the environment or a profile")
-        return S3Storage(url)
+        return S3Storage(url, patience_seconds=patience_seconds)
     from clip_train.storage.remote import RemoteStorage
 
     return RemoteStorage(url)

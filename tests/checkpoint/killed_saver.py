@@ -39,7 +39,7 @@ def child(folder: Path, pipe: int) -> None:
 def main() -> None:
     folder, trials, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
     torch.set_num_threads(1)  # nothing that a fork would lose
-    told_before, mid_save = 0, 0
+    told_before, mid_save, took = 0, 0, 0.0
     for _ in range(trials):
         read_end, write_end = os.pipe()
         pid = os.fork()
@@ -50,10 +50,14 @@ def main() -> None:
                 os._exit(3)
         os.close(write_end)
         with os.fdopen(read_end) as pipe:
-            first = pipe.readline()  # it has resumed
-            time.sleep(rng.uniform(0.0, 0.15))
+            lines = [pipe.readline()]  # it has resumed
+            for _ in range(rng.randrange(3) if took else 1):
+                began = time.monotonic()
+                lines.append(pipe.readline())
+                took = time.monotonic() - began  # a save's seconds, on this machine and as busy as it is
+            time.sleep(rng.uniform(0.0, 1.2 * took))
             os.kill(pid, signal.SIGKILL)
-            told = [int(line) for line in [first, *pipe.read().splitlines()] if line]
+            told = [int(line) for line in [*lines, *pipe.read().splitlines()] if line]
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), f"the child failed by itself: {status}"
         whole_ones = committed(folder)  # asserts that each is whole

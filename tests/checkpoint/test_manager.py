@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed, handover
 from clip_train.checkpoint import manager as manager_module
 from clip_train.errors import CheckpointError, UserError
 from tests.checkpoint.parts import bits, committed, cut, whole
@@ -324,7 +324,7 @@ def test_a_saver_that_dies_is_replaced(tmp_path: Path) -> None:
 
 def test_no_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    monkeypatch.setattr(manager_module, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(handover, "free_bytes", lambda folder: 1000)
     assert run.manager.save(1, cut(whole(1), 0, 1), {}, {}) is False
     assert f"not enough space for a checkpoint at {tmp_path}" in run.said[0] and "0.000 GB free" in run.said[0]
     assert [path.name for path in tmp_path.rglob("*")] == ["lease", "e000000.json"]

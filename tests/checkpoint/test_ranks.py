@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
-from clip_train.checkpoint import manager as manager_module
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, layout
 from clip_train.errors import CheckpointError
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.ranks import run_ranks
@@ -42,7 +41,7 @@ def life(folder: Path) -> dict[str, Any]:
     seen["snapshot fails on 1"] = save(3, fail_on=1)
 
     # rank 1's file cannot be written: a folder is in its way
-    manager_module.layout.new_prefix = lambda epoch, step: f"ckpt/s{step:010d}/e{epoch:06d}-0123abcd"
+    layout.new_prefix = lambda epoch, step: f"ckpt/s{step:010d}/e{epoch:06d}-0123abcd"
     (folder / "tmp" / "ckpt+s0000000004+e000000-0123abcd+rank00001.safetensors").mkdir(exist_ok=True)
     dist.barrier()
     seen["write fails on 1"] = save(4)

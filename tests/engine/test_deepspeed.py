@@ -10,7 +10,7 @@ import torch
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
 from clip_train.optim import OptimConfig, build_optimizer
-from clip_train.protocols import FeatureGradients, Fragment
+from clip_train.protocols import FeatureGradients, Fragment, Wanted
 from clip_train.step import train_step
 from launcher.ds_config import EngineConfig, build_ds_config
 from tests.ranks import run_ranks
@@ -33,7 +33,11 @@ class Source:
     def slots(self):
         return set(next(iter(self.tensors.values())))
 
+    def prepare(self, wanted):
+        self.prepared = list(wanted)
+
     def read(self, name, slot, start, numel):
+        assert Wanted(name, slot, start, numel) in self.prepared
         return self.tensors[name][slot].flatten()[start : start + numel]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launcher.cli import main
 from launcher.config import (
@@ -49,6 +50,13 @@ def test_a_resolved_recipe_reads_back_as_itself(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(config.to_yaml())
     assert load_config(str(file)) == config
+
+
+def test_off_is_not_false():
+    data = {"train": "a.tar", "verify": parse_value("off", "data.verify")}
+    config = check_config({**MINIMAL, "data": data}, "here")
+    assert config.data.verify == "off"
+    assert check_config(yaml.safe_load(config.to_yaml()), "here") == config
 
 
 def test_epochs_become_steps():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from clip_train.data.indexing import index_shards, write_indexes
+from launcher import checks
+from launcher.cli import main
+from launcher.config import load_config
+from launcher.recipe_checks import check_shards, check_store
 from tests.launcher.conftest import ROOT
 
 
@@ -47,6 +53,7 @@ def doctor(tmp_path: Path, *arguments: str, limit: int | None = None, **environ:
 def fake_slurm(folder: Path) -> Path:
     folder.mkdir()
     config = "JobRequeue = 0\nKillWait = 5 sec\nProctrackType = proctrack/linuxproc\nSLURM_VERSION = 22.05.8\n"
+    config += "PreemptMode = CANCEL\n"
     partition = "PartitionName=low GraceTime=8 PreemptMode=REQUEUE"
     (folder / "scontrol").write_text(f'#!/bin/sh\n[ "$2" = config ] && printf "{config}" || echo "{partition}"\n')
     (folder / "scontrol").chmod(0o755)
@@ -73,6 +80,60 @@ def test_a_healthy_set_up(recipe, tmp_path):
     assert "GB/s" in told["process group"] and "latency" in told["process group"]
 
 
+@pytest.fixture
+def no_group(monkeypatch):
+    """Without the check that starts processes of its own."""
+    machine = tuple(each for each in checks.MACHINE if each[0] != "process group")
+    monkeypatch.setattr(checks, "MACHINE", machine)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def test_text_says_what_json_says(recipe, tmp_path, capsys, no_group, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    arguments = [str(recipe), f"checkpoint.remote={tmp_path / 'remote'}", "data.lanes=0"]
+    for these in (arguments[:2], arguments):
+        status = main(["doctor", "--json", *these])
+        report = json.loads(capsys.readouterr().out)
+        assert main(["doctor", *these]) == status == (report["worst"] == "error")
+        lines = capsys.readouterr().out.splitlines()
+        text = [(line[:8].strip(), line[8:].split(": ")[0]) for line in lines if line[:8].strip() in ("ok", "warning")]
+        assert text == [(f["level"], f["check"]) for f in report["findings"] if f["level"] != "error"]
+        for finding in report["findings"]:
+            assert (finding["level"] == "ok") == (not finding["remedy"]), finding
+    assert any("data.lanes (0) must be auto or" in f["told"] for f in report["findings"])
+
+
+def test_a_folder_as_the_remote_store(recipe, tmp_path):
+    """Each right is tried, and nothing is left in it."""
+    config = load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'remote'}"])
+    findings = list(check_store(config))
+    assert [f.level for f in findings] == ["ok"] * 6
+    assert list((tmp_path / "remote").rglob("*")) == []
+    (tmp_path / "file").touch()
+    findings = list(check_store(load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'file'}"])))
+    assert findings[-1].level == "error" and findings[-1].remedy
+
+
+def test_an_index_and_its_captions(data, recipe, tmp_path):
+    """Present, missing, made with another caption key, not looked for; of the training data, not of data.val."""
+    shutil.copytree(Path(data.train).parent, tmp_path / "set")
+    train = [f"data.train={tmp_path / 'set' / Path(data.train).name}"]
+    train += [f"data.val={data.train}"]
+
+    def index(*more: str) -> list[str]:
+        found = [f for f in check_shards(load_config(str(recipe), [*train, *more])) if f.check == "index"]
+        return [f"{f.level}: {f.told} {f.remedy}" for f in found]
+
+    (line,) = index()
+    assert line.startswith("warning") and "clip-train index '" in line
+    write_indexes(index_shards([str(each) for each in sorted((tmp_path / "set").glob("*.tar"))], workers=1))
+    (line,) = index()
+    assert line.startswith("ok") and "600 samples in an epoch" in line
+    (line,) = index("data.verify=off")
+    assert line.startswith("ok") and "data.verify is off" in line
+
+
 def no_captions(tmp_path: Path) -> Path:
     file = tmp_path / "bare.tar"
     with tarfile.open(file, "w") as tar:
@@ -97,7 +158,10 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         tmp_path,
         str(recipe),
         "checkpoint.keep_last=100000000",
-        f"data.train={no_captions(tmp_path)}",
+        f"data.train={no_captions(tmp_path)}::/nowhere/{{0..3}}.tar",
+        "data.train_weights=[3, 1]",
+        "data.val=/nowhere/val.tar",
+        "checkpoint.remote=gs://nowhere",
         limit=256,
         RANK="0",
         WORLD_SIZE="8",
@@ -116,9 +180,14 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("slurm", "warning", "JobRequeue=0"),
         ("slurm", "warning", "KillWait=5"),
         ("slurm", "warning", "proctrack/cgroup"),
+        ("slurm", "warning", "PreemptMode=CANCEL"),
         ("slurm", "warning", "partition low preempts 8 s"),
         ("slurm", "warning", "SBATCH_EXPORT"),
         ("captions", "error", "1 of the first 4 samples"),
+        ("shards", "error", "source 2 of 2, weight 1: data.train (/nowhere/{0..3}.tar): 4 of 4 shards are not there"),
+        ("shards", "error", "data.val (/nowhere/val.tar)"),
+        ("index", "warning", "clip-train index"),
+        ("S3", "error", "checkpoint.remote (gs://nowhere) gs://nowhere"),
         ("disk", "error", "make room"),
         ("run", "error", "STOP"),
     ):

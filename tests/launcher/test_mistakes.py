@@ -49,7 +49,7 @@ MISTAKES = {
     "key in the wrong section": (["run.micro_size=8"], ["run.micro_size", "did you mean batch.micro_size?"]),
     "wrong type": (
         ["batch.global_size=many"],
-        ["batch.global_size", "'many'", "integer", "set batch.global_size="],
+        ["batch.global_size", "'many'", "whole number", "set batch.global_size="],
     ),
     "out of range": (["optim.lr=-1"], ["optim.lr", "-1", "greater than 0", "set optim.lr="]),
     "no such choice": (["loss.kind=triplet"], ["loss.kind", "'triplet'", "info_nce"]),
@@ -64,7 +64,7 @@ MISTAKES = {
     ),
     "half a piece of the batch schedule": (
         ["batch.schedule=[{until_step: 9}]"],
-        ["batch.schedule.0.global_size is missing", "or batch.schedule=..."],
+        ["batch.schedule.0.global_size is missing", "or batch.schedule="],
     ),
     "a batch schedule that is a number": (["batch.schedule=8"], ["batch.schedule (8)", "list", "set batch.schedule="]),
     "no shards match": (["data.train=/nowhere/*.tar"], ["data.train", "/nowhere/*.tar", "matches no"]),

@@ -84,7 +84,7 @@ def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
     def plan(**model):
         return make_plan(check_config(MINIMAL | {"model": {"name": "tiny", **model}}, "here"), 1, None)
 
-    with pytest.raises(Exception, match=r"model\.teacher: there is no file or folder nowhere"):
+    with pytest.raises(Exception, match=r"model\.teacher \(nowhere\): no such file or folder; give"):
         plan(teacher="nowhere")
     with pytest.raises(Exception, match=r"model\.teacher_name"):
         plan(teacher=str(tmp_path))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from clip_train.checkpoint import Resumed
+from clip_train.checkpoint.bring import Brought
+from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.resume import Skipped
 from clip_train.errors import UserError
-from launcher.config import RunConfig, check_config
-from launcher.same_run import compare_with
+from launcher.config import RunConfig, check_config, known_keys
+from launcher.same_run import CLASSES, SECTIONS, compare_with
+from tests.launcher.conftest import MODEL
 
 BASE = {
     "run": {"name": "a", "steps": 9000},
@@ -21,36 +30,102 @@ def recipe(**sections: dict) -> RunConfig:
     return check_config({name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {**BASE, **sections}}, "r")
 
 
-def resumed(world_size: int = 1) -> Resumed:
-    state = {"recipe": recipe().model_dump(mode="json"), "samples": 2500, "step": 40}
+def resumed(world_size: int = 1, **state: Any) -> Resumed:
+    state = {"recipe": recipe().model_dump(mode="json"), "samples": 2500, "step": 40, **state}
     return Resumed(40, state, None, None, world_size, "s3://bucket/run/ckpt/x")  # type: ignore[arg-type]
 
 
-def told(config: RunConfig, *, was: int = 1, now: int = 1) -> str:
-    return "\n".join(compare_with(config, resumed(was), now))
+def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
+    return "\n".join(compare_with(config, resumed(was, **state), now))
+
+
+def test_every_key_of_a_recipe_has_a_class() -> None:
+    """A new key: say in launcher/same_run.py what its change means to a run that goes on."""
+    keys = {path for path, _ in known_keys()}
+    classed = {path for path in keys if path in CLASSES or path.split(".")[0] in SECTIONS}
+    assert keys - classed == set()
+    assert set(CLASSES) <= keys and set(SECTIONS) <= {path.split(".")[0] for path in keys}  # none has gone
+
+
+def test_the_whole_message() -> None:
+    """Step, source, what was passed over, layout, samples seen."""
+    older = Skipped(CommitRef(0, 60), "rank00001.safetensors is missing")
+    brought = Brought(fetched=[1_000_000, 2_000_000], seconds=0.25)
+    found = replace(resumed(2), skipped=[older], brought=brought)
+    config = recipe(engine={"zero_stage": 3, "precision": "bf16"}, optim={"lr": 0.5})
+    assert "\n".join([found.describe(), *compare_with(config, found, 1)]) == (
+        "resuming from step 40\n"
+        "  source         s3://bucket/run/ckpt/x (3.0 MB fetched in 0.2 s by 2 ranks)\n"
+        "  passed over    step 60: rank00001.safetensors is missing\n"
+        "  layout         2 ranks at ZeRO 1, fp32 -> 1 rank at ZeRO 3, bf16\n"
+        "  samples seen   2,500 (2.50 epochs)\n"
+        "  changed since  optim.lr was 0.0005, is 0.5"
+    )
+    warm = resumed().describe()
+    assert "  passed over    nothing" in warm and "(nothing fetched)" in warm
 
 
 def test_the_same_recipe() -> None:
-    assert told(recipe()) == "  2,500 samples seen, 2.50 epochs; the same layout, bitwise as if never stopped"
+    assert told(recipe()) == (
+        "  layout         the same (1 rank at ZeRO 1, fp32): bitwise as if never stopped\n"
+        "  samples seen   2,500 (2.50 epochs)"
+    )
 
 
 def test_what_the_curve_cannot_tell_passes_in_silence() -> None:
-    silent = {"log": {"every_steps": 7}, "batch": {"micro_size": 8}, "data": {"workers": 3}, "run": {"name": "b"}}
+    silent = {"log": {"every_steps": 7}, "data": {"workers": 3}, "run": {"name": "b"}, "launch": {"timeout_seconds": 9}}
     config = recipe(**silent, checkpoint={"keep_last": 9})
     assert told(config) == told(recipe())
 
 
-def test_what_it_may_tell_is_named() -> None:
-    lines = told(recipe(engine={"zero_stage": 3}, optim={"lr": 0.5}), was=2)
-    assert "layout: 2 ranks at ZeRO 1 -> 1 rank at ZeRO 3" in lines
-    assert "engine.zero_stage was 1, is 3" in lines and "optim.lr was " in lines and "WARNING" not in lines
+@pytest.mark.parametrize(("section", "key", "value"), [("batch", "micro_size", 8), ("loss", "tile", 64)])
+def test_what_only_rounds_is_not_called_bitwise(section: str, key: str, value: int) -> None:
+    lines = told(recipe(**{section: {key: value}}))
+    assert f"fp32); {section}.{key} changed: equal within rounding" in lines and "bitwise" not in lines
+    assert "bitwise" not in told(recipe(batch={"micro_size": "auto"}))
 
 
 @pytest.mark.parametrize(
-    "section,key,value", [("batch", "global_size", 128), ("model", "name", "ViT-B-16"), ("run", "seed", 5)]
+    ("section", "key", "value"),
+    [
+        ("batch", "global_size", 128),
+        ("model", "name", "ViT-B-16"),
+        ("run", "seed", 5),
+        ("data", "aug_scale", (0.5, 1.0)),
+        ("model", "init_logit_bias", -10.0),
+    ],
 )
 def test_another_run_is_refused_unless_it_is_forced(section: str, key: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"belongs to another run: {section}\.{key} was .*allow_changed_recipe=true"):
         told(recipe(**{section: {key: value}}))
     forced = told(recipe(**{section: {key: value}, "checkpoint": {"allow_changed_recipe": True}}))
-    assert f"WARNING: this is another run now: {section}.{key}" in forced
+    assert f"WARNING        this is another run now: {section}.{key}" in forced and "bitwise" not in forced
+
+
+def test_some_keys_matter_only_with_others() -> None:
+    def then(**sections: Any) -> dict[str, Any]:
+        return {"recipe": recipe(**sections).model_dump(mode="json")}
+
+    local = {"batch": {"accumulation": "local"}}
+    smaller = {"batch": {"accumulation": "local", "micro_size": 8}}
+    with pytest.raises(UserError, match=r"batch\.micro_size was 16, is 8"):
+        told(recipe(**smaller), **then(**local))
+    bank = {"loss": {"kind": "memory_bank", "bank_size": 64}}
+    with pytest.raises(UserError, match=r"loss\.bank_size was 64, is 128"):
+        told(recipe(loss={"kind": "memory_bank", "bank_size": 128}), **then(**bank))
+    assert "changed since  loss.bank_size" in told(recipe(loss={"bank_size": 64}))
+
+
+def test_a_model_is_what_its_file_says_not_what_it_is_called(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one.write_text(json.dumps(MODEL))
+    other.write_text(json.dumps(MODEL))
+    config = recipe(model={"name": str(one)})
+    state = {
+        "recipe": config.model_dump(mode="json"),
+        "architecture": config.model.architecture().model_dump(mode="json"),
+    }
+    assert "changed since  model.name was" in told(recipe(model={"name": str(other)}), **state)  # it has moved
+    one.write_text(json.dumps({**MODEL, "text_cfg": {**MODEL["text_cfg"], "heads": 1}}))  # every shape is the same
+    with pytest.raises(UserError, match=r"one\.json\): text_cfg\.heads was 2, is 1"):
+        told(config, **state)

@@ -29,6 +29,20 @@ def test_plain_lines_come_by_time_and_at_the_end() -> None:
     assert text[-1] == "saved [bold]"
 
 
+def test_what_became_of_saves_stays_in_the_line() -> None:
+    out, now = io.StringIO(), [0.0]
+    with ProgressLine(100, stream=out, plain_every_seconds=0.0, every_steps=2, clock=lambda: now[0]) as progress:
+        progress.update(record(2))
+        progress.update(record(3) | {"checkpoint_step": 3, "checkpoint_failures": 0})  # a step without a line
+        progress.update(record(4))
+        progress.update(record(6) | {"checkpoint_failures": 1})
+        progress.update(record(8) | {"checkpoint_failures": 2})
+        progress.update(record(10) | {"checkpoint_step": 9, "checkpoint_failures": 0})
+    ends = [line.split("ETA ")[1].split(maxsplit=1)[1:] for line in out.getvalue().splitlines()]
+    saved = "saved at 3"
+    assert ends == [[], [saved], [f"{saved}  1 failed save"], [f"{saved}  2 failed saves"], ["saved at 9"]]
+
+
 def test_nothing_on_other_ranks() -> None:
     out = io.StringIO()
     with ProgressLine(2, stream=out, enabled=False) as progress:

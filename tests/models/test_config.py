@@ -33,7 +33,7 @@ def test_an_unknown_preset_names_its_neighbours():
     with pytest.raises(UserError, match=r"unknown model 'vit-b32'; did you mean ViT-B-32") as e:
         load_architecture("vit-b32")
     assert "known: ViT-B-16, ViT-B-32" in str(e.value)
-    with pytest.raises(UserError, match=r"there is no file nowhere/model\.json"):
+    with pytest.raises(UserError, match=r"model\.name \(nowhere/model\.json\): there is no such file; correct"):
         load_architecture("nowhere/model.json")
 
 
@@ -53,7 +53,10 @@ def test_an_unknown_preset_names_its_neighbours():
             r"vision_cfg\.attentional_pool = True is not implemented",
         ),
         ({"vision_cfg": {"layers": [3, 4, 6, 3]}}, r"vision_cfg\.layers is a list, which means a ResNet"),
-        ({"vision_cfg": {"patchsize": 4}}, r"vision_cfg\.patchsize is no key .* did you mean patch_size"),
+        (
+            {"vision_cfg": {"patchsize": 4}},
+            r"vision_cfg\.patchsize \(4\): .* did you mean patch_size",
+        ),
         (
             {"vision_cfg": {"head_width": 10}},
             r"vision_cfg: .*width \(32\) must be a multiple of head_width \(10\)",
@@ -61,7 +64,7 @@ def test_an_unknown_preset_names_its_neighbours():
         ({"vision_cfg": {"patch_size": 5}}, r"image_size \(16\) must be a multiple of patch_size \(5\)"),
         ({"text_cfg": {"heads": 3}}, r"width \(20\) must be a multiple of heads \(3\)"),
         ({"custom_text": True}, r"custom_text = True is not implemented"),
-        ({"embed_dim": 0}, r"embed_dim: Input should be greater than 0"),
+        ({"embed_dim": 0}, r"embed_dim \(0\) must be a whole number of at least 1"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(sections: dict[str, Any], message: str):
@@ -71,7 +74,7 @@ def test_what_is_not_implemented_is_refused_by_name(sections: dict[str, Any], me
 
 def test_all_mistakes_are_told_at_once():
     content = _content(vision_cfg={"pool_type": "avg"}, text_cfg={"heds": 2})
-    with pytest.raises(UserError, match=r"model\.json: .*pool_type.*; text_cfg\.heds is no key"):
+    with pytest.raises(UserError, match=r"model\.json: .*pool_type.*; text_cfg\.heds \(2\): .* did you mean heads"):
         parse_architecture(content, "model.json")
 
 

@@ -8,13 +8,11 @@ import json
 import re
 import time
 import urllib.error
-import urllib.parse
-import urllib.request
 import xml.etree.ElementTree as ET
 from typing import Any
 
 from tests.checkpoint.eyes import damage, strays
-from tests.s3.server import SIGNED, Server
+from tests.s3.server import Server
 
 
 class Bucket:
@@ -28,25 +26,21 @@ class Bucket:
     def url(self) -> str:
         return f"s3://{self.name}"
 
-    def _query(self, query: str) -> ET.Element:
-        request = urllib.request.Request(f"{self.server.url}/{self.name}?{query}", headers={"Authorization": SIGNED})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            text = re.sub(rb' xmlns="[^"]*"', b"", answer.read())
-        return ET.fromstring(text)
+    def _query(self, **query: str) -> ET.Element:
+        return ET.fromstring(re.sub(rb' xmlns="[^"]*"', b"", self.server.get(self.name, query)))
 
     def keys(self, prefix: str = "") -> list[str]:
         found: list[str] = []
         after = ""
         while True:
-            query = urllib.parse.urlencode({"list-type": "2", "prefix": prefix, "start-after": after})
-            page = self._query(query)
+            page = self._query(**{"list-type": "2", "prefix": prefix, "start-after": after})
             found += [key.text or "" for key in page.iter("Key")]
             if page.findtext("IsTruncated") != "true":
                 return found
             after = found[-1]
 
     def unfinished_uploads(self) -> list[str]:
-        return [upload.findtext("Key") or "" for upload in self._query("uploads").iter("Upload")]
+        return [upload.findtext("Key") or "" for upload in self._query(uploads="").iter("Upload")]
 
     def get(self, key: str) -> bytes:
         for _ in range(4):

@@ -10,9 +10,7 @@ from multiprocessing import forkserver
 import pytest
 
 from tests.s3.proxy import FaultyProxy
-from tests.s3.server import Server, python
-
-MISSING = "the S3 server is not set up: run scripts/setup_s3.sh (`make test` does)"
+from tests.s3.server import Server, chosen
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,20 +20,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # What s3fs, when it renews a session, leaves of the old one to the garbage collector.
         item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
         item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
-    if here and python() is None:
+    if here and (missing := chosen().missing()):
         for item in here:
-            item.add_marker(pytest.mark.skip(reason=MISSING))
+            item.add_marker(pytest.mark.skip(reason=missing))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "tests/s3/" in r.nodeid]
-    if skipped and python() is None:
-        terminalreporter.write_sep("!", f"{len(skipped)} S3 TESTS WERE NOT RUN: {MISSING}", red=True, bold=True)
+    here = {
+        kind: [r for r in found if "tests/s3/" in getattr(r, "nodeid", "")]
+        for kind, found in terminalreporter.stats.items()
+    }
+    if here.get("skipped") and (missing := chosen().missing()):
+        told = f"{len(here['skipped'])} S3 TESTS WERE NOT RUN: {missing}"
+        terminalreporter.write_sep("!", told, red=True, bold=True)
+    elif here.get("passed"):
+        terminalreporter.write_line(f"{len(here['passed'])} S3 tests passed against {chosen().name}")
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    up = Server().start()
+    up = chosen()().start()
     yield up
     up.stop()
 
@@ -43,14 +47,11 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """The proxy; whatever opens s3:// in the test goes through it."""
-    with FaultyProxy(server.port) as proxy:
+    with FaultyProxy(server.port, server.sign) as proxy:
         for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE", "AWS_ENDPOINT_URL_S3"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        for name, value in server.environment(proxy.url).items():
+            monkeypatch.setenv(name, value)
         yield proxy
         forget_file_systems()
 

@@ -13,14 +13,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Action = Literal[
     "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
-    "unconditional", "skew", "hide",
+    "unconditional", "skew", "hide", "slow",
 ]  # fmt: skip
 
 MOST_RUNNING = 6  # below the default of storage.attempts
@@ -33,10 +33,10 @@ class Fault:
     reset: the connection is reset before an answer; cut: reset in mid-body; end: closed politely in mid-body,
     with the right Content-Length; short: a part of the body, with a Content-Length that fits; stall: a part of
     the body and then silence; drip: 200 bytes a second; flip: one bit of the body; other: other bytes, as many;
-    status: an S3 error; hang: no answer; expired: 403 for requests signed with the key `access_key`.
+    status: an S3 error; hang: no answer; expired: 403 for requests signed with a key that begins with `access_key`.
     lost: carried out, then reset instead of the answer; upflip: one bit of the request's body; unconditional: the
     request without its If-None-Match; skew: the answer's Date is an hour early;
-    hide: the objects whose key contains `hidden` are left out of listings.
+    hide: the objects whose key contains `hidden` are left out of listings; slow: `seconds` late, and then as it is.
     """
 
     action: Action
@@ -51,6 +51,7 @@ class Fault:
     s3code: str = "SlowDown"
     access_key: str = ""
     hidden: str = ""
+    seconds: float = 0.05
     at: float | None = None  # where in the body, as a fraction; None: drawn
     seen: int = field(default=0, init=False)
     fired: int = field(default=0, init=False)
@@ -60,7 +61,7 @@ class Fault:
     def hits(self, method: str, path: str, headers: bytes) -> bool:
         if method not in self.method.split("|") or not re.search(self.key, path):
             return False
-        if self.action == "expired" and f"Credential={self.access_key}/".encode() not in headers:
+        if self.action == "expired" and f"Credential={self.access_key}".encode() not in headers:
             return False
         self.seen += 1
         if not self.left:
@@ -79,13 +80,25 @@ def fresh(faults: Iterable[Fault]) -> list[Fault]:
     return [replace(fault) for fault in faults]
 
 
-class FaultyProxy:
-    """Forwards to 127.0.0.1:`upstream`; `faults` may be replaced at any time."""
+class Answer(NamedTuple):
+    """What went back for a request, as far as no fault spoiled it."""
 
-    def __init__(self, upstream: int) -> None:
-        self.upstream = upstream
+    access_key: str  # whose credentials signed it
+    request: str  # as in `FaultyProxy.requests`
+    num_bytes: int  # of the body
+
+
+class FaultyProxy:
+    """Forwards to 127.0.0.1:`upstream`; `faults` may be replaced at any time.
+
+    sign: `Server.sign`; requests that are changed on the way are signed again, where a server looks.
+    """
+
+    def __init__(self, upstream: int, sign: Callable[..., dict[str, str]] | None = None) -> None:
+        self.upstream, self._sign = upstream, sign
         self.faults: list[Fault] = []
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
+        self.answers: list[Answer] = []
         self.port = 0
         self._running: dict[str, int] = {}  # request -> faults since it last passed
         self._clients: set[asyncio.Task | None] = set()  # the loop holds them weakly, and some sleep for an hour
@@ -141,12 +154,15 @@ class FaultyProxy:
         body = await reader.readexactly(_length(head))
         asked = re.search(rb"\r\nRange: *([^\r]+)", head, re.IGNORECASE)
         self.requests.append(f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip())
-        hit = self._fault_of(self.requests[-1], method.decode(), path.decode().partition("?")[0], head)
+        request = self.requests[-1]
+        hit = self._fault_of(request, method.decode(), path.decode().partition("?")[0], head)
         action = hit.action if hit else None
         if action == "reset":
             return _reset(writer)
         if action == "hang":
             await asyncio.sleep(3600)
+        if hit and action == "slow":
+            await asyncio.sleep(hit.seconds)
         if hit and action in ("status", "expired"):
             code, name = (403, "ExpiredToken") if action == "expired" else (hit.code, hit.s3code)
             error = f"<?xml version='1.0'?><Error><Code>{name}</Code><Message>injected</Message></Error>".encode()
@@ -157,7 +173,7 @@ class FaultyProxy:
         if action == "upflip" and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
         if action == "unconditional":
-            head = _with_header(head, b"If-None-Match", None)
+            head = self._signed(_with_header(head, b"If-None-Match", None), body)
         answer_head, answer = await self._forward(head, body, method == b"HEAD")
         if action == "lost":
             return _reset(writer)
@@ -168,7 +184,9 @@ class FaultyProxy:
             entry = rb"<Contents>(?:(?!</Contents>).)*" + re.escape(hit.hidden.encode()) + rb".*?</Contents>"
             answer = re.sub(entry, b"", answer, flags=re.DOTALL)
             answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
-        if hit is None or action in ("upflip", "unconditional", "skew", "hide"):
+        if hit is None or action in ("upflip", "unconditional", "skew", "hide", "slow"):
+            signed = re.search(rb"Credential=([^/]+)/", head)
+            self.answers.append(Answer(signed[1].decode() if signed else "", request, len(answer)))
             writer.write(answer_head + answer)
             await writer.drain()
             return True
@@ -179,6 +197,13 @@ class FaultyProxy:
         hit = next((f for f in self.faults if not (tired and f.every > 1) and f.hits(method, path, head)), None)
         self._running[request] = self._running.get(request, 0) + 1 if hit else 0
         return hit
+
+    def _signed(self, head: bytes, body: bytes) -> bytes:
+        if self._sign is not None:
+            method, target = head.decode().split(" ", 2)[:2]
+            for name, value in self._sign(method, self.url, target, body, {}).items():
+                head = _with_header(head, name.encode(), value.encode())
+        return head
 
     async def _forward(self, head: bytes, body: bytes, no_body: bool) -> tuple[bytes, bytes]:
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)

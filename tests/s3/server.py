@@ -1,11 +1,14 @@
-"""A real S3 server for the tests: LocalStack's S3 provider, in an environment of its own (scripts/setup_s3.sh).
+"""A real S3 server for the tests, behind one interface: `tests/s3/localstack.py` or `tests/s3/ceph.py`.
 
-It verifies checksums and honours conditional writes; it accepts any credentials, so the proxy plays that part.
+CLIP_TRAIN_S3_SERVER says which: `localstack` (the default) or `ceph` (`make acceptance`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import hashlib
+import hmac
 import os
 import shutil
 import signal
@@ -14,62 +17,74 @@ import subprocess
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 90  # 5 on a quiet machine
-# Its standard input is a pipe from us: it closes when we are gone, killed or not, and then all of the group goes.
-ENDS_WITH_US = '"$@" </dev/null & read nothing; kill -9 -$$'
+REGION = "us-east-1"
+# Its standard input is a pipe from us: it closes when we are gone, killed or not, and then all of the group goes;
+# and so it does when the server itself ends.
+ENDS_WITH_US = '{ "$@" </dev/null; kill -9 -$$; } & read nothing; kill -9 -$$'
 
 
-def python() -> Path | None:
-    """The server's interpreter, or None where it has not been set up."""
-    venv = Path(os.environ.get("CLIP_TRAIN_S3_VENV", ROOT / ".venv-s3"))
-    found = venv / "bin" / "python"
-    return found if (venv / ".ready").exists() and found.exists() else None
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class Server:
+class Server(ABC):
     """Up between `start` and `stop`; everything it writes lies in a temporary folder."""
 
+    name: ClassVar[str]
+    start_seconds: ClassVar[float]  # at most, on a busy machine
+    access_key: ClassVar[str]
+    secret_key: ClassVar[str]
+
     def __init__(self) -> None:
-        self.port = free_port()
+        self.port = self._free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
         self._process: subprocess.Popen | None = None
 
+    # -- what a server must say of itself
+
+    @classmethod
+    @abstractmethod
+    def missing(cls) -> str | None:
+        """What to do before it can be started here; None where it can."""
+
+    @abstractmethod
+    def command(self) -> tuple[list[str], dict[str, str]]:
+        """What runs it in the foreground, and in which environment."""
+
+    @abstractmethod
+    def add_key(self, access_key: str, secret_key: str) -> None:
+        """From now on requests may be signed with this pair as well."""
+
+    @abstractmethod
+    def remove_key(self, access_key: str) -> None:
+        """And no longer with this one, where the server looks."""
+
+    def is_up(self) -> bool:
+        try:
+            urllib.request.urlopen(self.url, timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    # -- its life
+
     def start(self) -> Server:
-        interpreter = python()
-        assert interpreter is not None, "run scripts/setup_s3.sh"
-        for name in ("root", "tmp", "cache"):
-            (self._folder / name).mkdir()
-        address = f"127.0.0.1:{self.port}"
+        assert self.missing() is None, self.missing()
+        command, environment = self.command()
         environment = {
             "PATH": os.environ.get("PATH", ""),
-            "HOME": str(self._folder),
-            "XDG_CACHE_HOME": str(self._folder / "cache"),
-            "TMPDIR": str(self._folder / "tmp"),
-            "FILESYSTEM_ROOT": str(self._folder / "root"),
-            "GATEWAY_LISTEN": address,
-            "LOCALSTACK_HOST": address,
-            "SERVICES": "s3",
-            "EAGER_SERVICE_LOADING": "1",
-            "STRICT_SERVICE_LOADING": "1",
-            "DISABLE_EVENTS": "1",
-            "SKIP_SSL_CERT_DOWNLOAD": "1",
-            "DNS_ADDRESS": "0",
+            "HOME": str(self.folder),
+            "TMPDIR": str(self.folder),
+            **environment,
         }
-        with (self._folder / "log").open("wb") as log:
+        with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                ["sh", "-c", ENDS_WITH_US, "sh", str(interpreter), "-m", "localstack.runtime.main"],
-                cwd=self._folder, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+                ["sh", "-c", ENDS_WITH_US, "sh", *command],
+                cwd=self.folder, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         try:
@@ -79,53 +94,113 @@ class Server:
             raise
         return self
 
+    def _wait(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self.start_seconds
+        while time.monotonic() < deadline and self._process.poll() is None:
+            if self.is_up():
+                return
+            time.sleep(0.1)
+        log = (self.folder / "log").read_text(errors="replace")
+        raise RuntimeError(f"{self.name} did not start\n{log[-3000:]}")
+
     def stop(self) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # nothing in it is worth a tidy end
             self._process.communicate()
             self._process = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @classmethod
+    def _free_port(cls) -> int:
+        return free_ports(1)
+
+    # -- its use
 
     def environment(self, url: str | None = None) -> dict[str, str]:
         """What a process needs to find it, or a proxy at `url`."""
         return {
             "AWS_ENDPOINT_URL": url or self.url,
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": REGION,
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
     def put(self, path: str, data: bytes = b"") -> None:
-        """`path` is "bucket" or "bucket/key". Plain HTTP: no code of the package under test."""
-        request = urllib.request.Request(f"{self.url}/{path}", data=data, method="PUT")
-        request.add_header("Authorization", SIGNED)
-        urllib.request.urlopen(request, timeout=30).close()
+        """`path` is "bucket" or "bucket/key"."""
+        self.request("PUT", path, data=data)
+
+    def make_public(self, path: str) -> None:
+        """Anyone may read the object, or list the bucket."""
+        self.request("PUT", path, {"acl": ""}, headers={"x-amz-acl": "public-read"})
 
     def delete(self, path: str) -> None:
-        request = urllib.request.Request(f"{self.url}/{path}", method="DELETE", headers={"Authorization": SIGNED})
-        urllib.request.urlopen(request, timeout=30).close()
+        self.request("DELETE", path)
 
-    def get(self, path: str) -> bytes:
-        request = urllib.request.Request(f"{self.url}/{path}", headers={"Authorization": SIGNED})
+    def get(self, path: str, query: dict[str, str] | None = None) -> bytes:
+        return self.request("GET", path, query or {})
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str] | None = None,
+        data: bytes = b"",
+        headers: dict[str, str] | None = None,
+    ) -> bytes:
+        """Plain HTTP, signed by hand: no code of the package under test, nor of its S3 client."""
+        asked = urllib.parse.urlencode(sorted((query or {}).items()), quote_via=urllib.parse.quote)
+        path = "/" + urllib.parse.quote(path)
+        target = f"{path}{'?' * bool(asked)}{asked}"
+        signed = self.sign(method, self.url, target, data, headers or {})
+        request = urllib.request.Request(self.url + target, data=data or None, method=method, headers=signed)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.read()
 
-    def _wait(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                break
-            try:
-                urllib.request.urlopen(f"{self.url}/_localstack/health", timeout=5).close()
-                return
-            except OSError:
-                time.sleep(0.1)
-        log = (self._folder / "log").read_text(errors="replace")
-        raise RuntimeError(f"the S3 server did not start\n{log[-3000:]}")
+    def sign(self, method: str, url: str, target: str, data: bytes, headers: dict[str, str]) -> dict[str, str]:
+        """The headers of a request to `url`, with these among them; target: the path, and the query if any."""
+        path, _, query = target.partition("?")
+        return signature(method, url, path, query, data, headers, self.access_key, self.secret_key)
 
 
-# Tells the server that S3 is meant; it does not look closer.
-SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+def signature(
+    method: str, url: str, path: str, query: str, data: bytes, headers: dict[str, str], access_key: str, secret: str
+) -> dict[str, str]:
+    """The headers of a request in AWS's signature, version 4, with these `headers` among them."""
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    digest = hashlib.sha256(data).hexdigest()
+    headers = {"host": url.partition("://")[2], "x-amz-content-sha256": digest, "x-amz-date": now, **headers}
+    names = ";".join(sorted(headers))
+    lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
+    asked = hashlib.sha256("\n".join([method, path, query, lines, names, digest]).encode()).hexdigest()
+    scope = f"{now[:8]}/{REGION}/s3/aws4_request"
+    key = f"AWS4{secret}".encode()
+    for part in [*scope.split("/"), f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{asked}"]:
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    told = f"AWS4-HMAC-SHA256 Credential={access_key}/{scope}, SignedHeaders={names}, Signature={key.hex()}"
+    return {**headers, "Authorization": told}
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ones in a row."""
+    while True:
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            first = 0
+            for i in range(count):
+                each = held.enter_context(socket.socket())
+                each.bind(("127.0.0.1", first + i if first else 0))
+                first = first or each.getsockname()[1]
+            return first
+
+
+def chosen() -> type[Server]:
+    """The kind of server that CLIP_TRAIN_S3_SERVER names."""
+    from tests.s3.ceph import Ceph
+    from tests.s3.localstack import LocalStack
+
+    kinds: dict[str, type[Server]] = {"localstack": LocalStack, "ceph": Ceph}
+    name = os.environ.get("CLIP_TRAIN_S3_SERVER", "localstack")
+    assert name in kinds, f"CLIP_TRAIN_S3_SERVER={name}: one of {', '.join(kinds)}"
+    return kinds[name]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed, client
 from clip_train.errors import CheckpointError, UserError
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.ranks import run_ranks
@@ -97,7 +97,7 @@ def test_it_is_in_both_places_and_comes_back_from_either(tmp_path: Path, url: st
     assert run.manager.last_good is not None and run.manager.last_good.path.startswith(f"{url}/ckpt/s0000000002/")
 
     again = assert_is(Run(tmp_path / "b", url).resume(), 2)  # another machine
-    assert again.fetched > 0 and f"({url}/ckpt/" in again.describe() and "fetched" in again.describe()
+    assert again.fetched > 0 and f"source         {url}/ckpt/" in again.describe() and "MB fetched" in again.describe()
     assert set(committed(tmp_path / "b")) == {2}  # from now on it is there too
 
     proxy.requests.clear()
@@ -211,7 +211,7 @@ def test_a_bucket_that_goes_away_stops_the_run_after_some_misses(tmp_path: Path,
     for step in (2, 3, 4):
         run.save(step, wait=False)
         time.sleep(0.3)
-    stops = r"\(2 in a row\).*create the bucket .*; the last good one is .*s000000000[34]"
+    stops = r"\(2 in a row\).*create the bucket.*; the last good one is .*s000000000[34]"
     with pytest.raises(CheckpointError, match=stops):
         run.until(lambda: False)
     proxy.faults = []
@@ -219,15 +219,15 @@ def test_a_bucket_that_goes_away_stops_the_run_after_some_misses(tmp_path: Path,
 
 
 def test_at_the_end_it_waits_no_longer_than_the_grace(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
-    run = Run(tmp_path, url, grace_seconds=1.5)
+    run = Run(tmp_path, url, grace_seconds=4.5)  # enough for the disk, on a busy machine too
     run.manager.begin()
     proxy.faults = [Fault("hang", method="PUT|POST", key="ckpt/")]
     began = time.monotonic()
     assert run.save(1) is False
     run.manager.close()
-    assert time.monotonic() - began < 15
-    assert run.said[0] == f"waiting up to 1 s for step 1 to be committed at {url}"
-    assert "the save of step 1 was abandoned after 2 s; the last good one is" in run.said[1]
+    assert time.monotonic() - began < 18
+    assert run.said[0] == f"waiting up to 4 s for step 1 to be committed at {url}"
+    assert re.search(r"the save of step 1 was abandoned after \d+ s; the last good one is", run.said[1])
     assert view.commits("run") == {} and set(committed(tmp_path)) == {1}
     proxy.faults = []
     later = Run(tmp_path, url)
@@ -287,7 +287,7 @@ def test_preflight_says_what_to_fix(tmp_path: Path, url: str, view: Bucket, prox
         proxy.faults = []
 
     any_method = "GET|PUT|HEAD|DELETE"
-    says("cannot be listed.*create the bucket nowhere", None, "s3://nowhere/run")
+    says("cannot be listed.*create the bucket", None, "s3://nowhere/run")
     denied = {"code": 403, "s3code": "AccessDenied", "key": "preflight|list"}
     says("cannot be written to: .*AccessDenied", Fault("status", method="PUT", **denied))
     says("cannot be read: .*AccessDenied", Fault("status", method="GET", **denied))
@@ -332,6 +332,7 @@ def test_resume_from_a_url(tmp_path: Path, url: str, view: Bucket) -> None:
 
 
 def test_no_secret_is_told_or_kept(tmp_path: Path, url: str, view: Bucket, proxy, monkeypatch, capfd) -> None:
+    view.server.add_key("AKIASECRETKEY", "TOPSECRETVALUE")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASECRETKEY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "TOPSECRETVALUE")
     run = Run(tmp_path, url)
@@ -377,9 +378,8 @@ def test_a_survey_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) ->
 def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
     """A rank whose disk no other rank sees: it resumes what is there, and saves `step`."""
     rank, world_size = dist.rank(), dist.world_size()
-    said: list[str] = []
     config = CheckpointConfig(remote=url, grace_seconds=60.0, orphan_grace_minutes=0.0)
-    manager = CheckpointManager(config, root / f"disk{rank}", log=said.append)
+    manager = CheckpointManager(config, root / f"disk{rank}", log=lambda line: None)
     resumed = manager.resume()
     same = True
     if resumed is not None:
@@ -391,7 +391,13 @@ def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
     saved = manager.save(step, cut(whole(step), rank, world_size), own, {"step": step}, wait=True)
     manager.close()
     files = sorted(path.name for path in (root / f"disk{rank}").rglob("*.safetensors"))
-    return {"resumed": resumed and resumed.step, "same": same, "saved": saved, "files": files, "said": said}
+    return {
+        "resumed": resumed and resumed.step,
+        "same": same,
+        "saved": saved,
+        "files": files,
+        "told": resumed and resumed.describe(),
+    }
 
 
 @pytest.mark.distributed
@@ -403,6 +409,72 @@ def test_ranks_that_share_no_disk(tmp_path: Path, url: str, view: Bucket) -> Non
     again = run_ranks(on_its_own_disk, 2, tmp_path / "b", url, 2)  # each fetches its own file
     assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in again] == [(1, True, True)] * 2
     assert [set(seen["files"]) for seen in again] == [{"rank00000.safetensors"}, {"rank00001.safetensors"}]
-    more = run_ranks(on_its_own_disk, 3, tmp_path / "c", url, 3)  # and blocks of the others' where it needs them
-    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [(2, True, True)] * 3
+    (key,) = [key for key in view.keys("run/ckpt/s0000000002/") if key.endswith("rank00001.safetensors")]
+    content = view.get(key)
+    view.put(key, content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])  # one rank finds it: all step back
+    more = run_ranks(on_its_own_disk, 3, tmp_path / "c", url, 3)  # with two files for three
+    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [(1, True, True)] * 3
+    assert ["rank00001.safetensors does not have its sha256" in seen["told"] for seen in more] == [True] * 3
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
+
+
+def killed_in_the_upload(folder: Path, url: str, victim: int) -> dict[str, Any]:
+    """Each rank has a saver of its own; one is killed while it uploads its part of step 2."""
+    rank = dist.rank()
+    client._node = lambda: (f"node {rank}", "", 0)
+    said: list[str] = []
+    config = CheckpointConfig(remote=url, grace_seconds=60.0, orphan_grace_minutes=0.0)
+    manager = CheckpointManager(config, folder, log=said.append)
+    assert manager.resume() is None
+
+    def save(step: int, *, wait: bool) -> bool:
+        own = {"rng": torch.tensor([rank], dtype=torch.uint8), "padding": torch.zeros(3_000_000)}
+        return manager.save(step, cut(whole(step), rank, 2), own, {"step": step}, wait=wait)
+
+    assert save(1, wait=True)
+    said.clear()
+    assert save(2, wait=False)
+    while not list(folder.glob("commit/*-s0000000002.json")):  # then rank 0 has begun to upload, and rank 1 has long
+        manager.poll()
+        time.sleep(0.01)
+    time.sleep(0.5)
+    if rank == victim:
+        process = manager._saver._process  # type: ignore[union-attr]
+        assert process is not None
+        process.kill()
+        while manager._saver.connected:  # type: ignore[union-attr]
+            manager.poll()
+    dist.barrier()
+    time.sleep(1.0)  # the least age of an upload that is swept
+    saved = save(3, wait=True)
+    manager.close()
+    return {"saved": saved, "said": [line for line in said if "waiting" not in line and "trying again" not in line]}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_saver_that_is_killed_in_the_upload(tmp_path: Path, url: str, view: Bucket, proxy, victim: int) -> None:
+    proxy.faults = [Fault("hang", method="PUT", key=f"s0000000002/.*rank0000{victim}.safetensors")]
+    zero, one = run_ranks(killed_in_the_upload, 2, tmp_path, url, victim)
+    assert proxy.fired > 0 and zero["saved"] and one["saved"]
+    (told,) = zero["said"]
+    assert "step 2 failed (1 in a row): " in told and "has ended (signal 9); training goes on, the last good" in told
+    assert "s0000000002" in told and one["said"] == []  # it is on the disk
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
+    assert view.orphans("run") == [] and view.incomplete("run") == []
+    assert set(committed(tmp_path)) == {1, 2, 3}
+
+
+def test_what_an_evaluation_came_to_survives_an_outage(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    run = Run(tmp_path, url, keep_last=1, keep_best="top1")
+    assert run.save(1)
+    proxy.faults = [Fault("status", method="PUT", key="metric/")]
+    run.manager.note_metrics(1, {"top1": 0.9})
+    run.until(lambda: any("the saver: " in line for line in run.said))
+    assert run.save(2)
+    run.until(lambda: any("could not be removed" in line for line in run.said))  # what is best is not known there
+    proxy.faults = []
+    assert run.save(3)
+    run.manager.close()
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
+    assert view.keys("run/metric") == ["run/metric/e000000-s0000000001.json"]

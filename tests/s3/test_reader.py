@@ -117,11 +117,13 @@ def test_missing_and_denied_are_not_empty(url: str, proxy: FaultyProxy, bucket: 
 
 
 def test_expired_credentials_are_renewed(
-    url: str, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, server: Server, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a credentials file that a daemon rewrites: what the process holds expires in mid-shard."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
+    server.add_key("OLD", "s")
+    server.add_key("NEW", "s")
     credentials = tmp_path / "credentials"
     credentials.write_text("[default]\naws_access_key_id = OLD\naws_secret_access_key = s\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
@@ -186,8 +188,10 @@ def test_write_and_list(proxy: FaultyProxy, server: Server, bucket: str) -> None
     assert len(expand_glob(f"s3://{bucket}/x/*.json")) == 2
 
 
-def test_any_file_system_with_ranges(url: str, proxy: FaultyProxy) -> None:
+def test_any_file_system_with_ranges(url: str, server: Server, proxy: FaultyProxy, bucket: str) -> None:
     """The same object by plain HTTP: no streams, so the whole range has its time."""
+    server.make_public(bucket)
+    server.make_public(url.removeprefix("s3://"))
     http = f"{proxy.url}/{url.removeprefix('s3://')}"
     proxy.faults = [Fault("cut", every=4), Fault("short", every=4), Fault("flip", every=4), Fault("stall", times=1)]
     with open_read(http, FAST, sums_of(DATA)) as file:

@@ -1,0 +1,267 @@
+"""The files of a checkpoint, whole and verified: what lies on a disk is hashed, the rest fetched; ranks share the work.
+
+Where all ranks see one folder the files lie in it afterwards. Where they do not, each rank has its share of the
+blocks on its own disk, and gives the others of it what they need (`exchange.py`): however many disks there are, and
+whatever the layout, a byte comes from the store once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clip_train import dist
+from clip_train.checkpoint.disk import check_space, free_bytes
+from clip_train.checkpoint.files import (
+    DamagedBlockError,
+    LocalFile,
+    SparseFile,
+    fetch_block,
+    first_damage,
+    in_parallel,
+    sha256_of_next,
+    wrong_size,
+)
+from clip_train.checkpoint.layout import BLOCK_BYTES
+from clip_train.checkpoint.marks import Found, readable
+from clip_train.checkpoint.shares import Range, Span, deal
+from clip_train.storage import LocalStorage, Storage
+
+TELL_SECONDS = 10.0  # between lines about a fetch that takes long
+Problems = dict[int, str]  # file -> what is wrong with it
+
+
+@dataclass
+class Brought:
+    """What has become of it."""
+
+    problem: str | None = None  # the first damage that any rank met
+    fetched: list[int] = field(default_factory=list)  # bytes, by rank
+    seconds: float = 0.0  # of fetching
+    # Where ranks share no disk: the files, and which of their bytes each rank has, by rank and file.
+    sparse: list[SparseFile] | None = None
+    held: list[dict[int, list[Range]]] = field(default_factory=list)
+
+
+class Bringer:
+    """One checkpoint's files on their way to `local`. Called by all ranks.
+
+    shared: all ranks see `local`. remote: where they are fetched from; None: what is not here is missing.
+    log: told, on rank 0, how far it is.
+    """
+
+    def __init__(
+        self, local: LocalStorage, remote: Storage | None, found: Found, *, shared: bool, log: Callable[[str], None]
+    ) -> None:
+        self._local, self._remote, self._shared, self._log = local, remote, shared, log
+        self._step, self._files = found.commit.step, found.manifest.files
+        self._names = [f"{found.commit.prefix}/{entry.name}" for entry in self._files]
+        self._paths = [local.path(name) for name in self._names]
+        self._sparse: list[SparseFile] | None = None
+        if remote is not None and not shared:
+            pairs = zip(self._names, self._files, strict=True)
+            self._sparse = [SparseFile(remote, name, entry, local.root) for name, entry in pairs]
+
+    def bring(self) -> Brought:
+        """CheckpointError, on all ranks, where something cannot be read for another reason than damage."""
+        good, problems = self._look()
+        out = Brought(fetched=[0] * dist.world_size())
+        shares = good
+        if problems and self._remote is None:
+            out.problem = problems[min(problems)]
+        elif problems:
+            began = time.monotonic()
+            everyone = range(dist.world_size())
+            to_fetch = deal(self._files, dict.fromkeys(problems, everyone), dist.world_size())
+            out.problem = self._fetch_all(to_fetch)
+            out.seconds = time.monotonic() - began
+            out.fetched = [sum(self._length(span) for span in spans) for spans in to_fetch]
+            shares = [[*a, *b] for a, b in zip(good, to_fetch, strict=True)]
+        if out.problem is None and self._sparse is not None:
+            out.sparse = self._sparse
+            out.held = [self._held(spans) for spans in shares]
+        return out
+
+    def _length(self, span: Span) -> int:
+        start, end = span.range(self._files[span.file].size)
+        return end - start
+
+    def _held(self, spans: list[Span]) -> dict[int, list[Range]]:
+        held: dict[int, list[Range]] = {}
+        for span in spans:
+            held.setdefault(span.file, []).append(span.range(self._files[span.file].size))
+        return held
+
+    # -- what is here
+
+    def _look(self) -> tuple[list[list[Span]], Problems]:
+        """Who has verified which blocks of the files that are whole on a disk, and why the others are not."""
+        sizes = dist.gather_objects(dist.agreed(lambda: self._readable(self._wrong_sizes)))
+        holders = {
+            i: ranks
+            for i in range(len(self._files))
+            if (ranks := [rank for rank, wrong in enumerate(sizes) if i not in wrong])
+        }
+        problems: Problems = {i: sizes[0][i] for i in range(len(self._files)) if i not in holders}
+        dealt = deal(self._files, holders, dist.world_size())
+        for damage in dist.gather_objects(
+            dist.agreed(lambda: self._readable(lambda: self._verify(dealt[dist.rank()])))
+        ):
+            problems.update(damage)
+        good = [[span for span in spans if span.file not in problems] for spans in dealt]
+        if self._sparse is not None:
+            for i, ranges in self._held(good[dist.rank()]).items():
+                self._sparse[i].adopt(LocalFile(self._paths[i]), ranges)
+        return good, problems
+
+    def _wrong_sizes(self) -> Problems:
+        found = {i: wrong_size(self._paths[i], entry) for i, entry in enumerate(self._files)}
+        return {i: why for i, why in found.items() if why is not None}
+
+    def _verify(self, spans: list[Span]) -> Problems:
+        problems: Problems = {}
+        for i, first, end in spans:
+            why = None if i in problems else first_damage(self._paths[i], self._files[i], first, end)
+            if why is not None:
+                problems[i] = why
+        return problems
+
+    def _readable(self, action: Callable[[], Problems]) -> Problems:
+        return readable(self._local, lambda _: action())
+
+    # -- what is not
+
+    def _fetch_all(self, dealt: list[list[Span]]) -> str | None:
+        """The first damage that any rank met; else all is on the disks."""
+        mine = dealt[dist.rank()]
+        token = dist.broadcast_object(uuid.uuid4().hex)
+        total = sum(self._length(span) for spans in dealt for span in spans)
+        own = sum(self._length(span) for span in mine)
+        dist.agreed(lambda: check_space(self._local.root, total if self._shared else own, free_bytes(self._local.root)))
+        targets = dist.agreed(lambda: self._targets(mine, token))
+        try:
+            reasons = dist.gather_objects(dist.agreed(lambda: self._fetch(mine, targets)))
+            reason = next((each for each in reasons if each is not None), None)
+            if reason is None:
+                dist.agreed(lambda: self._finish(mine, targets))
+            return reason
+        finally:
+            for target in targets.values():
+                target.drop()
+
+    def _targets(self, spans: list[Span], token: str) -> dict[int, _Part]:
+        """Files that will stay, by their name: all where all ranks write to the same ones; else this rank's own."""
+        named = {}
+        for i, first, end in spans:
+            entry = self._files[i]
+            whole = (first, end * BLOCK_BYTES >= entry.size) == (0, True)
+            mine = entry.rank == dist.rank() and len(self._files) == dist.world_size()
+            if self._shared or (whole and mine):
+                path = self._paths[i]
+                part = path.with_name(f".{path.name}.{token}.part")
+                named[i] = readable(self._local, lambda _, part=part: _Part(part))  # type: ignore[misc]
+        return named
+
+    def _fetch(self, spans: list[Span], targets: dict[int, _Part]) -> str | None:
+        """This rank's share; what is damaged or missing in the store. CheckpointError."""
+        assert self._remote is not None
+        remote = self._remote
+        jobs = [Span(i, block, block + 1) for i, first, end in spans for block in range(first, end)]
+        progress = _Progress(self._step, sum(self._length(job) for job in jobs), self._log)
+
+        def fetch(job: Span) -> None:
+            name = self._names[job.file]
+            try:
+                data = fetch_block(remote, name, self._files[job.file], job.first)
+            except FileNotFoundError:
+                raise DamagedBlockError(f"{name} is missing") from None
+            self._sink(job.file, targets).put(job.first * BLOCK_BYTES, data)
+
+        def fetch_all() -> None:
+            for job in in_parallel(fetch, jobs):
+                progress.add(self._length(job))
+            for target in targets.values():
+                target.sync()
+            for span in spans:
+                entry = self._files[span.file]
+                if not entry.blocks and self._sink(span.file, targets).sha256(entry.size) != entry.sha256:
+                    raise DamagedBlockError(f"{self._names[span.file]} does not have its sha256")
+
+        try:
+            readable(remote, lambda _: fetch_all())
+        except DamagedBlockError as e:
+            return f"{remote.url}: {e}"
+        return None
+
+    def _sink(self, file: int, targets: dict[int, _Part]) -> _Part | SparseFile:
+        if file in targets:
+            return targets[file]
+        assert self._sparse is not None
+        return self._sparse[file]
+
+    def _finish(self, spans: list[Span], targets: dict[int, _Part]) -> None:
+        for span in spans:
+            if span.file in targets and span.first == 0:  # of those who wrote to it, one
+                readable(self._local, lambda _, i=span.file: targets[i].rename(self._paths[i]))  # type: ignore[misc]
+            if self._sparse is None:
+                continue
+            ranges = [span.range(self._files[span.file].size)]
+            if span.file in targets:
+                self._sparse[span.file].adopt(LocalFile(self._paths[span.file]), ranges)
+            else:
+                self._sparse[span.file].note(ranges)
+
+
+class _Part:
+    """A file under another name until it is whole. Several ranks may write to it, each its own blocks."""
+
+    def __init__(self, path: Path) -> None:
+        """OSError."""
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def put(self, start: int, data: bytes) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, memoryview(data)[done:], start + done)
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def sha256(self, size: int) -> str:
+        with self._path.open("rb") as f:
+            return sha256_of_next(f, size)
+
+    def rename(self, path: Path) -> None:
+        os.replace(self._path, path)
+
+    def drop(self) -> None:
+        """Also after `rename`, when there is nothing left to remove."""
+        os.close(self._fd)
+        self._path.unlink(missing_ok=True)
+
+
+class _Progress:
+    """A line on rank 0 now and then, of a fetch that takes long."""
+
+    def __init__(self, step: int, total: int, log: Callable[[str], None]) -> None:
+        self._step, self._total, self._log = step, total, log
+        self._done, self._began = 0, time.monotonic()
+        self._next = self._began + TELL_SECONDS
+
+    def add(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if not dist.is_main() or now < self._next or self._done == self._total:
+            return
+        self._next = now + TELL_SECONDS
+        rate = self._done / (now - self._began)
+        self._log(
+            f"fetching the checkpoint of step {self._step}: {self._done / 1e6:,.0f} of rank 0's "
+            f"{self._total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s, {(self._total - self._done) / rate:.0f} s to go"
+        )

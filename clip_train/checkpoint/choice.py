@@ -1,0 +1,82 @@
+"""What `checkpoint.resume` asks for, made out of what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from clip_train import dist
+from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.locate import locate
+from clip_train.checkpoint.opening import Resumed, open_found
+from clip_train.checkpoint.resume import Places, Resolution, keep_locally, resolve
+from clip_train.errors import CheckpointError
+from clip_train.storage import LocalStorage, Storage, open_storage
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The same on all ranks."""
+
+    resumed: Resumed | None = None  # None: a fresh start
+    own: CommitRef | None = None  # its marker, if it is this run's: then it is protected
+    saved: bool = False  # it lies in the main store, and so need not be saved again
+    damaged: frozenset[CommitRef] = frozenset()  # this run's that were passed over
+
+
+def choose(
+    mode: str,
+    storage: LocalStorage,
+    remote: Storage | None,
+    *,
+    all_see_folder: Callable[[], bool],
+    log: Callable[[str], None],
+) -> Choice:
+    """mode: `checkpoint.resume`. storage, remote: this run's. log: on rank 0, how far it is, and when nothing is whole.
+
+    CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for a path
+    that holds no checkpoints.
+    """
+    if mode == "never":
+        return Choice()
+    own = mode in ("auto", "must")
+    only: CommitRef | None = None
+    places = Places(storage, remote, storage)
+    if not own:
+        place, only = dist.on_main(lambda: locate(mode))
+        own = place in {storage.root.resolve().as_posix(), remote.url if remote else None}
+        if not own:
+            places = _elsewhere(place, storage)
+    answer = resolve(places, only, shared=all_see_folder, log=log)
+    damaged = frozenset(each.ref for each in answer.skipped) if own else frozenset()
+    if answer.found is None:
+        _nothing_found(mode, places, answer, log)
+        return Choice(damaged=damaged)
+    resumed = _open(places, answer, all_see_folder)
+    ref = answer.found.commit.ref if own else None
+    return Choice(resumed, ref, own and (remote is None or answer.in_remote), damaged)
+
+
+def _elsewhere(place: str, fetch_to: LocalStorage) -> Places:
+    """Another run's checkpoints: a folder is read where it is, a remote one fetched to this run's folder."""
+    storage = open_storage(place)
+    return Places(storage, None, storage) if isinstance(storage, LocalStorage) else Places(None, storage, fetch_to)
+
+
+def _open(places: Places, answer: Resolution, all_see_folder: Callable[[], bool]) -> Resumed:
+    local, remote, found = places.local, places.remote, answer.found
+    here = answer.in_remote and all_see_folder()
+    if here and local is not None and remote is not None and found is not None and not answer.in_local:
+        dist.on_main(lambda: keep_locally(local, remote, found))
+    return open_found(places, answer)
+
+
+def _nothing_found(mode: str, places: Places, answer: Resolution, log: Callable[[str], None]) -> None:
+    where = " and ".join(each.url for each in places[:2] if each is not None)
+    reasons = "".join(f"\n  {each}" for each in answer.skipped)
+    what = f"none of the checkpoints under {where} is whole:{reasons}" if reasons else ""
+    if mode != "auto":
+        remedy = "set checkpoint.resume to auto to start fresh" if mode == "must" else "choose another"
+        raise CheckpointError(f"{what or f'there is no checkpoint under {where}'}\n{remedy}")
+    if what and dist.is_main():
+        log(f"{what}\nSTARTING FRESH, from step 0")

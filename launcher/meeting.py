@@ -1,0 +1,105 @@
+"""Before there is a process group: do all ranks come, or does one refuse? Its mistake is then told once, and all leave.
+
+Every rank sees mistakes of its own: another recipe on its disk, no GPU, a variable. Without a word to the others they
+would wait for it until the rendezvous times out, and say nothing of why.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
+
+from clip_train.errors import ClipTrainError, UserError
+
+if TYPE_CHECKING:
+    from launcher.env import RankEnv
+
+GO_ON = "go on"
+REMIND_SECONDS = 30.0
+REFUSING_SECONDS = 30.0  # to reach the others, and for them to hear
+
+
+def open_store(env: RankEnv, seconds: float) -> Store:
+    """The one through which the process group will form: torchrun's agent holds it, else rank 0."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        env.master_addr,
+        env.master_port,
+        is_master=env.rank == 0 and not agent,
+        timeout=datetime.timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def meet(env: RankEnv, seconds: float) -> Store:
+    """Returns once all ranks are there; the store is for the process group.
+
+    UserError, already told, where one of them refuses; RuntimeError where some do not come within `seconds`.
+    """
+    store = open_store(env, seconds)
+    meeting = PrefixStore("clip-train", store)
+    if meeting.add("here", 1) == env.world_size:
+        meeting.compare_set("word", "", GO_ON)
+    _wait_for_word(meeting, env, seconds)
+    word = meeting.get("word").decode()
+    if word != GO_ON:
+        _leave(meeting, env)
+        error = UserError(word)
+        error.told = True
+        raise error
+    return store
+
+
+def _wait_for_word(meeting: Store, env: RankEnv, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            left = max(0.1, end - time.monotonic())
+            return meeting.wait(["word"], datetime.timedelta(seconds=min(left, REMIND_SECONDS)))
+        except DistStoreError:
+            told = (
+                f"{meeting.add('here', 0)} of {env.world_size} ranks have come to {env.master_addr}:{env.master_port}"
+            )
+            if time.monotonic() >= end:
+                raise RuntimeError(f"Timed out waiting for the others: {told} within {seconds:.0f} s") from None
+            if env.rank == 0:
+                say(f"waiting: {told} ({env.found}). If there are no others, unset what the line above names")
+
+
+def refuse(env: RankEnv, error: ClipTrainError) -> None:
+    """Tell all ranks of a mistake that this one has seen. The first that refuses prints it, and no other."""
+    if env.world_size == 1:
+        return
+    mine = f"rank {env.rank} on {socket.gethostname()}: {error}"
+    try:
+        meeting = PrefixStore("clip-train", open_store(env, REFUSING_SECONDS))
+        first = meeting.compare_set("word", "", mine).decode()
+        if first == mine:
+            say(f"error: [rank {env.rank} on {socket.gethostname()}] {error}")
+        error.told = True
+        _leave(meeting, env)
+    except RuntimeError:  # rank 0 has gone, or never came: there is nobody to tell
+        error.everywhere = False  # so this rank prints it
+
+
+def say(message: str) -> None:
+    print(f"clip-train: {message}", file=sys.stderr, flush=True)
+
+
+def _leave(meeting: Store, env: RankEnv) -> None:
+    """Rank 0 may hold the store: it goes last."""
+    try:
+        left = meeting.add("left", 1)
+        end = time.monotonic() + REFUSING_SECONDS
+        while env.rank == 0 and left < env.world_size and time.monotonic() < end:
+            time.sleep(0.05)
+            left = meeting.add("left", 0)
+    except RuntimeError:
+        return

@@ -1,0 +1,301 @@
+"""Savers that are slow, stopped or killed, on two real ranks: training goes on, and the next save is whole."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, client
+from clip_train.checkpoint.layout import new_prefix
+from clip_train.checkpoint.order import Order, Settings
+from clip_train.checkpoint.outcomes import Outcomes
+from clip_train.checkpoint.pipeline import Pipeline
+from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
+from clip_train.errors import CheckpointError
+from tests.checkpoint.parts import bits, committed, cut, whole
+from tests.ranks import run_ranks
+
+ENDED = "the process that writes checkpoints has ended"
+
+
+class Rank:
+    """One rank's life. Its saver stopped is a disk that hangs; each rank may have a saver to itself."""
+
+    def __init__(self, folder: Path, *, own_saver: bool = True, **config: Any) -> None:
+        self.said: list[str] = []
+        self.numbers: dict[str, float] = {}
+        if own_saver:
+            client._node = lambda: (f"node {dist.rank()}", "", 0)
+        config = {"grace_seconds": 60.0, "orphan_grace_minutes": 0.0, "keep_last": 50, **config}
+        self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append)
+        assert self.manager.resume() is None
+        self.manager.begin()
+
+    def save(self, step: int, *, wait: bool = False) -> bool:
+        rank, world_size = dist.rank(), dist.world_size()
+        own = {"rng": torch.tensor([rank, step])}
+        return self.manager.save(step, cut(whole(step), rank, world_size), own, {"step": step}, wait=wait)
+
+    def signal(self, number: int) -> None:
+        process = self.manager._saver._process  # type: ignore[union-attr]
+        assert process is not None
+        os.kill(process.pid, number)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, self.said
+            self.numbers |= self.manager.poll()
+            time.sleep(0.01)
+
+    def until_written(self) -> None:
+        self.until(lambda: self.manager._outcomes.writing is None)
+        dist.barrier()
+
+
+def assert_whole(folder: Path, steps: set[int]) -> None:
+    """By other code's eyes: these are committed, hold what was saved, and nothing else is left."""
+    found = committed(folder)
+    assert set(found) == steps
+    assert {path.parent for path in (folder / "ckpt").glob("*/*/*")} == set(found.values())
+    assert set((folder / "ckpt").glob("*/*")) == set(found.values())
+    assert not list((folder / "tmp").glob("*"))
+
+
+def assert_holds(folder: Path, step: int) -> None:
+    (attempt,) = (folder / "ckpt" / f"s{step:010d}").iterdir()
+    resumed = CheckpointManager(CheckpointConfig(resume=str(attempt)), folder).resume()
+    assert resumed is not None
+    for (name, slot), tensor in whole(step).items():
+        assert bits(resumed.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
+
+
+def hanging_disk(folder: Path) -> dict[str, Any]:
+    run = Rank(folder, every_steps=2, max_failed_saves=1)
+    due: list[int] = []
+
+    def train(*steps: int) -> None:
+        for step in steps:
+            run.numbers |= run.manager.poll()
+            if run.manager.due(step):
+                due.append(step)
+                assert run.save(step)
+
+    if dist.rank() == 1:
+        run.stop()
+    dist.barrier()
+    train(*range(1, 9))
+    if dist.rank() == 1:
+        run.go_on()
+    run.until_written()
+    train(9)
+    run.until_written()
+    train(10, 11)
+    run.until_written()
+    if dist.rank() == 1:
+        run.stop()
+    dist.barrier()
+    train(12, 13, 14)
+    if dist.rank() == 1:
+        threading.Timer(0.5, run.go_on).start()
+    last = run.save(15, wait=True)  # waits for the buffer, then for the commit
+    run.manager.close()
+    return {"due": due, "last": last, "said": run.said, "numbers": run.numbers}
+
+
+@pytest.mark.distributed
+def test_a_save_that_comes_too_early_is_put_off(tmp_path: Path) -> None:
+    zero, one = run_ranks(hanging_disk, 2, tmp_path)
+    assert zero["due"] == one["due"] == [2, 9, 10, 12]
+    assert zero["last"] and one["last"]
+    assert zero["numbers"]["checkpoint_late_steps"] == 5  # 9, which was due at 4
+    assert [line.split(" to ")[0] for line in zero["said"]] == [
+        f"checkpoint of step {step} is put off: step {held} is still being written" for step, held in ((4, 2), (14, 12))
+    ]
+    assert one["said"] == []
+    assert_whole(tmp_path, {2, 9, 10, 12, 15})
+    for step in (2, 9, 15):
+        assert_holds(tmp_path, step)
+
+
+def test_minutes_count_from_the_save_that_was_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Rank(tmp_path, own_saver=False, every_steps=None, every_minutes=10.0)
+    real, offset = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + offset[0])
+    due = []
+    for step in range(1, 2801):
+        offset[0] += 1.0
+        if step == 500:
+            run.stop()
+        if step == 1500:
+            run.go_on()
+            run.until_written()
+        if run.manager.due(step):
+            due.append(step)
+            assert run.save(step)
+            if step >= 1500:
+                run.until_written()
+    run.manager.close()
+    assert [round(step, -1) for step in due] == [600, 1500, 2100, 2700]
+    assert sum("is put off" in line for line in run.said) == 1
+
+
+def test_a_disk_that_hangs_for_good_ends_the_run(tmp_path: Path) -> None:
+    run = Rank(tmp_path, own_saver=False, every_steps=1, max_failed_saves=2, save_timeout_minutes=0.005)
+    run.stop()
+    assert run.manager.due(1) and run.save(1)
+    step = iter(range(2, 10**6))
+    with pytest.raises(CheckpointError, match=r"step 2 failed \(2 in a row\).* step 1 is still being written to"):
+        run.until(lambda: run.manager.due(next(step)))
+    assert "is put off" in run.said[0] and "step 2 failed (1 in a row)" in run.said[1] and len(run.said) == 2
+    run.kill()
+    run.manager.close()
+
+
+DEATHS = [
+    (victims, moment) for victims in ((0,), (1,), (0, 1)) for moment in ("idle", "writing", "written", "at the end")
+]
+
+
+def deaths(folder: Path, remote: str | None) -> list[dict[str, Any]]:
+    """A good save, a death, a good save; again and again."""
+    run, rank = Rank(folder, remote=remote), dist.rank()
+    steps, seen = itertools.count(1), []
+    for victims, moment in DEATHS:
+        dies = rank in victims
+        assert run.save(next(steps), wait=True)
+        run.said.clear()
+        if (moment in ("writing", "at the end") and dies) or (moment == "written" and not dies):
+            run.stop()
+        dist.barrier()
+        survived = None
+        if moment == "at the end":
+            if dies:
+                threading.Timer(0.3, run.kill).start()
+            survived = run.save(next(steps), wait=True)
+        elif moment != "idle":
+            assert run.save(next(steps))
+        if moment == "written" and dies:
+            run.until(lambda: run.manager._outcomes.writing is None)
+        dist.barrier()
+        if dies and moment != "at the end":
+            run.kill()
+            run.until(lambda: not run.manager._saver.connected)  # type: ignore[union-attr]
+        elif moment == "written":
+            run.go_on()
+        dist.barrier()
+        step = next(steps)
+        assert run.save(step, wait=True)
+        seen.append({"victims": victims, "moment": moment, "survived": survived, "said": list(run.said), "step": step})
+    run.manager.close()
+    return seen
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("remote", [False, True])
+def test_savers_that_are_killed(tmp_path: Path, remote: bool) -> None:
+    folder, store = tmp_path / "local", tmp_path / "store"
+    zero, one = run_ranks(deaths, 2, folder, str(store) if remote else None)
+    for seen, other in zip(zero, one, strict=True):
+        told = [line for line in seen["said"] if ENDED in line]
+        assert 1 <= len(told) <= len(seen["victims"]), seen
+        assert "signal 9" in told[0] and not any("2 in a row" in line for line in seen["said"]), seen
+        if seen["moment"] == "at the end":
+            assert seen["survived"] and other["survived"], seen
+        assert other["said"] == []
+    last = zero[-1]["step"]
+    found = committed(folder)
+    # 3 saves for each death but where there was nothing to save; those that died with a saver are not there
+    assert {seen["step"] for seen in zero} <= set(found) and len(found) >= 2 * len(DEATHS)
+    assert_whole(folder, set(found))
+    assert_holds(folder, last)
+    if remote:
+        assert_whole(store, set(committed(store)))
+        assert {seen["step"] for seen in zero} <= set(committed(store))
+
+
+def death_of_the_common_one(folder: Path) -> list[Any]:
+    run = Rank(folder, own_saver=False)
+    out: list[Any] = [run.save(1, wait=True)]
+    if dist.is_main():
+        run.stop()
+    dist.barrier()
+    out.append(run.save(2))
+    dist.barrier()
+    if dist.is_main():
+        run.kill()
+    run.until(lambda: not run.manager._saver.connected)  # type: ignore[union-attr]
+    out += [run.save(3, wait=True), run.said]
+    run.manager.close()
+    return out
+
+
+@pytest.mark.distributed
+def test_a_saver_that_two_ranks_share_is_killed(tmp_path: Path) -> None:
+    zero, one = run_ranks(death_of_the_common_one, 2, tmp_path)
+    assert zero[:3] == one[:3] == [True, True, True]
+    assert len(zero[3]) == 1 and f"step 2 failed (1 in a row): {ENDED} (signal 9)" in zero[3][0] and one[3] == []
+    assert_whole(tmp_path, {1, 3})
+
+
+def test_uploads_that_are_slower_than_saves_are_no_failures(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    policy = Policy(keep_last=9)
+    pipeline = Pipeline(Settings(str(tmp_path / "local"), str(tmp_path / "store"), True, 60.0, policy), told.append)
+    plan = plan_file(0, [], {"rng": torch.zeros(3)})
+    buffer = SharedBuffer(plan.num_bytes, pin=False)
+    buffer.fill(plan)
+    pipeline.set_buffer(buffer.fd)
+    begun, slow = threading.Event(), threading.Event()
+    assert pipeline.remote is not None
+    put_file = pipeline.remote.put_file
+
+    def put_slowly(local: Path, name: str) -> None:
+        begun.set()
+        assert slow.wait(60)
+        put_file(local, name)
+
+    pipeline.remote.put_file = put_slowly  # type: ignore[method-assign,assignment]
+
+    def until(kind: str, *steps: int) -> None:
+        end = time.monotonic() + 60
+        while {each["step"] for each in told if each["told"] == kind} != set(steps):
+            assert time.monotonic() < end, told
+            time.sleep(0.01)
+
+    for step in (1, 2, 3, 4):
+        pipeline.save(Order(step, new_prefix(0, step), 0, 0, 1, plan.num_bytes, {}))
+        until("kept", *range(1, step + 1))
+        assert begun.wait(60)
+    until("overtaken", 2, 3)
+    slow.set()
+    until("done", 1, 4)
+    assert not any(each["told"] == "failed" for each in told)
+    assert set(committed(tmp_path / "store")) == {1, 4} and set(committed(tmp_path / "local")) == {1, 2, 3, 4}
+    outcomes = Outcomes(1, print)
+    for step in (1, 2, 3, 4):
+        outcomes.handed_over(step, next(each["prefix"] for each in told if each["step"] == step))
+    for each in told:
+        outcomes.hear(each)
+    assert (outcomes.pending, outcomes.writing, outcomes.tidying, outcomes.failures) == ({}, None, set(), 0)
+    assert outcomes.fatal is None and outcomes.last_good is not None and outcomes.last_good.step == 4

@@ -1,0 +1,169 @@
+"""`clip-train doctor` and `submit` where checkpoints and shards are on S3: each planted fault is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main
+from launcher.config import RunConfig, check_config
+from launcher.doctor import Finding
+from launcher.recipe_checks import check_shards, check_store
+from tests.launcher.conftest import MODEL, RECIPE
+from tests.launcher.test_doctor import doctor
+from tests.s3.bucket import Bucket
+from tests.s3.epochs import make_shards, upload
+from tests.s3.proxy import Fault, FaultyProxy
+from tests.s3.server import Server, free_port
+
+EVERY = "GET|PUT|HEAD|DELETE|POST"
+DENIED = {"code": 403, "s3code": "AccessDenied"}
+
+
+def config(remote: str, train: str = "a.tar", **data: object) -> RunConfig:
+    raw = {"run": {"steps": 5000}, "data": {"train": train, **data}, "checkpoint": {"remote": remote}}
+    return check_config(raw, "recipe.yaml")
+
+
+@pytest.fixture
+def view(server: Server, bucket: str, proxy: FaultyProxy) -> Bucket:
+    return Bucket(server, bucket)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.recipe_checks.PATIENCE_SECONDS", 1.0)
+
+
+def found(findings: list[Finding], level: str) -> list[str]:
+    return [f"{each.check}: {each.told} -> {each.remedy}" for each in findings if each.level == level]
+
+
+def test_a_healthy_bucket(view: Bucket) -> None:
+    findings = list(check_store(config(f"{view.url}/run")))
+    assert found(findings, "ok") == [f"{each.check}: {each.told} -> " for each in findings]
+    for did in ("listed", "written to", "reads back", "conditional writes: of two runs only one", "deleted", "time"):
+        assert any(did in each.told for each in findings), (did, findings)
+    assert view.keys() == [] and view.unfinished_uploads() == []
+
+
+@pytest.mark.parametrize(
+    "fault, level, said",
+    [
+        (Fault("status", method="GET", key="^/b[0-9a-f]+/?$", **DENIED), "error", "s3:ListBucket"),
+        (Fault("status", method="PUT", key="", **DENIED), "error", "cannot be written to: .*s3:PutObject"),
+        (Fault("status", method="GET", key="preflight", **DENIED), "error", "cannot be read: .*s3:GetObject"),
+        (Fault("status", method="PUT", key="once", code=501, s3code="NotImplemented"), "error", "If-None-Match"),
+        (
+            Fault("unconditional", method="PUT", key="preflight"),
+            "warning",
+            "ignores If-None-Match.*What still holds: a checkpoint is whole",
+        ),
+        (Fault("skew", key="", method="GET"), "warning", "a clock -3[56]\\d\\d s .*set this machine's clock"),
+        (Fault("status", method=EVERY, key="", code=403, s3code="RequestTimeTooSkewed"), "error", "clock"),
+        (Fault("status", method=EVERY, key="", code=400, s3code="ExpiredToken"), "error", "expired: renew them"),
+        (Fault("status", method=EVERY, key="", code=403, s3code="InvalidAccessKeyId"), "error", "InvalidAccessKeyId"),
+        (Fault("status", method=EVERY, key=""), "error", "SlowDown.*try again"),
+        (Fault("reset", method=EVERY, key=""), "error", "check the network"),
+        (Fault("other", method="GET", key="preflight"), "error", "cannot be read: .*Checksum"),
+    ],
+    ids=lambda value: None if not isinstance(value, Fault) else f"{value.action}-{value.method}-{value.s3code}",
+)
+def test_planted_faults_are_each_named(view: Bucket, proxy: FaultyProxy, fault: Fault, level: str, said: str) -> None:
+    proxy.faults = [fault]
+    findings = list(check_store(config(f"{view.url}/run")))
+    assert fault.fired
+    lines = found(findings, level)
+    assert any(re.search(said, line) for line in lines), (said, findings)
+    assert all(each.remedy for each in findings if each.level != "ok")
+    assert view.keys() == []  # nothing is left, whatever failed
+
+
+def test_what_may_not_be_deleted(view: Bucket, proxy: FaultyProxy) -> None:
+    proxy.faults = [Fault("status", method="DELETE", key="", **DENIED)]
+    findings = list(check_store(config(f"{view.url}/run")))
+    (line,) = found(findings, "error")
+    assert "cannot have files deleted" in line and "s3:DeleteObject" in line
+    assert len(findings) == 6  # and the clock was looked at all the same
+
+
+def test_no_bucket_and_no_credentials(view: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (line,) = found(list(check_store(config("s3://nowhere-at-all/run"))), "error")
+    assert "create the bucket nowhere-at-all, or correct the URL" in line
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    lines = found(list(check_store(config(f"{view.url}/run"))), "error")
+    assert lines and all("set AWS_PROFILE" in line and "s3:" not in line.split("->")[1] for line in lines)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    (line,) = found(list(check_store(config(f"{view.url}/run"))), "error")
+    assert "Could not connect" in line and "AWS_ENDPOINT_URL" in line
+
+
+def test_sources_of_shards(server: Server, view: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """A range of braces that is too long, a damaged index, a denied object: of one source, beside a good one."""
+    make_shards(tmp_path / "set")
+    good = upload(server, tmp_path / "set", view.name)
+    keys = [key for key in view.keys("set/") if key.endswith(".tar")]
+    shards = f"{view.url}/{{{','.join(keys)}}}"
+    bad = f"{view.url}/{{{','.join(keys)},set/000099.tar}}"
+    findings = list(check_shards(config("x", f"{shards}::{bad}", train_weights=[3, 1])))
+    (line,) = found(findings, "error")
+    assert "source 2 of 2, weight 1" in line and "000099.tar" in line and "correct the range in braces" in line
+    assert len([line for line in found(findings, "ok") if line.startswith("captions")]) == 2
+    assert any("all indexed" in line for line in found(findings, "ok")), findings
+
+    proxy.faults = [Fault("status", method="GET|HEAD", **DENIED)]
+    (line,) = found(list(check_shards(config("x", good))), "error")
+    assert "cannot be opened" in line and "DeniedError" in line and "AWS_*" in line
+    proxy.faults = []
+    (index,) = view.keys("set/clip_train_index.json")
+    view.put(index, view.get(index)[:-3])
+    (line,) = found(list(check_shards(config("x", good))), "error")
+    assert "is damaged" in line and "run `clip-train index` again" in line
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, view: Bucket, server: Server) -> Path:
+    make_shards(tmp_path / "set")
+    (tmp_path / "small.json").write_text(json.dumps(MODEL))
+    (tmp_path / "site.yaml").write_text("local_paths: [/dev/shm]\n")
+    file = tmp_path / "recipe.yaml"
+    train = upload(server, tmp_path / "set", view.name)
+    file.write_text(RECIPE.format(run_dir=tmp_path / "run", train=train, model=tmp_path / "small.json"))
+    return file
+
+
+def test_the_command(recipe: Path, tmp_path: Path, view: Bucket) -> None:
+    before = view.keys()
+    status, told = doctor(tmp_path, str(recipe), f"checkpoint.remote={view.url}/run", PATH="/usr/bin:/bin", limit=65536)
+    assert status == 0 and told["S3"].count("ok: ") == 6, told
+    assert view.keys() == before
+
+
+def test_submit_tries_the_store(
+    recipe: Path, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CLIP_TRAIN_SITE", str(recipe.parent / "site.yaml"))
+    before = view.keys()
+
+    def submit(*more: str) -> int:
+        return main(["submit", str(recipe), "--dry-run", "--gpus-per-node=1", *more])
+
+    assert submit(f"checkpoint.remote={view.url}/run") == 0
+    script = capsys.readouterr()
+    assert script.out.startswith("#!") and not script.err and view.keys() == before
+    assert submit("checkpoint.remote=s3://nowhere-at-all/run") == 2
+    assert "create the bucket nowhere-at-all" in capsys.readouterr().err
+    proxy.requests.clear()
+    assert submit("checkpoint.remote=s3://nowhere-at-all/run", "--offline") == 0
+    assert capsys.readouterr().out == script.out and not proxy.requests
+    proxy.faults = [Fault("unconditional", method="PUT", key="preflight")]
+    assert submit(f"checkpoint.remote={view.url}/run") == 0
+    told = capsys.readouterr()
+    assert told.out == script.out and "warning: " in told.err and "What still holds" in told.err
