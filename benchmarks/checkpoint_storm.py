@@ -293,7 +293,7 @@ def main() -> int:
     missed: list[str] = []
     server = chosen()().start()
     try:
-        with tempfile.TemporaryDirectory() as temporary, FaultyProxy(server.port) as proxy:
+        with tempfile.TemporaryDirectory() as temporary, FaultyProxy(server.port, server.sign) as proxy:
             folder = Path(temporary)
             os.environ |= server.environment(proxy.url)
             data = shapes(folder / "shapes", 600, per_shard=150)
