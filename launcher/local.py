@@ -18,7 +18,7 @@ import torch
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.config import RunConfig
 from launcher.env import detect
-from launcher.marks import FOLDER, read_marks
+from launcher.marks import FOLDER, read_marks, read_ranks
 from launcher.verdict import read_verdict
 
 SAVE_SECONDS = 600  # after a signal the ranks have this long to save
@@ -85,9 +85,16 @@ def run_agent(launch: Callable[[], object], stop: StopRequest) -> int:
             _, first = e.get_first_failure()  # the others ended because of it, however they did
             return first.exitcode if first.exitcode in (75, 2) else 1
         except SignalException as e:
-            marks = read_marks(Path(os.environ[FOLDER]))
-            in_order = bool(marks) and all(mark.kind in ("stopped", "lost") for mark in marks)
-            return 75 if in_order and any(mark.kind == "stopped" for mark in marks) else 128 + e.sigval.value
+            return after_signal(Path(os.environ[FOLDER]), e.sigval)
         finally:
             if os.environ[FOLDER] == folder:
                 del os.environ[FOLDER]
+
+
+def after_signal(folder: Path, number: signal.Signals) -> int:
+    """75 where the ranks have ended in good order by their own word, or had not met yet and so have nothing to save."""
+    kinds = {mark.kind for mark in read_marks(folder)}
+    if not kinds and not read_ranks(folder):
+        print(f"clip-train: stopped by {number.name} before the first step", file=sys.stderr, flush=True)
+        return 75
+    return 75 if "stopped" in kinds and kinds <= {"stopped", "lost"} else 128 + number.value
