@@ -258,7 +258,7 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
 
         ranks = local_ranks(args.ranks, os.environ)
         if ranks > 1:
-            return launch_local(config, ranks, arguments, stop)
+            return launch_local(config, ranks, arguments, stop or StopRequest())
         from launcher.train import train
 
         return train(config, stop, startup)
