@@ -2,9 +2,9 @@
 
 A small CLIP trains with DeepSpeed and `checkpoint.remote=s3://...` on a real S3 server (LocalStack, from
 scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway). All of its processes get SIGKILL at a random
-moment, most often while a checkpoint is written or uploaded; then the same line runs again (`checkpoint.resume: auto`), every other time without the local
-checkpoints. A third of the kills keep the layout; in the others the number of ranks and the ZeRO stage change every
-time. After every kill the bucket is read by code that is not the package's.
+moment, most often while a checkpoint is written or uploaded; then the same line runs again (`checkpoint.resume: auto`),
+every other time without the local checkpoints. A third of the kills keep the layout; in the others the number of ranks
+and the ZeRO stage change every time. After every kill the bucket is read by code that is not the package's.
 """
 
 from __future__ import annotations

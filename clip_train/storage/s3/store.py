@@ -123,11 +123,14 @@ class S3Storage:
         async def head(client: Any) -> int:
             return int((await client.head_object(Bucket=self.bucket, Key=self._key(name)))["ContentLength"])
 
+        async def first_byte(client: Any) -> None:
+            await client.get_object(Bucket=self.bucket, Key=self._key(name), Range="bytes=0-0")
+
         try:
             return await self._requests.until_done(f"looking at {name}", head)
-        except FileNotFoundError:
-            # a HEAD has no body: a bucket that is gone looks like a file that is not there
-            await self._requests.until_done("looking at the bucket", self._one_listing)
+        except (FileNotFoundError, PermissionError):
+            # a HEAD has no body to say why: a bucket that is gone, or a token that has expired
+            await self._requests.until_done(f"looking at {name}", first_byte)
             raise
 
     async def _one_listing(self, client: Any) -> Any:
