@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_where_nothing_new_comes_it_ends(
     storage: S3Storage, proxy: FaultyProxy, profile: Path, bucket: str, server: Server
 ) -> None:
     server.put(f"{bucket}/shard.tar", DATA)
-    storage._requests.limits = storage._requests.limits.__class__(5, 1 << 20, 5, patience_seconds=2)
+    storage._requests.limits = replace(storage._requests.limits, patience_seconds=2)
     told = r"HTTP \d+ ExpiredToken: .*have expired: renew them where they come from"
     with open_read(f"s3://{bucket}/shard.tar", PATIENT.model_copy(update={"attempts": 3})) as shard:
         assert storage.list() == [] and shard.read(10)
@@ -186,7 +187,7 @@ def test_a_container_role_is_renewed_by_itself(
         assert vending.issued >= 4
         vending.stale = True
         time.sleep(2.5)
-        storage._requests.limits = storage._requests.limits.__class__(5, 1 << 20, 5, patience_seconds=1)
+        storage._requests.limits = replace(storage._requests.limits, patience_seconds=1)
         with pytest.raises(PermissionError, match="have expired: renew them"):
             storage.list()
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from clip_train.storage.base import Entry
 from clip_train.storage.s3.requests import Limits, Requests, S3Error, TakenError
-from clip_train.storage.s3.upload import Upload, abort
+from clip_train.storage.s3.upload import Upload, abort, crc32
 
 Entries = list[Entry]  # `list` is a method below
 
@@ -159,10 +159,10 @@ class S3Storage:
         return self._run(self._put(name, data, if_absent))
 
     async def _put(self, name: str, data: bytes, if_absent: bool) -> bool:
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        how = {"ChecksumCRC32": crc32(data), **({"IfNoneMatch": "*"} if if_absent else {})}
 
         async def put(client: Any) -> None:
-            await client.put_object(Bucket=self.bucket, Key=self._key(name), Body=data, **condition)
+            await client.put_object(Bucket=self.bucket, Key=self._key(name), Body=data, **how)
 
         try:
             await self._requests.until_done(f"writing {name}", put, num_bytes=len(data))

@@ -74,9 +74,8 @@ class Upload:
                 self._done[i] = {"PartNumber": i + 1, "ETag": answer["ETag"], "ChecksumCRC32": checksum}
 
     def _read(self, fd: int, i: int) -> tuple[bytes, str]:
-        """Part `i`, and the checksum that the server holds it against; older servers do with the signature's sha256."""
         data = os.pread(fd, self._part_bytes, i * self._part_bytes)
-        return data, base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+        return data, crc32(data)
 
     async def _complete(self, upload: dict[str, Any]) -> None:
         async def complete(client: Any) -> None:
@@ -101,6 +100,14 @@ class _Body(io.BytesIO):
 
     def getbuffer(self) -> memoryview:
         return memoryview(self._data)
+
+
+def crc32(data: bytes) -> str:
+    """As `ChecksumCRC32`: the server holds what came against it. Older servers do so with the sha256 that is signed.
+
+    Told so, and not left to botocore, because that would send it as a trailer over https, which those do not know.
+    """
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
 async def abort(requests: Requests, upload: dict[str, Any]) -> None:
