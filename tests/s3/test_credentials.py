@@ -119,8 +119,8 @@ def test_a_key_that_is_withdrawn_is_asked_for_again(
     """Rotated by its owner: another answer than for a token whose time is over."""
     assert storage.list() == []
     server.remove_key(OLD[0])
-    withdrawn = {"code": 403, "s3code": "InvalidAccessKeyId", "times": 1}  # where the server does not look
-    proxy.faults = [Fault("status", key="", method=ANY, **withdrawn)]  # type: ignore[arg-type]
+    # where the server does not look
+    proxy.faults = [Fault("status", key="", method=ANY, code=403, s3code="InvalidAccessKeyId", access_key=OLD[0])]
     write(profile, NEW)
     assert storage.put_bytes("a", b"1") and view.get("run/a") == b"1"
 
