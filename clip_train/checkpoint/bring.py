@@ -23,6 +23,8 @@ from clip_train.checkpoint.files import (
     first_damage,
     in_parallel,
     sha256_of_next,
+    sparse_files,
+    write_at,
     wrong_size,
 )
 from clip_train.checkpoint.layout import BLOCK_BYTES
@@ -63,8 +65,7 @@ class Bringer:
         self._paths = [local.path(name) for name in self._names]
         self._sparse: list[SparseFile] | None = None
         if remote is not None and not shared:
-            pairs = zip(self._names, self._files, strict=True)
-            self._sparse = [SparseFile(remote, name, entry, local.root) for name, entry in pairs]
+            self._sparse = sparse_files(remote, found.commit.prefix, self._files, local.root)
 
     def bring(self) -> Brought:
         """CheckpointError, on all ranks, where something cannot be read for another reason than damage."""
@@ -226,9 +227,7 @@ class _Part:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def put(self, start: int, data: bytes) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, memoryview(data)[done:], start + done)
+        write_at(self._fd, data, start)
 
     def sync(self) -> None:
         os.fsync(self._fd)

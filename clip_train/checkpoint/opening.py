@@ -10,7 +10,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint.bring import Brought
 from clip_train.checkpoint.exchange import Exchange
-from clip_train.checkpoint.files import LocalFile, SparseFile, fetch_ranges
+from clip_train.checkpoint.files import LocalFile, fetch_ranges, sparse_files
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.locate import locate
 from clip_train.checkpoint.reader import FragmentReader, read_header
@@ -96,8 +96,7 @@ def _reader(places: Places, answer: Resolution, where: str) -> FragmentReader:
 
         return dist.agreed(lambda: FragmentReader(dict(zip(names, sparse, strict=True)), where, headers, give))
     assert places.remote is not None
-    remote = places.remote
-    files = {entry.name: SparseFile(remote, f"{prefix}/{entry.name}", entry) for entry in entries}
+    files = dict(zip(names, sparse_files(places.remote, prefix, entries, None), strict=True))
 
     def fetch(wanted: dict[str, Ranges]) -> None:
         dist.agreed(lambda: fetch_ranges([(files[name], ranges) for name, ranges in wanted.items()]))

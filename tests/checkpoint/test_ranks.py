@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, exchange
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, bring, exchange
 from clip_train.checkpoint import manager as manager_module
 from clip_train.errors import CheckpointError
 from clip_train.protocols import Wanted
@@ -116,7 +116,9 @@ def apart(root: Path, save: int | None) -> dict[str, Any]:
     """A rank with a disk of its own, and a store that counts what is read from it, and goes away after the resume."""
     rank, world_size = dist.rank(), dist.world_size()
     exchange.WINDOW_BYTES = 1 << 10  # several rounds
-    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), root / f"disk{rank}", log=print)
+    bring.TELL_SECONDS = 0.0
+    said: list[str] = []
+    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), root / f"disk{rank}", log=said.append)
     if save is not None:
         bank = {"bank": torch.arange(40_000.0)}  # of rank 0's file alone, and needed by all
         assert manager.save(
@@ -148,20 +150,27 @@ def apart(root: Path, save: int | None) -> dict[str, Any]:
     )
     same &= bits(resumed.reader.shared_tensors()["bank"]) == bits(torch.arange(40_000.0))
     own = resumed.rank_tensors and resumed.rank_tensors["rng"].tolist()
-    return {"same": same, "own": own, "read": dict(read), "fetched": resumed.fetched}
+    return {"same": same, "own": own, "read": dict(read), "fetched": resumed.fetched, "said": said}
 
 
-def test_ranks_give_each_other_what_they_have_fetched(tmp_path: Path) -> None:
+def test_ranks_give_each_other_what_they_have_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(apart, 2, tmp_path, 1)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "store").rglob("*.safetensors")}
     for folder in tmp_path.glob("disk*"):
         shutil.rmtree(folder)
-    for world_size in (3, 1, 2):
-        seen = run_ranks(apart, world_size, tmp_path, None)
+
+    def check(seen: list[dict[str, Any]]) -> None:
         assert all(each["same"] and each["fetched"] == sum(sizes.values()) for each in seen), seen
         assert sum((Counter(each["read"]) for each in seen), Counter()) == sizes  # every byte once, by somebody
-        assert [each["own"] for each in seen] == [[rank, 7] if world_size == 2 else None for rank in range(world_size)]
-        if world_size == 1:
-            shutil.rmtree(tmp_path / "disk0")  # it has all of it now
+        assert [each["own"] for each in seen] == [[r, 7] if len(seen) == 2 else None for r in range(len(seen))]
+
+    check(run_ranks(apart, 3, tmp_path, None))
+    check(run_ranks(apart, 2, tmp_path, None))
     warm = run_ranks(apart, 2, tmp_path, None)
     assert all(each["same"] and each["read"] == {} and each["fetched"] == 0 for each in warm)
+    for module, name in ((exchange, "WINDOW_BYTES"), (bring, "TELL_SECONDS")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # `apart` sets them, here in this process
+    shutil.rmtree(tmp_path / "disk0")
+    alone = apart(tmp_path, None)
+    check([alone])
+    assert "fetching the checkpoint of step 1: " in alone["said"][0]  # while it has one of two files
