@@ -7,6 +7,7 @@ whatever the layout, a byte comes from the store once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -149,6 +150,8 @@ class Bringer:
             reason = next((each for each in reasons if each is not None), None)
             if reason is None:
                 dist.agreed(lambda: self._finish(mine, targets))
+                with contextlib.suppress(OSError):
+                    os.listdir(self._paths[0].parent)  # NFS remembers for a while that a file was not there
             return reason
         finally:
             for target in targets.values():
