@@ -45,6 +45,7 @@ class Brought:
     problem: str | None = None  # the first damage that any rank met
     fetched: list[int] = field(default_factory=list)  # bytes, by rank
     seconds: float = 0.0  # of fetching
+    seen_by_all: bool = True  # every rank had found all files, in their sizes, before anything was fetched
     # Where ranks share no disk: the files, and which of their bytes each rank has, by rank and file.
     sparse: list[SparseFile] | None = None
     held: list[dict[int, list[Range]]] = field(default_factory=list)
@@ -70,8 +71,9 @@ class Bringer:
 
     def bring(self) -> Brought:
         """CheckpointError, on all ranks, where something cannot be read for another reason than damage."""
-        good, problems = self._look()
-        out = Brought(fetched=[0] * dist.world_size())
+        sizes = dist.gather_objects(dist.agreed(lambda: self._readable(self._wrong_sizes)))
+        good, problems = self._look(sizes)
+        out = Brought(fetched=[0] * dist.world_size(), seen_by_all=not any(sizes))
         shares = good
         if problems and self._remote is None:
             out.problem = problems[min(problems)]
@@ -100,9 +102,11 @@ class Bringer:
 
     # -- what is here
 
-    def _look(self) -> tuple[list[list[Span]], Problems]:
-        """Who has verified which blocks of the files that are whole on a disk, and why the others are not."""
-        sizes = dist.gather_objects(dist.agreed(lambda: self._readable(self._wrong_sizes)))
+    def _look(self, sizes: list[Problems]) -> tuple[list[list[Span]], Problems]:
+        """Who has verified which blocks of the files that are whole on a disk, and why the others are not.
+
+        sizes: by rank, the files that are not there in their size.
+        """
         holders = {
             i: ranks
             for i in range(len(self._files))

@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,7 +62,7 @@ class Spool:
     def __init__(self, files: Sequence[FileEntry], folder: Path | None) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._file: BinaryIO | None = None
+        self._fd: int | None = None
         self._map = memoryview(b"")
         self.begin: list[int] = []  # where each file begins
         self._size = mmap.PAGESIZE
@@ -69,16 +70,18 @@ class Spool:
             self.begin.append(self._size)
             self._size += -(-entry.size // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def open(self) -> tuple[BinaryIO, memoryview]:
-        """OSError."""
+    def open(self) -> tuple[int, memoryview]:
+        """A file descriptor, and the same as memory. OSError."""
         with self._lock:
-            if self._file is None:
+            if self._fd is None:
                 if self._folder is not None:
                     self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-                self._file.truncate(self._size)  # takes room only where it is written to
-                self._map = memoryview(mmap.mmap(self._file.fileno(), self._size))
-        return self._file, self._map
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    file.truncate(self._size)  # takes room only where it is written to
+                    self._map = memoryview(mmap.mmap(file.fileno(), self._size))
+                    self._fd = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._fd)
+        return self._fd, self._map
 
 
 class SparseFile:
@@ -98,8 +101,7 @@ class SparseFile:
 
     def put(self, start: int, data: bytes | memoryview) -> None:
         """Keep bytes; may be called from several threads at once, and `note` afterwards. OSError: no space."""
-        file, _ = self._spool.open()
-        write_at(file.fileno(), data, self._begin + start)
+        write_at(self._spool.open()[0], data, self._begin + start)
 
     def note(self, ranges: Ranges) -> None:
         """They have been `put`."""
@@ -107,9 +109,9 @@ class SparseFile:
 
     def sha256(self, size: int) -> str:
         """Of its first bytes, that have been `put`."""
-        file, _ = self._spool.open()
-        file.seek(self._begin)
-        return sha256_of_next(file, size)
+        with open(self._spool.open()[0], "rb", closefd=False) as file:
+            file.seek(self._begin)
+            return sha256_of_next(file, size)
 
     def read(self, start: int, end: int) -> memoryview:
         asked = [(start, end)] if start < end else []

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from clip_train.checkpoint.opening import open_to_look
+from clip_train.checkpoint.resume import Places
 from clip_train.errors import CheckpointError
+from clip_train.storage import LocalStorage
 from launcher.checkpoints import print_checkpoints
-from tests.checkpoint.parts import rewrite
+from tests.checkpoint.parts import bits, rewrite, whole
 from tests.checkpoint.test_manager import RUNS, Run, assert_is, data_file
 
 
@@ -106,3 +109,30 @@ def test_the_listing_tells_everything_apart(tmp_path: Path, capsys: pytest.Captu
         next((tmp_path / "commit").glob(f"*-s{step:010d}.json")).unlink()
     status, lines = listed(verify=True)
     assert status == 0 and lines[6]["problem"] is None and "never committed" in lines[2]["problem"]
+
+
+def test_looking_writes_nothing_and_takes_the_copy_that_is_whole(tmp_path: Path) -> None:
+    here, store = tmp_path / "run", tmp_path / "store"
+    run = Run(here, remote=str(store))
+    run.save(1, 2)
+    run.manager.close()
+
+    def look(expect: str) -> None:
+        before = sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*"))
+        places = Places(LocalStorage(here), NotLocal(store), LocalStorage(here))
+        found = open_to_look(places)
+        (name,) = (type(source).__name__ for source in found.reader._files.values())
+        assert name == expect and found.step == 2 and found.fetched == 0
+        for key, tensor in found.reader.full_state().items():
+            assert bits(tensor) == bits(whole(2)[key, "param"])
+        assert sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*")) == before
+
+    look("LocalFile")
+    flip(data_file(here, 2))
+    look("SparseFile")
+    data_file(here, 2).unlink()
+    look("SparseFile")
+
+
+class NotLocal(LocalStorage):
+    """A folder that stands for a remote store."""
