@@ -300,9 +300,16 @@ MUTATIONS = [
     Mutation(
         "files' hashes not looked at",
         "clip_train/checkpoint/files.py",
-        "    if digest.hexdigest() != entry.sha256:",
-        "    if False:",
+        "        whole = all(sha256_of_next(f, BLOCK_BYTES) == told for told in entry.blocks[first:end])\n",
+        "        whole = True\n",
         ("tests/checkpoint/test_manager.py",),
+    ),
+    Mutation(
+        "what another rank gives is kept in the wrong place",
+        "clip_train/checkpoint/exchange.py",
+        "            self._files[i].put(start, data[at : at + end - start])\n",
+        "            self._files[i].put(start, data[: end - start])\n",
+        ("tests/checkpoint/test_ranks.py::test_ranks_give_each_other_what_they_have_fetched",),
     ),
     Mutation(
         "no fence before the commit",
