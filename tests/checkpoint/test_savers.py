@@ -16,6 +16,7 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager, client
+from clip_train.checkpoint.client import SaverClient
 from clip_train.checkpoint.layout import new_prefix
 from clip_train.checkpoint.order import Order, Settings
 from clip_train.checkpoint.outcomes import Outcomes
@@ -258,6 +259,30 @@ def test_a_saver_that_two_ranks_share_is_killed(tmp_path: Path) -> None:
     assert zero[:3] == one[:3] == [True, True, True]
     assert len(zero[3]) == 1 and f"step 2 failed (1 in a row): {ENDED} (signal 9)" in zero[3][0] and one[3] == []
     assert_whole(tmp_path, {1, 3})
+
+
+def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """The first rank may not have noticed that its saver has died, and then wait for the others in a collective."""
+    settings = Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=1))
+    ranks = [SaverClient(settings) for _ in range(4)]
+    processes = [rank._process for rank in ranks]
+    for rank in ranks[1:]:
+        rank.close()
+        rank._address, rank._leads = ranks[0]._address, False
+    assert processes[0] is not None
+    processes[0].kill()
+    assert [told["told"] for told in ranks[0].news(60)] == ["gone"]
+    monkeypatch.setattr(client, "_LEADER_SECONDS", 0.0)
+    threads = [threading.Thread(target=rank.connect) for rank in ranks]  # all at once: one of them is first
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(rank.connected for rank in ranks)
+    alive = [rank for rank in ranks if rank._process is not None and rank._process.poll() is None]
+    for rank in ranks:
+        rank.close()
+    assert len(alive) >= 1 and "Traceback" not in capfd.readouterr().err
 
 
 def test_uploads_that_are_slower_than_saves_are_no_failures(tmp_path: Path) -> None:
