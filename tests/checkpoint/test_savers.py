@@ -261,7 +261,7 @@ def test_a_saver_that_two_ranks_share_is_killed(tmp_path: Path) -> None:
     assert_whole(tmp_path, {1, 3})
 
 
-def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """The first rank may not have noticed that its saver has died, and then wait for the others in a collective."""
     settings = Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=1))
     ranks = [SaverClient(settings) for _ in range(4)]
@@ -272,8 +272,9 @@ def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, monkeypatch
     assert processes[0] is not None
     processes[0].kill()
     assert [told["told"] for told in ranks[0].news(60)] == ["gone"]
-    monkeypatch.setattr(client, "_LEADER_SECONDS", 0.0)
-    threads = [threading.Thread(target=rank.connect) for rank in ranks]  # all at once: one of them is first
+    threads = [
+        threading.Thread(target=rank.connect, args=(0.0,)) for rank in ranks
+    ]  # all at once: one of them is first
     for thread in threads:
         thread.start()
     for thread in threads:
