@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -272,17 +273,16 @@ def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, capfd: pyte
     assert processes[0] is not None
     processes[0].kill()
     assert [told["told"] for told in ranks[0].news(60)] == ["gone"]
-    threads = [
-        threading.Thread(target=rank.connect, args=(0.0,)) for rank in ranks
-    ]  # all at once: one of them is first
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+
+    def on_all(action: Callable[[SaverClient], None]) -> None:
+        """Each in a thread of its own, at once, as ranks do."""
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            list(pool.map(action, ranks))
+
+    on_all(lambda rank: rank.connect(0.0))
     assert all(rank.connected for rank in ranks)
     alive = [rank for rank in ranks if rank._process is not None and rank._process.poll() is None]
-    for rank in ranks:
-        rank.close()
+    on_all(SaverClient.close)
     assert len(alive) >= 1 and "Traceback" not in capfd.readouterr().err
 
 
