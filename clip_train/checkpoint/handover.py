@@ -76,6 +76,7 @@ class HandOver:
         self._shared_disk = shared_disk
         self._buffer: SharedBuffer | None = None
         self._snapshot: _Snapshot | None = None
+        self._attempts: tuple[int, list[str]] = (-1, [])  # at the last step that was handed over
 
     def hear(self, timeout: float = 0.0) -> None:
         """What the saver has told since, waiting up to `timeout` seconds for the first."""
@@ -132,9 +133,13 @@ class HandOver:
         prefix = self._agree(error)
         snapshot = self._snapshot
         assert snapshot is not None
+        # a saver may have committed, and died before it could say so
+        earlier = self._attempts[1] if self._attempts[0] == snapshot.step else []
+        self._attempts = (snapshot.step, [*earlier, prefix])
         body = {
             "do": "save", "step": snapshot.step, "prefix": prefix, "epoch": self._epoch, "rank": dist.rank(),
             "world_size": dist.world_size(), "size": snapshot.num_bytes, "state": snapshot.state,
+            "earlier": earlier,
         }  # fmt: skip
         why = None
         try:

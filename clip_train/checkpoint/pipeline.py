@@ -115,7 +115,7 @@ class Pipeline:
             try:
                 if self.settings.local_commits and order.rank == 0:
                     self._committer.commit(self.local, order)
-                    self._tell_of("kept", order, where=f"{self.local.url}/{order.prefix}")
+                    self._tell_of("kept", order, where=f"{self.local.url}/{order.committed}")
                     self._retain(self.local)
                 elif not self.settings.local_commits:
                     remove_own_files(self.local, order.rank, self.settings.policy.keep_last, self._in_flight())
@@ -160,7 +160,7 @@ class Pipeline:
 
     def _done(self, order: Order) -> None:
         self._over(order)
-        where = f"{(self.remote or self.local).url}/{order.prefix}"
+        where = f"{(self.remote or self.local).url}/{order.committed or order.prefix}"
         self._tell_of("done", order, where=where, seconds=time.monotonic() - order.since, bytes=order.size)
 
     def _fail(self, order: Order, e: Exception) -> None:

@@ -238,6 +238,41 @@ def test_savers_that_are_killed(tmp_path: Path, remote: bool) -> None:
         assert {seen["step"] for seen in zero} <= set(committed(store))
 
 
+def deaths_after_the_local_commit(folder: Path, store: Path) -> list[Any]:
+    """The last save is on the disk, and its upload fails for a while: then a saver dies."""
+    run, rank = Rank(folder, remote=str(store)), dist.rank()
+    assert run.save(1, wait=True)
+    saved = []
+    for step in (2, 3):
+        obstacle = store / "ckpt" / f"s{step:010d}"
+        obstacle.touch()
+        dist.barrier()
+
+        def die(step: int = step, obstacle: Path = obstacle) -> None:
+            while not list(folder.glob(f"commit/*-s{step:010d}.json")):
+                time.sleep(0.01)
+            run.kill()
+            time.sleep(0.5)
+            obstacle.unlink()
+
+        if rank == step - 2:
+            threading.Thread(target=die, daemon=True).start()
+        saved.append(run.save(step, wait=True))
+    run.manager.close()
+    return [saved, run.said]
+
+
+@pytest.mark.distributed
+def test_a_save_that_was_committed_locally_is_uploaded_by_the_next_saver(tmp_path: Path) -> None:
+    zero, one = run_ranks(deaths_after_the_local_commit, 2, tmp_path / "local", tmp_path / "store")
+    assert zero[0] == one[0] == [True, True], zero
+    assert sum(ENDED in line for line in zero[1]) == 2 and not any("another process" in line for line in zero[1])
+    assert set(committed(tmp_path / "local")) == {1, 2, 3}
+    assert_whole(tmp_path / "store", {1, 2, 3})
+    resumed = CheckpointManager(CheckpointConfig(remote=str(tmp_path / "store")), tmp_path / "local").resume()
+    assert resumed is not None and (resumed.step, resumed.skipped) == (3, [])
+
+
 def death_of_the_common_one(folder: Path) -> list[Any]:
     run = Rank(folder, own_saver=False)
     out: list[Any] = [run.save(1, wait=True)]
