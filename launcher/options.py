@@ -26,7 +26,7 @@ EXAMPLES = {
         clip-train train --keys                                 what a recipe can say""",
     "plan": """\
         clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
-        clip-train plan recipes/vit_b32.yaml batch.micro_size=auto batch.memory_limit=80GB""",
+        clip-train plan recipes/vit_b32.yaml --world-size 64 batch.micro_size=auto batch.memory_limit=80GB""",
     "submit": """\
         clip-train submit recipes/vit_l14.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00 --dry-run   look first
         clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14""",
