@@ -251,6 +251,32 @@ def test_a_zombie_cannot_commit_over_its_successor(tmp_path: Path, url: str, vie
     assert_is(Run(tmp_path / "c", url).resume(), 2)
 
 
+def test_what_is_said_to_hold_without_conditional_writes_does(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    deaf = Fault("unconditional", method="PUT", key="")
+    proxy.faults = [deaf]
+    old, new = Run(tmp_path / "old", url), Run(tmp_path / "new", url)
+    assert old.save(1)
+    assert_is(new.resume(), 1)
+    new.manager.begin()
+    with pytest.raises(CheckpointError, match=r"writes to s3://.* now"):
+        old.save(2, wait=False)
+        old.until(lambda: False)
+    assert new.save(2) and view.incomplete("run") == []
+    proxy.faults = [Fault("hide", method="GET", key="", hidden="lease/"), deaf]
+    apart = {"orphan_grace_minutes": 60.0}  # as by default: data that nobody names may be the other's
+    twins = [Run(tmp_path / name, url, **apart) for name in ("one", "two")]  # neither sees that the other has begun
+    for twin in twins:
+        assert_is(twin.resume(), 2)
+        twin.manager.begin()
+    proxy.faults = [deaf]
+    for step in (3, 4):
+        for twin in twins:
+            assert twin.save(step, wait=False)
+        for twin in twins:
+            twin.until(lambda good=f"{url}/ckpt/s{step:010d}", twin=twin: twin.manager.last_good.path.startswith(good))
+        assert view.incomplete("run") == [] and view.newest_step("run") == step
+
+
 def test_the_answer_to_the_commit_is_lost(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
     run = Run(tmp_path, url)
     proxy.faults = [Fault("lost", method="PUT", key="run/commit/", times=1)]
