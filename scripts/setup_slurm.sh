@@ -6,13 +6,16 @@
 #   scripts/setup_slurm.sh up DIR [NODES]          then: export SLURM_CONF=DIR/slurm.conf; srun -N2 hostname
 #   scripts/setup_slurm.sh exec DIR NODE COMMAND...
 #   scripts/setup_slurm.sh crash DIR NODE          power loss; `up` again is the repair
+#   scripts/setup_slurm.sh gateway DIR             the address at which the nodes find a server on this machine
 #   scripts/setup_slurm.sh down DIR                everything away, also what jobs have left
 #
 # Partitions: main (never preempted), low (preempted by high: requeued after GRACE seconds), high.
+# DIR/disk is each node's own: gone after a power loss. A job finds DIR/disk/JOBID there, made by the prolog; the
+# epilog takes it away when the job ends and when it is requeued.
 # proctrack/cgroup, as real clusters have: linuxproc signals every process of a step, not the tasks alone, and so
 # lets through what fails on a cluster.
 set -euo pipefail
-action=${1:?install, up, exec, crash or down}
+action=${1:?install, up, exec, crash, gateway or down}
 
 if [ "$action" = install ]; then
     command -v slurmctld >/dev/null && command -v slurmd >/dev/null && exit 0
@@ -59,6 +62,8 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+Prolog=$LAB/prolog
+Epilog=$LAB/epilog
 ReturnToService=2
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_delay=1
@@ -79,7 +84,13 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=${GRACE:-20}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
-    } >"$SLURM_CONF"
+    } >"$SLURM_CONF.new"
+    mv "$SLURM_CONF.new" "$SLURM_CONF" # at once: jobs that run may be reading it
+    for n in 'prolog mkdir -p' 'epilog rm -rf'; do
+        [ -x "$LAB/${n%% *}" ] && continue
+        printf '#!/bin/sh\n%s "%s/disk/$SLURM_JOB_ID"\n' "${n#* }" "$LAB" >"$LAB/${n%% *}"
+        chmod +x "$LAB/${n%% *}"
+    done
     echo 'CgroupMountpoint=/sys/fs/cgroup' >"$LAB/cgroup.conf"
     if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
         printf 'CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n' >>"$LAB/cgroup.conf"
@@ -108,7 +119,8 @@ running() { [ -s "$1" ] && grep -qs '^slurm' "/proc/$(cat "$1")/comm" && grep -q
 
 up() {
     local nodes=$1 n ready
-    mkdir -p "$LAB"/{state,log}
+    mkdir -p "$LAB"/{state,log,disk}
+    HOST_INIT="mount -t tmpfs -o size=2g disk $LAB/disk"
     for n in $(seq 1 "$nodes"); do host_up "n$n" "$n"; done
     write_config "$nodes"
     running "$LAB/ctld.pid" || (cd / && slurmctld -c -f "$SLURM_CONF")
@@ -149,5 +161,6 @@ up) up "${3:-2}" ;;
 down) down ;;
 exec) shift 2 && host_exec "$@" ;;
 crash) host_net "${3:?a node}" down && host_crash "$3" ;; # nobody hears that it is gone
-*) echo "$action: install, up, exec, crash or down" >&2 && exit 2 ;;
+gateway) echo "$NET.1" ;;
+*) echo "$action: install, up, exec, crash, gateway or down" >&2 && exit 2 ;;
 esac

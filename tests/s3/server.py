@@ -30,18 +30,20 @@ def python() -> Path | None:
     return found if (venv / ".ready").exists() and found.exists() else None
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((host, 0))
         return s.getsockname()[1]
 
 
 class Server:
     """Up between `start` and `stop`; everything it writes lies in a temporary folder."""
 
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """host: the address at which it listens, and no other."""
+        self.port = free_port(host)
+        self._address = f"{host}:{self.port}"
+        self.url = f"http://{self._address}"
         self._folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
         self._process: subprocess.Popen | None = None
 
@@ -50,15 +52,14 @@ class Server:
         assert interpreter is not None, "run scripts/setup_s3.sh"
         for name in ("root", "tmp", "cache"):
             (self._folder / name).mkdir()
-        address = f"127.0.0.1:{self.port}"
         environment = {
             "PATH": os.environ.get("PATH", ""),
             "HOME": str(self._folder),
             "XDG_CACHE_HOME": str(self._folder / "cache"),
             "TMPDIR": str(self._folder / "tmp"),
             "FILESYSTEM_ROOT": str(self._folder / "root"),
-            "GATEWAY_LISTEN": address,
-            "LOCALSTACK_HOST": address,
+            "GATEWAY_LISTEN": self._address,
+            "LOCALSTACK_HOST": self._address,
             "SERVICES": "s3",
             "EAGER_SERVICE_LOADING": "1",
             "STRICT_SERVICE_LOADING": "1",
