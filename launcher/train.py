@@ -35,6 +35,7 @@ from launcher.agreement import agree
 from launcher.checked import Checked, check, pays_twice, sized
 from launcher.config import RunConfig
 from launcher.liveness import Liveness
+from launcher.marks import leave_resumed
 from launcher.same_run import compare_with
 from launcher.sizing import measure, memory_limit
 from launcher.startup import Startup
@@ -160,6 +161,8 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     checkpoints.begin()
     dist.on_main(partial(describe_run_dir, config, checked))
     start = resumed.state["step"] if resumed else 0
+    if dist.is_main():
+        leave_resumed(start)
     engine = build_engine_for(config, checked, device)
     if resumed is None:
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})

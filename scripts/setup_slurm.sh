@@ -10,8 +10,7 @@
 #   scripts/setup_slurm.sh down DIR                everything away, also what jobs have left
 #
 # Partitions: main (never preempted), low (preempted by high: requeued after GRACE seconds), high.
-# DIR/disk is each node's own: gone after a power loss. A job finds DIR/disk/JOBID there, made by the prolog; the
-# epilog takes it away when the job ends and when it is requeued.
+# DIR/disk is each node's own: gone after a power loss. A job finds an empty DIR/disk/JOBID there, also after a requeue.
 # proctrack/cgroup, as real clusters have: linuxproc signals every process of a step, not the tasks alone, and so
 # lets through what fails on a cluster.
 set -euo pipefail
@@ -63,7 +62,6 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 Prolog=$LAB/prolog
-Epilog=$LAB/epilog
 ReturnToService=2
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_delay=1
@@ -86,11 +84,11 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
 CONF
     } >"$SLURM_CONF.new"
     mv "$SLURM_CONF.new" "$SLURM_CONF" # at once: jobs that run may be reading it
-    for n in 'prolog mkdir -p' 'epilog rm -rf'; do
-        [ -x "$LAB/${n%% *}" ] && continue
-        printf '#!/bin/sh\n%s "%s/disk/$SLURM_JOB_ID"\n' "${n#* }" "$LAB" >"$LAB/${n%% *}"
-        chmod +x "$LAB/${n%% *}"
-    done
+    if [ ! -x "$LAB/prolog" ]; then
+        # not an epilog: of a node that comes back it would run after the next attempt has begun
+        printf '#!/bin/sh\ncd "%s/disk" && rm -rf "$SLURM_JOB_ID" && mkdir "$SLURM_JOB_ID"\n' "$LAB" >"$LAB/prolog"
+        chmod +x "$LAB/prolog"
+    fi
     echo 'CgroupMountpoint=/sys/fs/cgroup' >"$LAB/cgroup.conf"
     if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
         printf 'CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n' >>"$LAB/cgroup.conf"

@@ -40,6 +40,11 @@ class Cluster:
     def repair(self) -> None:
         lab.call(SETUP, "up", self.lab, "3")
 
+    def clear_disks(self, job: str) -> None:
+        """Of what a job has left; nodes' disks are in memory."""
+        for node in ("n1", "n2", "n3"):
+            lab.call(SETUP, "exec", self.lab, node, "rm", "-rf", str(self.lab / "disk" / job))
+
     def call(self, *command: str) -> str:
         """One of Slurm's commands; its output."""
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, check=False, timeout=60)
@@ -65,6 +70,7 @@ class Job:
     steps: int
     bucket: Bucket | None = None  # of its checkpoints; None: they lie in the run directory
     own_disks: bool = False  # each node keeps them on a disk of its own, which is emptied after every attempt
+    seen_commit: int = 0  # a step that was committed before the job was disturbed
     loss: float | None = None  # of the last step; this and the next two once it is found to be done
     loss_undisturbed: float | None = None
     difference: float | None = None  # the largest of any step's
@@ -90,6 +96,7 @@ class Job:
     def wait_for_commit(self, timeout: float = 120) -> None:
         """Until there is a checkpoint that survives the loss of every node."""
         self.wait(lambda: self.newest_commit() > 0, "a checkpoint", timeout)
+        self.seen_commit = self.newest_commit()
 
     def newest_commit(self) -> int:
         if self.bucket is None:

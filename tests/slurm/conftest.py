@@ -19,7 +19,7 @@ from tests.slurm.evidence import keep
 
 FAULTS = Path(__file__).parent / "faults"
 STEPS = 60
-MANY_STEPS = 240  # of the scenarios with several requeues
+MANY_STEPS = 180  # of the scenarios with several requeues
 # The rate is the same whatever the length: one undisturbed run is the measure for all.
 OVERRIDES = ("schedule.name=constant", "checkpoint.every_steps=20", "checkpoint.max_failed_saves=50")
 OPTIONS = {
@@ -125,6 +125,7 @@ def end_all(jobs: list[Job], scenario: str, name: str) -> None:
         subprocess.run(["scancel", job.number], check=False, env=job.cluster.environ)
         job.wait(job.gone, "the end of the job", 60)
         keep(job, scenario, name)
+        job.cluster.clear_disks(job.number)
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def out_of_time(request) -> Iterator[Job | None]:
     submit = submitter(cluster, server, data, folders.mktemp("out-of-time"), jobs)
     # n3 is crashed by other tests. The signal comes 10 to 40 s after the start, for Slurm looks twice a minute.
     limited = ("--time=1", "--signal=B:USR1@20", "--nodelist=n[1-2]")
-    yield submit("2x1", *limited, steps=MANY_STEPS, STEP_SECONDS="0.4")
+    yield submit("2x1", *limited, steps=MANY_STEPS, STEP_SECONDS="0.5")
     end_all(jobs, describe(item), item.name)
 
 

@@ -28,7 +28,7 @@ class Told:
 
     begin: dict
     end: dict
-    resumed: int  # the step it went on from; 0: from the start
+    resumed: int | None  # the step it went on from, 0: from the start; None: it ended before
     fetched: bool  # from the bucket
 
 
@@ -43,16 +43,18 @@ def read_story(run_dir: Path) -> list[Told]:
     for begin, end in zip(begins, ends, strict=True):
         log = run_dir / "attempts" / f"{begin['attempt']:04d}.log"
         found = RESUMED.search(log.read_text(errors="replace")) if log.exists() else None
-        resumed = int(found[1]) if found else 0
-        story.append(Told(begin, end, resumed, bool(found and found[2].startswith("s3://") and "fetched" in found[3])))
+        if end["resumed"] is not None:
+            assert end["resumed"] == (int(found[1]) if found else 0), f"{end}, but {log} says {found and found[0]}"
+        from_bucket = bool(found and found[2].startswith("s3://") and "fetched" in found[3])
+        story.append(Told(begin, end, end["resumed"], from_bucket))
     return story
 
 
 def check_story(job: Job, *expected: tuple[str, str, list[str] | str], restarts: bool = True) -> list[Told]:
     """expected: of each attempt the verdict, the decision and the nodes to blame. restarts: by requeues of one job.
 
-    Each attempt begins at the step at which the last one ended; it resumed there, or at a checkpoint that was
-    committed before the batch script could hear of it, and never from an older one.
+    Each attempt begins at the newest step that was committed when the last one ended, and goes on from there. After
+    a node was lost with its disk that may be an older one, but none older than what was in the bucket by then.
     """
     story = read_story(job.run_dir)
     told = [(each.end["verdict"], each.end["decision"], each.end["blamed"]) for each in story]
@@ -65,12 +67,14 @@ def check_story(job: Job, *expected: tuple[str, str, list[str] | str], restarts:
         assert len(each.begin["nodes"]) == NODES[job.layout]
         if restarts:
             assert (each.begin["job"], each.begin["restart"]) == (job.number, number), each.begin
-        ended_by_itself = number and story[number - 1].end["verdict"] == "PREEMPTED"
-        began_training = each.end["step"] > at or each.end["verdict"] in ("DONE", "PREEMPTED")
-        if began_training:
-            assert each.resumed == at if ended_by_itself or not number else each.resumed >= at, story
+        if each.resumed is None:
+            assert each.end["verdict"] not in ("DONE", "PREEMPTED"), each.end
+        elif number == 0 or story[number - 1].end["verdict"] == "PREEMPTED":
+            assert each.resumed == at, each.end
+        else:
+            assert each.resumed >= job.seen_commit, each.end
         if each.resumed and job.own_disks:
-            assert each.fetched, f"{each}: not from the bucket, although the disks had been emptied"
+            assert each.fetched, f"{each.end}: not from the bucket, although the disks had been emptied"
         at = each.end["step"]
     return story
 
@@ -158,7 +162,7 @@ def table(rows: list[dict]) -> str:
         loss, difference = (f"{row['loss']:.6f}", f"{row['difference']:.1e}") if done else ("", "")
         if row["difference"] == 0:
             difference = "0"
-        cells = (row["scenario"], row["layout"], tell_attempts(row["attempts"]), row["verdict"], loss, difference)
+        cells = (row["scenario"], row["layout"], tell_attempts(row["attempts"]), row["verdict"] or "", loss, difference)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

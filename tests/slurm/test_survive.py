@@ -6,6 +6,7 @@ and attempts.jsonl tells what happened. The first line of a test is its line in 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -25,7 +26,7 @@ PREEMPTIONS = int(os.environ.get("PREEMPTIONS", "1"))
 
 def test_preemption_with_a_grace(submit, cluster, undisturbed):
     """preempted by a higher partition, with a grace"""
-    length = {"steps": MANY_STEPS, "STEP_SECONDS": "0.4"} if PREEMPTIONS > 3 else {}
+    length = {"steps": MANY_STEPS, "STEP_SECONDS": "0.5"} if PREEMPTIONS > 3 else {}
     job = submit("1x2", "--partition=low", "--nodelist=n3", **length)
     before = 0
     for _ in range(PREEMPTIONS):
@@ -51,7 +52,7 @@ def test_power_loss_of_a_node(submit, cluster, undisturbed):
         finished_like(job, undisturbed)
     finally:
         cluster.repair()
-    check_story(job, (ANY, ANY, ["n3"]), DONE)
+    check_story(job, ("LOST", "requeue", ["n3"]), DONE)
 
 
 def test_power_loss_of_the_node_with_the_batch_script(submit, cluster, undisturbed):
@@ -79,8 +80,9 @@ def test_kill_of_a_rank_ends_the_others_and_the_run_goes_on(submit, undisturbed)
     assert time.monotonic() - began < 30
     finished_like(job, undisturbed)
     first, _ = check_story(job, (ANY, "requeue", ["n2"]), DONE)
-    assert "rank 1 on n2 was ended from outside: Killed" in first.end["reason"]
-    assert job.told().count("was ended from outside") == 1  # once, at the end of the attempt's log
+    # as srun tells it, or, where the other rank was quicker to notice than srun, as that one does
+    assert re.match("rank 1 on n2 (was ended from outside: Killed|vanished; lost contact)", first.end["reason"])
+    assert job.told().count(first.end["reason"]) == 1  # once, at the end of the attempt's log
 
 
 def test_scancel_is_honoured(submit):
@@ -104,6 +106,8 @@ def test_a_crash_loop_gives_up(submit):
     assert [each.end["failures"] for each in story] == [1, 2, 3]
     assert job.verdict() == "FAILED"
     assert "GIVING UP: 3 failures in a row without a new checkpoint" in job.told()
+    # Slurm would take an exclusion of what the job asks for by name, and then never start it
+    assert "n2 failed 2 times, but the job asks for n2 by name: not left out" in job.told()
 
 
 def test_a_hung_rank_is_found(submit, undisturbed):
