@@ -47,7 +47,7 @@ def test_power_loss_of_a_node(submit, cluster, undisturbed):
     job.wait_for_commit()
     cluster.crash("n3")
     try:
-        job.wait(lambda: job.state() == "PENDING", "requeued by Slurm", 60)
+        job.wait(lambda: job.state() == "PENDING", "requeued by Slurm")
         cluster.repair()
         finished_like(job, undisturbed)
     finally:
@@ -61,7 +61,7 @@ def test_power_loss_of_the_node_with_the_batch_script(submit, cluster, undisturb
     job.wait_for_commit()
     cluster.crash("n3")
     try:
-        job.wait(lambda: job.state() == "PENDING", "requeued by Slurm", 60)
+        job.wait(lambda: job.state() == "PENDING", "requeued by Slurm")
         cluster.repair()
         finished_like(job, undisturbed)
     finally:
@@ -90,7 +90,7 @@ def test_scancel_is_honoured(submit):
     job = submit("1x2")
     job.wait_for_step(10)
     job.cluster.call("scancel", job.number)
-    job.wait_for_state("CANCELLED", timeout=60)
+    job.wait_for_state("CANCELLED")
     time.sleep(8)  # longer than a requeued job would wait
     assert job.state() == "CANCELLED"
     (only,) = check_story(job, ("PREEMPTED", "leave", []))
@@ -135,14 +135,14 @@ def test_a_stop_file_stops_and_is_not_requeued(submit):
     job = submit("1x2")
     job.wait_for_step(5)
     (job.run_dir / "STOP").touch()
-    job.wait_for_state("FAILED", timeout=60)  # status 75
+    job.wait_for_state("FAILED")  # status 75
     check_story(job, ("PREEMPTED", "leave", []))
 
 
 def test_a_mistake_is_not_tried_again(submit):
     """a mistake in the recipe"""
     job = submit("1x2", overrides=("engine.ds_config=zero9",))
-    job.wait_for_state("FAILED", timeout=60)
+    job.wait_for_state("FAILED")
     (only,) = check_story(job, ("FATAL", "stop", []))
     assert "engine.ds_config (zero9)" in only.end["reason"]
 
@@ -192,7 +192,7 @@ def test_submit(cluster, tmp_path, data, monkeypatch, capsys, undisturbed):
 def test_time_limits_requeue_until_it_is_done(out_of_time, undisturbed):
     """a time limit of one minute"""
     job = out_of_time
-    job.wait(job.gone, "the job's end", 500)
+    job.wait(job.gone, "the job's end", 900)
     finished_like(job, undisturbed)
     requeues = len(job.attempts()) - 1
     assert requeues >= 2
