@@ -63,7 +63,7 @@ def renew(file: Path, folder: Path) -> None:
     version = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False).stdout.strip()
     text = [
         f"{where['date']}, {version}, {where['device']}, Python {where['python']}, torch {where['torch']}, DeepSpeed "
-        f"{where['deepspeed']}, commit {commit()}; all from one run of `{where['command']}`:\n",
+        f"{where['deepspeed']}, commit {commit()}; all from one run:\n",
         table(read_rows(folder)),
     ]
     for what, name in TELLING.items():

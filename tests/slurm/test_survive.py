@@ -190,7 +190,7 @@ def test_submit(cluster, tmp_path, data, monkeypatch, capsys, undisturbed):
 
 
 def test_time_limits_requeue_until_it_is_done(out_of_time, undisturbed):
-    """a time limit of one minute"""
+    """a time limit of two minutes"""
     job = out_of_time
     job.wait(job.gone, "the job's end", 900)
     finished_like(job, undisturbed)
