@@ -158,7 +158,9 @@ case $action in
 up) up "${3:-2}" ;;
 down) down ;;
 exec) shift 2 && host_exec "$@" ;;
-crash) host_net "${3:?a node}" down && host_crash "$3" ;; # nobody hears that it is gone
+crash) # nobody hears that it is gone; its disk goes too, where slurmd keeps what it knew of its jobs: with that the
+    # prolog would not run again for a job that comes back under its old number
+    host_net "${3:?a node}" down && host_crash "$3" && rm -rf "$LAB/spool.$3" ;;
 gateway) echo "$NET.1" ;;
 *) echo "$action: install, up, exec, crash, gateway or down" >&2 && exit 2 ;;
 esac
