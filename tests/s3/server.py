@@ -185,7 +185,7 @@ def signature(
     return {**headers, "Authorization": told}
 
 
-def free_ports(count: int, host: str) -> int:
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
     """The first of so many free ones in a row."""
     while True:
         with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):

@@ -17,7 +17,7 @@ from tests.launcher.test_doctor import doctor
 from tests.s3.bucket import Bucket
 from tests.s3.epochs import make_shards, upload
 from tests.s3.proxy import Fault, FaultyProxy
-from tests.s3.server import Server, free_port
+from tests.s3.server import Server, free_ports
 
 EVERY = "GET|PUT|HEAD|DELETE|POST"
 DENIED = {"code": 403, "s3code": "AccessDenied"}
@@ -100,7 +100,7 @@ def test_no_bucket_and_no_credentials(view: Bucket, monkeypatch: pytest.MonkeyPa
     assert lines and all("set AWS_PROFILE" in line and "s3:" not in line.split("->")[1] for line in lines)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_ports(1)}")
     (line,) = found(list(check_store(config(f"{view.url}/run"))), "error")
     assert "Could not connect" in line and "AWS_ENDPOINT_URL" in line
 
