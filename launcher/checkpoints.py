@@ -21,12 +21,17 @@ from launcher.config import RunConfig, load_config
 
 
 def recipe_in(place: str) -> str | None:
-    """The recipe that `place` is, or that a run's folder holds; None for a URL or a bare folder of checkpoints."""
+    """The recipe that `place` is, or that a run's folder holds; None for a URL or a bare folder of checkpoints.
+
+    UserError where there is nothing.
+    """
     if is_remote(place):
         return None
     path = Path(place).expanduser()
     if path.is_dir():
         return str(path / "recipe.yaml") if (path / "recipe.yaml").exists() else None
+    if not path.exists():
+        raise UserError(f"{place}: no such file or folder; give a recipe, a run's folder, or a URL of checkpoints")
     return place
 
 

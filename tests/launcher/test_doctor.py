@@ -187,7 +187,7 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("shards", "error", "source 2 of 2, weight 1: data.train (/nowhere/{0..3}.tar): 4 of 4 shards are not there"),
         ("shards", "error", "data.val (/nowhere/val.tar)"),
         ("index", "warning", "clip-train index"),
-        ("S3", "error", "checkpoint.remote (gs://nowhere) gs://nowhere"),
+        ("S3", "error", "give s3://bucket/prefix, or a folder"),
         ("disk", "error", "make room"),
         ("run", "error", "STOP"),
     ):

@@ -159,6 +159,12 @@ def test_a_file_that_is_no_recipe(text, said, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["checkpoints", "export"])
+def test_a_run_that_is_not_there(verb, capsys):
+    assert main([verb, "nowhere"]) == 2
+    assert "nowhere: no such file or folder; give a recipe, a run's folder, or a URL" in capsys.readouterr().err
+
+
 def test_a_recipe_that_is_not_there(capsys):
     assert main(["train", "nowhere.yaml"]) == 2
     assert "examples lie in recipes/" in capsys.readouterr().err
