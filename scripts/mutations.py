@@ -383,6 +383,13 @@ MUTATIONS = [
         '        if told["step"] not in self.pending:\n',
         ("tests/checkpoint/test_outcomes.py",),
     ),
+    Mutation(
+        "an own commit that nobody heard of taken for another process's",
+        "clip_train/checkpoint/committing.py",
+        " and there.prefix not in order.earlier",
+        "",
+        ("tests/checkpoint/test_savers.py::test_a_save_that_was_committed_locally_is_uploaded_by_the_next_saver",),
+    ),
     # -- surviving
     Mutation(
         "a cancelled job is requeued",

@@ -36,6 +36,16 @@ def child(folder: Path, pipe: int) -> None:
             os.write(pipe, f"{step}\n".encode())
 
 
+def committed_at_rest(folder: Path) -> dict[int, Path]:
+    """Its saver outlives the child by a moment, and may still be removing an old checkpoint."""
+    for _ in range(100):
+        try:
+            return committed(folder)
+        except FileNotFoundError:
+            time.sleep(0.05)
+    return committed(folder)
+
+
 def main() -> None:
     folder, trials, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
     torch.set_num_threads(1)  # nothing that a fork would lose
@@ -60,7 +70,7 @@ def main() -> None:
             told = [int(line) for line in [*lines, *pipe.read().splitlines()] if line]
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), f"the child failed by itself: {status}"
-        whole_ones = committed(folder)  # asserts that each is whole
+        whole_ones = committed_at_rest(folder)  # asserts that each is whole
         newest = max(whole_ones, default=0)
         # what it was told is committed is there; it may have been killed before it was told
         assert max(told) <= newest <= max(told) + 1, (told, newest)

@@ -92,7 +92,7 @@ def test_what_may_not_be_deleted(view: Bucket, proxy: FaultyProxy) -> None:
 
 def test_no_bucket_and_no_credentials(view: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (line,) = found(list(check_store(config("s3://nowhere-at-all/run"))), "error")
-    assert "create the bucket nowhere-at-all, or correct the URL" in line
+    assert "create the bucket, or correct the URL" in line
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -120,7 +120,7 @@ def test_sources_of_shards(server: Server, view: Bucket, proxy: FaultyProxy, tmp
 
     proxy.faults = [Fault("status", method="GET|HEAD", **DENIED)]
     (line,) = found(list(check_shards(config("x", good))), "error")
-    assert "cannot be opened" in line and "DeniedError" in line and "AWS_*" in line
+    assert "cannot be opened" in line and "DeniedError" in line and "give these credentials the right" in line
     proxy.faults = []
     (index,) = view.keys("set/clip_train_index.json")
     view.put(index, view.get(index)[:-3])
@@ -159,7 +159,7 @@ def test_submit_tries_the_store(
     script = capsys.readouterr()
     assert script.out.startswith("#!") and not script.err and view.keys() == before
     assert submit("checkpoint.remote=s3://nowhere-at-all/run") == 2
-    assert "create the bucket nowhere-at-all" in capsys.readouterr().err
+    assert "create the bucket" in capsys.readouterr().err
     proxy.requests.clear()
     assert submit("checkpoint.remote=s3://nowhere-at-all/run", "--offline") == 0
     assert capsys.readouterr().out == script.out and not proxy.requests
