@@ -51,6 +51,7 @@ setup(
         "test": TEST,
         # Measured against, in an environment of their own (scripts/setup_peers.sh): torchvision has no CPU build.
         "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
+        "bench": ["obstore>=0.8"],  # another S3 client, for benchmarks/checkpoint.py
         "wandb": ["wandb"],
     },
     entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},

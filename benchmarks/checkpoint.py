@@ -4,8 +4,8 @@ About 1 GB of state on one rank. `stall` is the time that `save` keeps the loop 
 bytes by torch within memory, both into memory that has been touched before; the first save, which allocates, stands
 beside a copy into fresh memory and has no target. The upload goes to a real S3 server (LocalStack, from
 scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway) and is compared with the clients that are there:
-s3fs's own `put`, and obstore where it is installed (extra `peers`); each in turn, the medians are compared. Absolute
-figures are this machine's and this server's.
+s3fs's own `put`, and obstore where it is installed (`pip install -e .[bench]`); each in turn, the medians are compared.
+Absolute figures are this machine's and this server's.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def main() -> int:
     rows += [{"what": f"upload, {name}, MB/s", "value": rate} for name, rate in medians.items()]
     rows += [{"what": "upload, share of the fastest other", "value": share}]
     if "obstore" not in medians:
-        rows += [{"what": "obstore", "value": "not installed here"}]
+        rows += [{"what": "obstore", "value": "not installed: pip install -e .[bench]"}]
     for name, value, most in (
         ("stall / copy", saves["stall / copy"], 1.3),
         ("saver MiB", saves["saver MiB"], 300),

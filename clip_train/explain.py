@@ -124,10 +124,8 @@ def _find(model: type[BaseModel], loc: Loc) -> _Place:
     for part in loc:
         inner, _ = _bare(kind)
         options = [each for each in get_args(inner) if each is not type(None)]
-        if get_origin(inner) in (Union, types.UnionType):
-            if len(options) > 1:
-                break  # `part` names a branch
-            inner, _ = _bare(options[0])
+        if get_origin(inner) in (Union, types.UnionType) and len(options) == 1:
+            inner, _ = _bare(options[0])  # X | None; of others `part` names a branch
         if _is_model(inner) and part in inner.model_fields:
             field = inner.model_fields[str(part)]
             kind = _annotated(field.annotation, field.metadata)

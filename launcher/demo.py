@@ -34,7 +34,7 @@ def run_demo(kind: str, folder: str, overrides: list[str]) -> int:
     raw = apply_overrides(raw, overrides)
     config = check_config(raw, recipe)
     status = train(config)
-    num_classes = len(ZeroShotClasses.load(str(data.classes)).classnames)
+    num_classes = len(ZeroShotClasses.load(data.classes).classnames)
     what = f"{num_classes} captions never seen in training" if kind == "shapes" else "held-out handwritten digits"
     say(f"zero-shot is over {data.num_val} images and {num_classes} classes ({what}); chance is {1 / num_classes:.1%}")
     say("run the demo again with run.steps=<more> to go on from its last checkpoint, or batch.micro_size=16 to see")

@@ -51,8 +51,8 @@ def guarded(name: str, check: Check) -> Iterator[Finding]:
         yield error(name, f"{type(e).__name__}: {e}", "mend it, or report it if it is no fault of this machine")
 
 
-def run_doctor(arguments: list[str], *, as_json: bool) -> int:
-    """arguments: nothing, or a recipe and overrides. Returns 1 if there is an error, else 0."""
+def run_doctor(recipe: str | None, overrides: list[str], *, as_json: bool) -> int:
+    """Returns 1 if there is an error, else 0."""
     from launcher import checks, recipe_checks
     from launcher.config import RunConfig, load_config
 
@@ -68,9 +68,9 @@ def run_doctor(arguments: list[str], *, as_json: bool) -> int:
 
     for name, check in checks.MACHINE:
         tell(guarded(name, check))
-    if arguments:
+    if recipe is not None:
         try:
-            config = load_config(arguments[0], arguments[1:])
+            config = load_config(recipe, overrides)
         except UserError as e:
             tell(iter([error("recipe", str(e), "see the message; clip-train train --keys lists all keys")]))
     if config is not None:
@@ -81,7 +81,7 @@ def run_doctor(arguments: list[str], *, as_json: bool) -> int:
         print(json.dumps({"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         counts = ", ".join(f"{sum(f.level == level for f in findings)} {level}" for level in ("ok", "warning", "error"))
-        console.print(f"{counts}" + ("" if arguments else "; with a recipe also shards, captions, S3 and disk"))
+        console.print(f"{counts}" + ("" if recipe else "; with a recipe also shards, captions, S3 and disk"))
     return 1 if worst == "error" else 0
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 from clip_train import dist
 from clip_train.errors import RemoteRankError
 
-HELLO_SECONDS = 30.0  # for all ranks to connect
+HELLO_SECONDS = 20.0  # for all ranks to connect
 # A silent node is given up after 5 + 3 x 3 seconds.
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3))
 USER_TIMEOUT = 14_000  # milliseconds, the same for what has been sent and not been acknowledged

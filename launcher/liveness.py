@@ -30,6 +30,7 @@ from launcher.startup import PARENT, is_orphan
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
 LOSS_SECONDS = 12.0  # the main thread has this long to notice by itself that another rank has died
+ENDING_SECONDS = 300.0  # or, where all end with an error that they agreed on, for a checkpoint that is under way
 
 
 class LaunchConfig(Settings):
@@ -72,6 +73,7 @@ class Liveness:
         called when it is done. lifeline: which knows of ranks that have died."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         self.committed: Callable[[], int | None] = lambda: None  # the newest committed step, once there is a trainer
+        self.failed: Callable[[str], None] = lambda why: None  # leaves a verdict, once the run is known to be this one
         self._on_limit, self._on_first_step = on_limit, on_first_step
         self._lifeline = lifeline or Lifeline("")
         self._parent = PARENT if launched else None
@@ -102,12 +104,12 @@ class Liveness:
         self._write_progress()
 
     def phase(self, name: str) -> None:
-        """The trainer begins a "step", a "save" or an "evaluate"."""
+        """The trainer begins a "step", a "save" or an "evaluate"; "end": it has left its loop."""
         now = time.monotonic()
         if name == "step" and self._phase == "start" and not self._begun:
             self._begun = True
             return  # the first step, in which things compile, still belongs to the start
-        if self._phase == "start" and self._begun:
+        if self._phase == "start" and self._begun and name != "end":
             self._on_first_step()
         if name == self._phase == "step":
             self._steps.append(now - self._since)
@@ -120,7 +122,7 @@ class Liveness:
 
     def _arm(self) -> None:
         """The last resort, in C: a main thread that holds the interpreter's lock stops this module's thread too."""
-        faulthandler.dump_traceback_later(2 * self._limit + 60, exit=True)
+        faulthandler.dump_traceback_later(2 * self._limit + 60, exit=True, file=2)  # stderr, whoever holds sys.stderr
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z; Slurm before it suspends a job. The timer in C would take the pause for a hang when it is over."""
@@ -159,10 +161,14 @@ class Liveness:
     def _look_for_loss(self, now: float) -> None:
         """Another rank has died. The main thread notices in a collective, but it may be elsewhere, or on a GPU."""
         loss = self._lifeline.loss
-        if loss is None or now - self._lifeline.lost_at < LOSS_SECONDS:
+        if loss is None:
+            return
+        allowed = ENDING_SECONDS if self._phase == "end" and loss.how == "told" else LOSS_SECONDS
+        if now - self._lifeline.lost_at < allowed:
             return
         leave_mark("stopped" if loss.how == "stopped" else "lost", str(loss))
         if self._lifeline.tells(loss):
+            self.failed(str(loss))
             print(f"clip-train: error: {loss}", file=sys.stderr, flush=True)
         os._exit(75 if loss.how == "stopped" else 1)
 
@@ -202,6 +208,8 @@ class Liveness:
         where, waiting = position(sys._current_frames().get(self._main or 0))
         told = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
         leave_mark("hang", told, waiting=waiting)
+        if not waiting or this_rank() == 0:
+            self.failed(told)
         rank = os.environ.get("RANK", "0")
         print(f"clip-train: [rank {rank} on {socket.gethostname()}] {told}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
@@ -219,7 +227,7 @@ def first_timeout(config: LaunchConfig) -> float:
 def phase_limit(config: LaunchConfig, phase: str, steps: deque[float]) -> float:
     """Seconds that a phase may take."""
     match phase:
-        case "save":
+        case "save" | "end":
             return config.hang_save_seconds
         case "evaluate":
             return config.hang_evaluate_seconds

@@ -8,21 +8,18 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.config import RunConfig
 from launcher.env import detect
-from launcher.marks import FOLDER, read_marks
+from launcher.marks import FOLDER, read_marks, read_ranks
 from launcher.verdict import read_verdict
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 SAVE_SECONDS = 600  # after a signal the ranks have this long to save
 
@@ -34,14 +31,10 @@ def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
     return asked if asked is not None else max(1, torch.cuda.device_count())
 
 
-def launch_local(config: RunConfig, ranks: int, arguments: Sequence[str], stop: StopRequest | None = None) -> int:
+def launch_local(config: RunConfig, ranks: int, arguments: Sequence[str], stop: StopRequest) -> int:
     """Run `python -m launcher ARGUMENTS` as `ranks` ranks; returns the exit status of the run, not torchrun's 1."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # by default USR1 ends the agent and leaves its ranks behind; under nohup HUP is nothing to act on
-    signals = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     options: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -51,11 +44,28 @@ def launch_local(config: RunConfig, ranks: int, arguments: Sequence[str], stop: 
         "rdzv_endpoint": "localhost:0",
         "max_restarts": 0,
         "monitor_interval": 0.5,
-        "signals_to_handle": ",".join(number.name for number in signals),
+        "signals_to_handle": ",".join(number.name for number in to_handle()),
         "shutdown_timeout": SAVE_SECONDS,
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # an older torch has not all of them
     launch = LaunchConfig(**{name: value for name, value in options.items() if name in known})
+    status = run_agent(lambda: elastic_launch(launch, sys.executable)("-m", "launcher", *arguments), stop)
+    verdict = read_verdict(config.run_dir) if status > 128 else None
+    return 0 if verdict is not None and verdict[0] == "DONE" else status  # a signal that came too late
+
+
+def to_handle() -> list[signal.Signals]:
+    """By default USR1 ends torchrun's agent and leaves its ranks behind; under nohup HUP is nothing to act on."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def run_agent(launch: Callable[[], object], stop: StopRequest) -> int:
+    """Run torchrun's agent to its end -> 0, 75 or 2 as its ranks ended, 128 + a signal, else 1.
+
+    stop: has listened since the process began. From now on signals end the agent, which passes them on to its ranks.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SignalException(signal.Signals(number).name, sigval=signal.Signals(number))
@@ -63,39 +73,28 @@ def launch_local(config: RunConfig, ranks: int, arguments: Sequence[str], stop: 
     with tempfile.TemporaryDirectory(prefix="clip-train-") as folder:
         os.environ.setdefault(FOLDER, folder)  # where ranks say why they ended
         try:
-            for number in signals:  # as the agent will; until now they were only noted
+            for number in to_handle():  # as the agent will; until now they were only noted
                 signal.signal(number, end)
-            asked = stop.look() if stop is not None else None
+            asked = stop.look()
             if asked is not None:
-                return stopped(f"stopped by {asked} before the first step")
-            elastic_launch(launch, sys.executable)("-m", "launcher", *arguments)
+                print(f"clip-train: stopped by {asked} before the first step", file=sys.stderr, flush=True)
+                return 75
+            launch()
             return 0
         except ChildFailedError as e:
-            return failed(e)
+            _, first = e.get_first_failure()  # the others ended because of it, however they did
+            return first.exitcode if first.exitcode in (75, 2) else 1
         except SignalException as e:
-            return after_signal(config, e.sigval)
+            return after_signal(Path(os.environ[FOLDER]), e.sigval)
         finally:
             if os.environ[FOLDER] == folder:
                 del os.environ[FOLDER]
 
 
-def failed(error: ChildFailedError) -> int:
-    """The exit status of the rank that ended first: the others ended because of it, however they did."""
-    _, first = error.get_first_failure()
-    return first.exitcode if first.exitcode in (75, 2) else 1
-
-
-def after_signal(config: RunConfig, number: signal.Signals) -> int:
-    """The ranks have ended, by the verdict of the run or by their own word in good order."""
-    word = (read_verdict(config.run_dir) or ("",))[0]
-    marks = read_marks(Path(os.environ[FOLDER]))
-    if word == "DONE":
-        return 0
-    if word == "PREEMPTED" or (not word and marks and all(mark.kind in ("stopped", "lost") for mark in marks)):
+def after_signal(folder: Path, number: signal.Signals) -> int:
+    """75 where the ranks have ended in good order by their own word, or had not met yet and so have nothing to save."""
+    kinds = {mark.kind for mark in read_marks(folder)}
+    if not kinds and not read_ranks(folder):
+        print(f"clip-train: stopped by {number.name} before the first step", file=sys.stderr, flush=True)
         return 75
-    return 128 + number.value
-
-
-def stopped(message: str) -> int:
-    print(f"clip-train: {message}", file=sys.stderr, flush=True)
-    return 75
+    return 75 if "stopped" in kinds and kinds <= {"stopped", "lost"} else 128 + number.value

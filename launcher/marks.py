@@ -27,7 +27,7 @@ STOP_FILE = "STOP"  # made by the user: save, stop, and do not requeue
 PROGRESS_FILE = "PROGRESS"  # the newest committed step, for the batch script
 
 # error: this rank's own. mistake: the user's, will come again. all: of the run, not of a node (data, checkpoints).
-# lost: another rank went away. hang: the watchdog fired here. stopped: asked to, before the first step.
+# lost: another rank went away. hang: the watchdog fired here. stopped: asked to; committed, or before the first step.
 Kind = Literal["error", "mistake", "all", "lost", "hang", "stopped"]
 
 
@@ -220,12 +220,12 @@ def _some(blamed: set[str], nodes: Sequence[str]) -> tuple[str, ...]:
 
 
 def mark_error(error: BaseException) -> None:
-    """A mark for what ended this rank; none for what another rank has to tell, or for a clean stop."""
+    """A mark for what ended this rank."""
     from clip_train.errors import ClipTrainError, Preempted, RankError, RemoteRankError, UserError
 
     message = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, Preempted):
-        return
+        return leave_mark("stopped", message)
     if isinstance(error, RemoteRankError):
         leave_mark("lost", message)
     elif isinstance(error, UserError) and not isinstance(error, RankError):

@@ -58,19 +58,26 @@ def meet(env: RankEnv, seconds: float) -> Store:
 
 
 def _wait_for_word(meeting: Store, env: RankEnv, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            left = max(0.1, end - time.monotonic())
-            return meeting.wait(["word"], datetime.timedelta(seconds=min(left, REMIND_SECONDS)))
-        except DistStoreError:
-            told = (
-                f"{meeting.add('here', 0)} of {env.world_size} ranks have come to {env.master_addr}:{env.master_port}"
-            )
-            if time.monotonic() >= end:
-                raise RuntimeError(f"Timed out waiting for the others: {told} within {seconds:.0f} s") from None
-            if env.rank == 0:
-                say(f"waiting: {told} ({env.found}). If there are no others, unset what the line above names")
+    """Rank 0 looks, and reminds of who is missing; the others are woken."""
+    end, remind = time.monotonic() + seconds, time.monotonic() + REMIND_SECONDS
+    try:
+        if env.rank > 0:
+            return meeting.wait(["word"], datetime.timedelta(seconds=seconds))
+    except DistStoreError:
+        raise RuntimeError(f"Timed out waiting for the other ranks: {_missing(meeting, env, seconds)}") from None
+    while not meeting.check(["word"]):
+        time.sleep(0.02)
+        if time.monotonic() > end:
+            raise RuntimeError(f"Timed out waiting for the other ranks: {_missing(meeting, env, seconds)}")
+        if time.monotonic() > remind:
+            remind += REMIND_SECONDS
+            told = _missing(meeting, env, REMIND_SECONDS)
+            say(f"waiting: {told}, by {env.found}. If there are no others, unset what told so")
+
+
+def _missing(meeting: Store, env: RankEnv, seconds: float) -> str:
+    here, place = meeting.add("here", 0), f"{env.master_addr}:{env.master_port}"
+    return f"{here} of {env.world_size} ranks have come to {place} within {seconds:.0f} s"
 
 
 def refuse(env: RankEnv, error: ClipTrainError) -> None:

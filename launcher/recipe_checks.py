@@ -89,7 +89,8 @@ def check_ends(source: Source, found: SourceSummary, storage: StorageConfig) -> 
             yield error("shards", told, "correct the range in braces, or upload what is missing")
             return
     shards = f"{found.num_shards} shard{'s' if found.num_shards > 1 else ''}"
-    yield ok("shards", f"{source.name}: {shards}, the first caption is {found.first_caption[:60]!r}")
+    first = f"the first sample is {found.first_key}: {found.first_caption[:60]!r}"
+    yield ok("shards", f"{source.name}: {shards}, {first}")
 
 
 def check_index(source: Source, found: SourceSummary) -> Iterator[Finding]:

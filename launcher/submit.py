@@ -62,9 +62,12 @@ def make_job(site: Site, options: dict[str, Any]) -> Job:
         return given.get(name, getattr(site, name))
 
     nodes, gpus = pick("nodes"), pick("gpus_per_node")
-    if nodes < 1 or gpus < 0:
-        raise UserError(f"--nodes ({nodes}) must be at least 1 and --gpus-per-node ({gpus}) at least 0")
-    tasks = given.get("tasks_per_node", gpus)
+    tasks, cpus = given.get("tasks_per_node", gpus), pick("cpus_per_task")
+    for option, value, least in (("nodes", nodes, 1), ("gpus-per-node", gpus, 0), ("cpus-per-task", cpus, 1)):
+        if value < least:
+            raise UserError(f"--{option} ({value}) must be at least {least}; leave it out for the site's")
+    if tasks < 1 and "tasks_per_node" in given:
+        raise UserError(f"--tasks-per-node ({tasks}) must be at least 1; leave it out for one rank per GPU")
     if tasks < 1:
         raise UserError("--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node")
     if gpus and tasks != gpus:
@@ -82,7 +85,7 @@ def make_job(site: Site, options: dict[str, Any]) -> Job:
             "site file"
         )
     return Job(
-        template, nodes, gpus, tasks, pick("cpus_per_task"), seconds, pick("time"), site.warn_seconds,
+        template, nodes, gpus, tasks, cpus, seconds, pick("time"), site.warn_seconds,
         pick("partition"), pick("account"), pick("qos"),
     )  # fmt: skip
 

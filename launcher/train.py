@@ -7,11 +7,8 @@ Nothing below this file knows more than its own part; nothing here computes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +20,7 @@ from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.opening import Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader
-from clip_train.errors import CheckpointError, ClipTrainError, Preempted, RemoteRankError, UserError
+from clip_train.errors import CheckpointError, UserError
 from clip_train.evaluate import evaluate
 from clip_train.metrics import ProgressLine, Sinks, write_report
 from clip_train.models import CLIP, Architecture
@@ -36,14 +33,14 @@ from launcher import env as ranks
 from launcher.agreement import agree
 from launcher.checked import Checked, check, pays_twice, sized
 from launcher.config import RunConfig
-from launcher.lifeline import Lifeline, LostRankError
+from launcher.ending import end, explain_loss, leave_together, note_failure, say
+from launcher.lifeline import Lifeline
 from launcher.liveness import Liveness, first_timeout
-from launcher.marks import is_lost_contact
 from launcher.meeting import refuse
 from launcher.same_run import compare_with
 from launcher.sizing import measure, memory_limit
 from launcher.startup import Startup
-from launcher.verdict import clear_verdict, read_verdict, word_for, write_verdict
+from launcher.verdict import clear_verdict, write_verdict
 
 
 def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup | None = None) -> int:
@@ -74,7 +71,7 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
             checked = sized(config, checked, memory_limit(config, device))
         trainer = build_trainer(config, checked, device)
         trainer.stop, trainer.phase = stop, liveness.phase
-        liveness.committed = partial(committed_step, trainer)
+        liveness.committed, liveness.failed = partial(committed_step, trainer), partial(note_failure, config, trainer)
         startup.done("model, engine and data")
         evaluated = run(config, trainer)
         if dist.is_main():
@@ -98,7 +95,8 @@ def prepare(config: RunConfig, env: ranks.RankEnv) -> tuple[torch.device, Checke
     One rank looks at the shards.
     """
     try:
-        return ranks.take_device(env), check(config, env.world_size, read_data=env.rank == 0)
+        checked = check(config, env.world_size, read_data=env.rank == 0)
+        return ranks.take_device(env), checked
     except UserError as e:
         refuse(env, e)
         raise
@@ -132,53 +130,6 @@ def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Sta
 def committed_step(trainer: Trainer) -> int | None:
     good = trainer.checkpoints.last_good
     return good.step if good else None
-
-
-def explain_loss(error: Exception, lifeline: Lifeline) -> Exception:
-    """A collective that failed because another rank has ended -> what became of that rank, told once."""
-    loss = lifeline.wait(5) if is_lost_contact(error) else None
-    if loss is None:
-        return error
-    if loss.how == "stopped":
-        return Preempted(str(loss))
-    if lifeline.tells(loss):
-        say(f"clip-train: error: {loss}")
-    time.sleep(2)  # the launcher is to see that rank's end first: it takes the first for the cause
-    return LostRankError(loss)
-
-
-def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: StopRequest, lifeline: Lifeline) -> None:
-    """Leave a verdict (not on a run that this recipe does not continue), tell it, and do not leave others alone."""
-    everywhere = isinstance(error, ClipTrainError) and error.everywhere
-    if isinstance(error, LostRankError):
-        silent = not lifeline.tells(error.loss)
-    else:  # what all ranks raise rank 0 writes
-        silent = isinstance(error, RemoteRankError) or (everywhere and not dist.is_main())
-    lost = isinstance(error, LostRankError) or is_lost_contact(error)
-    # a consequence must not hide its cause
-    if trainer is not None and not silent and not (lost and read_verdict(config.run_dir) is not None):
-        reason = " ".join(str(error).split()) or type(error).__name__
-        try:
-            write_verdict(config.run_dir, word_for(error), trainer.position.step, reason)
-        except OSError as e:
-            say(f"the verdict could not be written: {e}")
-    if isinstance(error, ClipTrainError) and everywhere and not error.told:
-        # Launchers end every rank when the first one has left: rank 0 is to have said all by then.
-        if dist.is_main():
-            say(f"clip-train: {error}" if isinstance(error, Preempted) else f"clip-train: error: {error}")
-        error.told = True
-        leave_together(stop, lifeline)
-    elif not lost:
-        lifeline.leave("told")
-
-
-def leave_together(stop: StopRequest, lifeline: Lifeline) -> None:
-    """All is committed and told; a rank that has died since is no reason to fail."""
-    stop.ignore()
-    with contextlib.suppress(RuntimeError):
-        dist.barrier()
-        ranks.stop()
-    lifeline.leave("bye")
 
 
 def make_run_dir(config: RunConfig) -> None:
@@ -368,6 +319,7 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
     try:
         return trainer.run()
     finally:
+        trainer.phase("end")
         trainer.progress.close()
         trainer.checkpoints.close()
         trainer.sinks.close()
@@ -405,7 +357,3 @@ def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:
     run_dir = config.run_dir
     say(f"done. Run directory: {run_dir}; plot: {run_dir / 'loss.png'}; report: {run_dir / 'report.html'}")
     say(f"next: clip-train export {run_dir / 'recipe.yaml'}")
-
-
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -300,9 +300,16 @@ MUTATIONS = [
     Mutation(
         "files' hashes not looked at",
         "clip_train/checkpoint/files.py",
-        "    if digest.hexdigest() != entry.sha256:",
-        "    if False:",
+        "        whole = all(sha256_of_next(f, BLOCK_BYTES) == told for told in entry.blocks[first:end])\n",
+        "        whole = True\n",
         ("tests/checkpoint/test_manager.py",),
+    ),
+    Mutation(
+        "what another rank gives is kept in the wrong place",
+        "clip_train/checkpoint/exchange.py",
+        "            self._files[i].put(start, data[at : at + end - start])\n",
+        "            self._files[i].put(start, data[: end - start])\n",
+        ("tests/checkpoint/test_ranks.py::test_ranks_give_each_other_what_they_have_fetched",),
     ),
     Mutation(
         "no fence before the commit",
@@ -335,7 +342,7 @@ MUTATIONS = [
     Mutation(
         "the one resumed from not protected",
         "clip_train/checkpoint/manager.py",
-        "            self._protect = {choice.own}\n",
+        "        self._protect = {choice.own} if choice.own is not None else set()\n",
         "",
         ("tests/checkpoint/test_manager.py::test_retention_keeps_the_newest_and_the_one_resumed_from",),
     ),
@@ -343,10 +350,38 @@ MUTATIONS = [
         "the snapshot's buffer free before it is written",
         "clip_train/checkpoint/pipeline.py",
         "                entry = write_snapshot(self.local, self._buffer, order)\n",
-        '                self._tell({"told": "written", "step": order.step})\n'
+        '                self._tell_of("written", order)\n'
         "                time.sleep(0.2)\n"
         "                entry = write_snapshot(self.local, self._buffer, order)\n",
         ("tests/checkpoint/test_manager.py::test_a_snapshot_is_not_overwritten_while_it_is_written",),
+    ),
+    Mutation(
+        "a save is put off by the own buffer only",
+        "clip_train/checkpoint/schedule.py",
+        "        if not dist.any_rank(busy):\n",
+        "        if not busy:\n",
+        ("tests/checkpoint/test_savers.py::test_a_save_that_comes_too_early_is_put_off",),
+    ),
+    Mutation(
+        "a dead saver keeps the buffer",
+        "clip_train/checkpoint/outcomes.py",
+        "        self.writing, self.saver_died = None, True\n",
+        "        self.saver_died = True\n",
+        ("tests/checkpoint/test_savers.py::test_a_saver_that_two_ranks_share_is_killed",),
+    ),
+    Mutation(
+        "rank 0 waits for the word of a rank whose saver has died",
+        "clip_train/checkpoint/outcomes.py",
+        "            return lost\n        return {}\n",
+        "        return {}\n",
+        ("tests/checkpoint/test_outcomes.py", "tests/checkpoint/test_savers.py::test_savers_that_are_killed"),
+    ),
+    Mutation(
+        "an old attempt's end taken for the new one's",
+        "clip_train/checkpoint/outcomes.py",
+        '        if self.pending.get(told["step"]) != told["prefix"]:\n',
+        '        if told["step"] not in self.pending:\n',
+        ("tests/checkpoint/test_outcomes.py",),
     ),
     # -- surviving
     Mutation(

@@ -7,6 +7,7 @@ whatever the layout, a byte comes from the store once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -24,6 +25,8 @@ from clip_train.checkpoint.files import (
     first_damage,
     in_parallel,
     sha256_of_next,
+    sparse_files,
+    write_at,
     wrong_size,
 )
 from clip_train.checkpoint.layout import BLOCK_BYTES
@@ -42,6 +45,7 @@ class Brought:
     problem: str | None = None  # the first damage that any rank met
     fetched: list[int] = field(default_factory=list)  # bytes, by rank
     seconds: float = 0.0  # of fetching
+    seen_by_all: bool = True  # every rank had found all files, in their sizes, before anything was fetched
     # Where ranks share no disk: the files, and which of their bytes each rank has, by rank and file.
     sparse: list[SparseFile] | None = None
     held: list[dict[int, list[Range]]] = field(default_factory=list)
@@ -63,13 +67,13 @@ class Bringer:
         self._paths = [local.path(name) for name in self._names]
         self._sparse: list[SparseFile] | None = None
         if remote is not None and not shared:
-            pairs = zip(self._names, self._files, strict=True)
-            self._sparse = [SparseFile(remote, name, entry, local.root) for name, entry in pairs]
+            self._sparse = sparse_files(remote, found.commit.prefix, self._files, local.root)
 
     def bring(self) -> Brought:
         """CheckpointError, on all ranks, where something cannot be read for another reason than damage."""
-        good, problems = self._look()
-        out = Brought(fetched=[0] * dist.world_size())
+        sizes = dist.gather_objects(dist.agreed(lambda: self._readable(self._wrong_sizes)))
+        good, problems = self._look(sizes)
+        out = Brought(fetched=[0] * dist.world_size(), seen_by_all=not any(sizes))
         shares = good
         if problems and self._remote is None:
             out.problem = problems[min(problems)]
@@ -98,9 +102,11 @@ class Bringer:
 
     # -- what is here
 
-    def _look(self) -> tuple[list[list[Span]], Problems]:
-        """Who has verified which blocks of the files that are whole on a disk, and why the others are not."""
-        sizes = dist.gather_objects(dist.agreed(lambda: self._readable(self._wrong_sizes)))
+    def _look(self, sizes: list[Problems]) -> tuple[list[list[Span]], Problems]:
+        """Who has verified which blocks of the files that are whole on a disk, and why the others are not.
+
+        sizes: by rank, the files that are not there in their size.
+        """
         holders = {
             i: ranks
             for i in range(len(self._files))
@@ -148,6 +154,8 @@ class Bringer:
             reason = next((each for each in reasons if each is not None), None)
             if reason is None:
                 dist.agreed(lambda: self._finish(mine, targets))
+                with contextlib.suppress(OSError):
+                    os.listdir(self._paths[0].parent)  # NFS remembers for a while that a file was not there
             return reason
         finally:
             for target in targets.values():
@@ -226,9 +234,7 @@ class _Part:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def put(self, start: int, data: bytes) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, memoryview(data)[done:], start + done)
+        write_at(self._fd, data, start)
 
     def sync(self) -> None:
         os.fsync(self._fd)

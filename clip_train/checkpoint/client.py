@@ -39,20 +39,21 @@ class SaverClient:
         self._unread: list[dict[str, Any]] = []  # told before it went
         self._unreported = False  # it has gone, and `news` has not said so yet
         self._kept: dict[str, tuple[dict[str, Any], int | None]] = {}  # what each new saver is told first
-        dist.agreed(self.connect)
+        dist.agreed(lambda: self.connect(_CONNECT_SECONDS))
 
     @property
     def connected(self) -> bool:
         return self._connection is not None
 
-    def connect(self) -> None:
+    def connect(self, patience: float = _LEADER_SECONDS) -> None:
         """Also after the saver has died and `news` has said so: then a new one is started. CheckpointError.
 
-        The node's first rank starts it. Another one does where the first has not noticed that it must.
+        The node's first rank starts it. Another one does after `patience` seconds: the first may not have noticed
+        that it must, and wait for this one in a collective.
         """
         assert not self._unreported, "what is under way must be known for lost before the next saver has work"
         now = time.monotonic()
-        end, own_turn = now + _CONNECT_SECONDS, now + (0.0 if self._leads else _LEADER_SECONDS)
+        end, own_turn = now + _CONNECT_SECONDS, now + (0.0 if self._leads else patience)
         starts = 0
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -67,10 +67,12 @@ class Committer:
         store.put_bytes(f"{order.prefix}/{layout.MANIFEST}", order.manifest)
         self._check_fence(store)
         marker = Commit(order.epoch, order.step, order.prefix, layout.sha256_of(order.manifest))
+        order.committed = order.prefix
         if not store.put_bytes(order.ref.name, marker.to_bytes(), if_absent=True):
             there = marks.read_commit(store, order.ref)
             if there != marker and there.prefix not in order.earlier:  # else by an earlier try of ours
                 raise lease.FencedError(f"{store.url}/{order.ref.name} has been committed by another process")
+            order.committed = there.prefix
         try:
             store.put_bytes(layout.HINT, layout.seal({"commit": order.ref.name}))
         except OSError as e:  # only a hint

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from clip_train.errors import UserError
 from clip_train.settings import Settings
+from clip_train.storage import open_storage
 
 
 class CheckpointConfig(Settings):
@@ -49,3 +51,13 @@ class CheckpointConfig(Settings):
 
     orphan_grace_minutes: float = Field(60.0, ge=0)
     """Data of saves that were never committed are removed when they are older than this."""
+
+    @field_validator("remote")
+    @classmethod
+    def _names_a_bucket(cls, value: str | None) -> str | None:
+        if value is not None and value.lower().startswith(("s3://", "s3a://")):
+            try:
+                open_storage(value)
+            except UserError as e:
+                raise ValueError(f"checkpoint.remote: {e}") from e
+        return value

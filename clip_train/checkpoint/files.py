@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,20 +53,46 @@ class LocalFile:
         return self._map[start:end]
 
 
-class SparseFile:
-    """A file of which this rank has some ranges, on its disk; what else is read comes from the store, block by block.
+class Spool:
+    """Room on a disk for some of the bytes of a checkpoint's files. It has no name, so it goes with this process.
 
-    folder: where its bytes lie until the process ends; None: the system's temporary folder.
+    One for all of them: there are as many files as there were ranks. folder: None: the system's temporary one.
     """
 
-    def __init__(self, storage: Storage, name: str, entry: FileEntry, folder: Path | None = None) -> None:
+    def __init__(self, files: Sequence[FileEntry], folder: Path | None) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._map = memoryview(b"")
+        self.begin: list[int] = []  # where each file begins
+        self._size = mmap.PAGESIZE
+        for entry in files:
+            self.begin.append(self._size)
+            self._size += -(-entry.size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def open(self) -> tuple[int, memoryview]:
+        """A file descriptor, and the same as memory. OSError."""
+        with self._lock:
+            if self._fd is None:
+                if self._folder is not None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    file.truncate(self._size)  # takes room only where it is written to
+                    self._map = memoryview(mmap.mmap(file.fileno(), self._size))
+                    self._fd = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._fd)
+        return self._fd, self._map
+
+
+class SparseFile:
+    """A file of which this rank has some ranges on its disk; what else is read comes from the store, in blocks."""
+
+    def __init__(self, storage: Storage, name: str, entry: FileEntry, spool: Spool, begin: int) -> None:
         self.where, self.size = f"{storage.url}/{name}", entry.size
         self.storage, self.name, self.entry = storage, name, entry
         self.have: Ranges = []  # what `read` gives out at once
-        self._folder = folder
+        self._spool, self._begin = spool, begin
         self._local: tuple[LocalFile, Ranges] | None = None
-        self._file: BinaryIO | None = None  # has no name, so it goes with this process
-        self._map = memoryview(b"")
 
     def adopt(self, local: LocalFile, ranges: Ranges) -> None:
         """These ranges are whole in a local copy."""
@@ -74,31 +101,17 @@ class SparseFile:
 
     def put(self, start: int, data: bytes | memoryview) -> None:
         """Keep bytes; may be called from several threads at once, and `note` afterwards. OSError: no space."""
-        file = self._open()
-        done = 0
-        while done < len(data):  # not through the map: a full disk would end the process
-            done += os.pwrite(file.fileno(), memoryview(data)[done:], start + done)
+        write_at(self._spool.open()[0], data, self._begin + start)
 
     def note(self, ranges: Ranges) -> None:
         """They have been `put`."""
         self.have = merged([*self.have, *ranges])
 
-    def _open(self) -> BinaryIO:
-        with _OPENING:
-            if self._file is None:
-                if self._folder is not None:
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-                file.truncate(max(self.size, 1))
-                self._map = memoryview(mmap.mmap(file.fileno(), max(self.size, 1)))
-                self._file = file
-        return self._file
-
     def sha256(self, size: int) -> str:
         """Of its first bytes, that have been `put`."""
-        file = self._open()
-        file.seek(0)
-        return sha256_of_next(file, size)
+        with open(self._spool.open()[0], "rb", closefd=False) as file:
+            file.seek(self._begin)
+            return sha256_of_next(file, size)
 
     def read(self, start: int, end: int) -> memoryview:
         asked = [(start, end)] if start < end else []
@@ -109,11 +122,23 @@ class SparseFile:
         for first, last in common(asked, self._local[1]) if self._local is not None else []:
             assert self._local is not None
             self.put(first, self._local[0].read(first, last))  # the range lies across
-        self._open()
-        return self._map[start:end]
+        return self._spool.open()[1][self._begin + start : self._begin + end]
 
 
-_OPENING = threading.Lock()
+def sparse_files(storage: Storage, prefix: str, files: Sequence[FileEntry], folder: Path | None) -> list[SparseFile]:
+    """A checkpoint's, with none of their bytes yet."""
+    spool = Spool(files, folder)
+    return [
+        SparseFile(storage, f"{prefix}/{entry.name}", entry, spool, begin)
+        for entry, begin in zip(files, spool.begin, strict=True)
+    ]
+
+
+def write_at(fd: int, data: bytes | memoryview, start: int) -> None:
+    """Not through a map, where a full disk would end the process. OSError."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, memoryview(data)[done:], start + done)
 
 
 def fetch_ranges(wanted: Iterable[tuple[SparseFile, Ranges]]) -> None:

@@ -76,8 +76,7 @@ class HandOver:
         self._shared_disk = shared_disk
         self._buffer: SharedBuffer | None = None
         self._snapshot: _Snapshot | None = None
-        self._attempts: list[str] = []  # where those of the last step lie
-        self._attempted: int | None = None  # that step
+        self._attempts: tuple[int, list[str]] = (-1, [])  # at the last step that was handed over
 
     def hear(self, timeout: float = 0.0) -> None:
         """What the saver has told since, waiting up to `timeout` seconds for the first."""
@@ -134,10 +133,13 @@ class HandOver:
         prefix = self._agree(error)
         snapshot = self._snapshot
         assert snapshot is not None
+        # a saver may have committed, and died before it could say so
+        earlier = self._attempts[1] if self._attempts[0] == snapshot.step else []
+        self._attempts = (snapshot.step, [*earlier, prefix])
         body = {
             "do": "save", "step": snapshot.step, "prefix": prefix, "epoch": self._epoch, "rank": dist.rank(),
             "world_size": dist.world_size(), "size": snapshot.num_bytes, "state": snapshot.state,
-            "earlier": self._earlier(snapshot.step, prefix),
+            "earlier": earlier,
         }  # fmt: skip
         why = None
         try:
@@ -154,12 +156,6 @@ class HandOver:
             self.hear()
             self._outcomes.hear({"told": "failed", "step": snapshot.step, "prefix": prefix, "why": why})
             self._outcomes.hear({"told": "written", "prefix": prefix})
-
-    def _earlier(self, step: int, prefix: str) -> list[str]:
-        """This process's other attempts at this step: a marker that names one of them is its own."""
-        earlier = self._attempts if self._attempted == step else []
-        self._attempts, self._attempted = [*earlier, prefix], step
-        return earlier
 
     def _agree(self, error: str | None) -> str:
         """Collective: the new attempt's folder. CheckpointError, on all ranks, where one cannot."""

@@ -115,8 +115,7 @@ class CheckpointManager:
         resumed = choice.resumed
         if resumed is None:
             return None
-        if choice.own is not None:
-            self._protect = {choice.own}
+        self._protect = {choice.own} if choice.own is not None else set()
         if choice.saved:
             self._outcomes.saved = self._handed_over = resumed.step
         self._outcomes.last_good = LastGood(resumed.step, resumed.path)

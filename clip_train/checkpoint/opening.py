@@ -10,7 +10,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint.bring import Brought
 from clip_train.checkpoint.exchange import Exchange
-from clip_train.checkpoint.files import LocalFile, SparseFile, fetch_ranges
+from clip_train.checkpoint.files import LocalFile, fetch_ranges, sparse_files
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.locate import locate
 from clip_train.checkpoint.reader import FragmentReader, read_header
@@ -96,8 +96,7 @@ def _reader(places: Places, answer: Resolution, where: str) -> FragmentReader:
 
         return dist.agreed(lambda: FragmentReader(dict(zip(names, sparse, strict=True)), where, headers, give))
     assert places.remote is not None
-    remote = places.remote
-    files = {entry.name: SparseFile(remote, f"{prefix}/{entry.name}", entry) for entry in entries}
+    files = dict(zip(names, sparse_files(places.remote, prefix, entries, None), strict=True))
 
     def fetch(wanted: dict[str, Ranges]) -> None:
         dist.agreed(lambda: fetch_ranges([(files[name], ranges) for name, ranges in wanted.items()]))
@@ -119,7 +118,7 @@ def open_to_look(places: Places, step: int | None = None, only: CommitRef | None
         if only is None:
             there = sorted({ref.step for ref in refs})
             raise UserError(f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}")
-    answer = resolve(places, only)
+    answer = resolve(places, only, fetch=False)
     if answer.found is None:
         reasons = "".join(f"\n  {each}" for each in answer.skipped)
         raise UserError(f"there is no whole checkpoint under {where}{reasons}; train first, or correct the place")

@@ -40,9 +40,10 @@ class Order:
     world_size: int
     size: int  # bytes, at the beginning of the buffer: a safetensors file as it will be
     state: Any = None  # rank 0: the trainer's, encoded
-    earlier: list[str] = field(default_factory=list)  # this process's other attempts at the same step
+    earlier: list[str] = field(default_factory=list)  # attempts at this step whose end nobody has heard of
     since: float = field(default_factory=time.monotonic)
     entry: FileEntry | None = None  # once written
+    committed: str = ""  # rank 0: the attempt that is, this one or an earlier
     manifest: bytes = b""  # rank 0: made once, so that every try to commit means the same bytes
 
     @property

@@ -116,7 +116,7 @@ class Pipeline:
             try:
                 if self.settings.local_commits and order.rank == 0:
                     self._committer.commit(self.local, order)
-                    self._tell_of("kept", order, where=f"{self.local.url}/{order.prefix}")
+                    self._tell_of("kept", order, where=f"{self.local.url}/{order.committed}")
                     self._retain(self.local)
                 elif not self.settings.local_commits:
                     remove_own_files(self.local, order.rank, self.settings.policy, self._attempts().in_flight)
@@ -162,7 +162,7 @@ class Pipeline:
     def _done(self, order: Order) -> None:
         self._over(order)
         self._newest_done = order.step
-        where = f"{(self.remote or self.local).url}/{order.prefix}"
+        where = f"{(self.remote or self.local).url}/{order.committed or order.prefix}"
         self._tell_of("done", order, where=where, seconds=time.monotonic() - order.since, bytes=order.size)
 
     def _fail(self, order: Order, e: Exception) -> None:

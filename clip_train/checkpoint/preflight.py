@@ -14,6 +14,9 @@ from clip_train.storage import Storage
 
 _CLOCK_SECONDS = 300.0  # S3 refuses requests that are off by 15 minutes
 
+_LASTING = (errno.ENXIO, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
+_WRITABLE = "give s3://bucket/prefix, or a folder"
+
 # What is done, and the right it needs on S3.
 _RIGHTS = {
     "be listed": "s3:ListBucket",
@@ -84,21 +87,26 @@ class _Attempt:
     def guarded(self, trial: Callable[[], Trial]) -> Trial:
         try:
             return trial()
-        except ClipTrainError as e:
-            return Trial(str(e), "see the message", e)
-        except OSError as e:
-            told = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
-            # a server that is merely busy is no mistake of the user's
-            lasting = isinstance(e, PermissionError) or e.errno in (errno.ENXIO, errno.EPERM)
-            error = (UserError if lasting else CheckpointError)(f"checkpoint.remote ({self.storage.url}) {told}")
+        except (OSError, ClipTrainError) as e:
+            told, remedy, lasting = self.judged(e)
+            kind = UserError if lasting else CheckpointError
+            error = kind(f"checkpoint.remote ({self.storage.url}) {told}; {remedy}")
             error.__cause__ = e
-            if not lasting:
-                return Trial(told, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", error)
-            head, _, remedy = told.rpartition("; ")  # S3Storage ends its refusals with the remedy
-            if not head:
-                return Trial(told, "mend its permissions, or choose another place", error)
-            right = f" ({_RIGHTS[self.doing]})" if "the right" in remedy else ""
-            return Trial(head, f"{remedy}{right}", error)
+            return Trial(told, remedy, error)
+
+    def judged(self, e: OSError | ClipTrainError) -> tuple[str, str, bool]:
+        """What to say, what to do, and whether the user has to: a server that is merely busy is no mistake of his."""
+        if isinstance(e, CheckpointError):
+            return str(e), "use another server, or tell those who run it", False
+        if isinstance(e, ClipTrainError):
+            return f"cannot {self.doing}: {e}", _WRITABLE, True
+        told = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
+        if not isinstance(e, PermissionError) and e.errno not in _LASTING:
+            return told, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", False
+        head, _, remedy = told.rpartition("; ")  # S3Storage ends its refusals with the remedy
+        if not head:
+            return told, "mend its permissions, or choose another place", True
+        return head, f"{remedy} ({_RIGHTS[self.doing]})" if "the right" in remedy else remedy, True
 
     def put(self, name: str, *, if_absent: bool) -> tuple[bool, bytes]:
         """Whether it was taken, and what was written."""
@@ -119,7 +127,7 @@ class _Attempt:
     def reading(self) -> Trial:
         self.doing = "be read"
         if self.storage.read_bytes(f"{self.folder}/file") != self.written:
-            raise CheckpointError(f"checkpoint.remote ({self.storage.url}): what was written reads back differently")
+            raise CheckpointError("gives back other bytes than were written")
         return Trial("reads back what was written")
 
     def writing_once(self) -> Trial:
@@ -128,9 +136,7 @@ class _Attempt:
         first, _ = self.put("once", if_absent=True)
         second, _ = self.put("once", if_absent=True)
         if not first:
-            raise CheckpointError(
-                f"checkpoint.remote ({self.storage.url}): a conditional write to a new name was refused as if taken"
-            )
+            raise CheckpointError("refuses a conditional write (If-None-Match) to a name that is new")
         if second:
             return Trial(
                 "ignores If-None-Match (conditional writes), so two runs that start at the same moment may both take "
@@ -145,7 +151,7 @@ class _Attempt:
         for name in dict.fromkeys(self.left):
             self.storage.delete(name)
             if self.storage.exists(name):
-                raise CheckpointError(f"checkpoint.remote ({self.storage.url}): {name} was deleted and is still there")
+                raise CheckpointError(f"still has {name}, which was deleted")
         self.left.clear()
         return Trial("can have files deleted; nothing of this check is left")
 

@@ -61,17 +61,18 @@ def resolve(
     places: Places,
     only: CommitRef | None = None,
     *,
+    fetch: bool = True,
     shared: Callable[[], bool] = lambda: True,
     log: Callable[[str], None] = logger.info,
 ) -> Resolution:
     """Called by all ranks. Rank 0 looks, all ranks share hashing and fetching, all get the same answer.
 
-    only: consider this checkpoint alone. shared: whether all ranks see `places.cache`. log: told, on rank 0, how far
-    it is. Without `places.cache` the contents of remote files are not verified here but as they are read.
-    CheckpointError, on all ranks, where one cannot read.
+    only: consider this checkpoint alone. fetch: bring a remote one to `places.cache`; else it is read where it lies,
+    each block verified then, unless there is a whole copy in the cache. shared: whether all ranks see `places.cache`.
+    log: told, on rank 0, how far it is. CheckpointError, on all ranks, where one cannot read.
     """
     for _ in range(_LISTINGS):
-        answer = _resolve_listed(places, only, shared, log)
+        answer = _resolve_listed(places, only, fetch, shared, log)
         passed_over = {each.ref for each in answer.skipped}
         if not passed_over or passed_over <= set(dist.on_main(lambda: list(itertools.chain(*list_places(places))))):
             break  # else a process that still runs has removed one while we looked, and there are newer ones
@@ -79,7 +80,7 @@ def resolve(
 
 
 def _resolve_listed(
-    places: Places, only: CommitRef | None, shared: Callable[[], bool], log: Callable[[str], None]
+    places: Places, only: CommitRef | None, fetch: bool, shared: Callable[[], bool], log: Callable[[str], None]
 ) -> Resolution:
     """Among the commits that are there now."""
     known = dist.on_main(lambda: list_places(places))
@@ -91,11 +92,13 @@ def _resolve_listed(
         in_local, in_remote = ref in known[0], ref in known[1]
         found, reason = dist.on_main(lambda ref=ref, a=in_local, b=in_remote: _inspect(places, ref, a, b))  # type: ignore[misc]
         brought = None
-        if found is not None and places.cache is not None:
-            remote = places.remote if in_remote else None
+        if found is not None and places.cache is not None and (fetch or in_local):
+            remote = places.remote if in_remote and fetch else None
             together = remote is None or shared()
             brought = Bringer(places.cache, remote, found, shared=together, log=log).bring()
             reason = brought.problem
+            if not fetch and in_remote and (reason is not None or not brought.seen_by_all):
+                brought = reason = None  # there is another copy of it
         if found is not None and reason is None:
             return Resolution(found, skipped, commits, in_local, in_remote, brought)
         skipped.append(Skipped(ref, reason or "damaged"))

@@ -7,6 +7,7 @@ commit. Messages are JSON; a snapshot's memory is handed over once, as a file de
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -113,4 +114,10 @@ def main(address: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the ranks: they decide when this ends
     os.nice(5)  # training comes first
-    Server(address).run()
+    try:
+        server = Server(address)
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            return  # another rank of the node was faster, and its saver serves this one's too
+        raise
+    server.run()

@@ -90,12 +90,12 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tup
             problem=problems.get(ref),
             future=f"stays: {kept[ref]}" if ref in kept else "goes at the next save",
         )
-    named = {found[ref].commit.prefix for ref in found}
+    named = {ref: marks.prefix_of(storage, ref) for ref in commits}
     return lines, _strays(storage, name, named, policy)
 
 
-def _strays(storage: Storage, name: str, named: set[str], policy: Policy) -> list[Line]:
-    """Attempts that no marker names: under way, or left behind."""
+def _strays(storage: Storage, name: str, named: dict[CommitRef, str | None], policy: Policy) -> list[Line]:
+    """Attempts that no marker names: under way, or left behind. One that makes no sense may mean any of its step."""
     sizes: dict[str, int] = defaultdict(int)
     newest: dict[str, float] = defaultdict(float)
     for entry in storage.list("ckpt"):
@@ -104,9 +104,9 @@ def _strays(storage: Storage, name: str, named: set[str], policy: Policy) -> lis
         newest[attempt] = max(newest[attempt], entry.modified)
     now = storage.clock() if sizes else 0.0
     out = []
-    for attempt in sorted(set(sizes) - named):
+    for attempt in sorted(sizes):
         ref = layout.parse_prefix(attempt)
-        if ref is not None:
+        if ref is not None and not (ref in named and named[ref] in (attempt, None)):
             age = now - newest[attempt]
             old = age >= policy.orphan_grace_seconds
             future = "goes at the next save" if old else f"goes {policy.orphan_grace_seconds / 60:g} min after its end"

@@ -36,8 +36,8 @@ class SyntheticData:
     """Where a synthetic data set lies."""
 
     train: str  # for `data.train`
-    val: str | None  # for `data.val`
-    classes: str | None  # {"classnames": [...], "templates": ["a photo of a {}", ...]}, for zero-shot
+    val: str  # for `data.val`
+    classes: str  # {"classnames": [...], "templates": ["a photo of a {}", ...]}, for zero-shot
     num_train: int
     num_val: int
 
@@ -119,37 +119,6 @@ def digits(
 
     parameters = {"kind": "digits", "size": size, "per_shard": per_shard, "seed": seed}
     return _build(Path(folder), parameters, write, len(train), len(val))
-
-
-def random_images(
-    folder: str | os.PathLike[str],
-    num_images: int = 1000,
-    *,
-    size: int = 512,
-    per_shard: int = 500,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> SyntheticData:
-    """JPEGs as heavy as photographs (512 px: about 80 kB) with captions of 5 to 20 words, for benchmarks."""
-
-    def samples() -> Iterator[Sample]:
-        words = [w for template in TEMPLATES for w in template.split() if w.isalpha()]
-        for i in range(num_images):
-            rng = np.random.default_rng((seed, i))
-            chosen = rng.choice(words, int(rng.integers(5, 21)))
-            yield _sample(f"{i:08d}", _noise_image(size, rng), " ".join(chosen), {})
-
-    def write(root: Path) -> None:
-        write_shards(root / "train", _Steps(progress, num_images)(samples()), per_shard)
-
-    parameters = {
-        "kind": "random",
-        "num_images": num_images,
-        "size": size,
-        "per_shard": per_shard,
-        "seed": seed,
-    }
-    return _build(Path(folder), parameters, write, num_images, 0)
 
 
 # ---------------------------------------------------------------- shapes
@@ -266,18 +235,6 @@ def _vary(color: tuple[int, int, int], by: int, rng: random.Random) -> tuple[int
 # ---------------------------------------------------------------- common parts
 
 
-def _noise_image(size: int, rng: np.random.Generator) -> Image.Image:
-    """Noise at several scales, as natural images have it: its amplitude halves as the scale does."""
-    image = np.full((size, size, 3), 128.0)
-    cells = 4
-    while cells <= size:
-        noise = (rng.standard_normal((cells, cells, 3)) * 40 + 128).clip(0, 255).astype(np.uint8)
-        scaled = Image.fromarray(noise).resize((size, size), Image.Resampling.BICUBIC)
-        image += (np.asarray(scaled, dtype=np.float64) - 128) * min(1.0, 3 * (4 / cells) ** 0.5)
-        cells *= 4
-    return Image.fromarray(image.clip(0, 255).astype(np.uint8))
-
-
 def _sample(key: str, image: Image.Image, caption: str, metadata: dict[str, Any]) -> Sample:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=90)
@@ -328,11 +285,10 @@ def _build(
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    has_val = (folder / "val").is_dir()
     return SyntheticData(
         train=str(folder / "train" / "*.tar"),
-        val=str(folder / "val" / "*.tar") if has_val else None,
-        classes=str(folder / "classes.json") if has_val else None,
+        val=str(folder / "val" / "*.tar"),
+        classes=str(folder / "classes.json"),
         num_train=num_train,
         num_val=num_val,
     )

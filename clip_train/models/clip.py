@@ -63,11 +63,6 @@ class CLIP(TextTower):
         bias = None if self.logit_bias is None else at_least_float32(self.logit_bias)
         return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
 
-    def set_activation_checkpointing(self, on: bool) -> None:
-        """Recompute the blocks' activations in the backward pass, from the next forward on."""
-        self.transformer.activation_checkpointing = on
-        self.visual.transformer.activation_checkpointing = on
-
 
 def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

@@ -62,7 +62,11 @@ class S3Source(Source):
     _generation = 0  # of the credentials with which the last request was signed
 
     async def stat(self) -> Stat:
-        answer = await self._call("head_object")
+        try:
+            answer = await self._call("head_object")
+        except PermissionError:
+            await self._call("get_object", Range="bytes=0-0")  # a HEAD has no body to say why
+            raise
         return Stat(int(answer["ContentLength"]), answer.get("ETag"))
 
     async def get(self, begin: int, end: int, stat: Stat) -> bytes:

@@ -61,3 +61,22 @@ def committed(folder: Path) -> dict[int, Path]:
             assert hashlib.sha256(content).hexdigest() == entry["sha256"]
         found[body["step"]] = data
     return found
+
+
+def rewrite(folder: Path, step: int, version: int) -> None:
+    """A committed checkpoint as format `version` has it: 1 knew neither blocks nor seals; no newer one is known yet."""
+    (marker,) = (folder / "commit").glob(f"e*-s{step:010d}.json")
+    commit = json.loads(marker.read_bytes())
+    path = folder / commit["prefix"] / "_MANIFEST.json"
+    manifest = {**json.loads(path.read_bytes()), "format": version}
+    if version == 1:
+        manifest["files"] = [
+            {key: value for key, value in entry.items() if key != "blocks"} for entry in manifest["files"]
+        ]
+    path.write_text(json.dumps(manifest))
+    commit = {**commit, "format": version, "manifest_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    del commit["seal"]
+    if version > 1:
+        body = json.dumps(commit, sort_keys=True, separators=(",", ":")).encode()
+        commit["seal"] = hashlib.sha256(body).hexdigest()
+    marker.write_text(json.dumps(commit))

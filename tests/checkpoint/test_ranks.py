@@ -1,6 +1,8 @@
 """Several real ranks: they save together, fail together, and resume alike."""
 
 import re
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, layout
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, bring, exchange, layout
 from clip_train.errors import CheckpointError
+from clip_train.protocols import Wanted
+from clip_train.storage import LocalStorage
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.ranks import run_ranks
 
@@ -105,3 +109,67 @@ def test_two_ranks(tmp_path: Path) -> None:
     # and on three ranks, and on one
     assert run_ranks(on_other_ranks, 3, tmp_path) == [(2, True, True)] * 3
     assert on_other_ranks(tmp_path) == (2, True, True)
+
+
+def apart(root: Path, save: int | None) -> dict[str, Any]:
+    """A rank with a disk of its own, and a store that counts what is read from it, and goes away after the resume."""
+    rank, world_size = dist.rank(), dist.world_size()
+    exchange.WINDOW_BYTES = 1 << 10  # several rounds
+    bring.TELL_SECONDS = 0.0
+    said: list[str] = []
+    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), root / f"disk{rank}", log=said.append)
+    if save is not None:
+        bank = {"bank": torch.arange(40_000.0)}  # of rank 0's file alone, and needed by all
+        assert manager.save(
+            save, cut(whole(save), rank, world_size), own_tensors(rank), {"step": save}, bank, wait=True
+        )
+        manager.close()
+        return {}
+    remote, read = manager.remote, Counter[str]()
+    assert isinstance(remote, LocalStorage)
+    whole_range = remote.read_range
+
+    def counted(name: str, start: int, end: int) -> bytes:
+        read[name.rsplit("/", 1)[-1]] += end - start
+        return whole_range(name, start, end)
+
+    def gone(name: str, start: int, end: int) -> bytes:
+        raise AssertionError("it is here already, or on another rank's disk")
+
+    remote.read_range = counted  # type: ignore[method-assign]
+    resumed = manager.resume()
+    assert resumed is not None
+    remote.read_range = gone  # type: ignore[method-assign]
+    mine = cut(whole(resumed.step), rank, world_size)
+    resumed.reader.prepare(Wanted(f.name, slot, f.start, t.numel()) for f in mine for slot, t in f.tensors.items())
+    same = all(
+        bits(resumed.reader.read(f.name, slot, f.start, t.numel())) == bits(t)
+        for f in mine
+        for slot, t in f.tensors.items()
+    )
+    same &= bits(resumed.reader.shared_tensors()["bank"]) == bits(torch.arange(40_000.0))
+    own = resumed.rank_tensors and resumed.rank_tensors["rng"].tolist()
+    return {"same": same, "own": own, "read": dict(read), "fetched": resumed.fetched, "said": said}
+
+
+def test_ranks_give_each_other_what_they_have_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(apart, 2, tmp_path, 1)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "store").rglob("*.safetensors")}
+    for folder in tmp_path.glob("disk*"):
+        shutil.rmtree(folder)
+
+    def check(seen: list[dict[str, Any]]) -> None:
+        assert all(each["same"] and each["fetched"] == sum(sizes.values()) for each in seen), seen
+        assert sum((Counter(each["read"]) for each in seen), Counter()) == sizes  # every byte once, by somebody
+        assert [each["own"] for each in seen] == [[r, 7] if len(seen) == 2 else None for r in range(len(seen))]
+
+    check(run_ranks(apart, 3, tmp_path, None))
+    check(run_ranks(apart, 2, tmp_path, None))
+    warm = run_ranks(apart, 2, tmp_path, None)
+    assert all(each["same"] and each["read"] == {} and each["fetched"] == 0 for each in warm)
+    for module, name in ((exchange, "WINDOW_BYTES"), (bring, "TELL_SECONDS")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # `apart` sets them, here in this process
+    shutil.rmtree(tmp_path / "disk0")
+    alone = apart(tmp_path, None)
+    check([alone])
+    assert "fetching the checkpoint of step 1: " in alone["said"][0]  # while it has one of two files

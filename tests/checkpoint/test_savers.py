@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager, client
+from clip_train.checkpoint.client import SaverClient
 from clip_train.checkpoint.layout import new_prefix
 from clip_train.checkpoint.order import Order, Settings
 from clip_train.checkpoint.outcomes import Outcomes
@@ -100,6 +102,8 @@ def hanging_disk(folder: Path) -> dict[str, Any]:
             if run.manager.due(step):
                 due.append(step)
                 assert run.save(step)
+                if dist.is_main():  # its own buffer is free again, whatever rank 1's is
+                    run.until(lambda: run.manager._outcomes.writing is None)
 
     if dist.rank() == 1:
         run.stop()
@@ -234,6 +238,41 @@ def test_savers_that_are_killed(tmp_path: Path, remote: bool) -> None:
         assert {seen["step"] for seen in zero} <= set(committed(store))
 
 
+def deaths_after_the_local_commit(folder: Path, store: Path) -> list[Any]:
+    """The last save is on the disk, and its upload fails for a while: then a saver dies."""
+    run, rank = Rank(folder, remote=str(store)), dist.rank()
+    assert run.save(1, wait=True)
+    saved = []
+    for step in (2, 3):
+        obstacle = store / "ckpt" / f"s{step:010d}"
+        obstacle.touch()
+        dist.barrier()
+
+        def die(step: int = step, obstacle: Path = obstacle) -> None:
+            while not list(folder.glob(f"commit/*-s{step:010d}.json")):
+                time.sleep(0.01)
+            run.kill()
+            time.sleep(0.5)
+            obstacle.unlink()
+
+        if rank == step - 2:
+            threading.Thread(target=die, daemon=True).start()
+        saved.append(run.save(step, wait=True))
+    run.manager.close()
+    return [saved, run.said]
+
+
+@pytest.mark.distributed
+def test_a_save_that_was_committed_locally_is_uploaded_by_the_next_saver(tmp_path: Path) -> None:
+    zero, one = run_ranks(deaths_after_the_local_commit, 2, tmp_path / "local", tmp_path / "store")
+    assert zero[0] == one[0] == [True, True], zero
+    assert sum(ENDED in line for line in zero[1]) == 2 and not any("another process" in line for line in zero[1])
+    assert set(committed(tmp_path / "local")) == {1, 2, 3}
+    assert_whole(tmp_path / "store", {1, 2, 3})
+    resumed = CheckpointManager(CheckpointConfig(remote=str(tmp_path / "store")), tmp_path / "local").resume()
+    assert resumed is not None and (resumed.step, resumed.skipped) == (3, [])
+
+
 def death_of_the_common_one(folder: Path) -> list[Any]:
     run = Rank(folder, own_saver=False)
     out: list[Any] = [run.save(1, wait=True)]
@@ -256,6 +295,30 @@ def test_a_saver_that_two_ranks_share_is_killed(tmp_path: Path) -> None:
     assert zero[:3] == one[:3] == [True, True, True]
     assert len(zero[3]) == 1 and f"step 2 failed (1 in a row): {ENDED} (signal 9)" in zero[3][0] and one[3] == []
     assert_whole(tmp_path, {1, 3})
+
+
+def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """The first rank may not have noticed that its saver has died, and then wait for the others in a collective."""
+    settings = Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=1))
+    ranks = [SaverClient(settings) for _ in range(4)]
+    processes = [rank._process for rank in ranks]
+    for rank in ranks[1:]:
+        rank.close()
+        rank._address, rank._leads = ranks[0]._address, False
+    assert processes[0] is not None
+    processes[0].kill()
+    assert [told["told"] for told in ranks[0].news(60)] == ["gone"]
+
+    def on_all(action: Callable[[SaverClient], None]) -> None:
+        """Each in a thread of its own, at once, as ranks do."""
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            list(pool.map(action, ranks))
+
+    on_all(lambda rank: rank.connect(0.0))
+    assert all(rank.connected for rank in ranks)
+    alive = [rank for rank in ranks if rank._process is not None and rank._process.poll() is None]
+    on_all(SaverClient.close)
+    assert len(alive) >= 1 and "Traceback" not in capfd.readouterr().err
 
 
 def test_uploads_that_are_slower_than_saves_are_no_failures(tmp_path: Path) -> None:

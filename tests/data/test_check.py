@@ -36,7 +36,7 @@ def test_order_of_shards(tmp_path):
         ("{folder}/{{000..001.tar", r"data\.train.*braces"),
         ("pipe:cat {folder}/000.tar", r"data\.train.*pipe:.*shell"),
         ("{folder}/000.tar::pipe:curl x", r"pipe:"),
-        ("", r"data\.train.*empty"),
+        ("a.tar::", r"data\.train.*empty"),
         ("{folder}/000.tar::", r"empty part"),
         ("nosuch://bucket/000.tar", r"nosuch"),
     ],

@@ -1,7 +1,6 @@
 """The data sets that need no download, and the writer, read back by webdataset itself."""
 
 import hashlib
-import io
 import json
 import sys
 import tarfile
@@ -9,11 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from webdataset import tariterators
 
 from clip_train.data import DataConfig, ValLoader, check_source, write_shards
-from clip_train.data.synthetic import digits, random_images, shapes
+from clip_train.data.synthetic import digits, shapes
 from clip_train.errors import UserError
 
 
@@ -94,15 +92,6 @@ def test_digits_without_scikit_learn(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UserError, match="pip install scikit-learn"):
         digits(tmp_path / "d")
-
-
-def test_random_images(tmp_path):
-    data = random_images(tmp_path / "r", 3, size=512)
-    with tarfile.open(tmp_path / "r" / "train" / "00000.tar") as tar:
-        content = [tar.extractfile(m).read() for m in tar if m.name.endswith(".jpg")]
-    assert Image.open(io.BytesIO(content[0])).size == (512, 512)
-    assert 40_000 < len(content[0]) < 160_000  # as a photograph of that size
-    assert len(set(content)) == 3 and data.val is None
 
 
 def test_writer_is_read_by_webdataset(tmp_path):

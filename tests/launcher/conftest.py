@@ -15,6 +15,7 @@ from clip_train.data.synthetic import SyntheticData, shapes
 from tests.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTS = Path(__file__).parent / "faults"
 
 RECIPE = """\
 run: {{name: small, dir: {run_dir}, steps: 40, seed: 3}}
@@ -52,13 +53,20 @@ def recipe(tmp_path, data, model) -> Path:
     return file
 
 
-def start(recipe: Path, *overrides: str, ranks: int = 1, verb: str = "train") -> subprocess.Popen:
-    """`clip-train VERB recipe overrides`, under torchrun where there is more than one rank."""
+def start(
+    recipe: Path,
+    *overrides: str,
+    ranks: int = 1,
+    verb: str = "train",
+    torchrun: str = "torch.distributed.run",
+    fault: str = "",
+) -> subprocess.Popen:
+    """`clip-train VERB recipe overrides`, under torchrun where there is more than one rank. fault: see faults/."""
     line = ["-m", "launcher", verb, str(recipe), *overrides]
     if ranks > 1:
-        line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *line]
+        line = ["-m", torchrun, "--standalone", "--nproc-per-node", str(ranks), *line]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{FAULTS}" if fault else str(ROOT), "FAULT": fault}
     return subprocess.Popen(
         [sys.executable, *line],
         env=environ,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
-from launcher.cli import main
+from launcher.cli import main, parse
 from launcher.config import (
     OTHER_NAMES,
     apply_overrides,
@@ -17,6 +18,7 @@ from launcher.config import (
     parse_value,
     read_recipe,
 )
+from launcher.options import EXAMPLES
 from launcher.plan import make_plan
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
@@ -92,6 +94,24 @@ def test_help_teaches_and_names_the_verbs(capsys):
     out = capsys.readouterr().out
     assert "examples:" in out and "75" in out
     assert "doctor" in out and "submit" in out
+
+
+@pytest.mark.parametrize("verb", ["", *EXAMPLES])
+def test_examples_of_the_help_can_be_typed(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"] if verb else ["--help"])
+    lines = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  clip-train ")]
+    assert len(lines) >= 2 and all(len(line) < 120 for line in lines)
+    for line in lines:
+        words = shlex.split(line.split("   ")[0])[1:]
+        if "--keys" in words:
+            continue
+        args = parse(words)
+        assert args.verb == verb or not verb
+        recipe = getattr(args, "recipe", None)
+        if recipe is not None and recipe.startswith("recipes/"):
+            load_config(str(RECIPES[0].parent / recipe.removeprefix("recipes/")), args.overrides)
+        assert all("=" in each for each in getattr(args, "overrides", []))
 
 
 def test_plan_prints_the_arithmetic(tmp_path, capsys):

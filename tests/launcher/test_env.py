@@ -53,8 +53,36 @@ MPI = {
 }
 
 
-def test_torchrun_wins_over_the_srun_that_started_it():
-    assert detect({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "1"}).world_size == 16
+@pytest.mark.parametrize("nodes", ["GROUP_WORLD_SIZE", "CROSS_SIZE"])  # torchrun's and the deepspeed launcher's
+def test_a_launcher_on_each_node_wins_over_the_srun_or_mpirun_that_started_it(nodes):
+    assert detect({**SLURM, **TORCHRUN, nodes: "8"}).world_size == 16
+    assert detect({**MPI, **TORCHRUN, nodes: "4"}).rank == 5
+
+
+@pytest.mark.parametrize("tasks, launcher", [(SLURM, "srun"), (MPI, "mpirun")])
+def test_a_world_of_its_own_in_each_task_is_refused(tasks, launcher):
+    """`srun --ntasks-per-node 8 torchrun --standalone ...`: eight runs in the same run directory."""
+    with pytest.raises(UserError, match=f"{launcher} started . tasks.*knows of 1 node: several worlds"):
+        detect({**tasks, **TORCHRUN, "GROUP_WORLD_SIZE": "1"})
+
+
+def test_a_single_task_may_hold_any_launcher():
+    assert detect({**SLURM, "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN, "GROUP_WORLD_SIZE": "4"}).world_size == 16
+
+
+def test_world_size_alone_has_to_agree_with_the_step():
+    """Batch scripts export it, with MASTER_ADDR and MASTER_PORT, and leave the rank to SLURM_PROCID."""
+    env = detect({**SLURM, "WORLD_SIZE": "8", "MASTER_ADDR": "gpu017", "MASTER_PORT": "29501"})
+    assert (env.rank, env.world_size, env.master_port) == (6, 8, 29501)
+    assert detect({**MPI, "WORLD_SIZE": "4"}).rank == 3
+
+
+def test_a_task_that_sees_one_gpu_takes_it():
+    """`srun --gpus-per-task 1`: device 0 on every rank. Elsewhere two ranks would share it."""
+    assert env_module.gpu_index(detect(SLURM), 1) == 0
+    assert env_module.gpu_index(detect(SLURM), 4) == 2
+    with pytest.raises(UserError, match=r"LOCAL_RANK \(1\) has no GPU: this host shows 1"):
+        env_module.gpu_index(detect(TORCHRUN), 1)
 
 
 def test_variables_that_srun_itself_was_told_to_set_agree():
@@ -120,6 +148,9 @@ def test_first_host(nodes, first):
         ({**SLURM, **TORCHRUN}, "srun started 8 tasks and this is task 6: unset RANK"),
         ({**SLURM, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, "unset RANK"),
         ({**MPI, **TORCHRUN}, "mpirun started 4 tasks"),
+        ({**SLURM, "WORLD_SIZE": "16"}, "WORLD_SIZE=16, but srun started 8 tasks"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE but not RANK"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS must be a whole number"),
         ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun -x MASTER_ADDR"),
     ],
 )

@@ -12,6 +12,7 @@ from clip_train.data import write_shards
 from launcher import env
 from launcher.cli import main
 from tests.launcher.conftest import run
+from tests.launcher.test_launchers import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +128,8 @@ def test_every_rank_needs_a_sample(overrides, said, recipe, capsys, monkeypatch)
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("launcher.meeting.REFUSING_SECONDS", 0.2)  # in which the other ranks would hear of it
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     assert main(["train", str(recipe), *overrides]) == 2
     assert said in capsys.readouterr().err
 

@@ -81,6 +81,8 @@ def test_shells_accept_it(script):
         (["--gpus-per-node=8", "--tasks-per-node=4"], "--tasks-per-node (4) must be --gpus-per-node (8)"),
         (["--gpus-per-node=0"], "--tasks-per-node"),
         (["--nodes=0"], "--nodes (0) must be at least 1"),
+        (["--cpus-per-task=0"], "--cpus-per-task (0) must be at least 1"),
+        (["--tasks-per-node=0"], "--tasks-per-node (0) must be at least 1"),
         (["--time=tomorrow"], "write 24:00:00"),
         (["--time=5"], "leaves no time to train"),
         (["run.dir=/dev/shm/run"], "under /dev/shm, which every node has for itself"),
@@ -88,11 +90,20 @@ def test_shells_accept_it(script):
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
         (["--site=bad.yaml"], "known keys: partition"),
+        (["--site=worse.yaml"], "cpus_per_task (0) must be a whole number of at least 1; set cpus_per_task=8"),
         (["run.dir=recipe.yaml/run"], "cannot be written"),
+        (["checkpoint.remote=/dev/shm/all"], "checkpoint.remote (/dev/shm/all) is under /dev/shm, which every node"),
+        (
+            ["checkpoint.remote=recipe.yaml"],
+            "recipe.yaml) cannot be written to: File exists; mend its",
+        ),
+        (["checkpoint.remote=gs://bucket/run"], "give s3://bucket/prefix, or a folder"),
+        (["checkpoint.remote=s3://"], "checkpoint.remote: s3://: write s3://bucket/prefix"),
     ],
 )
 def test_wrong_submissions_are_refused(here, capsys, arguments, said):
     (here / "bad.yaml").write_text("partitoin: gpu\n")
+    (here / "worse.yaml").write_text("cpus_per_task: 0\n")
     assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", *arguments]) == 2
     assert said in capsys.readouterr().err
 
@@ -149,8 +160,22 @@ def test_relative_paths_are_frozen_absolute(here, tmp_path):
     assert absolute("shards/{0..3}.tar::s3://b/x.tar", tmp_path) == f"{tmp_path}/shards/{{0..3}}.tar::s3://b/x.tar"
     assert absolute("ViT-B-32", tmp_path) == "ViT-B-32"
     assert absolute("/abs/x.tar", tmp_path) == "/abs/x.tar"
-    config = load_config("recipe.yaml", ["run.dir=null"])
+    config = load_config("recipe.yaml", ["run.dir=null", "checkpoint.remote=all/small"])
     assert f"dir: {tmp_path}/runs/small" in frozen_recipe(config, tmp_path)
+    assert f"remote: {tmp_path}/all/small" in frozen_recipe(config, tmp_path)
+    config = load_config("recipe.yaml", ["checkpoint.remote=s3://all/small"])
+    assert "remote: s3://all/small" in frozen_recipe(config, tmp_path)
+
+
+def test_offline(here, capsys):
+    """Neither shards nor the store are looked at; the script is the same."""
+    line = ["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1"]
+    assert main(line) == 0
+    script = capsys.readouterr().out
+    away = ["data.train=/nowhere/{0..3}.tar", "checkpoint.remote=gs://bucket/run"]
+    assert main([*line, *away, "--offline"]) == 0
+    assert capsys.readouterr().out == script
+    assert main([*line, *away]) == 2
 
 
 @pytest.mark.parametrize(

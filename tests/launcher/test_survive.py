@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from launcher.verdict import read_verdict
-from tests.launcher.conftest import finish, metrics, run, start, wait_for_step
+from tests.launcher.conftest import FAULTS, ROOT, finish, metrics, run, start, wait_for_step
+from tests.launcher.test_launchers import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -37,38 +40,145 @@ def gone(recipe: Path, timeout: float = 30) -> bool:
     return not ranks_of(recipe)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize("launcher", ["torchrun", "alone"])
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+LINES = {
+    "torchrun": {"ranks": 2},
+    "launcher.torchrun": {"ranks": 2, "torchrun": "launcher.torchrun"},
+    "alone": {},
+}
+
+
+@pytest.mark.parametrize(
+    "launcher, number",
+    [*((launcher, number) for launcher in LINES for number in SIGNALS), ("alone", signal.SIGHUP)],
+)
 def test_a_signal_to_the_launcher_is_a_commit(recipe, tmp_path, launcher, number):
-    """USR1 kills a plain torchrun: its ranks notice, save all the same, and end."""
-    process = start(
-        recipe, "run.steps=400", *(["--ranks=2"] if launcher == "alone" else []), ranks=1 + (launcher == "torchrun")
-    )
+    """USR1 kills a plain torchrun: its ranks notice, save all the same, and end. Loader workers outlive the signal,
+    which torchrun sends to each rank's whole process group."""
+    alone = ["--ranks=2"] if launcher == "alone" else []
+    process = start(recipe, "run.steps=400", "data.workers=1", *alone, **LINES[launcher])
     wait_for_step(tmp_path / "run", 5, process)
     pids = ranks_of(recipe)
     assert set(pids) == {0, 1}
     process.send_signal(number)
+    time.sleep(0.2)
+    if launcher != "torchrun" and number != signal.SIGINT:  # a second INT is Ctrl-C in earnest
+        process.send_signal(number)
     process.wait(timeout=60)
     assert gone(recipe)
     status, out = finish(process)
     word, why = read_verdict(tmp_path / "run")
     assert word == "PREEMPTED", out
-    assert status == 75 if launcher == "alone" else status != 0
+    assert status == 75 if launcher != "torchrun" else status != 0
     assert why["step"] == metrics(tmp_path / "run")[-1]["step"] < 400
     if number == signal.SIGUSR1:  # the commit is a good one
         status, out = run(recipe, f"run.steps={why['step'] + 2}", ranks=2)
         assert status == 0 and f"resuming from step {why['step']}" in out, out
 
 
-def test_kill_of_one_rank_ends_the_other(recipe, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("wait", ["for nothing", "for ranks"])
+def test_a_signal_during_the_start(recipe, tmp_path, number, wait):
+    """While the launcher imports torch, and while its ranks do."""
+    process = start(recipe, "run.steps=4000", "--ranks=2")
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (ranks_of(recipe) if wait == "for ranks" else listens(process.pid)):
+        time.sleep(0.01)
+    process.send_signal(number)
+    status, out = finish(process, timeout=60)
+    assert status == 75, out
+    assert gone(recipe, 10)
+    assert "stopped by SIG" in out and not metrics(tmp_path / "run")
+
+
+def listens(pid: int) -> bool:
+    """Whether the process catches USR1."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kill_of_one_rank_ends_the_other(recipe, tmp_path, rank):
     process = start(recipe, "run.steps=2000", ranks=2)
     wait_for_step(tmp_path / "run", 5, process)
-    os.kill(ranks_of(recipe)[0], signal.SIGKILL)
+    os.kill(ranks_of(recipe)[rank], signal.SIGKILL)
     process.wait(timeout=30)
     assert gone(recipe, 1)
     status, out = finish(process)
     assert status != 0
-    assert "lost contact with another rank" in out or "SIGTERM" in out, out
+    assert out.count(f"error: rank {rank} on") == 1 and "died without a word" in out, out
+    assert "lost contact" not in out
+    word, why = read_verdict(tmp_path / "run")
+    assert word == "FAILED" and f"rank {rank} on" in why["reason"]
+
+
+def test_the_error_of_one_rank_is_told_once_and_ends_the_other(recipe, tmp_path):
+    process = start(recipe, "run.steps=2000", "--ranks=2", fault="raise:1")
+    status, out = finish(process)
+    assert gone(recipe, 5)
+    assert status == 1
+    assert out.count("RuntimeError: broken on purpose") == 1 and "clip-train: error" not in out, out
+    assert read_verdict(tmp_path / "run") == ("FAILED", {"step": 5, "reason": "broken on purpose"})
+
+
+def by_hand(recipe: Path, *lines: list[str], fault: str = "") -> list[subprocess.Popen]:
+    """Ranks of one world without a launcher, which would end them."""
+    port, processes = str(free_port()), []
+    for rank, line in enumerate(lines):
+        environ = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(lines)), "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "PYTHONPATH": f"{ROOT}:{FAULTS}", "FAULT": fault,
+        }  # fmt: skip
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "launcher", "train", str(recipe), *line],
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    return processes
+
+
+def test_a_rank_outside_of_any_collective_learns_of_a_death(recipe, tmp_path):
+    """Nothing tells it but the line to the other rank: no launcher, and it waits for no message."""
+    processes = by_hand(recipe, ["run.steps=2000"], ["run.steps=2000"], fault="sleep:1")
+    try:
+        wait_for_step(tmp_path / "run", 5, processes[0])
+        time.sleep(1)
+        processes[0].kill()
+        assert processes[1].wait(timeout=30) == 1
+    finally:
+        told = [finish(process)[1] for process in processes]
+    assert told[1].count("error: rank 0 on") == 1, told
+    assert read_verdict(tmp_path / "run")[0] == "FAILED"
+
+
+def test_a_hang_in_a_save_is_found(recipe, tmp_path):
+    process = start(recipe, "run.steps=2000", "launch.hang_save_seconds=4", "--ranks=2", fault="save:1")
+    status, out = finish(process, timeout=120)
+    assert gone(recipe, 5)
+    assert status == 1
+    assert "in phase save" in out and "in faults/sitecustomize.py" in out, out
+    assert read_verdict(tmp_path / "run")[0] == "FAILED"
+
+
+def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
+    """Ctrl-Z and fg, a suspended job: the watchdog's clock stands still meanwhile."""
+    process = start(recipe, "run.steps=20000", "launch.hang_step_seconds=6")
+    wait_for_step(tmp_path / "run", 5, process)
+    process.send_signal(signal.SIGTSTP)
+    time.sleep(9)
+    assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    before = metrics(tmp_path / "run")[-1]["step"]
+    process.send_signal(signal.SIGCONT)
+    wait_for_step(tmp_path / "run", before + 20, process)
+    process.send_signal(signal.SIGTERM)
+    status, out = finish(process)
+    assert status == 75, out
 
 
 def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
@@ -83,28 +193,19 @@ def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
     assert "the last collectives: gloo:" in out
 
 
-def test_one_rank_with_another_recipe_is_refused_on_all(recipe, tmp_path):
+@pytest.mark.parametrize(
+    "lines, told",
+    [
+        ((["optim.lr=1e-3"], ["optim.lr=2e-3"]), "optim.lr: 0.001 against 0.002"),
+        ((["run.steps=10"], ["run.stepz=10"]), "run.stepz (10): there is no such key"),
+        ((["run.steps=10"], ["batch.global_size=1"]), "batch.global_size (1) must be at least the number of ranks (2)"),
+        ((["data.train=/nowhere/*.tar"], ["run.steps=10"]), "/nowhere/*.tar"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_told_once_and_ends_all(recipe, tmp_path, lines, told):
     """Two processes of one world, started by hand, that were not given the same line."""
-    import subprocess
-    import sys
-
-    from tests.launcher.conftest import ROOT
-    from tests.launcher.test_launchers import free_port
-
-    port = str(free_port())
-    processes = []
-    for rank in range(2):
-        environ = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        line = [sys.executable, "-m", "launcher", "train", str(recipe), f"optim.lr={rank + 1}e-3"]
-        processes.append(
-            subprocess.Popen(
-                line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-            )
-        )
-    ended = [finish(process) for process in processes]
+    ended = [finish(process, timeout=60) for process in by_hand(recipe, *lines)]
     assert [status for status, _ in ended] == [2, 2], ended
-    assert "optim.lr: 0.001 against 0.002" in ended[0][1]
+    out = "".join(out for _, out in ended)
+    assert out.count(told) == 1 and out.count("clip-train: error") == 1, out
     assert not (tmp_path / "run").exists()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import uuid
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
 
+from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.server import Server, chosen
 
@@ -48,8 +50,8 @@ def server() -> Iterator[Server]:
 def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """The proxy; whatever opens s3:// in the test goes through it."""
     with FaultyProxy(server.port, server.sign) as proxy:
-        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE", "AWS_ENDPOINT_URL_S3"):
-            monkeypatch.delenv(name, raising=False)
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
         for name, value in server.environment(proxy.url).items():
             monkeypatch.setenv(name, value)
         yield proxy
@@ -82,3 +84,8 @@ def bucket(server: Server) -> str:
     name = f"b{uuid.uuid4().hex[:12]}"
     server.put(name)
     return name
+
+
+@pytest.fixture
+def view(server: Server, bucket: str) -> Bucket:
+    return Bucket(server, bucket)

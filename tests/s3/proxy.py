@@ -33,7 +33,7 @@ class Fault:
     reset: the connection is reset before an answer; cut: reset in mid-body; end: closed politely in mid-body,
     with the right Content-Length; short: a part of the body, with a Content-Length that fits; stall: a part of
     the body and then silence; drip: 200 bytes a second; flip: one bit of the body; other: other bytes, as many;
-    status: an S3 error; hang: no answer; expired: 403 for requests signed with a key that begins with `access_key`.
+    status: an S3 error; hang: no answer; expired: 403 ExpiredToken.
     lost: carried out, then reset instead of the answer; upflip: one bit of the request's body; unconditional: the
     request without its If-None-Match; skew: the answer's Date is an hour early;
     hide: the objects whose key contains `hidden` are left out of listings; slow: `seconds` late, and then as it is.
@@ -49,7 +49,7 @@ class Fault:
     method: str = "GET"
     code: int = 503
     s3code: str = "SlowDown"
-    access_key: str = ""
+    access_key: str = ""  # only of requests that are signed with a key that begins so
     hidden: str = ""
     seconds: float = 0.05
     at: float | None = None  # where in the body, as a fraction; None: drawn
@@ -61,7 +61,7 @@ class Fault:
     def hits(self, method: str, path: str, headers: bytes) -> bool:
         if method not in self.method.split("|") or not re.search(self.key, path):
             return False
-        if self.action == "expired" and f"Credential={self.access_key}".encode() not in headers:
+        if self.access_key and f"Credential={self.access_key}".encode() not in headers:
             return False
         self.seen += 1
         if not self.left:

@@ -16,7 +16,7 @@ import torch
 from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed, client
 from clip_train.errors import CheckpointError, UserError
-from tests.checkpoint.parts import bits, committed, cut, whole
+from tests.checkpoint.parts import bits, committed, cut, rewrite, whole
 from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
@@ -251,6 +251,32 @@ def test_a_zombie_cannot_commit_over_its_successor(tmp_path: Path, url: str, vie
     assert_is(Run(tmp_path / "c", url).resume(), 2)
 
 
+def test_what_is_said_to_hold_without_conditional_writes_does(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    deaf = Fault("unconditional", method="PUT", key="")
+    proxy.faults = [deaf]
+    old, new = Run(tmp_path / "old", url), Run(tmp_path / "new", url)
+    assert old.save(1)
+    assert_is(new.resume(), 1)
+    new.manager.begin()
+    with pytest.raises(CheckpointError, match=r"writes to s3://.* now"):
+        old.save(2, wait=False)
+        old.until(lambda: False)
+    assert new.save(2) and view.incomplete("run") == []
+    proxy.faults = [Fault("hide", method="GET", key="", hidden="lease/"), deaf]
+    apart = {"orphan_grace_minutes": 60.0}  # as by default: data that nobody names may be the other's
+    twins = [Run(tmp_path / name, url, **apart) for name in ("one", "two")]  # neither sees that the other has begun
+    for twin in twins:
+        assert_is(twin.resume(), 2)
+        twin.manager.begin()
+    proxy.faults = [deaf]
+    for step in (3, 4):
+        for twin in twins:
+            assert twin.save(step, wait=False)
+        for twin in twins:
+            twin.until(lambda good=f"{url}/ckpt/s{step:010d}", twin=twin: twin.manager.last_good.path.startswith(good))
+        assert view.incomplete("run") == [] and view.newest_step("run") == step
+
+
 def test_the_answer_to_the_commit_is_lost(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
     run = Run(tmp_path, url)
     proxy.faults = [Fault("lost", method="PUT", key="run/commit/", times=1)]
@@ -373,6 +399,22 @@ def test_a_survey_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) ->
     with pytest.raises(UserError, match=r"--step \(7\).*\[1, 2, 3\]"):
         open_to_look(places, 7)
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
+
+
+def test_format_1_comes_back_from_the_store(tmp_path: Path, url: str, view: Bucket) -> None:
+    run = Run(tmp_path / "a", url)
+    assert run.save(1)
+    rewrite(tmp_path / "a", 1, 1)
+    for path in (tmp_path / "a").rglob("*.json"):
+        view.put(f"run/{path.relative_to(tmp_path / 'a').as_posix()}", path.read_bytes())
+    assert assert_is(Run(tmp_path / "b", url).resume(), 1).fetched > 0
+    for seen in run_ranks(on_its_own_disk, 2, tmp_path / "c", url, 2):  # one file, which cannot be cut, for two
+        assert (seen["resumed"], seen["same"], seen["saved"]) == (1, True, True)
+    key = data_key(view, 1)
+    content = view.get(key)
+    view.put(key, content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    with pytest.raises(CheckpointError, match="does not have its sha256"):
+        Run(tmp_path / "d", url, resume=f"{url}/{next(iter(view.commits('run'))).removeprefix('run/')}").resume()
 
 
 def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:

@@ -21,11 +21,6 @@ DATA = random.Random(1).randbytes(2 * PART + 12345)
 
 
 @pytest.fixture
-def view(server: Server, bucket: str) -> Bucket:
-    return Bucket(server, bucket)
-
-
-@pytest.fixture
 def storage(proxy: FaultyProxy, bucket: str) -> S3Storage:
     return S3Storage(f"s3://{bucket}/run", part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=6)
 

@@ -70,7 +70,10 @@ class Requests:
     async def client(self) -> Any:
         fs = self._filesystem()
         await fs.set_session()
-        return await fs.get_s3(self.url.split("/")[2])
+        client = await fs.get_s3(self.url.split("/")[2])
+        # a part waits for "100 Continue" otherwise, a round trip for each
+        client.meta.events.register_last("before-call.s3", _without_expect, unique_id="clip_train")
+        return client
 
     async def until_done(
         self, what: str, call: Callable[[Any], Awaitable[T]], *, num_bytes: int = 0, held: bool = False
@@ -124,3 +127,7 @@ class Requests:
             return PermissionError(errno.EACCES, told)
         lasting = {"no bucket": errno.ENXIO, "final": errno.EPERM}
         return S3Error(lasting.get(kind, errno.EIO), told)
+
+
+def _without_expect(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from clip_train.storage.base import Entry
 from clip_train.storage.s3.requests import Limits, Requests, S3Error, TakenError
-from clip_train.storage.s3.upload import Upload, abort
+from clip_train.storage.s3.upload import Upload, abort, crc32
 
 Entries = list[Entry]  # `list` is a method below
 
@@ -124,11 +124,14 @@ class S3Storage:
         async def head(client: Any) -> int:
             return int((await client.head_object(Bucket=self.bucket, Key=self._key(name)))["ContentLength"])
 
+        async def first_byte(client: Any) -> None:
+            await client.get_object(Bucket=self.bucket, Key=self._key(name), Range="bytes=0-0")
+
         try:
             return await self._requests.until_done(f"looking at {name}", head)
-        except FileNotFoundError:
-            # a HEAD has no body: a bucket that is gone looks like a file that is not there
-            await self._requests.until_done("looking at the bucket", self._one_listing)
+        except (FileNotFoundError, PermissionError):
+            # a HEAD has no body to say why: a bucket that is gone, or a token that has expired
+            await self._requests.until_done(f"looking at {name}", first_byte)
             raise
 
     async def _one_listing(self, client: Any) -> Any:
@@ -157,10 +160,10 @@ class S3Storage:
         return self._run(self._put(name, data, if_absent))
 
     async def _put(self, name: str, data: bytes, if_absent: bool) -> bool:
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        how = {"ChecksumCRC32": crc32(data), **({"IfNoneMatch": "*"} if if_absent else {})}
 
         async def put(client: Any) -> None:
-            await client.put_object(Bucket=self.bucket, Key=self._key(name), Body=data, **condition)
+            await client.put_object(Bucket=self.bucket, Key=self._key(name), Body=data, **how)
 
         try:
             await self._requests.until_done(f"writing {name}", put, num_bytes=len(data))

@@ -1,0 +1,78 @@
+"""How a rank ends: its verdict, one message for all ranks, and no other rank left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+
+from clip_train import dist
+from clip_train.errors import ClipTrainError, Preempted, RemoteRankError
+from clip_train.stop import StopRequest
+from clip_train.trainer import Trainer
+from launcher import env as ranks
+from launcher.config import RunConfig
+from launcher.lifeline import Lifeline, LostRankError
+from launcher.marks import is_lost_contact
+from launcher.verdict import read_verdict, word_for, write_verdict
+
+
+def explain_loss(error: Exception, lifeline: Lifeline) -> Exception:
+    """A collective that failed because another rank has ended -> what became of that rank, told once."""
+    loss = lifeline.wait(5) if is_lost_contact(error) else None
+    if loss is None:
+        return error
+    if loss.how == "stopped":
+        return Preempted(str(loss))
+    if lifeline.tells(loss):
+        say(f"clip-train: error: {loss}")
+    time.sleep(2)  # the launcher is to see that rank's end first: it takes the first for the cause
+    return LostRankError(loss)
+
+
+def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: StopRequest, lifeline: Lifeline) -> None:
+    """Leave a verdict (not on a run that this recipe does not continue), tell it, and do not leave others alone."""
+    everywhere = isinstance(error, ClipTrainError) and error.everywhere
+    if isinstance(error, LostRankError):
+        silent = not lifeline.tells(error.loss)
+    else:  # what all ranks raise rank 0 writes
+        silent = isinstance(error, RemoteRankError) or (everywhere and not dist.is_main())
+    lost = isinstance(error, LostRankError) or is_lost_contact(error)
+    # a consequence must not hide its cause
+    if trainer is not None and not silent and not (lost and read_verdict(config.run_dir) is not None):
+        note(config, trainer, word_for(error), str(error) or type(error).__name__)
+    if isinstance(error, ClipTrainError) and everywhere and not error.told:
+        # Launchers end every rank when the first one has left: rank 0 is to have said all by then.
+        if dist.is_main():
+            say(f"clip-train: {error}" if isinstance(error, Preempted) else f"clip-train: error: {error}")
+        error.told = True
+        leave_together(stop, lifeline)
+    elif not lost:
+        lifeline.leave("told")
+
+
+def note(config: RunConfig, trainer: Trainer, word: str, why: str) -> None:
+    """Leave a verdict; a disk that is full or gone is no second error."""
+    try:
+        write_verdict(config.run_dir, word, trainer.position.step, " ".join(why.split()))
+    except OSError as e:
+        say(f"the verdict ({word}) could not be written: {e}")
+
+
+def note_failure(config: RunConfig, trainer: Trainer, why: str) -> None:
+    """From the thread beside this rank; what a rank has said itself stays."""
+    if read_verdict(config.run_dir) is None:
+        note(config, trainer, "FAILED", why)
+
+
+def leave_together(stop: StopRequest, lifeline: Lifeline) -> None:
+    """All is committed and told; a rank that has died since is no reason to fail."""
+    stop.ignore()
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+        ranks.stop()
+    lifeline.leave("bye")
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""Checkpoints of other versions of this program, and the listing of whatever may lie in a folder."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clip_train.checkpoint.opening import open_to_look
+from clip_train.checkpoint.resume import Places
+from clip_train.errors import CheckpointError
+from clip_train.storage import LocalStorage
+from launcher.checkpoints import print_checkpoints
+from tests.checkpoint.parts import bits, rewrite, whole
+from tests.checkpoint.test_manager import RUNS, Run, assert_is, data_file
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    while RUNS:
+        RUNS.pop().manager.close()
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def test_format_1_is_resumed_and_verified(tmp_path: Path) -> None:
+    Run(tmp_path).save(1, 2)
+    for step in (1, 2):
+        rewrite(tmp_path, step, 1)
+    assert assert_is(Run(tmp_path).resume(), 2).skipped == []
+    flip(data_file(tmp_path, 2))
+    (skipped,) = assert_is(Run(tmp_path).resume(), 1).skipped
+    assert "does not have its sha256" in skipped.reason
+    assert print_checkpoints(str(tmp_path), [], verify=True) == 1
+
+
+@pytest.mark.parametrize("where", ["marker", "manifest"])
+def test_a_newer_format_names_version_and_remedy(tmp_path: Path, where: str, capsys: pytest.CaptureFixture) -> None:
+    Run(tmp_path).save(1, 2)
+    rewrite(tmp_path, 2, 3)
+    if where == "manifest":  # the marker could be the same as ever
+        (marker,) = (tmp_path / "commit").glob("*-s0000000002.json")
+        commit = json.loads(marker.read_text())
+        marker.write_text(json.dumps({key: commit[key] for key in commit if key != "seal"} | {"format": 1}))
+    says = r"format 3, and this clip-train reads formats up to 2: update clip-train, or name an older checkpoint"
+    with pytest.raises(CheckpointError, match=says):
+        Run(tmp_path).resume()
+    older = Run(tmp_path / "new", resume=str(next((tmp_path / "commit").glob("*-s0000000001.json"))))
+    assert_is(older.resume(), 1)  # as the remedy says
+    # the listing is not stopped by it, and an older program's retention leaves it alone
+    assert print_checkpoints(str(tmp_path), [], verify=False, as_json=True) == 1
+    newest, oldest = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert "format 3" in newest["problem"] and oldest["problem"] is None
+    fresh = Run(tmp_path, resume="never", keep_last=1)
+    fresh.save(3)
+    fresh.manager.close()
+    assert len(list((tmp_path / "commit").glob("*.json"))) >= 1
+
+
+def test_the_listing_tells_everything_apart(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def listed(*, verify: bool) -> tuple[int, dict[int, dict]]:
+        status = print_checkpoints(str(tmp_path), [], verify=verify, as_json=True)
+        told = json.loads(capsys.readouterr().out)["checkpoints"]
+        return status, {line["step"]: line for line in told}
+
+    (tmp_path / "commit").mkdir()
+    assert listed(verify=False) == (0, {})
+    run = Run(tmp_path, keep_last=9)
+    run.save(1, 2, 3, 4, 5, 6)
+    run.manager.close()
+    assert listed(verify=True)[0] == 0
+    # what is not ours is nobody's business
+    for name in ("README.md", "commit/notes.txt", "ckpt/mine/x.bin", "ckpt/s0000000001/mine/y", "latest.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("foreign")
+    status, lines = listed(verify=True)
+    assert status == 0 and set(lines) == {1, 2, 3, 4, 5, 6} and all(line["problem"] is None for line in lines.values())
+
+    flip(data_file(tmp_path, 1))
+    data_file(tmp_path, 2).unlink()
+    with data_file(tmp_path, 3).open("ab") as f:
+        f.write(b"x")
+    data_file(tmp_path, 4, "_MANIFEST.json").unlink()
+    next((tmp_path / "commit").glob("*-s0000000005.json")).write_text("{")
+    shutil.copytree(data_file(tmp_path, 6).parent, tmp_path / "ckpt/s0000000007/e000000-0123abcd")
+    status, lines = listed(verify=False)
+    assert status == 1 and set(lines) == {1, 2, 3, 4, 5, 6, 7}
+    reasons = {2: "is missing", 3: "bytes instead of", 4: "_MANIFEST.json is missing", 5: "is not readable"}
+    for step, reason in reasons.items():
+        assert reason in lines[step]["problem"], lines[step]
+    assert lines[6]["problem"] is lines[1]["problem"] is None
+    assert "never committed" in lines[7]["problem"] and lines[7]["future"].startswith("goes 60 min after its end")
+    assert lines[6]["future"] == "stays: one of the 3 newest" and not lines[7]["committed"]
+    status, lines = listed(verify=True)
+    assert status == 1 and "does not have its sha256" in lines[1]["problem"]
+    # as a table, too
+    assert print_checkpoints(str(tmp_path), [], verify=True) == 1
+    out = capsys.readouterr().out
+    assert "complete, every byte verified" in out and "never committed" in out
+
+    # an attempt without a commit is no fault, and neither is one under way
+    for step in range(1, 6):
+        next((tmp_path / "commit").glob(f"*-s{step:010d}.json")).unlink()
+    status, lines = listed(verify=True)
+    assert status == 0 and lines[6]["problem"] is None and "never committed" in lines[2]["problem"]
+
+
+def test_looking_writes_nothing_and_takes_the_copy_that_is_whole(tmp_path: Path) -> None:
+    here, store = tmp_path / "run", tmp_path / "store"
+    run = Run(here, remote=str(store))
+    run.save(1, 2)
+    run.manager.close()
+
+    def look(expect: str) -> None:
+        before = sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*"))
+        places = Places(LocalStorage(here), NotLocal(store), LocalStorage(here))
+        found = open_to_look(places)
+        (name,) = (type(source).__name__ for source in found.reader._files.values())
+        assert name == expect and found.step == 2 and found.fetched == 0
+        for key, tensor in found.reader.full_state().items():
+            assert bits(tensor) == bits(whole(2)[key, "param"])
+        assert sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*")) == before
+
+    look("LocalFile")
+    flip(data_file(here, 2))
+    look("SparseFile")
+    data_file(here, 2).unlink()
+    look("SparseFile")
+
+
+class NotLocal(LocalStorage):
+    """A folder that stands for a remote store."""

@@ -1,0 +1,65 @@
+"""Lines between ranks: who dies is known to all others at once, who leaves in order disturbs nobody."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from clip_train import dist
+from launcher import lifeline as lifeline_module
+from launcher.lifeline import Lifeline
+from tests.ranks import RankFailedError, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def one_dies(folder: Path, doomed: int) -> None:
+    lifeline = Lifeline("127.0.0.1")
+    assert lifeline.open()
+    dist.barrier()
+    if dist.rank() == doomed:
+        os._exit(9)
+    loss = lifeline.wait(20)
+    Path(folder, f"{dist.rank()}").write_text(f"{loss.rank} {loss.how} {lifeline.tells(loss)}" if loss else "none")
+    os._exit(0)  # no group to leave in order
+
+
+@pytest.mark.parametrize("doomed", [0, 1, 2])
+def test_a_death_is_known_to_all_and_told_by_one(tmp_path, doomed):
+    with pytest.raises(RankFailedError):  # of run_ranks: none of them answers
+        run_ranks(one_dies, 3, tmp_path, doomed)
+    left = [rank for rank in range(3) if rank != doomed]
+    assert [(tmp_path / str(rank)).read_text() for rank in left] == [
+        f"{doomed} gone {rank == left[0]}" for rank in left
+    ]
+
+
+def one_leaves(how: str) -> tuple[int, str] | None:
+    lifeline = Lifeline("127.0.0.1")
+    assert lifeline.open()
+    dist.barrier()
+    if dist.rank() == 1:
+        lifeline.leave(how)  # type: ignore[arg-type]
+        lifeline.leave("bye")  # again does nothing
+        return None
+    loss = lifeline.wait(20 if how == "told" else 2)
+    return (loss.rank, loss.how) if loss is not None else None
+
+
+def test_an_error_that_has_been_told_is_not_told_again():
+    assert run_ranks(one_leaves, 3, "told") == [(1, "told"), None, (1, "told")]
+
+
+def test_who_leaves_in_order_is_not_lost():
+    assert run_ranks(one_leaves, 3, "bye") == [None, None, None]
+
+
+def one_cannot_reach_rank_0() -> bool:
+    lifeline_module.HELLO_SECONDS = 2.0
+    return Lifeline("127.0.0.1" if dist.rank() < 2 else "127.0.0.1.invalid").open()
+
+
+def test_without_a_way_to_rank_0_there_are_no_lines():
+    assert run_ranks(one_cannot_reach_rank_0, 3) == [False, False, False]

@@ -1,0 +1,144 @@
+"""The batch script's other half as a real process, on damaged histories; Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.attempts import History
+from launcher.supervise import copy_lines
+from launcher.verdict import read_verdict, write_verdict
+from tests.launcher.conftest import ROOT
+
+COMMANDS = {
+    "squeue": 'case "$*" in *%T*) echo "$STATE";; *) echo N/A;; esac',
+    "scontrol": 'echo "$*" >> "$SAID"; case "$*" in show*) echo n1;; esac',
+    "sinfo": "true",
+    "scancel": "true",
+}
+
+
+@pytest.fixture
+def bin(tmp_path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, line in COMMANDS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def supervise(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7") -> tuple[int, str]:
+    """Its exit status and output; the ranks are `command`."""
+    environ = {
+        **os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": job,
+        "SLURM_JOB_NODELIST": "n1", "STATE": state, "SAID": str(bin / "said"),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.supervise", str(recipe), "--", *command],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def requeued(bin: Path) -> bool:
+    said = bin / "said"
+    return said.exists() and "requeue 7" in said.read_text()
+
+
+def history(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines() if line[-1:] == "}"]
+
+
+def test_a_torn_history_and_a_torn_verdict_do_not_stop_it(recipe, bin, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "VERDICT").write_text("DO")
+    (run_dir / "attempts.jsonl").write_text(
+        '[1]\n17\n{"event": "end", "attempt": 1}\n{"event": ["begin"]}\n\xff\n{"event": "begin", "attempt": 2, "no'
+    )
+    status, out = supervise(recipe, bin, "false")
+    assert status == 0 and requeued(bin), out
+    begin, end = history(run_dir)[-2:]  # neither has become part of the torn line
+    assert (begin["event"], end["event"], begin["attempt"], end["verdict"]) == ("begin", "end", 1, "CRASHED")
+    assert History(run_dir).counts() == (1, 1)
+
+
+def test_marks_of_an_attempt_that_the_history_has_lost_are_not_this_ones(recipe, bin, tmp_path):
+    old = tmp_path / "run" / "attempts" / "0001"
+    old.mkdir(parents=True)
+    mark = {"rank": 0, "node": "n1", "kind": "mistake", "message": "of last week"}
+    (old / "rank00000.json").write_text(json.dumps(mark))
+    status, out = supervise(recipe, bin, "false")
+    assert status == 0 and requeued(bin), out
+    assert history(tmp_path / "run")[-1]["attempt"] == 2
+    assert "of last week" not in out
+
+
+def test_two_jobs_of_one_run_are_refused(recipe, bin, tmp_path):
+    (tmp_path / "run").mkdir()
+    History(tmp_path / "run").append("begin", attempt=1, job="5", nodes=["n1"], step=0)
+    write_verdict(tmp_path / "run", "DONE", 1, "the other's")
+    status, out = supervise(recipe, bin, "touch", str(tmp_path / "ran"), state="RUNNING")
+    assert status == 2 and "job 5 trains" in out and "scancel" in out, out
+    assert not (tmp_path / "ran").exists() and len(history(tmp_path / "run")) == 1
+    assert read_verdict(tmp_path / "run")[0] == "DONE"
+    status, out = supervise(recipe, bin, "touch", str(tmp_path / "ran"), state="NODE_FAIL")
+    assert (tmp_path / "ran").exists() and "attempt 1 was LOST" in out, out
+
+
+def test_a_command_that_cannot_be_started_is_an_attempt_that_failed(recipe, bin, tmp_path):
+    status, out = supervise(recipe, bin, "/nowhere/srun")
+    assert status == 0 and requeued(bin), out
+    assert "/nowhere/srun cannot be started" in (tmp_path / "run" / "attempts" / "0001.log").read_text()
+    assert history(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_a_run_directory_that_cannot_be_written_is_told_and_not_requeued(recipe, bin, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "attempts.jsonl").mkdir()  # root may write anywhere, but not into a folder
+    status, out = supervise(recipe, bin, "true")
+    assert status == 1 and "cannot be read or written" in out and "Traceback" not in out, out
+    assert not requeued(bin)
+
+
+def test_a_full_disk_does_not_stop_the_ranks(tmp_path):
+    """More than a pipe holds is written to a log that takes nothing: the ranks must not wait for it to be read."""
+    code = "for _ in range(2000): print('y' * 1000)"
+    with (tmp_path / "all").open("wb") as out, Path("/dev/full").open("ab", buffering=0) as full:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        before, sys.stdout = sys.stdout, open(out.fileno(), "w", closefd=False)  # noqa: SIM115
+        try:
+            copy_lines(process.stdout, full)
+        finally:
+            sys.stdout = before
+        assert process.wait(timeout=30) == 0
+        process.stdout.close()
+    assert (tmp_path / "all").read_bytes().count(b"y" * 1000 + b"\n") == 2000
+
+
+def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from launcher.verdict import write_verdict\n"
+        "for step in range(300): write_verdict(Path(sys.argv[1]), 'PREEMPTED', step, 'r')"
+    )
+    line = [sys.executable, "-c", code, str(tmp_path)]
+    writers = [subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT)}) for _ in range(3)]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    assert read_verdict(tmp_path) == ("PREEMPTED", {"step": 299, "reason": "r"})
+    assert [file.name for file in tmp_path.iterdir()] == ["VERDICT"]
+
+
+@pytest.mark.parametrize("text", ["", "DONE", "DONE\n{}", 'DONE\n{"step": null, "reason": ""}', "DONE\n[]", "\xff"])
+def test_a_damaged_verdict_says_nothing(tmp_path, text):
+    (tmp_path / "VERDICT").write_bytes(text.encode("latin-1"))
+    assert read_verdict(tmp_path) is None

@@ -1,0 +1,246 @@
+"""Credentials that expire during a run: who renews them, how late that may be, what is said where nobody can."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clip_train.storage import ReadError, StorageConfig, open_read
+from clip_train.storage.s3 import S3Storage
+from tests.launcher.conftest import MODEL, RECIPE, finish, start, wait_for_step
+from tests.s3.bucket import Bucket
+from tests.s3.epochs import make_shards, upload
+from tests.s3.proxy import Fault, FaultyProxy
+from tests.s3.server import Server
+from tests.s3.vending import ANY, SECRET, TOKEN, Vending
+
+PART = 5 << 20
+DATA = os.urandom(4 * PART)
+PATIENT = StorageConfig(range_bytes=1 << 20, backoff_seconds=0.1)
+NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+OLD, NEW = ("ROTATEDOLD", "rotated-secret-old"), ("ROTATEDNEW", "rotated-secret-new")
+
+
+@pytest.fixture
+def storage(proxy: FaultyProxy, bucket: str) -> S3Storage:
+    return S3Storage(f"s3://{bucket}/run", part_bytes=PART, patience_seconds=10)
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    path = tmp_path / "big"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture
+def profile(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """~/.aws/credentials, where a daemon keeps the profile `training`."""
+    for pair in (OLD, NEW):
+        server.add_key(*pair)
+    for name in NAMES:
+        monkeypatch.delenv(name)
+    path = tmp_path / "credentials"
+    write(path, OLD)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    monkeypatch.setenv("AWS_PROFILE", "training")
+    return path
+
+
+def write(path: Path, pair: tuple[str, str]) -> None:
+    path.write_text(f"[training]\naws_access_key_id = {pair[0]}\naws_secret_access_key = {pair[1]}\n")
+
+
+def refuse(proxy: FaultyProxy, pair: tuple[str, str]) -> None:
+    proxy.faults = [Fault("expired", key="", method=ANY, access_key=pair[0])]
+
+
+def test_a_profile_that_is_rewritten_during_an_upload(
+    storage: S3Storage, proxy: FaultyProxy, view: Bucket, profile: Path, big: Path
+) -> None:
+    assert storage.list() == []
+    client = storage._requests._fs._s3
+    refuse(proxy, OLD)
+    write(profile, NEW)
+    storage.put_file(big, "big")
+    assert view.get("run/big") == DATA and proxy.fired >= 1
+    assert storage._requests._fs._s3 is client  # another one would cost memory that s3fs does not give back
+
+
+def test_who_renews_may_be_late_and_caught_in_the_middle(
+    storage: S3Storage, proxy: FaultyProxy, profile: Path, big: Path, bucket: str, server: Server
+) -> None:
+    server.put(f"{bucket}/shard.tar", DATA)
+    with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
+        assert shard.read(10) == DATA[:10] and storage.list() == []
+        refuse(proxy, OLD)
+
+        def renew() -> None:
+            for text in ("", "[train", f"[training]\naws_access_key_id = {NEW[0]}\n"):
+                time.sleep(0.5)
+                profile.write_text(text)
+            time.sleep(0.5)
+            write(profile, NEW)
+
+        daemon = threading.Thread(target=renew)
+        daemon.start()
+        storage.put_file(big, "big")
+        assert shard.read() == DATA[10:]
+        daemon.join()
+    assert storage.read_bytes("big") == DATA
+
+
+def test_where_nothing_new_comes_it_ends(
+    storage: S3Storage, proxy: FaultyProxy, profile: Path, bucket: str, server: Server
+) -> None:
+    server.put(f"{bucket}/shard.tar", DATA)
+    storage._requests.limits = replace(storage._requests.limits, patience_seconds=2)
+    told = r"HTTP \d+ ExpiredToken: .*have expired: renew them where they come from"
+    with open_read(f"s3://{bucket}/shard.tar", PATIENT.model_copy(update={"attempts": 3})) as shard:
+        assert storage.list() == [] and shard.read(10)
+        refuse(proxy, OLD)
+        with pytest.raises(PermissionError, match=told):
+            storage.put_bytes("a", b"")
+        with pytest.raises(PermissionError, match=told):
+            shard.read()
+
+
+def test_a_key_that_is_withdrawn_is_asked_for_again(
+    storage: S3Storage, server: Server, proxy: FaultyProxy, profile: Path, view: Bucket
+) -> None:
+    """Rotated by its owner: another answer than for a token whose time is over."""
+    assert storage.list() == []
+    server.remove_key(OLD[0])
+    # where the server does not look
+    proxy.faults = [Fault("status", key="", method=ANY, code=403, s3code="InvalidAccessKeyId", access_key=OLD[0])]
+    write(profile, NEW)
+    assert storage.put_bytes("a", b"1") and view.get("run/a") == b"1"
+
+
+def test_a_token_in_the_environment_cannot_be_renewed(
+    storage: S3Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, bucket: str, server: Server
+) -> None:
+    server.add_key("SESSIONKEY", "SESSIONSECRET")
+    pair = {"AWS_ACCESS_KEY_ID": "SESSIONKEY", "AWS_SECRET_ACCESS_KEY": "SESSIONSECRET"}
+    for name, value in {**pair, "AWS_SESSION_TOKEN": "SESSIONTOKEN"}.items():
+        monkeypatch.setenv(name, value)
+    server.put(f"{bucket}/shard.tar", DATA)
+    with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
+        assert storage.list() == [] and shard.read(10)
+        refuse(proxy, ("SESSIONKEY", ""))
+        began = time.monotonic()
+        for ask in (lambda: storage.put_bytes("a", b""), shard.read, lambda: storage.size("a")):
+            with pytest.raises(PermissionError) as caught:
+                ask()
+            told = str(caught.value)
+            assert re.search(
+                r"AWS_SESSION_TOKEN.*has expired, and nothing can renew it: start again.*AWS_PROFILE", told
+            )
+            assert "SESSIONSECRET" not in told and "SESSIONTOKEN" not in told
+        assert time.monotonic() - began < 10  # it is not waited for
+
+
+def test_a_token_that_says_until_when(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, bucket: str, server: Server
+) -> None:
+    """As `aws configure export-credentials` sets it: then botocore knows that its time is over before S3 does."""
+    until = (datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=3)).strftime(
+        "%Y-%m-%dT%H:%M:%SZ"
+    )
+    server.add_key("SESSIONKEY", "SESSIONSECRET")
+    pair = {"AWS_ACCESS_KEY_ID": "SESSIONKEY", "AWS_SECRET_ACCESS_KEY": "SESSIONSECRET"}
+    for name, value in {**pair, "AWS_SESSION_TOKEN": "TOKEN", "AWS_CREDENTIAL_EXPIRATION": until}.items():
+        monkeypatch.setenv(name, value)
+    storage = S3Storage(f"s3://{bucket}/run", patience_seconds=5)
+    server.put(f"{bucket}/shard.tar", DATA)
+    with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
+        assert storage.list() == [] and shard.read(10)
+        time.sleep(3.5)
+        with pytest.raises(PermissionError, match=rf"has expired at {until}, and nothing can renew it"):
+            storage.list()
+        with pytest.raises(PermissionError, match=rf"has expired at {until}, and nothing can renew it"):
+            shard.read()
+
+
+def test_a_container_role_is_renewed_by_itself(
+    storage: S3Storage, proxy: FaultyProxy, bucket: str, server: Server, monkeypatch: pytest.MonkeyPatch, big: Path
+) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name)
+    server.put(f"{bucket}/shard.tar", DATA)
+    with Vending(server, proxy, seconds=2) as vending:
+        for name, value in vending.environment.items():
+            monkeypatch.setenv(name, value)
+        with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
+            for i in range(4):
+                storage.put_file(big, "big")
+                assert shard.read(PART) == DATA[i * PART : (i + 1) * PART]
+                time.sleep(1)
+        assert vending.issued >= 4
+        vending.stale = True
+        time.sleep(2.5)
+        storage._requests.limits = replace(storage._requests.limits, patience_seconds=1)
+        with pytest.raises(PermissionError, match="have expired: renew them"):
+            storage.list()
+
+
+def grep(secrets: list[str], folder: Path) -> list[str]:
+    """Where any of them is found, in whatever file."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [f"{path}: {each}" for path in files for each in secrets if each.encode() in path.read_bytes()]
+
+
+@pytest.mark.engine
+def test_a_run_on_a_role_and_nothing_secret_is_left(
+    tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str, view: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real command, its loader workers and its saver, all of them on credentials that last a few seconds."""
+    make_shards(tmp_path / "set")
+    train = upload(server, tmp_path / "set", bucket)
+    model = tmp_path / "small.json"
+    model.write_text(json.dumps(MODEL))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(run_dir=tmp_path / "run", train=train, model=model))
+    for name in NAMES:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "3")
+    secrets = [SECRET, TOKEN]
+    line = (f"checkpoint.remote=s3://{bucket}/run", "checkpoint.every_steps=5", "data.workers=1", "run.steps=20")
+    with Vending(server, proxy, seconds=3) as vending:
+        for name, value in vending.environment.items():
+            monkeypatch.setenv(name, value)
+        status, out = finish(start(recipe, *line))
+        assert status == 0, out
+        assert vending.issued >= 6  # for three processes, and in each more than once
+        assert view.newest_step("run") == 20 and view.incomplete("run") == []
+        process = start(recipe, *line, "run.steps=100000", "storage.attempts=4", "checkpoint.grace_seconds=5")
+        wait_for_step(tmp_path / "run", 25, process)
+        vending.stale = True
+        status, failed = finish(process)
+    assert status not in (0, 75) and "expired" in failed, failed
+    log = tmp_path / "log.txt"
+    log.write_text(out + failed)
+    stored = view.keys()
+    for key in stored:
+        path = tmp_path / "store" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(view.get(key))
+    assert grep(secrets, tmp_path) == []
+    assert grep(["expired"], tmp_path)  # it would have been found
+
+
+def test_what_cannot_be_read_says_who_is_refused(storage: S3Storage, proxy: FaultyProxy, bucket: str) -> None:
+    for code, advice in (("AccessDenied", "the right to do it"), ("SignatureDoesNotMatch", "correct the credentials")):
+        proxy.faults = [Fault("status", key="", method=ANY, code=403, s3code=code)]
+        with pytest.raises(PermissionError, match=f"HTTP 403 {code}.*{advice}"):
+            storage.list()
+        with pytest.raises(ReadError):
+            open_read(f"s3://{bucket}/shard.tar", PATIENT)
