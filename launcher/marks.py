@@ -20,6 +20,7 @@ from typing import Literal
 
 FOLDER = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, set by launcher.supervise
 RANKS = "ranks.json"  # in it: the node of each rank
+RESUMED = "resumed"  # in it: the step that the ranks went on from
 END_TIME = "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.supervise for older ones
 
 # In the run directory.
@@ -114,6 +115,24 @@ def read_ranks(folder: Path) -> list[str]:
         return json.loads((folder / RANKS).read_text())
     except (OSError, ValueError):
         return []
+
+
+def leave_resumed(step: int) -> None:
+    """Rank 0: the step that the attempt goes on from, 0 for a fresh start. It may be an older one than the batch script
+    knows of: what was committed on the disk of a node that is lost, or has been damaged since."""
+    folder = attempt_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RESUMED).write_text(f"{step}\n")
+
+
+def read_resumed(folder: Path) -> int | None:
+    """None: the ranks did not come so far."""
+    try:
+        return int((folder / RESUMED).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -37,6 +38,7 @@ from launcher.marks import (
     lost_node,
     read_marks,
     read_ranks,
+    read_resumed,
     stopped_early,
 )
 from launcher.verdict import clear_verdict, read_verdict, write_verdict
@@ -146,6 +148,7 @@ class Supervisor:
         self.history.append(
             "end",
             attempt=number,
+            resumed=read_resumed(log.with_suffix("")),
             verdict=outcome.verdict,
             step=outcome.after,
             reason=outcome.reason,
@@ -183,6 +186,7 @@ class Supervisor:
         self.history.append(
             "end",
             attempt=lost["attempt"],
+            resumed=read_resumed(log.with_suffix("")),
             verdict="LOST",
             step=after,
             reason=reason,
@@ -288,6 +292,10 @@ class Supervisor:
         if not bad:
             return
         told = f"{', '.join(bad)} failed {self.limits.node_failures} times"
+        asked_for = required_nodes(job) & set(bad)
+        if asked_for:  # Slurm would take it and then never start the job: BadConstraints
+            say(f"{told}, but the job asks for {', '.join(sorted(asked_for))} by name: not left out")
+            return
         others = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) - set(bad)
         if len(others) < len(self.nodes):
             say(f"{told}, but there are not {len(self.nodes)} others: not left out")
@@ -355,6 +363,14 @@ def usable_nodes(partition: str) -> set[str]:
     lines = answer("sinfo", "-h", "-N", "-p", partition, "-o", "%N %T").splitlines()
     up = ("idle", "mixed", "allocated", "completing")
     return {line.split()[0] for line in lines if line.split()[-1] in up}
+
+
+def required_nodes(job: str) -> set[str]:
+    """Names of the nodes that a job was submitted for (--nodelist)."""
+    found = re.search(r"\bReqNodeList=(\S+)", answer("scontrol", "show", "job", job))
+    if found is None or found[1] == "(null)":
+        return set()
+    return set(answer("scontrol", "show", "hostnames", found[1]).split())
 
 
 def end_time(job: str) -> str:

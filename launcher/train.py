@@ -36,6 +36,7 @@ from launcher.config import RunConfig
 from launcher.ending import end, explain_loss, leave_together, note_failure, say
 from launcher.lifeline import Lifeline
 from launcher.liveness import Liveness, first_timeout
+from launcher.marks import leave_resumed
 from launcher.meeting import refuse
 from launcher.same_run import compare_with
 from launcher.sizing import measure, memory_limit
@@ -161,6 +162,8 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     checkpoints.begin()
     dist.on_main(partial(describe_run_dir, config, checked))
     start = resumed.state["step"] if resumed else 0
+    if dist.is_main():
+        leave_resumed(start)
     engine = build_engine_for(config, checked, device)
     if resumed is None:
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})

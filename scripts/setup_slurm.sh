@@ -6,13 +6,15 @@
 #   scripts/setup_slurm.sh up DIR [NODES]          then: export SLURM_CONF=DIR/slurm.conf; srun -N2 hostname
 #   scripts/setup_slurm.sh exec DIR NODE COMMAND...
 #   scripts/setup_slurm.sh crash DIR NODE          power loss; `up` again is the repair
+#   scripts/setup_slurm.sh gateway DIR             the address at which the nodes find a server on this machine
 #   scripts/setup_slurm.sh down DIR                everything away, also what jobs have left
 #
 # Partitions: main (never preempted), low (preempted by high: requeued after GRACE seconds), high.
+# DIR/disk is each node's own: gone after a power loss. A job finds an empty DIR/disk/JOBID there, also after a requeue.
 # proctrack/cgroup, as real clusters have: linuxproc signals every process of a step, not the tasks alone, and so
 # lets through what fails on a cluster.
 set -euo pipefail
-action=${1:?install, up, exec, crash or down}
+action=${1:?install, up, exec, crash, gateway or down}
 
 if [ "$action" = install ]; then
     command -v slurmctld >/dev/null && command -v slurmd >/dev/null && exit 0
@@ -59,6 +61,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+Prolog=$LAB/prolog
 ReturnToService=2
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_delay=1
@@ -79,7 +82,13 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=${GRACE:-20}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
-    } >"$SLURM_CONF"
+    } >"$SLURM_CONF.new"
+    mv "$SLURM_CONF.new" "$SLURM_CONF" # at once: jobs that run may be reading it
+    if [ ! -x "$LAB/prolog" ]; then
+        # not an epilog: of a node that comes back it would run after the next attempt has begun
+        printf '#!/bin/sh\ncd "%s/disk" && rm -rf "$SLURM_JOB_ID" && mkdir "$SLURM_JOB_ID"\n' "$LAB" >"$LAB/prolog"
+        chmod +x "$LAB/prolog"
+    fi
     echo 'CgroupMountpoint=/sys/fs/cgroup' >"$LAB/cgroup.conf"
     if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
         printf 'CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n' >>"$LAB/cgroup.conf"
@@ -108,7 +117,8 @@ running() { [ -s "$1" ] && grep -qs '^slurm' "/proc/$(cat "$1")/comm" && grep -q
 
 up() {
     local nodes=$1 n ready
-    mkdir -p "$LAB"/{state,log}
+    mkdir -p "$LAB"/{state,log,disk}
+    HOST_INIT="mount -t tmpfs -o size=2g disk $LAB/disk"
     for n in $(seq 1 "$nodes"); do host_up "n$n" "$n"; done
     write_config "$nodes"
     running "$LAB/ctld.pid" || (cd / && slurmctld -c -f "$SLURM_CONF")
@@ -148,6 +158,9 @@ case $action in
 up) up "${3:-2}" ;;
 down) down ;;
 exec) shift 2 && host_exec "$@" ;;
-crash) host_net "${3:?a node}" down && host_crash "$3" ;; # nobody hears that it is gone
-*) echo "$action: install, up, exec, crash or down" >&2 && exit 2 ;;
+crash) # nobody hears that it is gone; its disk goes too, where slurmd keeps what it knew of its jobs: with that the
+    # prolog would not run again for a job that comes back under its old number
+    host_net "${3:?a node}" down && host_crash "$3" && rm -rf "$LAB/spool.$3" ;;
+gateway) echo "$NET.1" ;;
+*) echo "$action: install, up, exec, crash, gateway or down" >&2 && exit 2 ;;
 esac

@@ -11,30 +11,20 @@ from pathlib import Path
 import pytest
 
 from launcher.verdict import read_verdict
+from tests.lab import call, lab
 from tests.launcher.conftest import ROOT, finish, kill, metrics, wait_for_step
-from tests.slurm.conftest import missing
 
 pytestmark = pytest.mark.hosts
 SETUP = ROOT / "scripts" / "setup_hosts.sh"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory) -> Iterator[Path]:
-    lack = missing()
-    if lack is not None:
-        pytest.skip(f"NO HOSTS HERE, their tests do not run: {lack}")
-    installed = subprocess.run([SETUP, "install"], capture_output=True, text=True, check=False, timeout=600)
-    if installed.returncode:
-        pytest.skip(f"NO HOSTS HERE, their tests do not run: apt-get failed: {installed.stderr[-300:]}")
-    lab = tmp_path_factory.mktemp("hosts")
-    try:
-        subprocess.run([SETUP, "up", lab, "2"], check=True, timeout=60)
-        yield lab
-    finally:
-        subprocess.run([SETUP, "down", lab], check=True, timeout=60)
+def hosts(tmp_path_factory) -> Iterator[Path]:
+    with lab("HOSTS", SETUP, tmp_path_factory.mktemp("hosts"), 2) as folder:
+        yield folder
 
 
-def deepspeed(lab: Path, recipe: Path, *overrides: str) -> subprocess.Popen:
+def deepspeed(hosts: Path, recipe: Path, *overrides: str) -> subprocess.Popen:
     """On h1. What the other host has to know beside PYTHON* goes through .deepspeed_env, as docs/slurm.md says."""
     (recipe.parent / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=eth0\n")
     bin = Path(sys.executable).parent
@@ -46,10 +36,19 @@ def deepspeed(lab: Path, recipe: Path, *overrides: str) -> subprocess.Popen:
         "OMP_NUM_THREADS": "1",
         "PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=3 -o ServerAliveCountMax=2",
     }
-    line = ["--hostfile", str(lab / "hostfile"), "--launcher", "pdsh", "--master_addr", "h1", "--master_port", "29507"]
+    line = [
+        "--hostfile",
+        str(hosts / "hostfile"),
+        "--launcher",
+        "pdsh",
+        "--master_addr",
+        "h1",
+        "--master_port",
+        "29507",
+    ]
     return subprocess.Popen(
         [
-            SETUP, "exec", lab, "h1", "bash", "-c", 'cd "$0"; exec "$@"', recipe.parent,
+            SETUP, "exec", hosts, "h1", "bash", "-c", 'cd "$0"; exec "$@"', recipe.parent,
             bin / "deepspeed", *line, "--module", "launcher", "train", recipe, *overrides,
         ],
         env=environ,
@@ -60,18 +59,17 @@ def deepspeed(lab: Path, recipe: Path, *overrides: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def left_on(lab: Path, host: str) -> list[str]:
+def left_on(hosts: Path, host: str) -> list[str]:
     """Ranks and launchers that run on a host."""
-    shown = subprocess.run([SETUP, "ps", lab, host], capture_output=True, text=True, check=True).stdout
-    return [line for line in shown.splitlines() if "launcher" in line and "train" in line]
+    return [line for line in call(SETUP, "ps", hosts, host).splitlines() if "launcher" in line and "train" in line]
 
 
-def test_it_trains_and_a_cut_link_ends_it_everywhere(lab, recipe, tmp_path):
-    process = deepspeed(lab, recipe, "run.steps=3000", "launch.hang_step_seconds=10", "checkpoint.every_steps=3")
+def test_it_trains_and_a_cut_link_ends_it_everywhere(hosts, recipe, tmp_path):
+    process = deepspeed(hosts, recipe, "run.steps=3000", "launch.hang_step_seconds=10", "checkpoint.every_steps=3")
     try:
         wait_for_step(tmp_path / "run", 5, process, timeout=180)
-        assert left_on(lab, "h1") and left_on(lab, "h2")
-        subprocess.run([SETUP, "net", lab, "h2", "down"], check=True)
+        assert left_on(hosts, "h1") and left_on(hosts, "h2")
+        call(SETUP, "net", hosts, "h2", "down")
     except BaseException:
         kill(process)
         raise
@@ -80,13 +78,13 @@ def test_it_trains_and_a_cut_link_ends_it_everywhere(lab, recipe, tmp_path):
         assert status != 0, out
         assert "no progress for" in out or "lost contact" in out, out
         end = time.monotonic() + 30
-        while (left_on(lab, "h1") or left_on(lab, "h2")) and time.monotonic() < end:
+        while (left_on(hosts, "h1") or left_on(hosts, "h2")) and time.monotonic() < end:
             time.sleep(0.5)
-        assert left_on(lab, "h1") == [] and left_on(lab, "h2") == []
+        assert left_on(hosts, "h1") == [] and left_on(hosts, "h2") == []
     finally:
-        subprocess.run([SETUP, "net", lab, "h2", "up"], check=True)
+        call(SETUP, "net", hosts, "h2", "up")
     last = metrics(tmp_path / "run")[-1]["step"]
-    status, out = finish(deepspeed(lab, recipe, f"run.steps={last + 2}"), timeout=180)
+    status, out = finish(deepspeed(hosts, recipe, f"run.steps={last + 2}"), timeout=180)
     assert status == 0, out
     assert "resuming from step" in out and "rank 0 of 4" in out
     assert read_verdict(tmp_path / "run")[0] == "DONE"

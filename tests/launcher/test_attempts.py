@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.attempts import History, Limits, Outcome, decide
-from launcher.marks import Mark, find_cause, stopped_early
+from launcher.marks import FOLDER, Mark, find_cause, leave_resumed, read_resumed, stopped_early
 
 LIMITS = Limits(failures=3, fruitless=5, node_failures=2)
 TWO = ("n1", "n2")
@@ -116,3 +116,12 @@ def test_ranks_that_were_asked_to_stop_during_the_start():
     assert stopped_early(both[:1], EXITED) is None  # rank 1 died, and srun ended rank 0
     assert stopped_early([both[0], mark(1, "error")], "") is None
     assert stopped_early([], "") is None
+
+
+def test_the_step_that_an_attempt_went_on_from(tmp_path, monkeypatch):
+    monkeypatch.delenv(FOLDER, raising=False)
+    leave_resumed(5)  # without a batch script nobody wants to know
+    monkeypatch.setenv(FOLDER, str(tmp_path / "0002"))
+    leave_resumed(20)
+    assert [read_resumed(tmp_path / name) for name in ("0001", "0002")] == [None, 20]
+    assert [file.name for file in tmp_path.iterdir()] == ["0002"]

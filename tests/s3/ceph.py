@@ -28,8 +28,9 @@ class Ceph(Server):
         return Path(os.environ.get("CLIP_TRAIN_CEPH", ROOT / ".ceph")).absolute()
 
     @classmethod
-    def _free_port(cls) -> int:
-        return free_ports(3)
+    def _free_port(cls, host: str) -> int:
+        assert host == "127.0.0.1", "scripts/run_ceph.sh serves the loopback only"
+        return free_ports(3, host)
 
     @property
     def _cluster(self) -> str:

@@ -29,13 +29,12 @@ class LocalStack(Server):
     def command(self) -> tuple[list[str], dict[str, str]]:
         for name in ("root", "tmp", "cache"):
             (self.folder / name).mkdir()
-        address = f"127.0.0.1:{self.port}"
         return [str(self._venv() / "bin" / "python"), "-m", "localstack.runtime.main"], {
             "XDG_CACHE_HOME": str(self.folder / "cache"),
             "TMPDIR": str(self.folder / "tmp"),
             "FILESYSTEM_ROOT": str(self.folder / "root"),
-            "GATEWAY_LISTEN": address,
-            "LOCALSTACK_HOST": address,
+            "GATEWAY_LISTEN": self.address,
+            "LOCALSTACK_HOST": self.address,
             "SERVICES": "s3",
             "EAGER_SERVICE_LOADING": "1",
             "STRICT_SERVICE_LOADING": "1",

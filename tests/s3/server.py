@@ -38,9 +38,11 @@ class Server(ABC):
     access_key: ClassVar[str]
     secret_key: ClassVar[str]
 
-    def __init__(self) -> None:
-        self.port = self._free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """host: the address at which it listens, and no other."""
+        self.port = self._free_port(host)
+        self.address = f"{host}:{self.port}"
+        self.url = f"http://{self.address}"
         self.folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
         self._process: subprocess.Popen | None = None
 
@@ -113,8 +115,8 @@ class Server(ABC):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @classmethod
-    def _free_port(cls) -> int:
-        return free_ports(1)
+    def _free_port(cls, host: str) -> int:
+        return free_ports(1, host)
 
     # -- its use
 
@@ -183,14 +185,14 @@ def signature(
     return {**headers, "Authorization": told}
 
 
-def free_ports(count: int) -> int:
+def free_ports(count: int, host: str) -> int:
     """The first of so many free ones in a row."""
     while True:
         with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
             first = 0
             for i in range(count):
                 each = held.enter_context(socket.socket())
-                each.bind(("127.0.0.1", first + i if first else 0))
+                each.bind((host, first + i if first else 0))
                 first = first or each.getsockname()[1]
             return first
 

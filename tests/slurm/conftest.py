@@ -1,205 +1,162 @@
-"""A real Slurm of three nodes, up for the session, and jobs on it."""
+"""A real Slurm of three nodes and a real S3 server, up for the session, and jobs on them."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import shutil
 import subprocess
 import sys
-import time
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from launcher.verdict import read_verdict
-from tests.launcher.conftest import MODEL, RECIPE, ROOT, metrics, run
+from tests.lab import lab
+from tests.launcher.conftest import RECIPE, ROOT, metrics, run
+from tests.s3.bucket import Bucket
+from tests.s3.localstack import LocalStack
+from tests.s3.server import Server
+from tests.slurm.cluster import SETUP, Cluster, Job
+from tests.slurm.evidence import keep
 
-SETUP = ROOT / "scripts" / "setup_slurm.sh"
 FAULTS = Path(__file__).parent / "faults"
-
-
-def missing() -> str | None:
-    """What this machine lacks for a Slurm of its own, or None."""
-    if os.geteuid() != 0:
-        return "not root"
-    if shutil.which("slurmctld") is None and shutil.which("apt-get") is None:
-        return "no slurmctld, and no apt-get to install it"
-    if shutil.which("ip") is None and shutil.which("apt-get") is None:
-        return "no iproute2"
-    if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], check=False).returncode:
-        return "no namespaces allowed"
-    return None
-
-
-@dataclass
-class Cluster:
-    """Nodes n1, n2, n3."""
-
-    lab: Path
-
-    def setup(self, *action: str) -> None:
-        done = subprocess.run(
-            [SETUP, action[0], self.lab, *action[1:]], capture_output=True, text=True, check=False, timeout=120
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def call(self, *command: str) -> str:
-        """One of Slurm's commands; its output."""
-        environ = {"PATH": os.environ["PATH"], "SLURM_CONF": str(self.lab / "slurm.conf")}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout.strip()
-
-    def warn(self, job: str) -> None:
-        """USR1 to a job's batch script, as before its time limit. Of an array's task scancel delivers it, and then
-        retries for ever."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            environ = {**os.environ, "SLURM_CONF": str(self.lab / "slurm.conf")}
-            subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=environ, check=True, timeout=3)
-
-
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    lack = missing()
-    if lack is not None:
-        pytest.skip(f"NO SLURM HERE, its tests do not run: {lack}")
-    installed = subprocess.run([SETUP, "install"], capture_output=True, text=True, check=False, timeout=600)
-    if installed.returncode:
-        pytest.skip(f"NO SLURM HERE, its tests do not run: apt-get failed: {installed.stderr[-300:]}")
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.setup("up", "3")
-        yield cluster
-    finally:
-        cluster.setup("down")
-
-
-@dataclass
-class Job:
-    """One submitted run."""
-
-    cluster: Cluster
-    number: str
-    run_dir: Path
-    log: Path
-
-    def state(self) -> str:
-        shown = self.cluster.call("scontrol", "show", "job", self.number)
-        return next(word.partition("=")[2] for word in shown.split() if word.startswith("JobState="))
-
-    def wait(self, until: Callable[[], bool], what: str, timeout: float = 150) -> None:
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            if until():
-                return
-            time.sleep(0.2)
-        raise AssertionError(f"{what}: not within {timeout} s; the job is {self.state()}\n{self.told()}")
-
-    def wait_for_state(self, *states: str, timeout: float = 150) -> None:
-        self.wait(lambda: self.state() in states, f"job {' or '.join(states)}", timeout)
-
-    def wait_for_step(self, step: int, timeout: float = 90) -> None:
-        self.wait(lambda: any(line["step"] >= step for line in metrics(self.run_dir)), f"step {step}", timeout)
-
-    def told(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-    def attempts(self) -> list[dict]:
-        """The `end` lines of attempts.jsonl."""
-        lines = (self.run_dir / "attempts.jsonl").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if line["event"] == "end"]
-
-    def rank_pids(self) -> dict[int, int]:
-        """rank -> process on this machine, of the ranks that run now."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                line = (folder / "cmdline").read_bytes().split(b"\0")
-                environ = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if line[1:4] == [b"-m", b"launcher", b"train"] and f"SLURM_JOB_ID={self.number}".encode() in environ:
-                rank = next(e for e in environ if e.startswith(b"SLURM_PROCID="))
-                found[int(rank.partition(b"=")[2])] = int(folder.name)
-        return found
-
-    def verdict(self) -> str | None:
-        found = read_verdict(self.run_dir)
-        return found[0] if found else None
-
-    def losses(self) -> list[float]:
-        return [line["loss"] for line in metrics(self.run_dir)]
-
-
 STEPS = 60
+MANY_STEPS = 180  # of the scenarios with several requeues
+# The rate is the same whatever the length: one undisturbed run is the measure for all.
+OVERRIDES = ("schedule.name=constant", "checkpoint.every_steps=20", "checkpoint.max_failed_saves=50")
 OPTIONS = {
     "2x1": ["--nodes=2", "--ntasks-per-node=1"],
     "1x2": ["--nodes=1", "--ntasks-per-node=2"],
 }
+WITHOUT_S3 = "the S3 server is not set up (scripts/setup_s3.sh; `make test` does it)"
 
 
-@pytest.fixture
-def submit(cluster, data, tmp_path, request) -> Iterator[Callable[..., Job]]:
-    """submit(layout, *sbatch options, overrides=, environ=) -> Job, of slurm/train.sbatch itself, under a clean
-    environment. Logs are copied to $SLURM_LOGS, if set."""
-    jobs: list[Job] = []
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.format(run_dir=tmp_path / "run", train=data.train, model=tmp_path / "model.json"))
+def pytest_terminal_summary(terminalreporter) -> None:
+    ran = [r for r in terminalreporter.stats.get("passed", []) if "tests/slurm/" in r.nodeid and r.when == "call"]
+    if ran and LocalStack.missing() is not None:
+        told = f"{len(ran)} SLURM SCENARIOS RAN WITH THEIR CHECKPOINTS ON DISK, NOT ON S3: {WITHOUT_S3}"
+        terminalreporter.write_sep("!", told, red=True, bold=True)
 
-    def submit(layout: str, *options: str, overrides: tuple[str, ...] = (), **environ: str) -> Job:
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    with lab("SLURM", SETUP, tmp_path_factory.mktemp("slurm"), 3, GRACE="60") as folder:
+        yield Cluster(folder)
+
+
+@pytest.fixture(scope="session")
+def server(cluster) -> Iterator[Server | None]:
+    """Where the nodes reach it; None without one, and then checkpoints lie in the run directory."""
+    if LocalStack.missing() is not None:
+        yield None
+        return
+    up = LocalStack(cluster.gateway).start()
+    yield up
+    up.stop()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory, data) -> list[dict]:
+    """metrics.jsonl of the same recipe on two ranks that nobody disturbs, with its checkpoints on disk."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    recipe = write_recipe(folder, data)
+    status, out = run(recipe, f"run.steps={MANY_STEPS}", *OVERRIDES, ranks=2)
+    assert status == 0, out
+    return metrics(folder / "run")
+
+
+def write_recipe(folder: Path, data) -> Path:
+    """tests/launcher's with the demo's model."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(run_dir=folder / "run", train=data.train, model="tiny"))
+    return recipe
+
+
+Submit = Callable[..., Job]
+
+
+def submitter(cluster: Cluster, server: Server | None, data, folder: Path, jobs: list[Job]) -> Submit:
+    recipe = write_recipe(folder, data)
+
+    def submit(
+        layout: str, *options: str, steps: int = STEPS, own_disks: bool = True, overrides=(), **environ: str
+    ) -> Job:
         script = options[0] if options and options[0].endswith(".sbatch") else "train.sbatch"
         options = tuple(option for option in options if not option.endswith(".sbatch"))
+        bucket = None if server is None else Bucket(server, f"b{uuid.uuid4().hex[:12]}")
         clean = {
             "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
-            "HOME": str(tmp_path),
+            "HOME": str(folder),
             "SLURM_CONF": str(cluster.lab / "slurm.conf"),
             "PYTHONPATH": f"{FAULTS}:{ROOT}",
-            "CLIP_TRAIN_HOME": str(tmp_path),
+            "CLIP_TRAIN_HOME": str(folder),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
+            "STEP_SECONDS": "0.1",
+            **(server.environment() if server else {}),
             **environ,
         }
-        line = ["sbatch", "--parsable", *OPTIONS[layout], "--gpus-per-node=0", "--cpus-per-task=1", *options]
+        settings = [f"run.steps={steps}", *OVERRIDES, *overrides]
+        settings += [f"checkpoint.remote={bucket.url}/run"] if bucket else []
+        line = ["sbatch", "--parsable", "--hold", *OPTIONS[layout], "--gpus-per-node=0", "--cpus-per-task=1", *options]
         sent = subprocess.run(
-            [*line, f"--output={tmp_path}/job.log", ROOT / "slurm" / script, recipe, f"run.steps={STEPS}", *overrides],
+            [*line, f"--output={folder}/job.log", ROOT / "slurm" / script, recipe, *settings],
             env=clean,
-            cwd=tmp_path,
+            cwd=folder,
             capture_output=True,
             text=True,
             check=False,
         )
         assert sent.returncode == 0, sent.stderr
-        job = Job(cluster, sent.stdout.strip().split(";")[0], tmp_path / "run", tmp_path / "job.log")
+        number = sent.stdout.strip().split(";")[0]
+        job = Job(
+            cluster, number, folder / "run", folder / "job.log", layout, steps, bucket, bool(bucket and own_disks)
+        )
         jobs.append(job)
+        if job.own_disks:
+            job.run_dir.mkdir()
+            (job.run_dir / "checkpoints").symlink_to(cluster.lab / "disk" / number)
+        cluster.call("scontrol", "release", number)
         return job
 
-    yield submit
+    return submit
+
+
+def end_all(jobs: list[Job], scenario: str, name: str) -> None:
     for job in jobs:
-        subprocess.run(
-            ["scancel", job.number], check=False, env={**os.environ, "SLURM_CONF": str(cluster.lab / "slurm.conf")}
-        )
-        job.wait(lambda job=job: job.cluster.call("squeue", "-h", "-o", "%i") == "", "the end of all jobs", 60)
-        keep = os.environ.get("SLURM_LOGS")
-        if keep:
-            folder = Path(keep) / request.node.name
-            folder.mkdir(parents=True, exist_ok=True)
-            for file in (job.log, job.run_dir / "attempts.jsonl"):
-                if file.exists():
-                    shutil.copy(file, folder)
+        subprocess.run(["scancel", job.number], check=False, env=job.cluster.environ)
+        job.wait(job.gone, "the end of the job", 60)
+        keep(job, scenario, name)
+        job.cluster.clear_disks(job.number)
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory, data) -> list[float]:
-    """The losses of the same recipe on two ranks, undisturbed."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    (folder / "model.json").write_text(json.dumps(MODEL))
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(run_dir=folder / "run", train=data.train, model=folder / "model.json"))
-    status, out = run(recipe, f"run.steps={STEPS}", ranks=2)
-    assert status == 0, out
-    return [line["loss"] for line in metrics(folder / "run")]
+@pytest.fixture
+def submit(cluster, server, data, tmp_path, request) -> Iterator[Submit]:
+    """submit(layout, *sbatch options, steps=, own_disks=, overrides=, environ=) -> Job, of slurm/train.sbatch itself
+    (or another template, named first), under a clean environment."""
+    jobs: list[Job] = []
+    yield submitter(cluster, server, data, tmp_path, jobs)
+    end_all(jobs, describe(request.node), request.node.name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def out_of_time(request) -> Iterator[Job | None]:
+    """The job with the short time limit. It takes minutes and mostly sleeps: it runs beside the other tests."""
+    item = next(
+        (each for each in request.session.items if each.name == "test_time_limits_requeue_until_it_is_done"), None
+    )
+    if item is None:
+        yield None
+        return
+    cluster, server, data, folders = map(request.getfixturevalue, ("cluster", "server", "data", "tmp_path_factory"))
+    jobs: list[Job] = []
+    submit = submitter(cluster, server, data, folders.mktemp("out-of-time"), jobs)
+    # n3 is crashed by other tests. Slurm's signal comes 70 to 100 s after the start, the trainer's own clock rings
+    # after 90: less than 90 steps in an attempt. One minute would leave 10 s, in which a busy machine is starting.
+    limited = ("--time=2", "--signal=B:USR1@20", "--nodelist=n[1-2]")
+    yield submit("2x1", *limited, steps=MANY_STEPS, STEP_SECONDS="1.0")
+    end_all(jobs, describe(item), item.name)
+
+
+def describe(item) -> str:
+    """A scenario in words: the first line of its test."""
+    return (item.function.__doc__ or item.name).strip().splitlines()[0].rstrip(".")

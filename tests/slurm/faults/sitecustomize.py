@@ -1,15 +1,17 @@
 """Planted faults, in ranks only: Python imports this at its start where this folder is on PYTHONPATH.
 
-FAULT=die       every rank of number 1 ends at once, without a word
-FAULT=bad:n2    ranks on the host n2 find no GPU
+FAULT=die          every rank of number 1 ends at once, without a word
+FAULT=bad:n2       ranks on the host n2 find no GPU
+STEP_SECONDS=0.1   a step takes so long at least: a fast machine is not done before it is disturbed
 """
 
 import os
 import socket
 import sys
 
+in_rank = "SLURM_STEP_NUM_TASKS" in os.environ and "train" in getattr(sys, "orig_argv", [])
 fault = os.environ.get("FAULT", "")
-if fault and "SLURM_STEP_NUM_TASKS" in os.environ and "train" in getattr(sys, "orig_argv", []):
+if in_rank and fault:
     rank = os.environ.get("SLURM_PROCID")
     if fault == "die" and rank == "1":
         os._exit(3)
@@ -19,3 +21,20 @@ if fault and "SLURM_STEP_NUM_TASKS" in os.environ and "train" in getattr(sys, "o
 
         mark_error(RankError("LOCAL_RANK (0) has no GPU: this host shows 0"))
         os._exit(2)
+
+if in_rank and "STEP_SECONDS" in os.environ:
+    import time
+
+    from launcher.liveness import Liveness
+
+    step_seconds = float(os.environ["STEP_SECONDS"])
+    phase, begun = Liveness.phase, time.monotonic()
+
+    def slow_phase(self: Liveness, name: str) -> None:
+        global begun  # noqa: PLW0603
+        if name == "step":
+            time.sleep(max(0.0, begun + step_seconds - time.monotonic()))
+            begun = time.monotonic()
+        phase(self, name)
+
+    Liveness.phase = slow_phase

@@ -1,0 +1,136 @@
+"""The cluster and its jobs, as the tests see them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.verdict import read_verdict
+from tests import lab
+from tests.launcher.conftest import ROOT, metrics
+from tests.s3.bucket import Bucket
+
+SETUP = ROOT / "scripts" / "setup_slurm.sh"
+
+
+@dataclass
+class Cluster:
+    """Nodes n1, n2, n3."""
+
+    lab: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": str(self.lab / "slurm.conf")}
+
+    @property
+    def gateway(self) -> str:
+        """This machine's own address in the nodes' network."""
+        return lab.call(SETUP, "gateway", self.lab).strip()
+
+    def crash(self, node: str) -> None:
+        lab.call(SETUP, "crash", self.lab, node)
+
+    def repair(self) -> None:
+        lab.call(SETUP, "up", self.lab, "3")
+
+    def clear_disks(self, job: str) -> None:
+        """Of what a job has left; nodes' disks are in memory."""
+        for node in ("n1", "n2", "n3"):
+            lab.call(SETUP, "exec", self.lab, node, "rm", "-rf", str(self.lab / "disk" / job))
+
+    def call(self, *command: str) -> str:
+        """One of Slurm's commands; its output."""
+        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def warn(self, job: str) -> None:
+        """USR1 to a job's batch script, as before its time limit. Of an array's task scancel delivers it, and then
+        retries for ever."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=self.environ, check=True, timeout=3)
+
+
+@dataclass
+class Job:
+    """One submitted run."""
+
+    cluster: Cluster
+    number: str
+    run_dir: Path
+    log: Path
+    layout: str
+    steps: int
+    bucket: Bucket | None = None  # of its checkpoints; None: they lie in the run directory
+    own_disks: bool = False  # each node keeps them on a disk of its own, which is emptied after every attempt
+    seen_commit: int = 0  # a step that was committed before the job was disturbed
+    loss: float | None = None  # of the last step; this and the next two once it is found to be done
+    loss_undisturbed: float | None = None
+    difference: float | None = None  # the largest of any step's
+
+    def state(self) -> str:
+        shown = self.cluster.call("scontrol", "show", "job", self.number)
+        return next(word.partition("=")[2] for word in shown.split() if word.startswith("JobState="))
+
+    def wait(self, until: Callable[[], bool], what: str, timeout: float = 150) -> None:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if until():
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"{what}: not within {timeout} s; the job is {self.state()}\n{self.told()}")
+
+    def wait_for_state(self, *states: str, timeout: float = 240) -> None:
+        self.wait(lambda: self.state() in states, f"job {' or '.join(states)}", timeout)
+
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
+        self.wait(lambda: any(line["step"] >= step for line in metrics(self.run_dir)), f"step {step}", timeout)
+
+    def wait_for_commit(self, timeout: float = 120) -> None:
+        """Until there is a checkpoint that survives the loss of every node."""
+        self.wait(lambda: self.newest_commit() > 0, "a checkpoint", timeout)
+        self.seen_commit = self.newest_commit()
+
+    def newest_commit(self) -> int:
+        if self.bucket is None:
+            names = [file.name for file in (self.run_dir / "checkpoints" / "commit").glob("*.json")]
+        else:
+            names = self.bucket.keys("run/commit/")
+        return max((int(name.removesuffix(".json").rpartition("-s")[2]) for name in names), default=0)
+
+    def gone(self) -> bool:
+        return self.number not in self.cluster.call("squeue", "-h", "-o", "%A %F").split()
+
+    def told(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def attempts(self) -> list[dict]:
+        """The `end` lines of attempts.jsonl."""
+        file = self.run_dir / "attempts.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line for line in map(json.loads, lines) if line["event"] == "end"]
+
+    def rank_pids(self) -> dict[int, int]:
+        """rank -> process on this machine, of the ranks that run now."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (folder / "cmdline").read_bytes().split(b"\0")
+                environ = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if line[1:4] == [b"-m", b"launcher", b"train"] and f"SLURM_JOB_ID={self.number}".encode() in environ:
+                rank = next(e for e in environ if e.startswith(b"SLURM_PROCID="))
+                found[int(rank.partition(b"=")[2])] = int(folder.name)
+        return found
+
+    def verdict(self) -> str | None:
+        found = read_verdict(self.run_dir)
+        return found[0] if found else None
