@@ -191,7 +191,7 @@ class Storm:
         self.resumed += bool(told)
         if told != ([] if expected is None else [str(expected)]) and (told or started):
             self.wrong.append(f"{self.name}: resumed from {told} instead of {expected}: {log[-600:]}")
-        if "passed over" in log:
+        if re.search(r"passed over +step", log):
             self.wrong.append(f"{self.name}: passed over a checkpoint: {log[-600:]}")
 
     def begun(self) -> bool:

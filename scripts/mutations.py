@@ -424,8 +424,8 @@ MUTATIONS = [
     Mutation(
         "the variables of another launcher are believed",
         "launcher/env.py",
-        "if tasks > 1 and (env.world_size",
-        "if tasks < 1 and (env.world_size",
+        "if tasks <= 1 or (env.world_size",
+        "if tasks >= 1 or (env.world_size",
         ("tests/launcher/test_env.py::test_mistakes_name_the_variable",),
     ),
 ]
