@@ -147,8 +147,8 @@ def test_a_rank_outside_of_any_collective_learns_of_a_death(recipe, tmp_path):
     """Nothing tells it but the line to the other rank: no launcher, and it waits for no message."""
     processes = by_hand(recipe, ["run.steps=2000"], ["run.steps=2000"], fault="sleep:1")
     try:
-        wait_for_step(tmp_path / "run", 5, processes[0])
-        time.sleep(1)
+        wait_for_step(tmp_path / "run", 4, processes[0])
+        time.sleep(3)  # into the fifth step, in which rank 1 sleeps
         processes[0].kill()
         assert processes[1].wait(timeout=30) == 1
     finally:
