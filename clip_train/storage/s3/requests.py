@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from clip_train.storage.answers import Meaning, describe, meaning
+from clip_train.storage.s3.body import sign_by_known_sums
 from clip_train.storage.s3.session import Session
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Requests:
         if self._fs is None:
             import s3fs
 
+            sign_by_known_sums()
             self._fs = s3fs.S3FileSystem(
                 skip_instance_cache=True,
                 use_listings_cache=False,

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from clip_train.storage.base import Entry
+from clip_train.storage.s3.body import Body, Sums
 from clip_train.storage.s3.requests import Limits, Requests, S3Error, TakenError
-from clip_train.storage.s3.upload import Upload, abort, crc32
+from clip_train.storage.s3.upload import Upload, abort
 
 Entries = list[Entry]  # `list` is a method below
 
@@ -160,10 +161,11 @@ class S3Storage:
         return self._run(self._put(name, data, if_absent))
 
     async def _put(self, name: str, data: bytes, if_absent: bool) -> bool:
-        how = {"ChecksumCRC32": crc32(data), **({"IfNoneMatch": "*"} if if_absent else {})}
+        sums = Sums(data)
+        how = {"ChecksumCRC32": sums.crc32, **({"IfNoneMatch": "*"} if if_absent else {})}
 
         async def put(client: Any) -> None:
-            await client.put_object(Bucket=self.bucket, Key=self._key(name), Body=data, **how)
+            await client.put_object(Bucket=self.bucket, Key=self._key(name), Body=Body(data, sums), **how)
 
         try:
             await self._requests.until_done(f"writing {name}", put, num_bytes=len(data))

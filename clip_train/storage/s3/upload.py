@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
 import math
 import os
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from clip_train.storage.s3.body import Body, Sums
 from clip_train.storage.s3.requests import Requests
 
 MAX_PARTS = 9000  # S3 allows 10,000: a file of more gets larger ones
@@ -62,20 +60,20 @@ class Upload:
     async def _work(self, fd: int, upload: dict[str, Any], numbers: Iterator[int]) -> None:
         for i in numbers:
             async with self._requests.slots:
-                # in a thread, while the loop sends other parts
-                data, checksum = await asyncio.to_thread(self._read, fd, i)
-                part = {**upload, "PartNumber": i + 1, "ChecksumCRC32": checksum}
+                # read and hashed in a thread, while the loop sends other parts
+                data, sums = await asyncio.to_thread(self._read, fd, i)
+                part = {**upload, "PartNumber": i + 1, "ChecksumCRC32": sums.crc32}
 
-                async def put(client: Any, data: bytes = data, part: dict[str, Any] = part) -> Any:
-                    return await client.upload_part(**part, Body=_Body(data))
+                async def put(client: Any, data: bytes = data, sums: Sums = sums, part: dict[str, Any] = part) -> Any:
+                    return await client.upload_part(**part, Body=Body(data, sums))
 
                 what = f"writing {self._name}, part {i + 1}"
                 answer = await self._requests.until_done(what, put, num_bytes=len(data), held=True)
-                self._done[i] = {"PartNumber": i + 1, "ETag": answer["ETag"], "ChecksumCRC32": checksum}
+                self._done[i] = {"PartNumber": i + 1, "ETag": answer["ETag"], "ChecksumCRC32": sums.crc32}
 
-    def _read(self, fd: int, i: int) -> tuple[bytes, str]:
+    def _read(self, fd: int, i: int) -> tuple[bytes, Sums]:
         data = os.pread(fd, self._part_bytes, i * self._part_bytes)
-        return data, crc32(data)
+        return data, Sums(data)
 
     async def _complete(self, upload: dict[str, Any]) -> None:
         async def complete(client: Any) -> None:
@@ -89,25 +87,6 @@ class Upload:
         except FileNotFoundError:  # NoSuchUpload: an earlier try went through, and its answer was lost
             if await self._requests.until_done(f"looking at {self._name}", stored) != self._size:
                 raise
-
-
-class _Body(io.BytesIO):
-    """Of a request; aiohttp asks its length by `getbuffer`, and BytesIO's own copies all of the bytes for that."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self._data = data
-
-    def getbuffer(self) -> memoryview:
-        return memoryview(self._data)
-
-
-def crc32(data: bytes) -> str:
-    """As `ChecksumCRC32`: the server holds what came against it. Older servers do so with the sha256 that is signed.
-
-    Told so, and not left to botocore, because that would send it as a trailer over https, which those do not know.
-    """
-    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
 async def abort(requests: Requests, upload: dict[str, Any]) -> None:
