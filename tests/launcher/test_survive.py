@@ -199,7 +199,7 @@ def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
         ((["optim.lr=1e-3"], ["optim.lr=2e-3"]), "optim.lr: 0.001 against 0.002"),
         ((["run.steps=10"], ["run.stepz=10"]), "run.stepz (10): there is no such key"),
         ((["run.steps=10"], ["batch.global_size=1"]), "batch.global_size (1) must be at least the number of ranks (2)"),
-        ((["data.train=/nowhere/*.tar"], ["run.steps=10"]), "/nowhere/*.tar"),
+        ((["data.train=/nowhere/*.tar"], ["run.steps=10"]), "matches no shard"),
     ],
 )
 def test_a_mistake_of_one_rank_is_told_once_and_ends_all(recipe, tmp_path, lines, told):
