@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -110,6 +111,33 @@ def test_kill_of_one_rank_ends_the_other(recipe, tmp_path, rank):
     assert "lost contact" not in out
     word, why = read_verdict(tmp_path / "run")
     assert word == "FAILED" and f"rank {rank} on" in why["reason"]
+
+
+def test_a_killed_trainer_leaves_nothing_running(recipe, tmp_path):
+    """Not its loader workers, their fork server, or the process that writes checkpoints."""
+    process = start(recipe, "run.steps=2000", "data.workers=2")
+    wait_for_step(tmp_path / "run", 5, process)
+    assert len(processes_in(recipe.parent)) > 3
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 30
+    while processes_in(recipe.parent) and time.monotonic() < end:
+        time.sleep(0.2)
+    left = processes_in(recipe.parent)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    process.stdout.close()
+    assert not left
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Processes whose working directory it is."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == folder:
+                found.append(int(link.parent.name))
+    return found
 
 
 def test_the_error_of_one_rank_is_told_once_and_ends_the_other(recipe, tmp_path):
