@@ -6,8 +6,11 @@ This module runs inside the loader's workers.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import pickle
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -244,6 +247,7 @@ class PieceStream(IterableDataset):
         if get_worker_info() is not None:
             torch.set_num_threads(1)
             outlive_signals(self.closing)
+            threading.Thread(target=end_with_the_trainer, daemon=True).start()
         try:
             yield from self.pipeline
         except Exception as e:
@@ -265,3 +269,11 @@ def outlive_signals(closing: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # as the fork server has them
+
+
+def end_with_the_trainer() -> None:
+    """torch looks at the parent of a worker, which is the fork server, and that one lives as long as its workers."""
+    trainer = multiprocessing.parent_process()
+    if trainer is not None:
+        trainer.join()
+        os._exit(1)

@@ -42,6 +42,7 @@ def plant(trainer):
 
     def faulty_save(self, **options):
         if fault == "save":
+            self.phase("save")
             time.sleep(1000)
         return save(self, **options)
 
