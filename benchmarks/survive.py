@@ -60,7 +60,7 @@ def main() -> int:
 def renew(file: Path, folder: Path) -> None:
     """The table and two stories, from this run."""
     where = environment()
-    version = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    version = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=False).stdout.strip()
     text = [
         f"{where['date']}, {version}, {where['device']}, Python {where['python']}, torch {where['torch']}, DeepSpeed "
         f"{where['deepspeed']}, commit {commit()}; all from one run:\n",

@@ -148,8 +148,8 @@ down() {
     for pid in $(ours); do kill -9 "$pid" 2>/dev/null || true; done
     lab_down
     for folder in /sys/fs/cgroup/*/slurm_n[0-9]*; do
-        # another lab's node of the same name may be alive: rmdir takes only what is empty
-        [ ! -d "$folder" ] || find "$folder" -depth -type d -exec rmdir {} \; 2>/dev/null || true
+        # another lab's node of the same name may be starting a job there: what is empty now is not in a moment
+        [ ! -d "$folder" ] || pgrep -x slurmd >/dev/null || find "$folder" -depth -type d -exec rmdir {} \; 2>/dev/null || true
     done
     rm -f "$SLURM_CONF"
 }

@@ -169,19 +169,8 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-SHOWN = (
-    "event",
-    "attempt",
-    "restart",
-    "nodes",
-    "step",
-    "verdict",
-    "reason",
-    "blamed",
-    "failures",
-    "decision",
-    "status",
-)
+SHOWN = ["event", "attempt", "restart", "nodes", "step", "resumed", "verdict", "reason", "blamed", "failures"]
+SHOWN += ["decision"]
 
 
 def excerpt(attempts_jsonl: str) -> str:
