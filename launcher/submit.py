@@ -124,6 +124,11 @@ def check_submission(config: RunConfig, job: Job, site: Site, *, offline: bool) 
                 f"{key} ({place}) is under {local}, which every node has for itself: a job that is requeued on another "
                 "node would not find its checkpoints. Choose a shared folder (or correct local_paths in the site file)"
             )
+    if config.checkpoint.resume == "never":
+        raise UserError(
+            "checkpoint.resume (never): each time that the job is requeued it would begin anew; set "
+            "checkpoint.resume=auto, and choose a new run.name where the old run must not be gone on with"
+        )
     folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"run.dir ({run_dir}) cannot be written by you: choose another, or mend {folder}'s permissions")

@@ -32,7 +32,7 @@ def choose(
     all_see_folder: Callable[[], bool],
     log: Callable[[str], None],
 ) -> Choice:
-    """mode: `checkpoint.resume`. storage, remote: this run's. log: on rank 0, how far it is, and when nothing is whole.
+    """mode: `checkpoint.resume`; another run's place counts until this run has a checkpoint. storage, remote: this run's. log: on rank 0, how far it is, and when nothing is whole.
 
     CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for a path
     that holds no checkpoints.
@@ -46,6 +46,12 @@ def choose(
         place, only = dist.on_main(lambda: locate(mode))
         own = place in {storage.root.resolve().as_posix(), remote.url if remote else None}
         if not own:
+            # the same line again, a requeue: what this run has done since is not done a second time
+            mine = choose("auto", storage, remote, all_see_folder=all_see_folder, log=lambda text: None)
+            if mine.resumed is not None:
+                if dist.is_main():
+                    log(f"checkpoint.resume ({mode}): this run has checkpoints of its own and goes on from them")
+                return mine
             places = _elsewhere(place, storage)
     answer = resolve(places, only, shared=all_see_folder, log=log)
     damaged = frozenset(each.ref for each in answer.skipped) if own else frozenset()

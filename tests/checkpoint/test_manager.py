@@ -152,9 +152,13 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
         run.save(step)  # the new folder does not have it yet
         assert set(committed(new)) == {step}
+        shutil.rmtree(new)
     before = set(committed(old))
     Run(new, resume=str(old), keep_last=1).save(7, 8, 9)
     assert set(committed(old)) == before  # another run's checkpoints are not ours to remove
+    again = Run(new, resume=str(old))  # the same line once more, as a requeued job has it
+    assert_is(again.resume(), 9)
+    assert any("this run has checkpoints of its own and goes on from them" in line for line in again.said)
     with pytest.raises(UserError, match="no such path; use auto, must, never"):
         Run(new, resume=str(tmp_path / "absent")).resume()
     with pytest.raises(UserError, match="holds no checkpoints"):

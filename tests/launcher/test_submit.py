@@ -88,6 +88,7 @@ def test_shells_accept_it(script):
         (["run.dir=/dev/shm/run"], "under /dev/shm, which every node has for itself"),
         (["--nodes=2", "--template=single"], "use train"),
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
+        (["checkpoint.resume=never"], "each time that the job is requeued it would begin anew"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
         (["--site=bad.yaml"], "known keys: partition"),
         (["--site=worse.yaml"], "cpus_per_task (0) must be a whole number of at least 1; set cpus_per_task=8"),
