@@ -32,7 +32,8 @@ def choose(
     all_see_folder: Callable[[], bool],
     log: Callable[[str], None],
 ) -> Choice:
-    """mode: `checkpoint.resume`; another run's place counts until this run has a checkpoint. storage, remote: this run's. log: on rank 0, how far it is, and when nothing is whole.
+    """mode: `checkpoint.resume`; another run's place counts until this run has a checkpoint. storage, remote: this
+    run's. log: on rank 0, how far it is, and when nothing is whole.
 
     CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for a path
     that holds no checkpoints.
