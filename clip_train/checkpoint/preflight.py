@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
-from clip_train.storage import Storage
+from clip_train.storage import LocalStorage, Storage
 
 _CLOCK_SECONDS = 300.0  # S3 refuses requests that are off by 15 minutes
 
@@ -171,3 +171,6 @@ class _Attempt:
                 self.storage.delete(name)
         with contextlib.suppress(OSError, ClipTrainError):
             self.storage.delete_tree(self.folder)  # on a disk an empty folder is left, otherwise
+        if isinstance(self.storage, LocalStorage):
+            with contextlib.suppress(OSError):  # another one is at it
+                self.storage.path(self.folder).parent.rmdir()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clip_train.checkpoint import layout, lease
 from clip_train.checkpoint.layout import Commit, CommitRef
-from clip_train.checkpoint.retention import Policy, apply_retention, remove_own_files
+from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files
 from clip_train.storage import LocalStorage
 
 
@@ -35,7 +35,7 @@ def test_a_rank_with_a_disk_of_its_own_leaves_no_halves_there(tmp_path: Path) ->
     }
     for half in halves.values():
         storage.put_bytes(half, b"half")
-    remove_own_files(storage, 1, keep_last=1, in_flight={under_way})
+    remove_own_files(storage, 1, Policy(keep_last=1), {under_way})
     assert left(tmp_path) == {
         f"{under_way}/rank00001.safetensors",
         f"{under_way}/_rank00001.json",
@@ -48,7 +48,8 @@ def test_a_rank_with_a_disk_of_its_own_leaves_no_halves_there(tmp_path: Path) ->
 
 def test_what_was_never_committed_leaves_no_metric(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
-    assert lease.acquire(storage) == 0
+    held = lease.acquire(storage)
+    assert held.epoch == 0
     for step, name in ((1, "a"), (2, "b")):
         prefix = attempt(step, name)
         storage.put_bytes(f"{prefix}/rank00000.safetensors", b"1")
@@ -58,10 +59,11 @@ def test_what_was_never_committed_leaves_no_metric(tmp_path: Path) -> None:
         storage.put_bytes(CommitRef(0, step).metric_name, metric)
     storage.path(attempt(1, "c")).mkdir()
     storage.path(attempt(3, "d")).mkdir(parents=True)
-    grace = Policy(keep_last=1, orphan_grace_seconds=600.0)
+    grace = Policy(keep_last=1, orphan_grace_seconds=600.0, token=held.token)
     apply_retention(storage, grace)
     assert [entry.name[-7:-5] for entry in storage.list("metric")] == ["02", "03", "04"]  # 1 went with its checkpoint
-    apply_retention(storage, Policy(keep_last=1, orphan_grace_seconds=0.0), in_flight={attempt(4, "e")})
+    at_once = Policy(keep_last=1, orphan_grace_seconds=0.0, token=held.token)
+    apply_retention(storage, at_once, lambda: Attempts({attempt(4, "e")}, -1, 0.0))
     assert [entry.name[-7:-5] for entry in storage.list("metric")] == ["02", "04"]
     assert {name for name in left(tmp_path) if name.startswith("ckpt")} == {
         f"{attempt(2, 'b')}/rank00000.safetensors",

@@ -246,7 +246,7 @@ def test_shards_are_drawn_with_replacement(second):
     "settings, message",
     [
         ({"train_weights": [1]}, r"data.train_weights \(\[1.0\]\) must have one weight for each of the 2"),
-        ({"train_weights": [1, 0]}, r"train_weights.1 \(0\)"),
+        ({"train_weights": [1, 0]}, r"train_weights \(\[1, 0\]\)"),
         ({"train_weights": "1::2::3"}, r"one weight for each of the 2 sources"),
         ({"resampled": [True]}, r"data.resampled \(\[True\]\)"),
         ({"resampled": [True, False]}, r"only data.train_weights"),
