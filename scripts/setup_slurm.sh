@@ -86,6 +86,7 @@ CONF
     mv "$SLURM_CONF.new" "$SLURM_CONF" # at once: jobs that run may be reading it
     if [ ! -x "$LAB/prolog" ]; then
         # not an epilog: of a node that comes back it would run after the next attempt has begun
+        # shellcheck disable=SC2016  # for the prolog to expand
         printf '#!/bin/sh\ncd "%s/disk" && rm -rf "$SLURM_JOB_ID" && mkdir "$SLURM_JOB_ID"\n' "$LAB" >"$LAB/prolog"
         chmod +x "$LAB/prolog"
     fi
