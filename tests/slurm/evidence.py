@@ -17,7 +17,7 @@ from tests.launcher.conftest import metrics
 from tests.slurm.cluster import Job
 
 KEEP = "CLIP_TRAIN_KEEP_LOGS"
-RESUMED = re.compile(r"^resuming from step (\d+) \((\S+), written by (.*)\)$", re.MULTILINE)
+RESUMED = re.compile(r"^resuming from step (\d+)\n +source +(\S+) \((.*)\)$", re.MULTILINE)
 ANY = "*"  # in an expected story: whatever it was
 NODES = {"2x1": 2, "1x2": 1}
 

@@ -52,7 +52,8 @@ def test_power_loss_of_a_node(submit, cluster, undisturbed):
         finished_like(job, undisturbed)
     finally:
         cluster.repair()
-    check_story(job, ("LOST", "requeue", ["n3"]), DONE)
+    # Slurm requeues it, or, where the other rank was quicker to notice than Slurm, the batch script
+    check_story(job, (ANY, ANY, ["n3"]), DONE)
 
 
 def test_power_loss_of_the_node_with_the_batch_script(submit, cluster, undisturbed):
