@@ -1,7 +1,14 @@
 """The small data set and recipe of tests/launcher, for the tiers that run the real command elsewhere."""
 
+import signal
+
 from tests.lab import LOUD
 from tests.launcher.conftest import data, model, recipe  # noqa: F401
+
+# What is ignored here (under nohup, or by a runner of jobs) all that the tests start would ignore as well.
+for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)  # a handler is not handed down
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

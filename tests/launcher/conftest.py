@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,9 +27,6 @@ schedule: {{warmup_steps: 5}}
 checkpoint: {{every_steps: 7}}
 log: {{batch_digest: true, tensorboard: false}}
 """
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, and so in all that is started here
-    signal.signal(signal.SIGHUP, lambda *_: None)  # not handed down
-
 MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},

@@ -77,7 +77,7 @@ def test_a_header_damaged_on_the_way_does_not_shorten_the_shard(
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault("status", key="003"), Fault("flip", key=r"003\.tar"), Fault("cut", key="003")],
+    [Fault("status", key=r"/003\.tar"), Fault("flip", key=r"/003\.tar"), Fault("cut", key=r"/003\.tar")],
     ids=lambda f: f.action,
 )
 @pytest.mark.parametrize("workers", [0, 2])
