@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, NamedTuple
+from urllib.parse import quote
 
 Action = Literal[
     "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
@@ -181,7 +182,8 @@ class FaultyProxy:
             early = email.utils.formatdate(time.time() - 3600, usegmt=True)
             answer_head = _with_header(answer_head, b"Date", early.encode())
         if hit is not None and action == "hide":
-            entry = rb"<Contents>(?:(?!</Contents>).)*" + re.escape(hit.hidden.encode()) + rb".*?</Contents>"
+            named = "|".join(map(re.escape, {hit.hidden, quote(hit.hidden, safe="")}))  # some servers quote keys
+            entry = rf"<Contents>(?:(?!</Contents>).)*(?:{named}).*?</Contents>".encode()
             answer = re.sub(entry, b"", answer, flags=re.DOTALL)
             answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
         if hit is None or action in ("upflip", "unconditional", "skew", "hide", "slow"):

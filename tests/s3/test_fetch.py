@@ -102,6 +102,8 @@ def load(root: Path, url: str, stage: int, shared: bool = False) -> dict[str, An
 
 @pytest.fixture
 def view(bucket: str, server: Any, proxy: FaultyProxy) -> Bucket:
+    for rank in range(4):
+        server.add_key(f"rank{rank}", server.secret_key)
     return Bucket(server, bucket)
 
 
