@@ -89,3 +89,9 @@ def bucket(server: Server) -> str:
 @pytest.fixture
 def view(server: Server, bucket: str) -> Bucket:
     return Bucket(server, bucket)
+
+
+@pytest.fixture
+def url(view: Bucket, proxy: FaultyProxy) -> str:
+    """Where a run's checkpoints go, through the proxy."""
+    return f"{view.url}/run"

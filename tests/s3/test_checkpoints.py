@@ -20,7 +20,6 @@ from tests.checkpoint.parts import bits, committed, cut, rewrite, whole
 from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
-from tests.s3.server import Server
 
 RUNS: list[Run] = []
 
@@ -69,16 +68,6 @@ def assert_is(resumed: Resumed | None, step: int) -> Resumed:
         assert bits(resumed.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
     assert resumed.rank_tensors is not None and resumed.rank_tensors["rng"].tolist() == [step % 256] * 4
     return resumed
-
-
-@pytest.fixture
-def view(server: Server, bucket: str, proxy: FaultyProxy) -> Bucket:
-    return Bucket(server, bucket)
-
-
-@pytest.fixture
-def url(view: Bucket) -> str:
-    return f"{view.url}/run"
 
 
 def data_key(view: Bucket, step: int) -> str:

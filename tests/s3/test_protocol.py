@@ -13,7 +13,6 @@ from clip_train.storage import open_storage
 from tests.checkpoint.parts import committed
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
-from tests.s3.server import Server
 from tests.s3.test_checkpoints import RUNS, Run, assert_is
 
 
@@ -23,16 +22,6 @@ def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     while RUNS:
         RUNS.pop().manager.close()
-
-
-@pytest.fixture
-def view(server: Server, bucket: str, proxy: FaultyProxy) -> Bucket:
-    return Bucket(server, bucket)
-
-
-@pytest.fixture
-def url(view: Bucket) -> str:
-    return f"{view.url}/run"
 
 
 def test_a_zombie_cut_off_from_the_store_sees_its_successor_on_the_disk(
