@@ -135,9 +135,6 @@ class S3Storage:
             await self._requests.until_done(f"looking at {name}", first_byte)
             raise
 
-    async def _one_listing(self, client: Any) -> Any:
-        return await client.list_objects_v2(Bucket=self.bucket, Prefix=self._root, MaxKeys=1)
-
     def exists(self, name: str) -> bool:
         try:
             self.size(name)
