@@ -1,14 +1,31 @@
 """The small data set and recipe of tests/launcher, for the tiers that run the real command elsewhere."""
 
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 from tests.lab import LOUD
 from tests.launcher.conftest import data, model, recipe  # noqa: F401
 
-# What is ignored here (under nohup, or by a runner of jobs) all that the tests start would ignore as well.
-for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+# What is ignored or blocked here (under nohup, by a runner of jobs), all that the tests start would ignore as well.
+for _number in SIGNALS:
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)  # a handler is not handed down
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """As they were: a command that a test calls in this process ignores signals at its end, and the next test's
+    processes would inherit that."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    signal.set_wakeup_fd(-1)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
