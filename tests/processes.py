@@ -1,4 +1,4 @@
-"""Ends what a test has started, all of it."""
+"""The processes that a test has started: finds them, and ends them all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -19,6 +20,15 @@ def family(process: subprocess.Popen) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
+
+
+def running() -> Iterator[tuple[int, list[str], dict[str, str]]]:
+    """(process, its command line, its environment at the start) of all on this machine that may be read."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line, environ = ((folder / file).read_bytes().decode(errors="replace") for file in ("cmdline", "environ"))
+            variables = (entry.partition("=") for entry in environ.split("\0"))
+            yield int(folder.name), line.split("\0"), {name: value for name, _, value in variables}
 
 
 def kill_tree(process: subprocess.Popen) -> None:

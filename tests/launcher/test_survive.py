@@ -15,23 +15,15 @@ import pytest
 from launcher.verdict import read_verdict
 from tests.launcher.conftest import FAULTS, ROOT, finish, metrics, run, start, wait_for_step
 from tests.launcher.test_launchers import free_port
+from tests.processes import running
 
 pytestmark = pytest.mark.engine
 
 
 def ranks_of(recipe: Path) -> dict[int, int]:
     """rank -> process, of the ranks that train this recipe now."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_bytes().split(b"\0")
-            environ = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        rank = next((e.partition(b"=")[2] for e in environ if e.startswith(b"RANK=")), None)
-        if rank is not None and {b"launcher", b"train", str(recipe).encode()} <= set(line):
-            found[int(rank)] = int(folder.name)
-    return found
+    words = {"launcher", "train", str(recipe)}
+    return {int(env["RANK"]): pid for pid, line, env in running() if "RANK" in env and words <= set(line)}
 
 
 def gone(recipe: Path, timeout: float = 30) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
+from tests.s3.runs import RUNS
 from tests.s3.server import Server, chosen
 
 
@@ -95,3 +96,12 @@ def view(server: Server, bucket: str) -> Bucket:
 def url(view: Bucket, proxy: FaultyProxy) -> str:
     """Where a run's checkpoints go, through the proxy."""
     return f"{view.url}/run"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One operation's patience is a second, in the savers' processes too; no saver outlives its test."""
+    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "1")
+    yield
+    while RUNS:
+        RUNS.pop().manager.close()

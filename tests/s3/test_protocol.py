@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,55 @@ from clip_train.storage import open_storage
 from tests.checkpoint.parts import committed
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
-from tests.s3.test_checkpoints import RUNS, Run, assert_is
+from tests.s3.runs import Run, assert_is
+
+pytestmark = pytest.mark.usefixtures("runs")
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "1")
-    yield
-    while RUNS:
-        RUNS.pop().manager.close()
+def test_a_zombie_cannot_commit_over_its_successor(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    zombie = Run(tmp_path / "a", url)
+    assert zombie.save(1)
+    proxy.faults = [Fault("status", method="PUT|POST", key=r"ckpt/s0000000002/.*safetensors", times=4)]
+    assert zombie.save(2, wait=False)  # its upload is delayed
+    successor = Run(tmp_path / "b", url)
+    assert_is(successor.resume(), 1)
+    successor.manager.begin()
+    with pytest.raises(CheckpointError, match=r"writes to s3://.* now \(its epoch is 1, this process's is 0\)"):
+        zombie.until(lambda: False)
+    assert successor.save(2)
+    assert [(m["epoch"], m["step"]) for m in view.commits("run").values()] == [(0, 1), (1, 2)]
+    assert_is(Run(tmp_path / "c", url).resume(), 2)
+
+
+def test_what_is_said_to_hold_without_conditional_writes_does(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    deaf = Fault("unconditional", method="PUT", key="")
+    proxy.faults = [deaf]
+    old, new = Run(tmp_path / "old", url), Run(tmp_path / "new", url)
+    assert old.save(1)
+    assert_is(new.resume(), 1)
+    new.manager.begin()
+    with pytest.raises(CheckpointError, match=r"writes to s3://.* now"):
+        old.save(2, wait=False)
+        old.until(lambda: False)
+    assert new.save(2) and view.incomplete("run") == []
+    proxy.faults = [Fault("hide", method="GET", key="", hidden="lease/"), deaf]
+    twins = [Run(tmp_path / name, url) for name in ("one", "two")]  # neither sees that the other has begun
+    for twin in twins:
+        assert_is(twin.resume(), 2)
+        twin.manager.begin()
+    proxy.faults = [deaf]
+    with pytest.raises(CheckpointError, match=r"writes to s3://.* now \(its epoch is 2, this process's is 2\)"):
+        twins[0].save(3)
+    for step in (3, 4):
+        assert twins[1].save(step)
+        assert view.incomplete("run") == [] and view.newest_step("run") == step
+
+
+def test_the_answer_to_the_commit_is_lost(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    run = Run(tmp_path, url)
+    proxy.faults = [Fault("lost", method="PUT", key="run/commit/", times=1)]
+    assert run.save(1) and proxy.fired == 1
+    assert [line for line in run.said if "waiting" not in line] == [] and view.incomplete("run") == []
 
 
 def test_a_zombie_cut_off_from_the_store_sees_its_successor_on_the_disk(

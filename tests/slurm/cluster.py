@@ -14,6 +14,7 @@ from pathlib import Path
 from launcher.verdict import read_verdict
 from tests import lab
 from tests.launcher.conftest import ROOT, metrics
+from tests.processes import running
 from tests.s3.bucket import Bucket
 
 SETUP = ROOT / "scripts" / "setup_slurm.sh"
@@ -119,17 +120,11 @@ class Job:
 
     def rank_pids(self) -> dict[int, int]:
         """rank -> process on this machine, of the ranks that run now."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                line = (folder / "cmdline").read_bytes().split(b"\0")
-                environ = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if line[1:4] == [b"-m", b"launcher", b"train"] and f"SLURM_JOB_ID={self.number}".encode() in environ:
-                rank = next(e for e in environ if e.startswith(b"SLURM_PROCID="))
-                found[int(rank.partition(b"=")[2])] = int(folder.name)
-        return found
+        return {
+            int(env["SLURM_PROCID"]): pid
+            for pid, line, env in running()
+            if line[1:4] == ["-m", "launcher", "train"] and env.get("SLURM_JOB_ID") == str(self.number)
+        }
 
     def verdict(self) -> str | None:
         found = read_verdict(self.run_dir)

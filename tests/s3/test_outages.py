@@ -1,0 +1,145 @@
+"""A store, or a saver, that is away while training goes on."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, client
+from clip_train.errors import CheckpointError
+from tests.checkpoint.parts import committed, cut, whole
+from tests.ranks import run_ranks
+from tests.s3.bucket import Bucket
+from tests.s3.proxy import Fault
+from tests.s3.runs import Run, assert_is
+
+pytestmark = pytest.mark.usefixtures("runs")
+
+
+def test_a_store_that_is_down_does_not_hold_up_training(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    run = Run(tmp_path, url)
+    run.manager.begin()
+    proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/")]
+    assert run.save(1, wait=False)
+    run.until(lambda: any("trying again" in line for line in run.said))
+    assert "SlowDown" in run.said[-1] and set(committed(tmp_path)) == {1} and view.commits("run") == {}
+    assert run.manager.last_good is not None and run.manager.last_good.step == 1  # on the disk
+    proxy.faults = []
+    run.until(lambda: len(view.commits("run")) == 1)
+    assert view.incomplete("run") == []
+
+
+def test_a_newer_save_overtakes_one_that_cannot_be_uploaded(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    run = Run(tmp_path, url)
+    run.manager.begin()
+    proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/s0000000001")]
+    assert run.save(1, wait=False)
+    run.until(lambda: any("trying again" in line for line in run.said))
+    assert run.save(2)
+    assert any("step 1 failed (1 in a row)" in line and "overtaken by step 2" in line for line in run.said)
+    assert [marker["step"] for marker in view.commits("run").values()] == [2]
+    assert_is(Run(tmp_path / "b", url).resume(), 2)
+
+
+def test_a_bucket_that_goes_away_stops_the_run_after_some_misses(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    run = Run(tmp_path, url, max_failed_saves=2)
+    assert run.save(1)
+    run.hurry()
+    proxy.faults = [Fault("status", method="PUT|POST|GET|HEAD", key="", code=404, s3code="NoSuchBucket")]
+    for step in (2, 3, 4):
+        run.save(step, wait=False)
+        time.sleep(0.3)
+    stops = r"\(2 in a row\).*create the bucket.*; the last good one is .*s000000000[34]"
+    with pytest.raises(CheckpointError, match=stops):
+        run.until(lambda: False)
+    proxy.faults = []
+    assert_is(Run(tmp_path, url).resume(), 4)  # what the disk has
+
+
+def test_at_the_end_it_waits_no_longer_than_the_grace(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    run = Run(tmp_path, url, grace_seconds=4.5)  # enough for the disk, on a busy machine too
+    run.manager.begin()
+    proxy.faults = [Fault("hang", method="PUT|POST", key="ckpt/")]
+    assert run.save(1, wait=False)
+    run.until(lambda: run.manager.last_good is not None)  # on the disk, however slow that is
+    began = time.monotonic()
+    assert run.save(1) is False
+    run.manager.close()
+    assert time.monotonic() - began < 18
+    waiting, abandoned = (line for line in run.said if "trying again" not in line)
+    assert re.fullmatch(rf"waiting up to \d s for step 1 to be committed at {url}", waiting)
+    assert re.search(r"the save of step 1 was abandoned after \d s; the last good one is", abandoned)
+    assert view.commits("run") == {} and set(committed(tmp_path)) == {1}
+    proxy.faults = []
+    later = Run(tmp_path, url)
+    assert_is(later.resume(), 1)
+    assert later.save(1)  # it is not in the store yet
+    assert len(view.commits("run")) == 1
+
+
+def killed_in_the_upload(folder: Path, url: str, victim: int) -> dict[str, Any]:
+    """Each rank has a saver of its own; one is killed while it uploads its part of step 2."""
+    rank = dist.rank()
+    client._node = lambda: (f"node {rank}", "", 0)
+    said: list[str] = []
+    config = CheckpointConfig(remote=url, grace_seconds=60.0, orphan_grace_minutes=0.0)
+    manager = CheckpointManager(config, folder, log=said.append)
+    assert manager.resume() is None
+
+    def save(step: int, *, wait: bool) -> bool:
+        own = {"rng": torch.tensor([rank], dtype=torch.uint8), "padding": torch.zeros(3_000_000)}
+        return manager.save(step, cut(whole(step), rank, 2), own, {"step": step}, wait=wait)
+
+    assert save(1, wait=True)
+    said.clear()
+    assert save(2, wait=False)
+    while not list(folder.glob("commit/*-s0000000002.json")):  # then rank 0 has begun to upload, and rank 1 has long
+        manager.poll()
+        time.sleep(0.01)
+    time.sleep(0.5)
+    if rank == victim:
+        process = manager._saver._process  # type: ignore[union-attr]
+        assert process is not None
+        process.kill()
+        while manager._saver.connected:  # type: ignore[union-attr]
+            manager.poll()
+    dist.barrier()
+    time.sleep(1.0)  # the least age of an upload that is swept
+    saved = save(3, wait=True)
+    manager.close()
+    return {"saved": saved, "said": [line for line in said if "waiting" not in line and "trying again" not in line]}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_saver_that_is_killed_in_the_upload(tmp_path: Path, url: str, view: Bucket, proxy, victim: int) -> None:
+    proxy.faults = [Fault("hang", method="PUT", key=f"s0000000002/.*rank0000{victim}.safetensors")]
+    zero, one = run_ranks(killed_in_the_upload, 2, tmp_path, url, victim)
+    assert proxy.fired > 0 and zero["saved"] and one["saved"]
+    (told,) = zero["said"]
+    assert "step 2 failed (1 in a row): " in told and "has ended (signal 9); training goes on, the last good" in told
+    assert "s0000000002" in told and one["said"] == []  # it is on the disk
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
+    assert view.orphans("run") == [] and view.incomplete("run") == []
+    assert set(committed(tmp_path)) == {1, 2, 3}
+
+
+def test_what_an_evaluation_came_to_survives_an_outage(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+    run = Run(tmp_path, url, keep_last=1, keep_best="top1")
+    assert run.save(1)
+    proxy.faults = [Fault("status", method="PUT", key="metric/")]
+    run.manager.note_metrics(1, {"top1": 0.9})
+    run.until(lambda: any("the saver: " in line for line in run.said))
+    assert run.save(2)
+    run.until(lambda: any("could not be removed" in line for line in run.said))  # what is best is not known there
+    proxy.faults = []
+    assert run.save(3)
+    run.manager.close()
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
+    assert view.keys("run/metric") == ["run/metric/e000000-s0000000001.json"]

@@ -1,0 +1,176 @@
+"""What a resume takes from the store, and which damage it steps over."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.errors import CheckpointError, UserError
+from tests.checkpoint.parts import bits, committed, cut, rewrite, whole
+from tests.ranks import run_ranks
+from tests.s3.bucket import Bucket
+from tests.s3.proxy import Fault, FaultyProxy
+from tests.s3.runs import Run, assert_is, data_key
+
+pytestmark = pytest.mark.usefixtures("runs")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_local_file_is_fetched_anew(tmp_path: Path, url: str) -> None:
+    run = Run(tmp_path, url)
+    assert run.save(1)
+    (local,) = committed(tmp_path).values()
+    flip(local / "rank00000.safetensors")
+    resumed = assert_is(Run(tmp_path, url).resume(), 1)
+    assert resumed.fetched > 0 and resumed.skipped == [] and set(committed(tmp_path)) == {1}
+
+
+@pytest.mark.parametrize(
+    "damage,reason",
+    [
+        ("flipped", "does not have its sha256"),
+        ("deleted", "is missing"),
+        ("cut", r"bytes instead of"),
+        ("marker", "is not readable"),
+        ("manifest", "does not have the sha256 in its commit"),
+    ],
+)
+def test_damage_in_the_store_steps_back_and_says_why(
+    tmp_path: Path, url: str, view: Bucket, damage: str, reason: str
+) -> None:
+    run = Run(tmp_path / "a", url)
+    assert run.save(1) and run.save(2)
+    key = data_key(view, 2)
+    marker, manifest = list(view.commits("run"))[-1], key.replace("rank00000.safetensors", "_MANIFEST.json")
+    content = view.get(key)
+    if damage == "flipped":
+        view.put(key, content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    elif damage == "deleted":
+        view.delete(key)
+    elif damage == "cut":
+        view.put(key, content[:-1])
+    else:
+        broken = marker if damage == "marker" else manifest
+        view.put(broken, view.get(broken).replace(b"2", b"3", 1))
+    elsewhere = Run(tmp_path / "b", url)
+    resumed = assert_is(elsewhere.resume(), 1)
+    assert [each.ref.step for each in resumed.skipped] == [2]
+    assert re.search(reason, resumed.describe()), resumed.describe()
+    assert_is(Run(tmp_path / "a", url).resume(), 2)  # this disk still has it
+    assert elsewhere.save(2)
+    assert assert_is(Run(tmp_path / "c", url).resume(), 2).skipped == []
+
+
+def test_a_bit_that_flips_on_the_way_is_read_again(tmp_path: Path, url: str, proxy: FaultyProxy) -> None:
+    assert Run(tmp_path / "a", url).save(1)
+    for key in ("safetensors", "MANIFEST", "commit"):
+        proxy.faults = [Fault("flip", times=1, key=key)]
+        assert assert_is(Run(tmp_path / key, url).resume(), 1).skipped == []
+        assert proxy.fired == 1
+
+
+def test_a_marker_that_the_listing_hides_is_found_by_the_hint(tmp_path: Path, url: str, view: Bucket) -> None:
+    from clip_train.checkpoint import marks
+    from clip_train.storage import Entry, open_storage
+
+    run = Run(tmp_path, url)
+    assert run.save(1) and run.save(2)
+    storage = open_storage(url)
+    listed = storage.list
+    storage.list = lambda prefix="": [e for e in listed(prefix) if "s0000000002" not in e.name]  # type: ignore[method-assign]
+    assert [ref.step for ref in marks.list_commits(storage)] == [2, 1]
+    assert isinstance(listed("commit")[0], Entry)
+
+
+def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path, url: str, proxy) -> None:
+    assert Run(tmp_path / "a", url).save(1)
+    for key in ("", "MANIFEST", "safetensors"):
+        proxy.faults = [Fault("status", method="GET|HEAD", key=key, code=403, s3code="AccessDenied")]
+        with pytest.raises(CheckpointError, match="not taken for a damaged or missing checkpoint"):
+            Run(tmp_path / f"b{key}", url).resume()
+
+
+def test_resume_from_a_url(tmp_path: Path, url: str, view: Bucket) -> None:
+    old = Run(tmp_path / "old", url, keep_last=5)
+    assert old.save(1) and old.save(2)
+    other = f"{view.url}/other"
+    markers = [f"{view.url}/{key}" for key in view.commits("run")]
+    attempt = f"{view.url}/{data_key(view, 1).rsplit('/', 1)[0]}"
+    for place, step in ((url, 2), (markers[0], 1), (attempt, 1), (f"{url}/", 2)):
+        run = Run(tmp_path / f"new{step}{len(place)}", other, resume=place)
+        assert_is(run.resume(), step)
+    before = view.keys("run/")
+    assert run.save(3)
+    assert view.keys("run/") == before and [m["step"] for m in view.commits("other").values()] == [3]
+    with pytest.raises(UserError, match="holds no checkpoints"):
+        Run(tmp_path / "x", other, resume=f"{view.url}/nothing").resume()
+
+
+def test_format_1_comes_back_from_the_store(tmp_path: Path, url: str, view: Bucket) -> None:
+    run = Run(tmp_path / "a", url)
+    assert run.save(1)
+    rewrite(tmp_path / "a", 1, 1)
+    for path in (tmp_path / "a").rglob("*.json"):
+        view.put(f"run/{path.relative_to(tmp_path / 'a').as_posix()}", path.read_bytes())
+    assert assert_is(Run(tmp_path / "b", url).resume(), 1).fetched > 0
+    for seen in run_ranks(on_its_own_disk, 2, tmp_path / "c", url, 2):  # one file, which cannot be cut, for two
+        assert (seen["resumed"], seen["same"], seen["saved"]) == (1, True, True)
+    key = data_key(view, 1)
+    content = view.get(key)
+    view.put(key, content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    with pytest.raises(CheckpointError, match="does not have its sha256"):
+        Run(tmp_path / "d", url, resume=f"{url}/{next(iter(view.commits('run'))).removeprefix('run/')}").resume()
+
+
+def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
+    """A rank whose disk no other rank sees: it resumes what is there, and saves `step`."""
+    rank, world_size = dist.rank(), dist.world_size()
+    config = CheckpointConfig(remote=url, grace_seconds=60.0, orphan_grace_minutes=0.0)
+    manager = CheckpointManager(config, root / f"disk{rank}", log=lambda line: None)
+    resumed = manager.resume()
+    same = True
+    if resumed is not None:
+        for fragment in cut(whole(resumed.step), rank, world_size):
+            for slot, want in fragment.tensors.items():
+                got = resumed.reader.read(fragment.name, slot, fragment.start, want.numel())
+                same &= bits(got) == bits(want)
+    own = {"rng": torch.tensor([rank], dtype=torch.uint8)}
+    saved = manager.save(step, cut(whole(step), rank, world_size), own, {"step": step}, wait=True)
+    manager.close()
+    files = sorted(path.name for path in (root / f"disk{rank}").rglob("*.safetensors"))
+    return {
+        "resumed": resumed and resumed.step,
+        "same": same,
+        "saved": saved,
+        "files": files,
+        "told": resumed and resumed.describe(),
+    }
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_no_disk(tmp_path: Path, url: str, view: Bucket) -> None:
+    first = run_ranks(on_its_own_disk, 2, tmp_path / "a", url, 1)
+    assert [(seen["resumed"], seen["saved"]) for seen in first] == [(None, True)] * 2
+    assert [seen["files"] for seen in first] == [["rank00000.safetensors"], ["rank00001.safetensors"]]
+    assert view.incomplete("run") == [] and len(view.commits("run")) == 1
+    again = run_ranks(on_its_own_disk, 2, tmp_path / "b", url, 2)  # each fetches its own file
+    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in again] == [(1, True, True)] * 2
+    assert [set(seen["files"]) for seen in again] == [{"rank00000.safetensors"}, {"rank00001.safetensors"}]
+    (key,) = [key for key in view.keys("run/ckpt/s0000000002/") if key.endswith("rank00001.safetensors")]
+    content = view.get(key)
+    view.put(key, content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])  # one rank finds it: all step back
+    more = run_ranks(on_its_own_disk, 3, tmp_path / "c", url, 3)  # with two files for three
+    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [(1, True, True)] * 3
+    assert ["rank00001.safetensors does not have its sha256" in seen["told"] for seen in more] == [True] * 3
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
