@@ -106,8 +106,9 @@ class SaverClient:
         """What the saver has told since; waits up to `timeout` seconds for the first. `gone` if it has ended."""
         told: list[dict[str, Any]] = []
         while self._connection is not None:
-            ready, _, _ = select.select([self._connection], [], [], 0.0 if told else timeout)
-            if not ready:
+            waiting = select.poll()  # not select, which takes no descriptor past 1023
+            waiting.register(self._connection, select.POLLIN)
+            if not waiting.poll(0.0 if told else 1000 * timeout):
                 break
             try:
                 told.append(receive(self._connection)[0])

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
+import torch
+
 from clip_train.checkpoint.layout import BLOCK_BYTES, FileEntry
 from clip_train.checkpoint.shares import Ranges, Span, common, merged, num_blocks, without
 from clip_train.errors import CheckpointError
@@ -36,7 +38,10 @@ class ByteSource(Protocol):
 
 
 class LocalFile:
-    """Mapped for as long as it is used, so retention may remove the file under it."""
+    """Mapped for as long as it is used, so retention may remove the file under it.
+
+    It holds no file descriptor: a checkpoint has as many files as there were ranks, and 1024 may be all there are.
+    """
 
     def __init__(self, path: Path) -> None:
         """CheckpointError where it cannot be read."""
@@ -44,9 +49,12 @@ class LocalFile:
         try:
             with path.open("rb") as f:
                 self.size = os.fstat(f.fileno()).st_size
-                # private: torch wants memory that it could write to
-                self._map = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else b"")
-        except OSError as e:
+                self._map = memoryview(b"")
+                if self.size:
+                    # not mmap.mmap, which keeps a descriptor; private: torch wants memory that it could write to
+                    mapped = torch.from_file(str(path), shared=False, size=self.size, dtype=torch.uint8)
+                    self._map = mapped.numpy().data
+        except (OSError, RuntimeError) as e:  # torch's own, where it cannot open it or finds it shorter by now
             raise CheckpointError(f"{path}: {type(e).__name__}: {e}") from e
 
     def read(self, start: int, end: int) -> memoryview:

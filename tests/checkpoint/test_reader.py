@@ -1,7 +1,10 @@
 """Any cut is read back at any other cut, bitwise."""
 
 import hashlib
+import os
 import random
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,3 +142,41 @@ def test_we_read_the_librarys_files(tmp_path: Path) -> None:
     tensors = {"param|0|w": torch.arange(3.0), "param|3|w": torch.arange(3.0, 6.0)}
     safetensors.torch.save_file(tensors, tmp_path / "f", {"shapes": '{"w": [2, 3]}'})
     assert read(tmp_path, "f").full_state()["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.fixture
+def may_open_1024() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("may_open_1024")
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    """As many as there were ranks."""
+    for i in range(1050):
+        (tmp_path / str(i)).write_bytes(b"%d" % i)
+    files = [LocalFile(tmp_path / str(i)) for i in range(1050)]
+    for i in range(1050):
+        (tmp_path / str(i)).unlink()  # as retention may
+    assert [bytes(file.read(0, file.size)) for file in files] == [b"%d" % i for i in range(1050)]
+
+
+def test_a_local_file_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"0123")
+    path.chmod(0o400)
+    data = LocalFile(path).read(1, 3)
+    torch.frombuffer(data, dtype=torch.uint8).zero_()
+    assert bytes(data) == b"\0\0" and path.read_bytes() == b"0123"
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert LocalFile(empty).size == 0 and bytes(LocalFile(empty).read(0, 0)) == b""
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/absent: FileNotFoundError"):
+        LocalFile(tmp_path / "absent")
+    longer = os.stat_result((0, 0, 0, 0, 0, 0, 5, 0, 0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda fd: longer)  # cut since then
+        with pytest.raises(CheckpointError, match="size <4> is smaller"):
+            LocalFile(path)

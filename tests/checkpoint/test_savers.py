@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import threading
 import time
@@ -319,6 +320,23 @@ def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, capfd: pyte
     alive = [rank for rank in ranks if rank._process is not None and rank._process.poll() is None]
     on_all(SaverClient.close)
     assert len(alive) >= 1 and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_rank_that_has_more_than_a_thousand_files_open(tmp_path: Path) -> None:
+    """Rank 0 of a large job has a connection to each of the others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1300), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    run = Rank(tmp_path, own_saver=False, every_steps=2)
+    try:
+        assert [run.manager.due(step) for step in (1, 2)] == [False, True]
+        assert run.save(2, wait=True)
+    finally:
+        run.manager.close()
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert_whole(tmp_path, {2})
 
 
 def test_uploads_that_are_slower_than_saves_are_no_failures(tmp_path: Path) -> None:
