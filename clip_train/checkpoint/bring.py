@@ -66,8 +66,9 @@ class Bringer:
         self._names = [f"{found.commit.prefix}/{entry.name}" for entry in self._files]
         self._paths = [local.path(name) for name in self._names]
         self._sparse: list[SparseFile] | None = None
-        if remote is not None and not shared:
-            self._sparse = sparse_files(remote, found.commit.prefix, self._files, local.root)
+        if not shared:
+            store: Storage = local if remote is None else remote
+            self._sparse = sparse_files(store, found.commit.prefix, self._files, local.root)
 
     def bring(self) -> Brought:
         """CheckpointError, on all ranks, where something cannot be read for another reason than damage."""

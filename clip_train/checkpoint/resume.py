@@ -94,7 +94,7 @@ def _resolve_listed(
         brought = None
         if found is not None and places.cache is not None and (fetch or in_local):
             remote = places.remote if in_remote and fetch else None
-            together = remote is None or shared()
+            together = places.remote is None or shared()  # also where this one has not come to the store
             brought = Bringer(places.cache, remote, found, shared=together, log=log).bring()
             reason = brought.problem
             if not fetch and in_remote and (reason is not None or not brought.seen_by_all):

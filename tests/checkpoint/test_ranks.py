@@ -111,18 +111,19 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert on_other_ranks(tmp_path) == (2, True, True)
 
 
-def apart(root: Path, save: int | None) -> dict[str, Any]:
+def apart(root: Path, *save: int, one_disk: bool = False) -> dict[str, Any]:
     """A rank with a disk of its own, and a store that counts what is read from it, and goes away after the resume."""
     rank, world_size = dist.rank(), dist.world_size()
     exchange.WINDOW_BYTES = 1 << 10  # several rounds
     bring.TELL_SECONDS = 0.0
     said: list[str] = []
-    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), root / f"disk{rank}", log=said.append)
-    if save is not None:
+    disk = root / f"disk{0 if one_disk else rank}"
+    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), disk, log=said.append)
+    for step in save:
         bank = {"bank": torch.arange(40_000.0)}  # of rank 0's file alone, and needed by all
-        assert manager.save(
-            save, cut(whole(save), rank, world_size), own_tensors(rank), {"step": save}, bank, wait=True
-        )
+        mine = cut(whole(step), rank, world_size)
+        assert manager.save(step, mine, own_tensors(rank), {"step": step}, bank, wait=True)
+    if save:
         manager.close()
         return {}
     remote, read = manager.remote, Counter[str]()
@@ -149,7 +150,12 @@ def apart(root: Path, save: int | None) -> dict[str, Any]:
     )
     same &= bits(resumed.reader.shared_tensors()["bank"]) == bits(torch.arange(40_000.0))
     own = resumed.rank_tensors and resumed.rank_tensors["rng"].tolist()
-    return {"same": same, "own": own, "read": dict(read), "fetched": resumed.fetched, "said": said}
+    seen = {"step": resumed.step, "same": same, "own": own, "read": dict(read)}
+    return {**seen, "fetched": resumed.fetched, "said": said}
+
+
+def on_one_disk(root: Path, *save: int) -> dict[str, Any]:
+    return apart(root, *save, one_disk=True)
 
 
 def test_ranks_give_each_other_what_they_have_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +169,27 @@ def test_ranks_give_each_other_what_they_have_fetched(tmp_path: Path, monkeypatc
         assert sum((Counter(each["read"]) for each in seen), Counter()) == sizes  # every byte once, by somebody
         assert [each["own"] for each in seen] == [[r, 7] if len(seen) == 2 else None for r in range(len(seen))]
 
-    check(run_ranks(apart, 3, tmp_path, None))
-    check(run_ranks(apart, 2, tmp_path, None))
-    warm = run_ranks(apart, 2, tmp_path, None)
+    check(run_ranks(apart, 3, tmp_path))
+    check(run_ranks(apart, 2, tmp_path))
+    warm = run_ranks(apart, 2, tmp_path)
     assert all(each["same"] and each["read"] == {} and each["fetched"] == 0 for each in warm)
     for module, name in ((exchange, "WINDOW_BYTES"), (bring, "TELL_SECONDS")):
         monkeypatch.setattr(module, name, getattr(module, name))  # `apart` sets them, here in this process
     shutil.rmtree(tmp_path / "disk0")
-    alone = apart(tmp_path, None)
+    alone = apart(tmp_path)
     check([alone])
     assert "fetching the checkpoint of step 1: " in alone["said"][0]  # while it has one of two files
+
+
+def test_the_newest_lies_on_rank_0s_disk_alone(tmp_path: Path) -> None:
+    """One node had it there, and no time to upload it; the next start has several nodes."""
+    run_ranks(on_one_disk, 2, tmp_path, 1, 2)
+    (tmp_path / "store" / "latest.json").unlink()
+    (tmp_path / "store" / "commit" / "e000000-s0000000002.json").unlink()
+    for world_size in (3, 2):
+        for seen in run_ranks(apart, world_size, tmp_path):
+            assert (seen["step"], seen["same"], seen["read"], seen["fetched"]) == (2, True, {}, 0)
+    data = committed(tmp_path / "disk0")[2] / "rank00001.safetensors"
+    data.write_bytes(data.read_bytes()[:-1] + b"\0")
+    for seen in run_ranks(apart, 2, tmp_path):
+        assert (seen["step"], seen["same"]) == (1, True)  # which the store has, too
