@@ -342,7 +342,7 @@ MUTATIONS = [
     Mutation(
         "the one resumed from not protected",
         "clip_train/checkpoint/manager.py",
-        "        self._protect = {choice.own} if choice.own is not None else set()\n",
+        "        self._protect = set(choice.protect)\n",
         "",
         ("tests/checkpoint/test_manager.py::test_retention_keeps_the_newest_and_the_one_resumed_from",),
     ),

@@ -14,12 +14,12 @@ from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage, Storage
 
 
-def take_lease(main: Storage, others: list[Storage]) -> lease.Lease:
-    """Collective: the next one; who had the last may write no more. CheckpointError."""
+def take_lease(main: Storage, others: list[Storage], resume: str) -> lease.Lease:
+    """Collective: the next one; who had the last may write no more. resume: `checkpoint.resume`. CheckpointError."""
 
     def take() -> lease.Lease:
         try:
-            return lease.acquire(main, others)
+            return lease.acquire(main, others, resume=resume)
         except OSError as e:
             raise CheckpointError(f"checkpoints cannot be written to {main.url}: {explain(e)}") from e
 

@@ -36,7 +36,8 @@ class CheckpointConfig(Settings):
     resume: str = Field("auto", min_length=1)
     """`auto` (the newest complete checkpoint, local or remote, else a fresh start), `must` (fail rather than start
     fresh), `never`, or a path or URL: a run's folder, its checkpoints, or one checkpoint in it.
-    Another run's is where this run begins: once it has a checkpoint of its own, it goes on from that."""
+    Another run's is where this run begins: once it has a checkpoint of its own, it goes on from that.
+    An older one of this run is gone back to once: the same line again (a requeue) goes on from the newest."""
 
     allow_changed_recipe: bool = False
     """Resume although the data, the model or the global batch has changed since: then the curve is another's."""

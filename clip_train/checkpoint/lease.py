@@ -32,10 +32,11 @@ class Lease(NamedTuple):
     token: str  # nobody else's
 
 
-def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
+def acquire(storage: Storage, others: Sequence[Storage] = (), *, resume: str = "") -> Lease:
     """Take the epoch after all that are known to `storage` and to `others`; of several racers each gets its own.
 
     It is noted in `others` too, where they can be written to: who is cut off from `storage` sees it there.
+    resume: the `checkpoint.resume` of this process, for `resume_of`.
     OSError; CheckpointError for a store in which nothing can be kept.
     """
     taken = [-1]
@@ -48,6 +49,7 @@ def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
         "token": token,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "resume": resume,
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     for candidate in range(epoch, epoch + 1000):
@@ -58,6 +60,14 @@ def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
                     each.put_bytes(name, data)
             return Lease(candidate, token)
     raise CheckpointError(f"{storage.url}: no lease can be taken; {layout.lease_name(epoch)} and all after it exist")
+
+
+def resume_of(storage: Storage, epoch: int) -> str | None:
+    """The `checkpoint.resume` of the process that took this epoch; None where nobody knows. OSError."""
+    try:
+        return marks.read_sealed(storage, layout.lease_name(epoch)).get("resume")
+    except (FileNotFoundError, ValueError, layout.NewerFormatError):
+        return None
 
 
 def check(storage: Storage, held: Lease) -> None:

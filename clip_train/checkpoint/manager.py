@@ -115,7 +115,7 @@ class CheckpointManager:
         resumed = choice.resumed
         if resumed is None:
             return None
-        self._protect = {choice.own} if choice.own is not None else set()
+        self._protect = set(choice.protect)
         if choice.saved:
             self._outcomes.saved = self._handed_over = resumed.step
         self._outcomes.last_good = LastGood(resumed.step, resumed.path)
@@ -129,7 +129,7 @@ class CheckpointManager:
         if self._policy is not None:
             return
         others: list[Storage] = [self.storage] if self.remote is not None else []
-        held = take_lease(self.remote or self.storage, others)
+        held = take_lease(self.remote or self.storage, others, self.config.resume)
         self._policy = policy_of(self.config, held, self._protect, self._damaged)
         shared = self._all_see_folder()
         settings = Settings(

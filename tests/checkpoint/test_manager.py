@@ -173,6 +173,38 @@ def test_going_back_within_a_run(tmp_path: Path) -> None:
     assert_is(Run(tmp_path).resume(), 2)  # this one, not the step 3 that was left behind
 
 
+def test_the_same_line_goes_back_once(tmp_path: Path) -> None:
+    """A requeued job has it again."""
+    Run(tmp_path).save(1, 2, 3)
+    attempt, marker = data_file(tmp_path, 1).parent, tmp_path / "commit/e000000-s0000000001.json"
+
+    def life(line: Path, begins_at: int, *saves: int) -> bool:
+        run = Run(tmp_path, resume=str(line), keep_last=1)
+        assert_is(run.resume(), begins_at)
+        run.manager.begin()
+        run.save(*saves)
+        return any("has gone back there before" in said for said in run.said)
+
+    assert [life(attempt, 1), life(attempt, 1, 11), life(attempt, 11, 21), life(attempt, 21, 31)] == [
+        False, False, True, True
+    ]  # fmt: skip
+    assert set(committed(tmp_path)) == {1, 21, 31}  # what the line names must be there at the next requeue
+    assert [life(marker, 1, 12), life(marker, 12)] == [False, True]
+    assert_is(Run(tmp_path).resume(), 12)
+
+
+def test_going_back_in_a_store_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    remote = f"{tmp_path}/link/x/../store"
+    (tmp_path / "x").mkdir()
+    Run(tmp_path / "run", remote=remote).save(1, 2)
+    marker = tmp_path / "store/commit/e000000-s0000000001.json"
+    for begins_at, save in ((1, 11), (11, 21)):
+        run = Run(tmp_path / "run", remote=remote, resume=str(marker))
+        assert_is(run.resume(), begins_at)
+        run.save(save)
+
+
 def test_retention_keeps_the_newest_and_the_one_resumed_from(tmp_path: Path) -> None:
     Run(tmp_path, keep_last=2).save(1, 2, 3, 4)
     assert set(committed(tmp_path)) == {3, 4}
