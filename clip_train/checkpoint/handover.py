@@ -160,11 +160,16 @@ class HandOver:
     def _agree(self, error: str | None) -> str:
         """Collective: the new attempt's folder. CheckpointError, on all ranks, where one cannot."""
         outcomes, snapshot = self._outcomes, self._snapshot
+        free = 0
+        try:
+            free = free_bytes(self._folder)
+        except OSError as e:
+            error = error or explain(e)
         offer = _Offer(
             error,
             outcomes.writing,
             snapshot.num_bytes if snapshot else 0,
-            free_bytes(self._folder),
+            free,
             outcomes.take_losses(),
             layout.new_prefix(self._epoch, snapshot.step if snapshot else 0),
             outcomes.failures,

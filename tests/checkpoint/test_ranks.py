@@ -1,5 +1,7 @@
 """Several real ranks: they save together, fail together, and resume alike."""
 
+import errno
+import os
 import re
 import shutil
 from collections import Counter
@@ -11,7 +13,7 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager, bring, exchange, layout
-from clip_train.errors import CheckpointError
+from clip_train.errors import CheckpointError, RemoteRankError
 from clip_train.protocols import Wanted
 from clip_train.storage import LocalStorage
 from tests.checkpoint.parts import bits, committed, cut, whole
@@ -109,6 +111,52 @@ def test_two_ranks(tmp_path: Path) -> None:
     # and on three ranks, and on one
     assert run_ranks(on_other_ranks, 3, tmp_path) == [(2, True, True)] * 3
     assert on_other_ranks(tmp_path) == (2, True, True)
+
+
+def a_disk_that_fails_on_rank_1(folder: Path) -> dict[str, Any]:
+    """Its mount is stale for a while: before the first save, and before the second."""
+    rank, world_size = dist.rank(), dist.world_size()
+    said: list[str] = []
+    config = CheckpointConfig(remote=str(folder / "store"))
+    manager = CheckpointManager(config, folder / "local", log=said.append)
+    real_stat, real_usage = os.stat, shutil.disk_usage
+
+    def stale(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if rank == 1 and Path(path).is_relative_to(folder):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return (real_usage if kwargs.pop("usage", False) else real_stat)(path, *args, **kwargs)
+
+    def save(step: int) -> bool:
+        return manager.save(step, cut(whole(step), rank, world_size), own_tensors(rank), {"step": step}, wait=True)
+
+    assert manager.resume() is None
+    seen: dict[str, Any] = {"said": said}
+    os.stat = stale
+    try:
+        manager.begin()
+    except (CheckpointError, RemoteRankError) as e:
+        seen["begin"] = f"{type(e).__name__}: {e}"
+    os.stat = real_stat
+    seen["left behind"] = [path.name for path in (folder / "local").glob(".seen*")]
+    manager.close()
+    manager = CheckpointManager(config, folder / "local", log=said.append)
+    seen["saves"] = [save(1)]
+    shutil.disk_usage = lambda path: stale(path, usage=True)
+    seen["saves"].append(save(2))
+    shutil.disk_usage = real_usage
+    seen["saves"].append(save(3))
+    manager.close()
+    return seen
+
+
+def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:
+    zero, one = run_ranks(a_disk_that_fails_on_rank_1, 2, tmp_path)
+    assert zero["begin"].startswith("RemoteRankError: rank 1 failed: CheckpointError: ")
+    assert one["begin"].startswith("CheckpointError: ") and "Stale file handle" in one["begin"]
+    assert zero["saves"] == one["saves"] == [True, False, True]
+    (told,) = (line for line in zero["said"] if "failed" in line)
+    assert "step 2 failed (1 in a row): rank 1: OSError: [Errno 116]" in told
+    assert zero["left behind"] == [] and set(committed(tmp_path / "local")) == {1, 3}
 
 
 def apart(root: Path, *save: int, one_disk: bool = False) -> dict[str, Any]:
