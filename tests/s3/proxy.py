@@ -52,6 +52,7 @@ class Fault:
     code: int = 503
     s3code: str = "SlowDown"
     access_key: str = ""  # only of requests that are signed with a key that begins so
+    query: str = ""  # only where this is in it
     hidden: str = ""
     seconds: float = 0.05
     rate: int = 1 << 20  # bytes per second
@@ -65,6 +66,8 @@ class Fault:
         if method not in self.method.split("|") or not re.search(self.key, path):
             return False
         if self.access_key and f"Credential={self.access_key}".encode() not in headers:
+            return False
+        if self.query.encode() not in headers.split(b" ", 2)[1].partition(b"?")[2]:
             return False
         self.seen += 1
         if not self.left:
