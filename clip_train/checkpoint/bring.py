@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from clip_train import dist
 from clip_train.checkpoint.disk import check_space, free_bytes
@@ -24,13 +22,12 @@ from clip_train.checkpoint.files import (
     fetch_block,
     first_damage,
     in_parallel,
-    sha256_of_next,
     sparse_files,
-    write_at,
     wrong_size,
 )
 from clip_train.checkpoint.layout import BLOCK_BYTES
 from clip_train.checkpoint.marks import Found, readable
+from clip_train.checkpoint.part import Part, new_token, remove_abandoned
 from clip_train.checkpoint.shares import Range, Span, deal
 from clip_train.storage import LocalStorage, Storage
 
@@ -145,9 +142,11 @@ class Bringer:
     def _fetch_all(self, dealt: list[list[Span]]) -> str | None:
         """The first damage that any rank met; else all is on the disks."""
         mine = dealt[dist.rank()]
-        token = dist.broadcast_object(uuid.uuid4().hex)
+        token = dist.broadcast_object(new_token()) if self._shared else new_token()
         total = sum(self._length(span) for spans in dealt for span in spans)
         own = sum(self._length(span) for span in mine)
+        sweeps = dist.is_main() or not self._shared  # else those whose process was killed would fill the disk
+        dist.agreed(lambda: remove_abandoned(self._local) if sweeps else None)
         dist.agreed(lambda: check_space(self._local.root, total if self._shared else own, free_bytes(self._local.root)))
         targets = dist.agreed(lambda: self._targets(mine, token))
         try:
@@ -162,7 +161,7 @@ class Bringer:
             for target in targets.values():
                 target.drop()
 
-    def _targets(self, spans: list[Span], token: str) -> dict[int, _Part]:
+    def _targets(self, spans: list[Span], token: str) -> dict[int, Part]:
         """Files that will stay, by their name: all where all ranks write to the same ones; else this rank's own."""
         named = {}
         for i, first, end in spans:
@@ -170,12 +169,10 @@ class Bringer:
             whole = (first, end * BLOCK_BYTES >= entry.size) == (0, True)
             mine = entry.rank == dist.rank() and len(self._files) == dist.world_size()
             if self._shared or (whole and mine):
-                path = self._paths[i]
-                part = path.with_name(f".{path.name}.{token}.part")
-                named[i] = readable(self._local, lambda _, part=part: _Part(part))  # type: ignore[misc]
+                named[i] = readable(self._local, lambda _, path=self._paths[i]: Part(path, token))  # type: ignore[misc]
         return named
 
-    def _fetch(self, spans: list[Span], targets: dict[int, _Part]) -> str | None:
+    def _fetch(self, spans: list[Span], targets: dict[int, Part]) -> str | None:
         """This rank's share; what is damaged or missing in the store. CheckpointError."""
         assert self._remote is not None
         remote = self._remote
@@ -206,16 +203,16 @@ class Bringer:
             return f"{remote.url}: {e}"
         return None
 
-    def _sink(self, file: int, targets: dict[int, _Part]) -> _Part | SparseFile:
+    def _sink(self, file: int, targets: dict[int, Part]) -> Part | SparseFile:
         if file in targets:
             return targets[file]
         assert self._sparse is not None
         return self._sparse[file]
 
-    def _finish(self, spans: list[Span], targets: dict[int, _Part]) -> None:
+    def _finish(self, spans: list[Span], targets: dict[int, Part]) -> None:
         for span in spans:
             if span.file in targets and span.first == 0:  # of those who wrote to it, one
-                readable(self._local, lambda _, i=span.file: targets[i].rename(self._paths[i]))  # type: ignore[misc]
+                readable(self._local, lambda _, i=span.file: targets[i].finish())  # type: ignore[misc]
             if self._sparse is None:
                 continue
             ranges = [span.range(self._files[span.file].size)]
@@ -223,34 +220,6 @@ class Bringer:
                 self._sparse[span.file].adopt(LocalFile(self._paths[span.file]), ranges)
             else:
                 self._sparse[span.file].note(ranges)
-
-
-class _Part:
-    """A file under another name until it is whole. Several ranks may write to it, each its own blocks."""
-
-    def __init__(self, path: Path) -> None:
-        """OSError."""
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def put(self, start: int, data: bytes) -> None:
-        write_at(self._fd, data, start)
-
-    def sync(self) -> None:
-        os.fsync(self._fd)
-
-    def sha256(self, size: int) -> str:
-        with self._path.open("rb") as f:
-            return sha256_of_next(f, size)
-
-    def rename(self, path: Path) -> None:
-        os.replace(self._path, path)
-
-    def drop(self) -> None:
-        """Also after `rename`, when there is nothing left to remove."""
-        os.close(self._fd)
-        self._path.unlink(missing_ok=True)
 
 
 class _Progress:

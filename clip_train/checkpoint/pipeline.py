@@ -49,6 +49,7 @@ class Pipeline:
         self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
         self._newest_done = -1  # step; each rank's saves go one by one, so all have finished with what is older
         self._lock = threading.Lock()
+        self._noted: set[str] = set()
         self._metrics = {store.url: _Metrics(store) for store in self._stores()}
         self._to_write: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._to_keep: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -187,6 +188,11 @@ class Pipeline:
     def _note(self, text: str) -> None:
         self._tell({"told": "note", "text": text})
 
+    def _note_once(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._note(text)
+
     def _over(self, order: Order) -> None:
         with self._lock:
             self._active.discard(order.prefix)
@@ -202,6 +208,6 @@ class Pipeline:
     def _retain(self, store: Storage) -> None:
         try:
             self._store_metrics(self._metrics[store.url])  # they decide what is removed
-            apply_retention(store, self.settings.policy, self._attempts)
+            apply_retention(store, self.settings.policy, self._attempts, self._note_once)
         except Exception as e:  # whatever it is, saving goes on
             self._note(f"old checkpoints under {store.url} could not be removed: {explain(e)}")

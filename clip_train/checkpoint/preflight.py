@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from clip_train.checkpoint.retention import SWEEP_REMEDY, SWEEP_RIGHT
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
 from clip_train.storage import LocalStorage, Storage
 
@@ -25,6 +26,7 @@ _RIGHTS = {
     "be written to conditionally (If-None-Match)": "s3:PutObject",
     "have files deleted (retention does)": "s3:DeleteObject",
     "tell the time": "s3:ListBucket",
+    "have its unfinished uploads listed": SWEEP_RIGHT,
 }
 
 
@@ -48,7 +50,7 @@ class Preflight:
 
 
 def preflight(storage: Storage) -> Preflight:
-    """List, write, read back, write if absent, delete, clock.
+    """List, write, read back, write if absent, delete, clock, list unfinished uploads.
 
     UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): what cannot be done, and why.
     """
@@ -70,6 +72,7 @@ def try_all(storage: Storage) -> Iterator[Trial]:
             if done.error is not None and (trial == attempt.writing or (trial == attempt.listing and not denied)):
                 return
         yield attempt.guarded(attempt.clock)
+        yield attempt.sweeping()
     finally:
         attempt.tidy()
 
@@ -164,6 +167,16 @@ class _Attempt:
                 "set this machine's clock (NTP)",
             )
         return Trial(f"has this machine's time (to {max(1, round(abs(off)))} s)")
+
+    def sweeping(self) -> Trial:
+        """As of the epoch's first second, so that none goes. Training can do without."""
+        self.doing = "have its unfinished uploads listed"
+        try:
+            self.storage.sweep(0.0, prefix="ckpt")
+        except OSError as e:
+            told, remedy, _ = self.judged(e)
+            return Trial(told, f"{remedy}; {SWEEP_REMEDY}")
+        return Trial("can have its unfinished uploads listed")
 
     def tidy(self) -> None:
         for name in dict.fromkeys(self.left):

@@ -15,6 +15,9 @@ from clip_train.checkpoint import lease as leases
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.storage import LocalStorage, Storage
 
+SWEEP_RIGHT = "s3:ListBucketMultipartUploads"
+SWEEP_REMEDY = "or let a lifecycle rule of the bucket end incomplete uploads: their parts cost, and are not listed"
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -92,9 +95,14 @@ def read_metrics(storage: Storage, commits: Collection[CommitRef], name: str | N
 
 
 def apply_retention(
-    storage: Storage, policy: Policy, own: Callable[[], Attempts] = lambda: Attempts(set(), -1, 0.0)
+    storage: Storage,
+    policy: Policy,
+    own: Callable[[], Attempts] = lambda: Attempts(set(), -1, 0.0),
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[CommitRef]:
     """Rank 0's saver, after a commit: returns the checkpoints removed. OSError; FencedError.
+
+    note: takes what cannot be removed and does not matter for the rest.
 
     The marker goes first and the data second, so a kill in between leaves rubbish for the next time, not a
     broken checkpoint. What has a higher epoch than this writer's is never touched: it may have slept since it
@@ -113,6 +121,7 @@ def apply_retention(
     _remove_orphans(storage, policy, [ref for ref in commits if ref in kept], own, set(removed))
     _remove_small_orphans(storage, policy, own)
     leases.forget_old(storage, policy.epoch)
+    _sweep(storage, policy, own, note)
     return removed
 
 
@@ -141,12 +150,23 @@ def _remove_orphans(
         # a listing may hide the marker: it is asked for by its name as well
         if ref in removed or (now - modified >= grace and not _is_named(storage, ref, attempt)):
             storage.delete_tree(attempt)
-    spared = own()
-    storage.sweep(
-        now - max(policy.orphan_grace_seconds, 1.0), lambda name: _is_anothers(_attempt_of(name), policy, spared)
-    )
     if isinstance(storage, LocalStorage):
         _tidy_folders(storage, now - policy.orphan_grace_seconds, own, kept[0])
+
+
+def _sweep(storage: Storage, policy: Policy, own: Callable[[], Attempts], note: Callable[[str], None]) -> None:
+    """Unfinished uploads, which only cost: where they cannot be listed the rest goes on without."""
+    now, spared = storage.clock(), own()
+    try:
+        storage.sweep(
+            now - max(policy.orphan_grace_seconds, 1.0),
+            lambda name: _is_anothers(_attempt_of(name), policy, spared),
+            # a bucket may be others' as well, and only data are large enough for an upload in parts
+            prefix="" if isinstance(storage, LocalStorage) else "ckpt",
+        )
+    except OSError as e:
+        remedy = f" ({SWEEP_RIGHT}), {SWEEP_REMEDY}" if "the right" in str(e) else ""
+        note(f"unfinished uploads under {storage.url} cannot be listed: {type(e).__name__}: {e}{remedy}")
 
 
 def _attempt_of(name: str) -> str:

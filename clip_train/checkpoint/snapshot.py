@@ -5,6 +5,7 @@ The copy is laid out as the safetensors file that it becomes, so the saver just 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -153,6 +154,11 @@ def _anonymous_file(num_bytes: int) -> int:
 def _register(view: Tensor) -> bool:
     """Pin memory that torch has not allocated; without it the copy is slower and still right."""
     try:
-        return int(torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)) == 0
+        status = int(torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0))
     except (AttributeError, RuntimeError):
         return False
+    if status != 0:
+        # It stays CUDA's last error, which the check after the training's next kernel would raise: one of ours has it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda").add_(1)
+    return status == 0

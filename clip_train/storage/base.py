@@ -85,8 +85,9 @@ class Storage(Protocol):
         """The store's time, in seconds since the epoch: what `Entry.modified` is told in. OSError."""
         ...
 
-    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False) -> int:
-        """Remove unfinished writes that were begun before `older_than` (the store's clock); how many. OSError.
+    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
+        """Remove unfinished writes below the folder `prefix` that were begun before `older_than` (the store's clock);
+        how many. OSError.
 
         spare: those that write to these names are left alone.
         """

@@ -154,8 +154,8 @@ class LocalStorage:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
 
-    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False) -> int:
-        found = ((path, path.relative_to(self.root)) for path in self.root.rglob(".*.part"))
+    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
+        found = ((path, path.relative_to(self.root)) for path in self.path(prefix).rglob(".*.part"))
         old = [
             path
             for path, name in found

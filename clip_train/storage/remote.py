@@ -124,7 +124,7 @@ class RemoteStorage:
     def clock(self) -> float:
         raise self._read_only()
 
-    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False) -> int:
+    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
         raise self._read_only()
 
     def _read_only(self) -> UserError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from clip_train.checkpoint import layout, lease
 from clip_train.checkpoint.layout import Commit, CommitRef
@@ -69,3 +70,26 @@ def test_what_was_never_committed_leaves_no_metric(tmp_path: Path) -> None:
         f"{attempt(2, 'b')}/rank00000.safetensors",
         attempt(3, "d"),  # newer than all: another rank may be about to write there
     }
+
+
+class Denying(LocalStorage):
+    """Who has not the right to list what uploads have begun."""
+
+    def sweep(self, *_: Any, **__: Any) -> int:
+        raise PermissionError(13, "give these credentials the right to do it")
+
+
+def test_the_rest_goes_where_unfinished_uploads_cannot_be_listed(tmp_path: Path) -> None:
+    storage = Denying(tmp_path)
+    leases = [lease.acquire(storage) for _ in range(25)]
+    prefix = attempt(1, "a", epoch=24)
+    storage.put_bytes(f"{prefix}/rank00000.safetensors", b"1")
+    storage.put_bytes(CommitRef(24, 1).name, Commit(24, 1, prefix, "0" * 64).to_bytes())
+    storage.put_bytes(CommitRef(1, 9).metric_name, b"{}")
+    storage.put_bytes("preflight/a/file", b"1")
+    noted: list[str] = []
+    policy = Policy(keep_last=1, orphan_grace_seconds=0.0, epoch=24, token=leases[-1].token)
+    apply_retention(storage, policy, note=noted.append)
+    assert storage.list("metric") == storage.list("preflight") == []
+    assert len(storage.list("lease")) == 21
+    assert len(noted) == 1 and "(s3:ListBucketMultipartUploads), or let a lifecycle rule" in noted[0]

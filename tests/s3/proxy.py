@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 Action = Literal[
     "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
-    "unconditional", "skew", "hide", "slow",
+    "unconditional", "skew", "hide", "slow", "crawl",
 ]  # fmt: skip
 
 MOST_RUNNING = 6  # below the default of storage.attempts
@@ -37,7 +37,8 @@ class Fault:
     status: an S3 error; hang: no answer; expired: 403 ExpiredToken.
     lost: carried out, then reset instead of the answer; upflip: one bit of the request's body; unconditional: the
     request without its If-None-Match; skew: the answer's Date is an hour early;
-    hide: the objects whose key contains `hidden` are left out of listings; slow: `seconds` late, and then as it is.
+    hide: the objects whose key contains `hidden` are left out of listings; slow: `seconds` late, and then as it is;
+    crawl: both bodies through a link of `rate` that all such requests share fairly, and then as they are.
     """
 
     action: Action
@@ -51,8 +52,10 @@ class Fault:
     code: int = 503
     s3code: str = "SlowDown"
     access_key: str = ""  # only of requests that are signed with a key that begins so
+    query: str = ""  # only where this is in it
     hidden: str = ""
     seconds: float = 0.05
+    rate: int = 1 << 20  # bytes per second
     at: float | None = None  # where in the body, as a fraction; None: drawn
     seen: int = field(default=0, init=False)
     fired: int = field(default=0, init=False)
@@ -63,6 +66,8 @@ class Fault:
         if method not in self.method.split("|") or not re.search(self.key, path):
             return False
         if self.access_key and f"Credential={self.access_key}".encode() not in headers:
+            return False
+        if self.query.encode() not in headers.split(b" ", 2)[1].partition(b"?")[2]:
             return False
         self.seen += 1
         if not self.left:
@@ -101,6 +106,7 @@ class FaultyProxy:
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
         self.answers: list[Answer] = []
         self.port = 0
+        self._link = asyncio.Lock()
         self._running: dict[str, int] = {}  # request -> faults since it last passed
         self._clients: set[asyncio.Task | None] = set()  # the loop holds them weakly, and some sleep for an hour
 
@@ -162,8 +168,8 @@ class FaultyProxy:
             return _reset(writer)
         if action == "hang":
             await asyncio.sleep(3600)
-        if hit and action == "slow":
-            await asyncio.sleep(hit.seconds)
+        if hit and action in ("slow", "crawl"):
+            await (asyncio.sleep(hit.seconds) if action == "slow" else self._crawl(reader, len(body), hit.rate))
         if hit and action in ("status", "expired"):
             code, name = (403, "ExpiredToken") if action == "expired" else (hit.code, hit.s3code)
             error = f"<?xml version='1.0'?><Error><Code>{name}</Code><Message>injected</Message></Error>".encode()
@@ -186,13 +192,24 @@ class FaultyProxy:
             entry = rf"<Contents>(?:(?!</Contents>).)*(?:{named}).*?</Contents>".encode()
             answer = re.sub(entry, b"", answer, flags=re.DOTALL)
             answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
-        if hit is None or action in ("upflip", "unconditional", "skew", "hide", "slow"):
+        if hit is None or action in ("upflip", "unconditional", "skew", "hide", "slow", "crawl"):
+            if hit and action == "crawl":
+                await self._crawl(reader, len(answer), hit.rate)
             signed = re.search(rb"Credential=([^/]+)/", head)
             self.answers.append(Answer(signed[1].decode() if signed else "", request, len(answer)))
             writer.write(answer_head + answer)
             await writer.drain()
             return True
         return await self._spoil(hit, answer_head, answer, writer)
+
+    async def _crawl(self, reader: asyncio.StreamReader, num_bytes: int, rate: int) -> None:
+        """As long as that takes, in turns with the others; who has hung up takes no more of the link."""
+        piece = 1 << 16
+        for _ in range(0, num_bytes, piece):
+            async with self._link:
+                await asyncio.sleep(piece / rate)
+            if reader.at_eof() or reader.exception() is not None:
+                raise ConnectionResetError
 
     def _fault_of(self, request: str, method: str, path: str, head: bytes) -> Fault | None:
         tired = self._running.get(request, 0) >= MOST_RUNNING

@@ -62,6 +62,11 @@ def test_a_healthy_bucket(view: Bucket) -> None:
             "warning",
             "ignores If-None-Match.*What still holds: a checkpoint is whole",
         ),
+        (
+            Fault("status", method="GET", key="", query="uploads", **DENIED),
+            "warning",
+            r"cannot have its unfinished uploads listed: .*\(s3:ListBucketMultipartUploads\); or let a lifecycle rule",
+        ),
         (Fault("skew", key="", method="GET"), "warning", "a clock -3[56]\\d\\d s .*set this machine's clock"),
         (Fault("status", method=EVERY, key="", code=403, s3code="RequestTimeTooSkewed"), "error", "clock"),
         (Fault("status", method=EVERY, key="", code=400, s3code="ExpiredToken"), "error", "expired: renew them"),
@@ -87,7 +92,7 @@ def test_what_may_not_be_deleted(view: Bucket, proxy: FaultyProxy) -> None:
     findings = list(check_store(config(f"{view.url}/run")))
     (line,) = found(findings, "error")
     assert "cannot have files deleted" in line and "s3:DeleteObject" in line
-    assert len(findings) == 6  # and the clock was looked at all the same
+    assert len(findings) == 7  # and the rest was looked at all the same
 
 
 def test_no_bucket_and_no_credentials(view: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -142,7 +147,7 @@ def recipe(tmp_path: Path, view: Bucket, server: Server) -> Path:
 def test_the_command(recipe: Path, tmp_path: Path, view: Bucket) -> None:
     before = view.keys()
     status, told = doctor(tmp_path, str(recipe), f"checkpoint.remote={view.url}/run", PATH="/usr/bin:/bin", limit=65536)
-    assert status == 0 and told["S3"].count("ok: ") == 6, told
+    assert status == 0 and told["S3"].count("ok: ") == 7, told
     assert view.keys() == before
 
 

@@ -143,3 +143,32 @@ def test_what_an_evaluation_came_to_survives_an_outage(tmp_path: Path, url: str,
     run.manager.close()
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
     assert view.keys("run/metric") == ["run/metric/e000000-s0000000001.json"]
+
+
+def test_without_the_right_to_list_unfinished_uploads_the_rest_is_removed(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
+    run = Run(tmp_path, url, keep_last=1)
+    run.manager.begin()
+    proxy.faults = [Fault("status", method="GET", key="", query="uploads", code=403, s3code="AccessDenied")]
+    for step in (1, 2, 3):
+        assert run.save(step)
+    run.manager.close()
+    assert [marker["step"] for marker in view.commits("run").values()] == [3]
+    assert view.orphans("run") == [] and proxy.fired > 1
+    (told,) = (line for line in run.said if "waiting" not in line)
+    assert re.search(rf"unfinished uploads under {url} cannot be listed: .*\(s3:ListBucketMultipartUploads\), or", told)
+
+
+def test_only_what_checkpoints_may_have_begun_is_swept(tmp_path: Path, view: Bucket, proxy) -> None:
+    """In a bucket without a prefix, where others write too."""
+    import s3fs
+
+    fs = s3fs.S3FileSystem(skip_instance_cache=True)
+    for key in ("ckpt/x", "others/large"):
+        fs.call_s3("create_multipart_upload", Bucket=view.name, Key=key)
+    time.sleep(1.1)  # the least age of an upload that is swept
+    run = Run(tmp_path, view.url)
+    assert run.save(1) and run.save(2)
+    run.manager.close()
+    assert view.unfinished_uploads() == ["others/large"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import random
@@ -18,6 +19,9 @@ from clip_train.storage.s3.session import Session
 T = TypeVar("T")
 
 MIN_TRIES = 3  # even where each took long
+_LONGEST_SECONDS = 600.0  # of one try
+_SLOWER = 4  # times: what a link may be after a timeout; many requests may share it
+_LARGE = 1 << 20  # bytes; from there on the time that a request takes tells of the link
 
 
 class S3Error(OSError):
@@ -31,7 +35,7 @@ class TakenError(Exception):
 @dataclass(frozen=True)
 class Limits:
     parallel: int  # requests at a time
-    min_rate: int  # bytes per second; a slower request is given up and tried again
+    min_rate: int  # bytes per second; a slower request is given up, and tried again with more time
     request_seconds: float  # what a request may take beside moving its bytes
     patience_seconds: float  # how long one operation is tried, with all its retries
 
@@ -43,6 +47,7 @@ class Requests:
         self.url, self.limits = url, limits
         self.slots = asyncio.Semaphore(limits.parallel)
         self._fs: Any = None
+        self._slowness = 1  # how many times slower than `min_rate` large requests may be, by the last that succeeded
 
     def run(self, work: Awaitable[T]) -> T:
         from fsspec.asyn import sync
@@ -62,7 +67,8 @@ class Requests:
                 use_listings_cache=False,
                 config_kwargs={
                     "connect_timeout": 10,
-                    "read_timeout": 60,
+                    # Of silence: also while a server puts parts together, or the last of one is still on its way.
+                    "read_timeout": 120,
                     "max_pool_connections": self.limits.parallel + 2,
                     "retries": {"total_max_attempts": 1},  # `until_done` does it, and knows when to stop
                 },
@@ -78,27 +84,39 @@ class Requests:
         return client
 
     async def until_done(
-        self, what: str, call: Callable[[Any], Awaitable[T]], *, num_bytes: int = 0, held: bool = False
+        self,
+        what: str,
+        call: Callable[[Any], Awaitable[T]],
+        *,
+        num_bytes: int = 0,
+        more_seconds: float = 0.0,
+        held: bool = False,
     ) -> T:
         """What `call(client)` gives at last.
 
-        num_bytes: how much it moves, for the watchdog. held: the caller has its slot already.
+        num_bytes: how much it moves, for the watchdog. more_seconds: what it may take beside that and
+        `Limits.request_seconds`. held: the caller has its slot already.
         FileNotFoundError, PermissionError, S3Error; TakenError for a failed If-None-Match.
         """
         fs = self._filesystem()
         session = Session.of(fs)
-        limit = self.limits.request_seconds + num_bytes / self.limits.min_rate
+        seconds = num_bytes / self.limits.min_rate + more_seconds
+        slowness = self._slowness if num_bytes >= _LARGE else 1
         give_up = time.monotonic() + self.limits.patience_seconds
         delay, renew, renewed, generation = 0.2, False, False, session.generation
         for tries in itertools.count(1):
+            limit = self._limit(seconds, slowness)
             try:
                 if renew:
                     await asyncio.wait_for(session.renew(fs, generation), limit)
                     renew, renewed = False, True
                 generation = session.generation
                 client = await asyncio.wait_for(self.client(), limit)
-                done = await self._once(call, client, limit, held)
+                done, took = await self._once(call, client, limit, held)
                 session.worked = True
+                if num_bytes >= _LARGE:  # the next one need not find out again, nor wait as long when it is better
+                    in_less = took <= self._limit(seconds, slowness // _SLOWER)
+                    self._slowness = max(slowness // _SLOWER, 1) if in_less else slowness
                 return done
             except Exception as e:
                 kind = meaning(e)
@@ -106,15 +124,22 @@ class Requests:
                 in_time = tries < MIN_TRIES or time.monotonic() + delay <= give_up
                 if not in_time or not (renew or kind == "again"):
                     raise self._error(e, kind, what, limit) from e
+                if isinstance(e, asyncio.TimeoutError | TimeoutError):
+                    slowness *= _SLOWER
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, 8.0)
         raise AssertionError("unreachable")
 
-    async def _once(self, call: Callable[[Any], Awaitable[T]], client: Any, limit: float, held: bool) -> T:
-        if held:
-            return await asyncio.wait_for(call(client), limit)
-        async with self.slots:
-            return await asyncio.wait_for(call(client), limit)
+    def _limit(self, seconds: float, slowness: int) -> float:
+        return min(self.limits.request_seconds + seconds * slowness, _LONGEST_SECONDS)
+
+    async def _once(
+        self, call: Callable[[Any], Awaitable[T]], client: Any, limit: float, held: bool
+    ) -> tuple[T, float]:
+        """What it gives, and the seconds that it took without the wait for its slot."""
+        async with contextlib.nullcontext() if held else self.slots:
+            began = time.monotonic()
+            return await asyncio.wait_for(call(client), limit), time.monotonic() - began
 
     def _error(self, e: Exception, kind: Meaning, what: str, limit: float) -> Exception:
         """As whom the operation's caller gets to know it."""

@@ -98,9 +98,7 @@ class S3Storage:
         return self._run(self._list(prefix))
 
     async def _list(self, prefix: str) -> Entries:
-        folder = self._key(prefix)
-        folder = folder.rstrip("/") + "/" if folder else ""
-        cut = len(self._root) + 1 if self._root else 0
+        folder, cut = self._folder(prefix)
         entries: Entries = []
         more: dict[str, Any] = {}
         while True:
@@ -205,25 +203,26 @@ class S3Storage:
 
         self._run(delete_all())
 
-    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False) -> int:
-        return self._run(self._sweep(older_than, spare))
+    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
+        return self._run(self._sweep(older_than, spare, prefix))
 
-    async def _sweep(self, older_than: float, spare: Callable[[str], bool]) -> int:
+    async def _sweep(self, older_than: float, spare: Callable[[str], bool], prefix: str) -> int:
         """Give up multipart uploads that were begun before `older_than` (their parts cost, and are not listed)."""
-        prefix = f"{self._root}/" if self._root else ""
+        folder, cut = self._folder(prefix)
 
         async def ask(client: Any) -> Any:
-            return await client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix)
+            return await client.list_multipart_uploads(Bucket=self.bucket, Prefix=folder)
 
         found = (await self._requests.until_done("listing unfinished uploads", ask)).get("Uploads", [])
-        old = [
-            item
-            for item in found
-            if item["Initiated"].timestamp() < older_than and not spare(item["Key"][len(prefix) :])
-        ]
+        old = [item for item in found if item["Initiated"].timestamp() < older_than and not spare(item["Key"][cut:])]
         for item in old:
             await abort(self._requests, {"Bucket": self.bucket, "Key": item["Key"], "UploadId": item["UploadId"]})
         return len(old)
+
+    def _folder(self, prefix: str) -> tuple[str, int]:
+        """How the keys in it begin, and how much of a key is not part of a name."""
+        folder = self._key(prefix)
+        return folder.rstrip("/") + "/" if folder else "", len(self._root) + 1 if self._root else 0
 
     def _key(self, name: str) -> str:
         if name.startswith("/") or ".." in name.split("/"):

@@ -13,6 +13,7 @@ from clip_train.storage.s3.body import Body, Sums
 from clip_train.storage.s3.requests import Requests
 
 MAX_PARTS = 9000  # S3 allows 10,000: a file of more gets larger ones
+_SECONDS_PER_PART = 0.1  # that a server may take to put them together
 
 
 class Upload:
@@ -82,8 +83,9 @@ class Upload:
         async def stored(client: Any) -> int:
             return int((await client.head_object(**self._where))["ContentLength"])
 
+        seconds = self._requests.limits.request_seconds + self._count * _SECONDS_PER_PART
         try:
-            await self._requests.until_done(f"finishing {self._name}", complete)
+            await self._requests.until_done(f"finishing {self._name}", complete, more_seconds=seconds)
         except FileNotFoundError:  # NoSuchUpload: an earlier try went through, and its answer was lost
             if await self._requests.until_done(f"looking at {self._name}", stored) != self._size:
                 raise

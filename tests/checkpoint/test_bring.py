@@ -1,0 +1,46 @@
+"""Fetching a checkpoint onto a disk that has what earlier fetches have left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.storage import LocalStorage
+from tests.checkpoint.parts import committed, cut, whole
+
+
+def manager(root: Path, disk: str) -> CheckpointManager:
+    return CheckpointManager(CheckpointConfig(remote=str(root / "store")), root / disk)
+
+
+def killed_while_it_fetches(root: Path) -> None:
+    LocalStorage.read_range = lambda *_: os._exit(9)  # type: ignore[method-assign, assignment, return-value]
+    manager(root, "new").resume()
+
+
+def test_what_killed_fetches_have_left_goes_before_the_next(tmp_path: Path) -> None:
+    first = manager(tmp_path, "old")
+    assert first.save(1, cut(whole(1), 0, 1), {}, {"step": 1}, wait=True)
+    first.close()
+    for _ in range(2):
+        process = multiprocessing.get_context("spawn").Process(target=killed_while_it_fetches, args=(tmp_path,))
+        process.start()
+        process.join()
+        assert process.exitcode == 9
+        (abandoned,) = (tmp_path / "new").rglob(".rank*.part")  # the one before has gone
+    abandoned_token = abandoned.name.split(".")[-2]
+    age, token = time.time() - 4000, f"{'0' * 12}-1-"
+    theirs, long_ago, mine = (
+        abandoned.with_name(f".rank00000.safetensors.{name}.part")
+        for name in (f"{token}a", f"{token}b", abandoned_token.replace(f"-{process.pid}-", f"-{os.getpid()}-"))
+    )
+    for path in (theirs, long_ago, mine):
+        path.write_bytes(b"half")
+    os.utime(long_ago, (age, age))
+    resumed = manager(tmp_path, "new").resume()
+    assert resumed is not None and resumed.step == 1 and set(committed(tmp_path / "new")) == {1}
+    # of a process that runs on another machine, and of one that runs here
+    assert set((tmp_path / "new").rglob(".*.part")) == {theirs, mine}

@@ -1,0 +1,51 @@
+"""The copy of the state where the machine has no memory to pin."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
+
+
+class FakeCuda:
+    """As CUDA's runtime under torch: a call that fails leaves an error, which the next kernel's check raises."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.last_error, self.kernels, self.registered = status, 0, 0, 0
+        self._zeros = torch.zeros
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.last_error = self.status
+        self.registered += self.status == 0
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.registered -= 1
+        return 0
+
+    def zeros(self, *shape: int, device: Any = None) -> torch.Tensor:
+        if device == "cuda":
+            self.kernels += 1
+            error, self.last_error = self.last_error, 0
+            if error:
+                raise RuntimeError(f"CUDA error: {error}")
+        return self._zeros(*shape)
+
+
+@pytest.mark.parametrize("status", [0, 2, 712], ids=["pinned", "no memory", "registered already"])
+def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    cuda = FakeCuda(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch, "zeros", cuda.zeros)
+    plan = plan_file(0, [], {"rng": torch.arange(7)})
+    buffer = SharedBuffer(plan.num_bytes, pin=True)
+    assert cuda.last_error == 0 and (cuda.registered, cuda.kernels) == ((1, 0) if status == 0 else (0, 1))
+    buffer.fill(plan)
+    ((at, tensor),) = plan.places
+    assert os.pread(buffer.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()
+    buffer.close()
+    assert cuda.registered == 0
