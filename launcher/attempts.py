@@ -35,7 +35,7 @@ class Limits:
 class Outcome:
     """How an attempt ended, before anything is decided."""
 
-    verdict: str  # DONE, PREEMPTED, FAILED, FATAL, or CRASHED where there is none
+    verdict: str  # DONE, PREEMPTED, FAILED, FATAL; where there is none CRASHED, or LOST with the batch script
     before: int  # the newest committed step when it began
     after: int  # and when it ended
     reason: str

@@ -21,6 +21,7 @@ from typing import Literal
 FOLDER = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, set by launcher.supervise
 RANKS = "ranks.json"  # in it: the node of each rank
 RESUMED = "resumed"  # in it: the step that the ranks went on from
+TERMINATED = "terminated"  # in it: Slurm has told the batch script to end (TERM)
 END_TIME = "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.supervise for older ones
 
 # In the run directory.
@@ -135,6 +136,17 @@ def read_resumed(folder: Path) -> int | None:
         return None
 
 
+def leave_terminated(folder: Path) -> None:
+    """The batch script, at once: KILL may follow before the ranks have ended, and then it writes nothing any more."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TERMINATED).touch()
+
+
+def was_terminated(folder: Path) -> bool:
+    return (folder / TERMINATED).exists()
+
+
 @dataclass(frozen=True)
 class Cause:
     """Why an attempt failed."""
@@ -148,17 +160,20 @@ class Cause:
 SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (\w[\w ]*)")
 
 
-def find_cause(marks: Sequence[Mark], nodes: Sequence[str], log: str, status: int) -> Cause:
+def find_cause(
+    marks: Sequence[Mark], nodes: Sequence[str], log: str, status: int, *, terminated: bool = False
+) -> Cause:
     """The first of: an error of its own, a rank that hangs, one killed first, one that vanished.
 
     nodes: by rank, empty if the ranks never met. log: the attempt's, in which srun tells who was killed.
+    terminated: Slurm had told the job to end; who is killed while it still saves is not to blame.
     """
     silent = [rank for rank in range(len(nodes)) if rank not in {mark.rank for mark in marks}]
     return (
         _own_error(marks, nodes)
         or lost_node(log)
         or _hang(marks, nodes, silent)
-        or _death(marks, log)
+        or _death(marks, log, terminated)
         or _vanished(marks, nodes, silent)
         or Cause(f"the ranks ended with status {status} and without a word")
     )
@@ -211,16 +226,17 @@ def _hang(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) ->
     return Cause(f"all ranks hang in a collective: {hangs[0].message}")
 
 
-def _death(marks: Sequence[Mark], log: str) -> Cause | None:
+def _death(marks: Sequence[Mark], log: str, terminated: bool) -> Cause | None:
     first = SRUN_ERROR.search(log)
     if first is None:
         return None
     node, tasks, how = first.groups()
+    blamed = () if terminated else (node,)
     if not how.startswith("Exited"):
-        return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", (node,))
+        return Cause(f"rank {tasks} on {node} was ended from outside: {how.strip()}", blamed)
     if any(mark.kind != "stopped" for mark in marks):
         return None
-    return Cause(f"rank {tasks} on {node} {how.lower().strip()}, without a word", (node,))
+    return Cause(f"rank {tasks} on {node} {how.lower().strip()}, without a word", blamed)
 
 
 def _vanished(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) -> Cause | None:

@@ -35,11 +35,13 @@ from launcher.marks import (
     STOP_FILE,
     Cause,
     find_cause,
+    leave_terminated,
     lost_node,
     read_marks,
     read_ranks,
     read_resumed,
     stopped_early,
+    was_terminated,
 )
 from launcher.verdict import clear_verdict, read_verdict, write_verdict
 
@@ -172,30 +174,37 @@ class Supervisor:
         return job if state in ("RUNNING", "SUSPENDED", "STOPPED") else None
 
     def _settle_lost_attempt(self) -> Decision | None:
-        """An attempt whose batch script never came to its end: the node under it was lost."""
+        """An attempt whose batch script never came to its end: the node under it was lost, or Slurm killed it."""
         lost = self.history.unfinished()
         if lost is None:
             return None
         log = self.run_dir / "attempts" / f"{lost['attempt']:04d}.log"
         text = log.read_text(errors="replace") if log.exists() else ""
-        first = lost["nodes"][0]
-        cause = lost_node(text) or Cause(f"the batch script on {first} was lost", (first,))
-        reason, after = cause.reason, committed_step(self.run_dir)
-        outcome = Outcome("LOST", lost["step"], after, reason, cause.nodes)
-        decision = decide(outcome, *self.history.counts(), self.limits)
+        first, node = lost["nodes"][0], lost_node(text)
+        if node is None and was_terminated(log.with_suffix("")):  # a preemption or a scancel
+            word, cause = (
+                "PREEMPTED",
+                Cause("Slurm told the job to end (TERM), and killed it before the ranks had ended"),
+            )
+        else:
+            word, cause = "LOST", node or Cause(f"the batch script on {first} was lost", (first,))
+        after = committed_step(self.run_dir)
+        decision = decide(
+            Outcome(word, lost["step"], after, cause.reason, cause.nodes), *self.history.counts(), self.limits
+        )
         self.history.append(
             "end",
             attempt=lost["attempt"],
             resumed=read_resumed(log.with_suffix("")),
-            verdict="LOST",
+            verdict=word,
             step=after,
-            reason=reason,
-            blamed=list(outcome.blamed),
+            reason=cause.reason,
+            blamed=list(cause.nodes),
             failures=decision.failures,
             fruitless=decision.fruitless,
             decision=decision.action,
         )
-        say(f"attempt {lost['attempt']} was LOST after step {after}: {reason}")
+        say(f"attempt {lost['attempt']} was {word} after step {after}: {cause.reason}")
         return decision
 
     def _run_ranks(self, command: Sequence[str], log: Path) -> int:
@@ -214,8 +223,11 @@ class Supervisor:
             assert process.stdout is not None
             tee = threading.Thread(target=copy_lines, args=(process.stdout, copy))
             tee.start()
-            last_sent = 0.0
+            last_sent, noted = 0.0, False
             while process.poll() is None:
+                if self.signals.terminated and not noted:
+                    noted = True
+                    leave_terminated(log.with_suffix(""))
                 # A rank that is still being started ignores USR1: say it again until all have ended.
                 if self.signals.time_is_near and time.monotonic() - last_sent > 5:
                     if not last_sent:
@@ -238,7 +250,7 @@ class Supervisor:
         early = stopped_early(marks, text)
         if not word and early is not None:
             return Outcome("PREEMPTED", before, after, early, (), self.signals.terminated, stop_file)
-        cause = find_cause(marks, read_ranks(folder), text, status)
+        cause = find_cause(marks, read_ranks(folder), text, status, terminated=self.signals.terminated)
         word = "FATAL" if cause.fatal else word or "CRASHED"
         return Outcome(word, before, after, cause.reason, cause.nodes, self.signals.terminated, stop_file)
 

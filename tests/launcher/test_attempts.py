@@ -108,6 +108,12 @@ def test_the_cause(marks, log, nodes, said):
     assert cause.fatal == (bool(marks) and marks[0].kind == "mistake")
 
 
+def test_who_is_killed_after_slurm_told_the_job_to_end_is_not_to_blame():
+    for log in (KILLED, EXITED):  # srun's ranks; torchrun kills its own, and ends with a status
+        assert find_cause([], TWO, log, 1, terminated=True).nodes == ()
+    assert find_cause([mark(1, "error", "CUDA error")], TWO, KILLED, 1, terminated=True).nodes == ("n2",)
+
+
 def test_ranks_that_were_asked_to_stop_during_the_start():
     both = [mark(0, "stopped", "stopped by SIGTERM"), mark(1, "stopped")]
     assert stopped_early(both, "srun: error: n1: task 0: Exited with exit code 75\n") == "stopped by SIGTERM"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ COMMANDS = {
     "scancel": "true",
 }
 
+SAVING = "trap '' TERM; echo $$ > $0.tmp; mv $0.tmp $0; exec sleep 60"  # ranks that Slurm has told to end
+
 
 @pytest.fixture
 def bin(tmp_path) -> Path:
@@ -33,21 +37,31 @@ def bin(tmp_path) -> Path:
     return folder
 
 
-def supervise(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7") -> tuple[int, str]:
-    """Its exit status and output; the ranks are `command`."""
+def start(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7") -> subprocess.Popen:
+    """The ranks are `command`; state: of every job, by Slurm's word."""
     environ = {
         **os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": job,
         "SLURM_JOB_NODELIST": "n1", "STATE": state, "SAID": str(bin / "said"),
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher.supervise", str(recipe), "--", *command],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    line = [sys.executable, "-m", "launcher.supervise", str(recipe), "--", *command]
+    return subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def supervise(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7") -> tuple[int, str]:
+    """Its exit status and output."""
+    process = start(recipe, bin, *command, state=state, job=job)
+    try:
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, out
+
+
+def until(condition, timeout: float = 60) -> None:
+    end = time.monotonic() + timeout
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
 
 
 def requeued(bin: Path) -> bool:
@@ -94,6 +108,37 @@ def test_two_jobs_of_one_run_are_refused(recipe, bin, tmp_path):
     assert read_verdict(tmp_path / "run")[0] == "DONE"
     status, out = supervise(recipe, bin, "touch", str(tmp_path / "ran"), state="NODE_FAIL")
     assert (tmp_path / "ran").exists() and "attempt 1 was LOST" in out, out
+
+
+def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tmp_path):
+    """TERM, then KILL while the ranks still save: Slurm's doing, not the first node's."""
+    run_dir = tmp_path / "run"
+    for number in (1, 2, 3):  # as many as failures end a run
+        process = start(recipe, bin, "sh", "-c", SAVING, str(tmp_path / "pid"))
+        until((tmp_path / "pid").exists)
+        process.terminate()
+        until((run_dir / "attempts" / f"{number:04d}" / "terminated").exists)
+        process.kill()
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        (tmp_path / "pid").unlink()
+        process.communicate(timeout=30)
+    status, out = supervise(recipe, bin, "true")
+    assert "GIVING UP" not in out and requeued(bin), out
+    ends = [line for line in history(run_dir) if line["event"] == "end"]
+    assert [(end["verdict"], end["blamed"], end["failures"], end["fruitless"]) for end in ends[:3]] == [
+        ("PREEMPTED", [], 0, 1), ("PREEMPTED", [], 0, 2), ("PREEMPTED", [], 0, 3),
+    ]  # fmt: skip
+
+
+def test_a_node_that_slurm_has_lost_is_to_blame_after_a_term_too(recipe, bin, tmp_path):
+    """Slurm ends the job of a lost node in the same way, and srun names the node."""
+    (tmp_path / "run" / "attempts" / "0001").mkdir(parents=True)
+    (tmp_path / "run" / "attempts" / "0001" / "terminated").touch()
+    (tmp_path / "run" / "attempts" / "0001.log").write_text("srun: error: Node failure on n3\n")
+    History(tmp_path / "run").append("begin", attempt=1, job="5", nodes=["n1", "n3"], step=0)
+    supervise(recipe, bin, "true")
+    end = next(line for line in history(tmp_path / "run") if line["event"] == "end")
+    assert (end["verdict"], end["blamed"], end["failures"]) == ("LOST", ["n3"], 1)
 
 
 def test_a_command_that_cannot_be_started_is_an_attempt_that_failed(recipe, bin, tmp_path):
