@@ -18,6 +18,7 @@ from typing import Literal
 
 from clip_train import dist
 from clip_train.errors import RemoteRankError
+from launcher.marks import node_name
 
 HELLO_SECONDS = 20.0  # for all ranks to connect
 # A silent node is given up after 5 + 3 x 3 seconds.
@@ -81,11 +82,11 @@ class Lifeline:
             else:
                 self._connect(port, token)
         except OSError as e:
-            failed = f"rank {self._rank} on {socket.gethostname()}: {e}"
+            failed = f"rank {self._rank} on {node_name()}: {e}"
         finally:
             if server is not None:
                 server.close()
-        self._nodes = dist.gather_objects(socket.gethostname())
+        self._nodes = dist.gather_objects(node_name())
         failures = [told for told in dist.gather_objects(failed) if told is not None]
         if failures:
             self._hang_up()

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import os
 import resource
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from clip_train.errors import ClipTrainError, UserError
+from launcher.marks import node_name
 
 if TYPE_CHECKING:
     from launcher.env import RankEnv
@@ -100,12 +100,12 @@ def refuse(env: RankEnv, error: ClipTrainError) -> None:
     """Tell all ranks of a mistake that this one has seen. The first that refuses prints it, and no other."""
     if env.world_size == 1:
         return
-    mine = f"rank {env.rank} on {socket.gethostname()}: {error}"
+    mine = f"rank {env.rank} on {node_name()}: {error}"
     try:
         meeting = PrefixStore("clip-train", open_store(env, REFUSING_SECONDS))
         first = meeting.compare_set("word", "", mine).decode()
         if first == mine:
-            say(f"error: [rank {env.rank} on {socket.gethostname()}] {error}")
+            say(f"error: [rank {env.rank} on {node_name()}] {error}")
         error.told = True
         _leave(meeting, env)
     except RuntimeError:  # rank 0 has gone, or never came: there is nobody to tell

@@ -19,13 +19,15 @@ pytestmark = pytest.mark.distributed
 
 
 def one_dies(folder: Path, doomed: int) -> None:
+    os.environ.update(SLURM_STEP_NUM_TASKS="3", SLURMD_NODENAME=f"n{dist.rank()}")
     lifeline = Lifeline("127.0.0.1")
     assert lifeline.open() is None
     dist.barrier()
     if dist.rank() == doomed:
         os._exit(9)
     loss = lifeline.wait(20)
-    Path(folder, f"{dist.rank()}").write_text(f"{loss.rank} {loss.how} {lifeline.tells(loss)}" if loss else "none")
+    told = "none" if loss is None else f"{loss.rank} {loss.node} {loss.how} {lifeline.tells(loss)}"
+    Path(folder, f"{dist.rank()}").write_text(told)
     os._exit(0)  # no group to leave in order
 
 
@@ -35,7 +37,7 @@ def test_a_death_is_known_to_all_and_told_by_one(tmp_path, doomed):
         run_ranks(one_dies, 3, tmp_path, doomed)
     left = [rank for rank in range(3) if rank != doomed]
     assert [(tmp_path / str(rank)).read_text() for rank in left] == [
-        f"{doomed} gone {rank == left[0]}" for rank in left
+        f"{doomed} n{doomed} gone {rank == left[0]}" for rank in left
     ]
 
 
