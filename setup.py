@@ -39,11 +39,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["clip_train", "clip_train.*", "launcher", "launcher.*", "ds_configs", "recipes"]),
+    packages=find_packages(
+        include=["clip_train", "clip_train.*", "launcher", "launcher.*", "ds_configs", "recipes", "slurm"]
+    ),
     package_data={
         "clip_train": ["data/*.gz", "data/*.txt", "models/presets/*.json", "py.typed"],
         "ds_configs": ["*.json"],
         "recipes": ["*.yaml"],
+        "slurm": ["*.sbatch"],
     },
     install_requires=INSTALL,
     extras_require={

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from clip_train import dist
 from clip_train.errors import UserError
-from launcher.marks import leave_ranks
+from launcher.marks import leave_ranks, node_name
 
 SOURCES = ("clip_train", "launcher")
 
@@ -41,7 +40,7 @@ def versions() -> dict[str, str]:
 def agree(recipe: dict[str, Any]) -> None:
     """UserError on all ranks where one differs. recipe: as resolved, overrides included. Collective."""
     mine = {**versions(), "the recipe": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]}
-    everyone = dist.gather_objects((socket.gethostname(), mine))
+    everyone = dist.gather_objects((node_name(), mine))
     if dist.is_main():
         leave_ranks([node for node, _ in everyone])
     first = everyone[0][1]

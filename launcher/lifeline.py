@@ -18,6 +18,7 @@ from typing import Literal
 
 from clip_train import dist
 from clip_train.errors import RemoteRankError
+from launcher.marks import node_name
 
 HELLO_SECONDS = 20.0  # for all ranks to connect
 # A silent node is given up after 5 + 3 x 3 seconds.
@@ -64,33 +65,34 @@ class Lifeline:
         self._nodes: list[str] = []
         self._closed = threading.Event()
 
-    def open(self) -> bool:
-        """Collective. False, on all ranks, where some cannot reach rank 0: then there are no lines."""
+    def open(self) -> str | None:
+        """Collective. None, or on all ranks why there are no lines: what kept some from reaching rank 0."""
         self._rank = dist.rank()
         if dist.world_size() == 1:
-            return True
+            return None
         server, address = None, None
         if dist.is_main():
             server = socket.create_server(("", 0), backlog=dist.world_size())
             address = (server.getsockname()[1], secrets.token_hex(8))
         port, token = dist.broadcast_object(address)  # type: ignore[misc]
+        failed = None
         try:
             if server is not None:
                 self._accept(server, token)
             else:
                 self._connect(port, token)
-            reached = True
-        except OSError:
-            reached = False
+        except OSError as e:
+            failed = f"rank {self._rank} on {node_name()}: {e}"
         finally:
             if server is not None:
                 server.close()
-        self._nodes = dist.gather_objects(socket.gethostname())
-        if not all(dist.gather_objects(reached)):
+        self._nodes = dist.gather_objects(node_name())
+        failures = [told for told in dist.gather_objects(failed) if told is not None]
+        if failures:
             self._hang_up()
-            return False
+            return "; ".join(failures[:2])  # of rank 0, which may only have waited, and of the first that did not come
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
-        return True
+        return None
 
     def leave(self, how: How) -> None:
         """This rank ends, in order or with an error that it has told. Again does nothing."""

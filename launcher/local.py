@@ -19,6 +19,7 @@ from clip_train.stop import SIGNALS, StopRequest
 from launcher.config import RunConfig
 from launcher.env import detect
 from launcher.marks import FOLDER, read_marks, read_ranks
+from launcher.meeting import raise_open_files
 from launcher.verdict import read_verdict
 
 SAVE_SECONDS = 600  # after a signal the ranks have this long to save
@@ -66,6 +67,8 @@ def run_agent(launch: Callable[[], object], stop: StopRequest) -> int:
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    raise_open_files()
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SignalException(signal.Signals(number).name, sigval=signal.Signals(number))

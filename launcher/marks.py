@@ -79,6 +79,13 @@ def explain_loss_by(message: str, seconds: float = 60.0) -> None:
     _why_lost.append((time.monotonic() + seconds, message))
 
 
+def node_name() -> str:
+    """As srun says it and scontrol wants it; the hostname may be a longer one. Only in a step of srun: mpirun hands on
+    to all nodes the name of the one that it was started on."""
+    in_step = "SLURM_STEP_NUM_TASKS" in os.environ
+    return (os.environ.get("SLURMD_NODENAME") if in_step else None) or socket.gethostname()
+
+
 def leave_mark(kind: Kind, message: str, *, waiting: bool = False) -> None:
     """The first mark of a rank stays: what follows is a consequence. A disk that is gone is no second error."""
     folder = attempt_folder()
@@ -86,7 +93,7 @@ def leave_mark(kind: Kind, message: str, *, waiting: bool = False) -> None:
         return
     if kind == "lost" and _why_lost and time.monotonic() < _why_lost[-1][0]:
         kind, message = "hang", f"{_why_lost[-1][1]}; then: {message}"
-    mark = Mark(this_rank(), socket.gethostname(), kind, message, waiting)
+    mark = Mark(this_rank(), node_name(), kind, message, waiting)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank{mark.rank:05d}.json").open("x") as f:

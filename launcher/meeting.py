@@ -6,9 +6,10 @@ would wait for it until the rendezvous times out, and say nothing of why.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-import socket
+import resource
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from clip_train.errors import ClipTrainError, UserError
+from launcher.marks import node_name
 
 if TYPE_CHECKING:
     from launcher.env import RankEnv
@@ -23,6 +25,20 @@ if TYPE_CHECKING:
 GO_ON = "go on"
 REMIND_SECONDS = 30.0
 REFUSING_SECONDS = 30.0  # to reach the others, and for them to hear
+OPEN_FILES = 65536
+
+
+def raise_open_files() -> None:
+    """As many as this process may have: who holds the store, and rank 0, hold a socket for each rank.
+
+    The soft limit is usually 1024, and Slurm brings it along from the shell that submitted. Not above OPEN_FILES: where
+    the hard limit is 2^30, as in containers, programs that go through all possible files take minutes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def open_store(env: RankEnv, seconds: float) -> Store:
@@ -84,12 +100,12 @@ def refuse(env: RankEnv, error: ClipTrainError) -> None:
     """Tell all ranks of a mistake that this one has seen. The first that refuses prints it, and no other."""
     if env.world_size == 1:
         return
-    mine = f"rank {env.rank} on {socket.gethostname()}: {error}"
+    mine = f"rank {env.rank} on {node_name()}: {error}"
     try:
         meeting = PrefixStore("clip-train", open_store(env, REFUSING_SECONDS))
         first = meeting.compare_set("word", "", mine).decode()
         if first == mine:
-            say(f"error: [rank {env.rank} on {socket.gethostname()}] {error}")
+            say(f"error: [rank {env.rank} on {node_name()}] {error}")
         error.told = True
         _leave(meeting, env)
     except RuntimeError:  # rank 0 has gone, or never came: there is nobody to tell

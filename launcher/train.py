@@ -37,7 +37,7 @@ from launcher.ending import end, explain_loss, leave_together, note_failure, say
 from launcher.lifeline import Lifeline
 from launcher.liveness import Liveness, first_timeout
 from launcher.marks import leave_resumed
-from launcher.meeting import refuse
+from launcher.meeting import raise_open_files, refuse
 from launcher.same_run import compare_with
 from launcher.sizing import measure, memory_limit
 from launcher.startup import Startup
@@ -50,6 +50,7 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
     stop: listening already, since before the imports.
     """
     stop, startup = stop or StopRequest(), startup or Startup()
+    raise_open_files()
     env = ranks.detect(os.environ)
     lifeline = Lifeline(env.master_addr)
     liveness = watch(config, stop, env, startup, lifeline)
@@ -63,8 +64,10 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
         if env.rank == 0:
             say(ranks.describe_start(env, device))
         ranks.start(env, device, timeout_seconds=first_timeout(config.launch))
-        if not lifeline.open() and dist.is_main():
-            say("warning: ranks cannot reach rank 0 on a port of its choice: a dead rank is noticed by timeouts only")
+        without_lines = lifeline.open()
+        if without_lines is not None and dist.is_main():
+            told = "ranks cannot reach rank 0 on a port of its choice, so a dead rank is noticed by timeouts only"
+            say(f"warning: {told}: {without_lines}")
         agree(config.model_dump(mode="json"))
         startup.done("process group")
         dist.on_main(partial(make_run_dir, config))

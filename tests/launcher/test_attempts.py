@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from launcher.attempts import History, Limits, Outcome, decide
-from launcher.marks import FOLDER, Mark, find_cause, leave_resumed, read_resumed, stopped_early
+from launcher.marks import (
+    FOLDER,
+    Mark,
+    find_cause,
+    leave_mark,
+    leave_resumed,
+    read_marks,
+    read_resumed,
+    stopped_early,
+)
 
 LIMITS = Limits(failures=3, fruitless=5, node_failures=2)
 TWO = ("n1", "n2")
@@ -131,3 +142,15 @@ def test_the_step_that_an_attempt_went_on_from(tmp_path, monkeypatch):
     leave_resumed(20)
     assert [read_resumed(tmp_path / name) for name in ("0001", "0002")] == [None, 20]
     assert [file.name for file in tmp_path.iterdir()] == ["0002"]
+
+
+def test_a_node_goes_by_the_name_that_slurm_knows(tmp_path, monkeypatch):
+    """scontrol refuses a hostname that is not its own name for the node, and with it all others of the list."""
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu001")
+    for attempt in ("outside a step", "in a step"):
+        monkeypatch.setenv(FOLDER, str(tmp_path / attempt))
+        leave_mark("error", "CUDA error")
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    outside, inside = (read_marks(tmp_path / attempt)[0].node for attempt in ("outside a step", "in a step"))
+    assert (outside, inside) == (socket.gethostname(), "gpu001")

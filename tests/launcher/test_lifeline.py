@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -16,13 +19,15 @@ pytestmark = pytest.mark.distributed
 
 
 def one_dies(folder: Path, doomed: int) -> None:
+    os.environ.update(SLURM_STEP_NUM_TASKS="3", SLURMD_NODENAME=f"n{dist.rank()}")
     lifeline = Lifeline("127.0.0.1")
-    assert lifeline.open()
+    assert lifeline.open() is None
     dist.barrier()
     if dist.rank() == doomed:
         os._exit(9)
     loss = lifeline.wait(20)
-    Path(folder, f"{dist.rank()}").write_text(f"{loss.rank} {loss.how} {lifeline.tells(loss)}" if loss else "none")
+    told = "none" if loss is None else f"{loss.rank} {loss.node} {loss.how} {lifeline.tells(loss)}"
+    Path(folder, f"{dist.rank()}").write_text(told)
     os._exit(0)  # no group to leave in order
 
 
@@ -32,13 +37,13 @@ def test_a_death_is_known_to_all_and_told_by_one(tmp_path, doomed):
         run_ranks(one_dies, 3, tmp_path, doomed)
     left = [rank for rank in range(3) if rank != doomed]
     assert [(tmp_path / str(rank)).read_text() for rank in left] == [
-        f"{doomed} gone {rank == left[0]}" for rank in left
+        f"{doomed} n{doomed} gone {rank == left[0]}" for rank in left
     ]
 
 
 def one_leaves(how: str) -> tuple[int, str] | None:
     lifeline = Lifeline("127.0.0.1")
-    assert lifeline.open()
+    assert lifeline.open() is None
     dist.barrier()
     if dist.rank() == 1:
         lifeline.leave(how)  # type: ignore[arg-type]
@@ -56,10 +61,32 @@ def test_who_leaves_in_order_is_not_lost():
     assert run_ranks(one_leaves, 3, "bye") == [None, None, None]
 
 
-def one_cannot_reach_rank_0() -> bool:
+def one_cannot_reach_rank_0() -> str | None:
     lifeline_module.HELLO_SECONDS = 2.0
     return Lifeline("127.0.0.1" if dist.rank() < 2 else "127.0.0.1.invalid").open()
 
 
-def test_without_a_way_to_rank_0_there_are_no_lines():
-    assert run_ranks(one_cannot_reach_rank_0, 3) == [False, False, False]
+def test_without_a_way_to_rank_0_there_are_no_lines_and_all_know_why():
+    said = run_ranks(one_cannot_reach_rank_0, 3)
+    assert re.fullmatch(r"rank 0 on \S+: timed out; rank 2 on \S+: .+", said[0]), said
+    assert said == said[:1] * 3
+
+
+def rank_0_has_no_file_left() -> str | None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = []
+    if dist.rank() == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(os.open("/dev/null", os.O_RDONLY))
+        os.close(files.pop())  # for the socket that listens
+    why = Lifeline("127.0.0.1").open()
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return why
+
+
+def test_too_few_files_are_not_taken_for_a_closed_port():
+    assert all("rank 0" in told and "Too many open files" in told for told in run_ranks(rank_0_has_no_file_left, 2))

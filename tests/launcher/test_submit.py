@@ -65,6 +65,24 @@ def test_dry_run(here, capsys, name, options):
     assert not (here / "run").exists()
 
 
+def test_what_is_installed(here, tmp_path):
+    """Nothing of the checkout is missed: no file that is not Python, and submit finds its template."""
+    built = tmp_path / "built"
+    line = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for package in ("clip_train", "launcher", "ds_configs", "recipes", "slurm"):
+        files = {file.relative_to(ROOT) for file in (ROOT / package).rglob("*") if file.is_file()}
+        data = {file for file in files if file.suffix != ".py" and "__pycache__" not in file.parts}
+        assert {file for file in data if not (built / file).is_file()} == set()
+    line = [sys.executable, "-m", "launcher", "submit", "recipe.yaml", "--dry-run", "--offline", "--gpus-per-node=1"]
+    done = subprocess.run(
+        line, cwd=here, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(built)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "exec python -m launcher.supervise" in done.stdout
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shells_accept_it(script):
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed as torch_dist
 from clip_train import dist
 from launcher.agreement import agree, differences
 from launcher.env import set_timeout
-from launcher.marks import is_lost_contact
+from launcher.marks import FOLDER, is_lost_contact, read_ranks
 from tests.ranks import run_ranks
 
 
@@ -37,7 +38,8 @@ def test_a_rank_is_given_up_after_the_short_timeout(tmp_path):
     assert run_ranks(late_rank, 2, tmp_path / "awake")[0]
 
 
-def other_recipe() -> str:
+def other_recipe(folder: Path) -> str:
+    os.environ |= {FOLDER: str(folder), "SLURM_STEP_NUM_TASKS": "3", "SLURMD_NODENAME": f"n{dist.rank()}"}
     try:
         agree({"run": {"seed": 0}, "optim": {"lr": 1e-3 if dist.rank() < 2 else 2e-3}})
     except ValueError as e:
@@ -46,10 +48,11 @@ def other_recipe() -> str:
 
 
 @pytest.mark.distributed
-def test_all_ranks_learn_which_rank_differs_and_in_what():
-    told = run_ranks(other_recipe, 3)
+def test_all_ranks_learn_which_rank_differs_and_in_what(tmp_path):
+    told = run_ranks(other_recipe, 3, tmp_path)
+    assert read_ranks(tmp_path) == ["n0", "n1", "n2"]
     assert len(set(told)) == 1
-    assert "rank 2" in told[0] and "optim.lr: 0.001 against 0.002" in told[0] and "run.seed" not in told[0]
+    assert "rank 2 (n2)" in told[0] and "optim.lr: 0.001 against 0.002" in told[0] and "run.seed" not in told[0]
 
 
 def test_differences():
