@@ -172,6 +172,13 @@ MUTATIONS = [
         (f"{ENGINE}::test_fp32_equals_plain_torch[1-7-2-sgd-3]",),
     ),
     Mutation(
+        "the loss scale grows before the gradient is divided by it",
+        "launcher/engine.py",
+        "lambda overflow: update_scale(True) if overflow else None",
+        "update_scale",
+        (f"{ENGINE}::test_a_step_at_which_the_loss_scale_grows_is_a_whole_step[1]",),
+    ),
+    Mutation(
         "clip skipped at stage 0",
         "launcher/engine.py",
         "clip_grad_norm_(parameters, self._stage0_limit)",
