@@ -156,6 +156,13 @@ MUTATIONS = [
         "splitmix64(splitmix64(torch.arange(len(sample_seeds), device=sample_seeds.device)) + layer_id)",
         ("tests/models/test_clip.py::test_dropout_does_not_depend_on_the_micro_batch",),
     ),
+    Mutation(
+        "DDP inside an adapter is not seen",
+        "clip_train/user_engine.py",
+        "modules = model.modules() if",
+        "modules = [model] if",
+        ("tests/test_library.py::test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once",),
+    ),
     # -- the DeepSpeed engine
     Mutation(
         "factor world_size missing",
