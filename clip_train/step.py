@@ -189,7 +189,8 @@ def contrastive_step(
         The loss over the global batch, float64 [], detached; not checked for being finite.
 
     Raises:
-        ValueError: inputs that cannot be cut alike; a model that returns something else; another kind of loss.
+        ValueError: inputs that cannot be cut alike; a model that returns something else, or is a function around a
+            DDP module; another kind of loss.
     """
     contrastive = InfoNCE() if loss is None else loss
     if not isinstance(contrastive, (InfoNCE, SigmoidLoss)) or isinstance(contrastive, LocalInfoNCE):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from clip_train import dist
@@ -70,8 +72,22 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
     return inputs[start:stop]
 
 
+def tensors(inputs: Any) -> Iterator[Tensor]:
+    """Those among inputs of any make; of a sequence those of its first sample."""
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        for value in inputs.values():
+            yield from tensors(value)
+    elif isinstance(inputs, (list, tuple)) and inputs:
+        yield from tensors(inputs[0])
+
+
 class UserEngine:
     """One step of `model(images, texts)`: k backwards that add to `.grad`, of which DDP sees only the last.
+
+    DDP modules may be anywhere in `model`: inside torch.compile's wrapper or an adapter, one for each tower. What
+    an adapter has beside them, often `logit_scale`, is summed over ranks here.
 
     kept_graphs: as many as may be kept of those wanted. DDP hangs its reduction on a forward that is followed by its
     own backward at once, so one of several micro-batches goes forward again.
@@ -81,30 +97,73 @@ class UserEngine:
         if micro_size < 1:
             raise ValueError(f"micro_size ({micro_size}) must be at least 1")
         self.model = model
-        self.ddp = model if isinstance(model, DistributedDataParallel) else None
-        parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-        self.device = next((p.device for p in parameters), torch.device("cpu"))
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+        held = itertools.chain(parameters, tensors(batch.images), tensors(batch.texts))
+        self.device = next((x.device for x in held), torch.device("cpu"))
+        self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        inside = {p for m in self.ddp for p in m.parameters()}
+        self.outside = [p for p in parameters if p.requires_grad and p not in inside] if self.ddp else []
+        self.held_before: list[Tensor | None] = []  # gradients of `outside`, of earlier steps
         self.backwards_left = -(-len(batch) // micro_size)
-        most = max(1, self.backwards_left - 1) if self.ddp is not None else self.backwards_left
+        most = max(1, self.backwards_left - 1) if self.ddp else self.backwards_left
         self.kept_graphs = min(kept_graphs, most)
 
-    def _quiet(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
         """Without DDP's reduction, but for the last micro-batch."""
-        if self.ddp is None or self.backwards_left == 1:
-            return contextlib.nullcontext()
-        return self.ddp.no_sync()
+        with contextlib.ExitStack() as stack:
+            if self.backwards_left > 1:
+                for module in self.ddp:
+                    stack.enter_context(module.no_sync())
+            yield
 
     def forward(self, micro_batch: MicroBatch) -> Features:
-        with self._quiet():
+        with self._quiet(), _looking_for_ddp(self.model):
             return as_features(self.model(micro_batch.images, micro_batch.texts))
 
     def backward(self, features: Features, gradients: FeatureGradients) -> None:
         total = surrogate(features, gradients)
-        if self.ddp is not None:
+        if self.ddp:
             total = total * dist.world_size()  # DDP averages over ranks, and these are shares of a sum
+        if not self.held_before:
+            self.held_before = [p.grad for p in self.outside]
+            for p in self.outside:
+                p.grad = None
         with self._quiet():
             total.backward()
         self.backwards_left -= 1
+        if self.backwards_left == 0:
+            self._average_outside()
+
+    def _average_outside(self) -> None:
+        """As DDP does with what is inside of it."""
+        for p, before in zip(self.outside, self.held_before, strict=True):
+            own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
+            p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
+            if before is not None:
+                p.grad += before
+
+
+@contextlib.contextmanager
+def _looking_for_ddp(model: Callable[..., Any]) -> Iterator[None]:
+    """ValueError where a function calls a DDP module: gradients would be reduced at every backward, and averaged."""
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "model is a function around a DistributedDataParallel module; give an nn.Module that holds it as a "
+                "submodule, and whose forward does what the function does"
+            )
+
+    if isinstance(model, nn.Module):
+        yield
+        return
+    hook = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def as_features(out: Any) -> Features:

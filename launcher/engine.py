@@ -136,6 +136,10 @@ class DeepSpeedEngine:
         if stage == 0:
             optimizer.register_step_pre_hook(self._clip_at_stage_0)
             self._stage0_limit = math.inf
+        if engine.fp16_enabled():
+            # DeepSpeed raises the loss scale before it divides this step's gradients by it, which halves them.
+            self._update_scale = update_scale = engine.optimizer._update_scale
+            engine.optimizer._update_scale = lambda overflow: update_scale(True) if overflow else None
 
     # -- computing ----------------------------------------------------------------------------------------
 
@@ -215,6 +219,8 @@ class DeepSpeedEngine:
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
         norm = self._stage0_norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
         if not skipped:
+            if self.engine.fp16_enabled():
+                self._update_scale(False)  # for the next step
             self.optimizer_steps += 1
             self._clamp_logit_scale()
             self._read_scalars()

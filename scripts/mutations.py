@@ -156,6 +156,13 @@ MUTATIONS = [
         "splitmix64(splitmix64(torch.arange(len(sample_seeds), device=sample_seeds.device)) + layer_id)",
         ("tests/models/test_clip.py::test_dropout_does_not_depend_on_the_micro_batch",),
     ),
+    Mutation(
+        "DDP inside an adapter is not seen",
+        "clip_train/user_engine.py",
+        "modules = model.modules() if",
+        "modules = [model] if",
+        ("tests/test_library.py::test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once",),
+    ),
     # -- the DeepSpeed engine
     Mutation(
         "factor world_size missing",
@@ -170,6 +177,13 @@ MUTATIONS = [
         "self.engine.optimizer.clear_backward_seen_flag()",
         "pass",
         (f"{ENGINE}::test_fp32_equals_plain_torch[1-7-2-sgd-3]",),
+    ),
+    Mutation(
+        "the loss scale grows before the gradient is divided by it",
+        "launcher/engine.py",
+        "lambda overflow: update_scale(True) if overflow else None",
+        "update_scale",
+        (f"{ENGINE}::test_a_step_at_which_the_loss_scale_grows_is_a_whole_step[1]",),
     ),
     Mutation(
         "clip skipped at stage 0",

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clip_train.contrastive import LocalInfoNCE, SigmoidLoss
 from clip_train.step import contrastive_step
-from tests.ranks import run_ranks
+from clip_train.user_engine import UserBatch, UserEngine
+from tests.ranks import RankFailedError, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -100,11 +101,48 @@ def test_dropout_is_the_same_in_both_passes(kept):
     assert torch.equal(torch.rand(3), after)
 
 
-def under_ddp(micro_size: int, kept: int, dropout: float):
+class Adapter(nn.Module):
+    """Calls a model that it holds in another way."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images, texts):
+        return self.model(images=images, texts=texts)
+
+
+class TowersApart(nn.Module):
+    """A DDP module for each tower, and a scale that is in neither."""
+
+    def __init__(self, towers: Towers):
+        super().__init__()
+        self.image, self.text = DistributedDataParallel(towers.image), DistributedDataParallel(towers.text)
+        self.logit_scale = towers.logit_scale
+
+    forward = Towers.forward
+    as_dict, forwards, logit_bias = False, 0, None
+
+
+def wrapped(kind: str, towers: Towers) -> nn.Module:
+    if kind == "apart":
+        return TowersApart(towers)
+    if kind == "compiled inside":
+        return DistributedDataParallel(torch.compile(towers, backend="eager"))
+    ddp = DistributedDataParallel(towers)
+    if kind == "compiled":
+        return torch.compile(ddp, backend="eager")
+    return Adapter(ddp) if kind == "adapter" else ddp
+
+
+def under_ddp(kind: str, micro_size: int, kept: int, dropout: float):
     rank, n = torch_dist.get_rank(), 12 // torch_dist.get_world_size()
-    model = DistributedDataParallel(Towers(dropout))
+    towers = Towers(dropout)
+    model = wrapped(kind, towers)
     reduced = []
-    model.register_comm_hook(None, lambda _, bucket: reduce_and_count(reduced, bucket))
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(None, lambda _, bucket: reduce_and_count(reduced, bucket))
     inputs = part(samples(12), slice(rank * n, (rank + 1) * n))
     gradients = []
     for _ in range(2):  # DDP rebuilds its buckets after the first
@@ -112,8 +150,12 @@ def under_ddp(micro_size: int, kept: int, dropout: float):
         reduced.clear()
         torch.manual_seed(3 + rank)
         loss = contrastive_step(model, *inputs, micro_size=micro_size, kept_graphs=kept)
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    return loss.item(), gradients, sum(reduced)
+        gradients.append([p.grad.clone() for p in towers.parameters()])
+    crossed = sum(reduced)
+    torch.manual_seed(3 + rank)
+    contrastive_step(model, *inputs, micro_size=micro_size, kept_graphs=kept)  # adds to what is there
+    gradients.append([p.grad - g for p, g in zip(towers.parameters(), gradients[-1], strict=True)])
+    return loss.item(), gradients, crossed
 
 
 def reduce_and_count(reduced: list[int], bucket: torch_dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -123,8 +165,12 @@ def reduce_and_count(reduced: list[int], bucket: torch_dist.GradBucket) -> torch
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("micro_size, kept, dropout", [(6, 1, 0.0), (2, 1, 0.0), (2, 3, 0.0), (2, 2, 0.4)])
-def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(micro_size, kept, dropout):
+@pytest.mark.parametrize(
+    "kind, micro_size, kept, dropout",
+    [("plain", *layout) for layout in ((6, 1, 0.0), (2, 1, 0.0), (2, 3, 0.0), (2, 2, 0.4))]
+    + [(kind, 2, 2, 0.0) for kind in ("compiled inside", "compiled", "adapter", "apart")],
+)
+def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(kind, micro_size, kept, dropout):
     reference, inputs = Towers(dropout), samples(12)
     pieces = []
     for rank in range(2):
@@ -133,12 +179,35 @@ def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(mi
         pieces += [reference(*part(inputs, slice(i, i + micro_size))) for i in starts]
     expected = textbook(torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2])
     expected.backward()
-    for loss, steps, reduced in run_ranks(under_ddp, 2, micro_size, kept, dropout):
+    for loss, steps, reduced in run_ranks(under_ddp, 2, kind, micro_size, kept, dropout):
         assert loss == pytest.approx(expected.item(), rel=1e-12)
-        assert reduced == sum(p.numel() for p in reference.parameters())
+        assert reduced == sum(p.numel() for p in reference.parameters()) - (kind == "apart")  # the scale apart
         for gradients in steps:
             for ours, p in zip(gradients, reference.parameters(), strict=True):
                 torch.testing.assert_close(ours, p.grad, rtol=1e-11, atol=1e-14)
+
+
+def ddp_in_a_function(compiled: bool):
+    ddp = DistributedDataParallel(Towers())
+    inside = torch.compile(ddp, backend="eager") if compiled else ddp
+    contrastive_step(lambda images, texts: inside(images=images, texts=texts), *samples(6), micro_size=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_function_around_ddp_is_refused(compiled):
+    with pytest.raises(RankFailedError) as e:
+        run_ranks(ddp_in_a_function, 2, compiled)
+    for name, message in e.value.errors.values():
+        assert name == "ValueError" and "give an nn.Module that holds it" in message
+
+
+def test_randomness_is_replayed_on_the_device_of_the_inputs_where_the_model_is_a_function():
+    images, texts = (torch.empty(4, 2, device="meta") for _ in range(2))
+    for pair in ((images, texts), ({"a": images}, texts), (list(images), list(texts)), (["a"] * 4, {"b": texts})):
+        assert UserEngine(lambda i, t: (i, t), UserBatch(*pair), 2, 1).device.type == "meta"
+    assert UserEngine(lambda i, t: (i, t), UserBatch("abcd", "abcd"), 2, 1).device.type == "cpu"
+    assert UserEngine(Towers(), UserBatch(images, texts), 2, 1).device.type == "cpu"
 
 
 def test_mistakes_are_explained():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -50,14 +51,14 @@ def weights(model) -> Source:
     return Source({name: {"param": p.detach().clone()} for name, p in model.named_parameters()})
 
 
-def make(stage: int, precision="fp32", optim="sgd", offload="none", lr=LR):
+def make(stage: int, precision="fp32", optim="sgd", offload="none", lr=LR, clip: float | None = CLIP, base=None):
     from launcher.engine import build_engine
 
-    config = EngineConfig(zero_stage=stage, precision=precision, offload=offload)
-    ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=CLIP)
+    config = EngineConfig(zero_stage=stage, precision=precision, offload=offload, ds_config=base)
+    ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=clip)
     optim_config = OptimConfig(name=optim, lr=lr, weight_decay=0.1)
     engine = build_engine(toy, lambda named: build_optimizer(optim_config, named), ds_config, device=CPU)
-    engine.set_grad_clip(CLIP)
+    engine.set_grad_clip(clip)
     engine.load_fragments(weights(toy()), {})
     return engine
 
@@ -92,7 +93,7 @@ def assemble(per_rank: list[list[Fragment]]) -> dict[str, dict[str, torch.Tensor
     return out
 
 
-def oracle(optim: str, num: int, lr=LR):
+def oracle(optim: str, num: int, lr=LR, clip=CLIP):
     model = toy().double()
     named = list(model.named_parameters())
     decay = [p for _, p in named if p.ndim >= 2]
@@ -108,7 +109,7 @@ def oracle(optim: str, num: int, lr=LR):
         loss = oracle_loss(*model(batch.images, batch.texts)[:3])
         optimizer.zero_grad()
         loss.backward()
-        told.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()))
+        told.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()))
         optimizer.step()
     return dict(named), told
 
@@ -162,6 +163,35 @@ def test_fp16_scales_the_loss_and_unscales_the_norm(stage):
     assert relative_error(assemble([fragments]), reference) < 2e-2
     assert told[0][1] == pytest.approx(expected[0][1], rel=1e-2)
     assert extra["loss_scaler"]["cur_scale"] > 1
+
+
+def growing_scale_case(stage, base, state=None, extra=None):
+    """After three steps, and after six; with `state` from there on."""
+    engine = make(stage, "fp16", lr=0.02, clip=None, base=base)
+    out = []
+    for first in (0, 3):
+        if first == 3 and state is not None:
+            engine.load_fragments(Source(state), extra)
+        told = [] if first == 0 and state is not None else steps(engine, first, first + 3, 5, 1, 0.02)
+        out.append((told, pieces(engine), engine.extra_state()))
+    engine.close()
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_at_which_the_loss_scale_grows_is_a_whole_step(stage, tmp_path):
+    base = tmp_path / "grows.json"
+    base.write_text(json.dumps({"fp16": {"initial_scale_power": 8, "loss_scale_window": 3}}))
+    reference, expected = oracle("sgd", 6, 0.02, math.inf)  # a clip would hide what is halved
+    ((half, end),) = run_ranks(growing_scale_case, 1, stage, str(base))
+    assert [extra["loss_scaler"]["cur_scale"] for *_, extra in (half, end)] == [256.0, 512.0]
+    assert [t[1] for t in half[0] + end[0]] == pytest.approx([e[1] for e in expected], rel=1e-2)
+    state = assemble([end[1]])
+    assert relative_error(state, reference) < 1e-2
+    ((_, (told, fragments, extra)),) = run_ranks(growing_scale_case, 1, stage, str(base), assemble([half[1]]), half[2])
+    assert (told, extra) == (end[0], end[2])
+    resumed = assemble([fragments])
+    assert all(torch.equal(state[name]["param"], resumed[name]["param"]) for name in state)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
