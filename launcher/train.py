@@ -253,6 +253,8 @@ def build_loader(
             f"{began + loader.step}; go on from an older one (checkpoint.resume=<its path>), or begin anew with "
             "checkpoint.resume=never"
         )
+    if resumed is not None:  # the next checkpoint names the shards of now, and its cursors are to be of the same
+        resumed.state["cursors"] = loader.cursors
     return loader, began
 
 

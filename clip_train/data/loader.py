@@ -53,7 +53,8 @@ class WorkerTraceback(Exception):
 class TrainLoader:
     """Batches without end; the next is that of step `step`.
 
-    Each carries the cursors behind it, so prefetching cannot skew a checkpoint.
+    Each carries the cursors behind it, so prefetching cannot skew a checkpoint. A lane that no batch has reached yet
+    stands where `cursors` says.
 
     Args:
         image_size: S, pixels.
@@ -99,6 +100,7 @@ class TrainLoader:
         if cursors:
             self.plan = _as_begun(self.plan, cursors)
             cursors = go_on(cursors, shards_then, self.index, self.plan, config.allow_changed_shards)
+        self.cursors = cursors or {}  # where it begins; moved where shards have changed
         parsed = _parse(cursors, self.plan)
         self.step = _step_at(parsed, self.plan, self._sizes)
         workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self.step)

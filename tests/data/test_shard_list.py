@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import json
 from pathlib import Path
 
 import pytest
 
-from clip_train.data import DataConfig, TrainLoader
+from clip_train.data import DataConfig, TrainLoader, merge_cursors
 from clip_train.data.index import ShardIndex, find_index
 from clip_train.data.indexing import index_shards, write_indexes
 from clip_train.data.shard_list import ShardList
@@ -86,6 +87,23 @@ def test_going_on_with_new_shards_begins_an_epoch_and_repeats_no_seed(folder: Pa
     assert len(counts) == 16 and max(counts.values()) == 1  # lanes of 9 and 15 samples, of each two for each step
     began = max(cursor["epoch"] for cursor in before[-1].cursors.values())
     assert {cursor["epoch"] for cursor in after[0].cursors.values()} == {began + 1}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_checkpoint_soon_after_a_change_can_be_gone_on_from(folder: Path, steps: int) -> None:
+    """Before any batch, and where a batch has reached only some of the lanes."""
+    settings = {"lanes": 8, "allow_changed_shards": True}
+    with loader_of(folder, settings=settings) as loader:
+        batches = [next(loader) for _ in range(4)]
+    state = {"cursors": merge_cursors(batch.cursors for batch in batches), "shards_then": loader.shard_list}
+    add(folder)
+    with loader_of(folder, **state, settings=settings) as loader:
+        position = merge_cursors([loader.cursors, *(next(loader).cursors for _ in range(steps))])
+        expected = [next(loader).keys for _ in range(6)]
+    state = {"cursors": json.loads(json.dumps(position)), "shards_then": loader.shard_list}
+    with loader_of(folder, **state, settings=settings) as loader:
+        assert loader.step == 4 + steps
+        assert [next(loader).keys for _ in range(6)] == expected
 
 
 def test_without_an_index_the_names_are_compared(folder: Path) -> None:
