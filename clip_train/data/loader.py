@@ -269,10 +269,10 @@ def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int
 
 
 def _as_begun(plan: Plan, cursors: dict[int, dict[str, Any]]) -> Plan:
-    """A run that began without an index keeps its order when one is made: the index then only verifies."""
-    before = plan.uncounted()
-    begun_so = any(cursor.get("source") == before.fingerprint() for cursor in cursors.values())
-    return before if begun_so else plan
+    """A run that began without an index, of all its sources or some, keeps its order when one is made: the index then
+    only verifies."""
+    begun = {cursor.get("source") for cursor in cursors.values()}
+    return next((each for each in plan.as_it_may_have_begun() if each.fingerprint() in begun), plan)
 
 
 def _parse(cursors: dict[int, dict[str, Any]] | None, plan: Plan) -> dict[int, Any]:
