@@ -256,6 +256,8 @@ def build_loader(
             f"{began + loader.step}; go on from an older one (checkpoint.resume=<its path>), or begin anew with "
             "checkpoint.resume=never"
         )
+    if resumed is not None:  # the next checkpoint names the shards of now, and its cursors are to be of the same
+        resumed.state["cursors"] = loader.cursors
     return loader, began
 
 
@@ -297,19 +299,23 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
     if url is None:
         return None
     tokenizer = Tokenizer(architecture.text_cfg.context_length)
+    load = partial(
+        ValLoader,
+        url,
+        image_size=architecture.vision_cfg.image_size,
+        context_length=architecture.text_cfg.context_length,
+        batch_size=config.evaluate.batch_size,
+        rank=dist.rank(),
+        world_size=dist.world_size(),
+        caption_key=config.data.caption_key,
+        verify=config.data.verify,
+        storage=config.storage,
+    )
 
     def run_once() -> dict[str, float]:
-        batches = ValLoader(
-            url,
-            image_size=architecture.vision_cfg.image_size,
-            context_length=architecture.text_cfg.context_length,
-            batch_size=config.evaluate.batch_size,
-            rank=dist.rank(),
-            world_size=dist.world_size(),
-            caption_key=config.data.caption_key,
-            verify=config.data.verify,
-            storage=config.storage,
-        )
+        batches = dist.agreed(load)  # it lists what this node sees: one that sees nothing must not leave the others
+        if len(set(dist.gather_objects(batches.fingerprint()))) > 1:
+            raise UserError(f"data.val ({url}) is not the same list of shards on all nodes; mount it on all")
         out = evaluate(engine, batches, config.evaluate, tokenizer)
         (unusable,) = dist.sum_scalars(batches.num_bad)
         if unusable:

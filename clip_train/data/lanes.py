@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from clip_train.data import dealing, raw
@@ -81,9 +82,9 @@ class LanePlan:
         """What `Cursor.to_dict` gave, from a checkpoint."""
         return Cursor(**cursor)
 
-    def uncounted(self) -> LanePlan:
-        """The order that there was before there was an index."""
-        return replace(self, counts=None)
+    def as_it_may_have_begun(self) -> list[LanePlan]:
+        """This order, and the one that there was before there was an index."""
+        return [self] if self.counts is None or self.resampled else [self, replace(self, counts=None)]
 
     def in_new_epoch(self, cursors: dict[int, Cursor]) -> dict[int, Cursor]:
         """The lanes' positions moved to the start of an epoch that none of them has begun."""
@@ -115,6 +116,10 @@ class LanePlan:
 
     def fingerprint(self) -> int:
         """Changes when cursors of another plan would not mean the same position."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> int:
         names = [shard.rsplit("/", 1)[-1] for shard in self.shards]  # the folder may have moved
         order: list[Any] = [names, self.seed, self.lanes, self.shuffle_block, self.caption_key]
         order += [("counted", self.counts.samples)] if self.counts and not self.resampled else []

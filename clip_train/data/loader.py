@@ -53,7 +53,8 @@ class WorkerTraceback(Exception):
 class TrainLoader:
     """Batches without end; the next is that of step `step`.
 
-    Each carries the cursors behind it, so prefetching cannot skew a checkpoint.
+    Each carries the cursors behind it, so prefetching cannot skew a checkpoint. A lane that no batch has reached yet
+    stands where `cursors` says.
 
     Args:
         image_size: S, pixels.
@@ -99,6 +100,7 @@ class TrainLoader:
         if cursors:
             self.plan = _as_begun(self.plan, cursors)
             cursors = go_on(cursors, shards_then, self.index, self.plan, config.allow_changed_shards)
+        self.cursors = cursors or {}  # where it begins; moved where shards have changed
         parsed = _parse(cursors, self.plan)
         self.step = _step_at(parsed, self.plan, self._sizes)
         workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self.step)
@@ -267,10 +269,10 @@ def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int
 
 
 def _as_begun(plan: Plan, cursors: dict[int, dict[str, Any]]) -> Plan:
-    """A run that began without an index keeps its order when one is made: the index then only verifies."""
-    before = plan.uncounted()
-    begun_so = any(cursor.get("source") == before.fingerprint() for cursor in cursors.values())
-    return before if begun_so else plan
+    """A run that began without an index, of all its sources or some, keeps its order when one is made: the index then
+    only verifies."""
+    begun = {cursor.get("source") for cursor in cursors.values()}
+    return next((each for each in plan.as_it_may_have_begun() if each.fingerprint() in begun), plan)
 
 
 def _parse(cursors: dict[int, dict[str, Any]] | None, plan: Plan) -> dict[int, Any]:

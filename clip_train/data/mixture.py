@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from clip_train.data.lanes import Cursor, Lane, LanePlan, Slot, fingerprint
 WORD = 1 << 64
 # 2^64 / golden ratio, odd: its multiples, in any stride, fill [0, 2^64) more evenly than random numbers would
 STRIDE = 0x9E3779B97F4A7C15
+MOST_TRIED = 1 << 12  # of the orders in which a run may have begun: all of them with 12 sources
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,12 @@ class Mixture:
         parsed = (plan.parse(dict(each)) for plan, each in zip(self.plans, cursor["sources"], strict=True))
         return MixedCursor(cursor["count"], tuple(parsed))
 
-    def uncounted(self) -> Mixture:
-        """The order that there was before there was an index."""
-        return replace(self, plans=tuple(plan.uncounted() for plan in self.plans))
+    def as_it_may_have_begun(self) -> Iterator[Mixture]:
+        """This order, and those that there were before each of the sources, or some, had an index."""
+        choices = [plan.as_it_may_have_begun() for plan in self.plans]
+        none_indexed = tuple(choice[-1] for choice in choices)  # that of most runs, should there be too many to try
+        for plans in itertools.islice(itertools.chain([none_indexed], itertools.product(*choices)), MOST_TRIED):
+            yield replace(self, plans=plans)
 
     def in_new_epoch(self, cursors: dict[int, MixedCursor]) -> dict[int, MixedCursor]:
         """The lanes' positions moved, in every source, to the start of an epoch that none of them has begun."""

@@ -67,19 +67,26 @@ def go_on(
     """The checkpoint's cursors; where the shards have changed and that is allowed, at the start of another epoch.
 
     Raises:
-        UserError: they have changed, and it is not allowed.
+        UserError: they have changed, and it is not allowed; they are more sources now, or fewer.
     """
     changes = ShardList.of(index).changes_since(ShardList.unpack(then)) if then else ""
     if not changes:
         return cursors
+    try:
+        at: dict[int, Any] = {
+            lane: plan.parse({k: v for k, v in cursor.items() if k != "source"}) for lane, cursor in cursors.items()
+        }
+    except (LookupError, TypeError, ValueError) as e:
+        raise UserError(
+            f"data.train has another number of sources than the checkpoint was written with: {changes}. Restore it and "
+            "data.train_weights, or set checkpoint.allow_changed_recipe=true to go on with the weights and begin the "
+            "data anew (not with batch.schedule)"
+        ) from e
     if not allowed:
         raise UserError(
             f"data.train is not the list of shards that the checkpoint was written with: {changes}. Restore it, or set "
             "data.allow_changed_shards=true to go on with the new one, from the start of an epoch"
         )
-    at: dict[int, Any] = {
-        lane: plan.parse({k: v for k, v in cursor.items() if k != "source"}) for lane, cursor in cursors.items()
-    }
     return {lane: {**cursor.to_dict(), "source": plan.fingerprint()} for lane, cursor in plan.in_new_epoch(at).items()}
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from clip_train.data import raw
 from clip_train.data.bad_samples import Bad, BadSample, BadTable
-from clip_train.data.index import find_index
-from clip_train.data.lanes import Raw, read_shard
+from clip_train.data.index import find_index, split
+from clip_train.data.lanes import Raw, fingerprint, read_shard
 from clip_train.data.sources import Reading, expand
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.transforms import EvalTransform, decode_image
@@ -88,6 +88,10 @@ class ValLoader:
                     yield from self._batch(group, pool)
                     group = []
             yield from self._batch(group, pool)
+
+    def fingerprint(self) -> int:
+        """Differs between ranks that do not see the same shards: their parts would not make a whole."""
+        return fingerprint([split(shard)[1] for shard in self.shards])  # the folder may have another name there
 
     def bad_sample_table(self) -> str:
         """What this rank left out, by reason and shard; what no rank can use stands in every rank's."""

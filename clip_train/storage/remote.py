@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from clip_train.errors import UserError
+from clip_train.storage.answers import describe
 from clip_train.storage.base import Entry
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
@@ -48,14 +50,27 @@ def open_read(url: str, config: StorageConfig, checksums: Checksums | None = Non
 
 def write_bytes(url: str, data: bytes) -> None:
     """One object, by a single put: whole or not at all. OSError."""
-    fs, path = filesystem(url)
-    fs.pipe_file(path, data)
+    with _as_os_errors(url):
+        fs, path = filesystem(url)
+        fs.pipe_file(path, data)
 
 
 def glob(pattern: str) -> list[str]:
-    """The URLs that match, sorted; empty where none does."""
-    fs, path = filesystem(pattern)
-    return sorted(fs.unstrip_protocol(match) for match in fs.glob(path))
+    """The URLs that match, sorted; empty where none does. OSError."""
+    with _as_os_errors(pattern):
+        fs, path = filesystem(pattern)
+        return sorted(fs.unstrip_protocol(match) for match in fs.glob(path))
+
+
+@contextlib.contextmanager
+def _as_os_errors(url: str) -> Iterator[None]:
+    """What a file system's own client raises (no credentials, no way to the endpoint) is an OSError here, in words."""
+    try:
+        yield
+    except (OSError, UserError):
+        raise
+    except Exception as e:
+        raise OSError(f"{url}: {describe(e)}") from e
 
 
 class RemoteStorage:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import json
 from pathlib import Path
 
 import pytest
 
-from clip_train.data import DataConfig, TrainLoader
+from clip_train.data import DataConfig, TrainLoader, merge_cursors
 from clip_train.data.index import ShardIndex, find_index
 from clip_train.data.indexing import index_shards, write_indexes
 from clip_train.data.shard_list import ShardList
@@ -20,7 +21,7 @@ LANES = 2
 
 def loader_of(folder: Path, **arguments) -> TrainLoader:
     settings = {"workers": 0, "lanes": LANES, "shuffle_block": 4, **arguments.pop("settings", {})}
-    config = DataConfig(train=str(folder / "*.tar"), **settings)
+    config = DataConfig(**{"train": str(folder / "*.tar"), **settings})
     return TrainLoader(config, image_size=16, context_length=8, global_size=4, seed=1, **arguments)
 
 
@@ -88,6 +89,23 @@ def test_going_on_with_new_shards_begins_an_epoch_and_repeats_no_seed(folder: Pa
     assert {cursor["epoch"] for cursor in after[0].cursors.values()} == {began + 1}
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_checkpoint_soon_after_a_change_can_be_gone_on_from(folder: Path, steps: int) -> None:
+    """Before any batch, and where a batch has reached only some of the lanes."""
+    settings = {"lanes": 8, "allow_changed_shards": True}
+    with loader_of(folder, settings=settings) as loader:
+        batches = [next(loader) for _ in range(4)]
+    state = {"cursors": merge_cursors(batch.cursors for batch in batches), "shards_then": loader.shard_list}
+    add(folder)
+    with loader_of(folder, **state, settings=settings) as loader:
+        position = merge_cursors([loader.cursors, *(next(loader).cursors for _ in range(steps))])
+        expected = [next(loader).keys for _ in range(6)]
+    state = {"cursors": json.loads(json.dumps(position)), "shards_then": loader.shard_list}
+    with loader_of(folder, **state, settings=settings) as loader:
+        assert loader.step == 4 + steps
+        assert [next(loader).keys for _ in range(6)] == expected
+
+
 def test_without_an_index_the_names_are_compared(folder: Path) -> None:
     state = checkpoint(folder)
     change(folder)
@@ -105,6 +123,52 @@ def test_an_index_made_since_changes_nothing(folder: Path) -> None:
     index(folder)
     with loader_of(folder, **state) as loader:
         assert [next(loader).keys for _ in range(4)] == whole[5:]
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["a", "b"])
+def test_an_index_made_since_of_one_source_of_two_changes_nothing(tmp_path: Path, first: int) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        write_dataset(folder, [12, 9])
+    settings = {"train": "::".join(f"{folder}/*.tar" for folder in folders), "train_weights": [1, 1]}
+    index(folders[first])
+    with loader_of(tmp_path, settings=settings) as loader:
+        batches = [next(loader) for _ in range(9)]
+    state = {"cursors": batches[4].cursors, "shards_then": loader.shard_list}
+    index(folders[1 - first])
+    for _ in range(2):  # also from a checkpoint that was written since
+        with loader_of(tmp_path, **state, settings=settings) as loader:
+            assert [next(loader).keys for _ in range(4)] == [batch.keys for batch in batches[5:]]
+        state["shards_then"] = loader.shard_list
+
+
+SOURCES: dict[str, tuple[list[str], list[str]]] = {  # then, now
+    "one more": (["a", "b"], ["a", "b", "c"]),
+    "one less": (["a", "b", "c"], ["a", "b"]),
+    "a mixture since": (["a"], ["a", "b"]),
+    "no mixture any more": (["a", "b"], ["a"]),
+}
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("change", SOURCES)
+def test_another_number_of_sources_is_refused_with_what_helps(tmp_path: Path, change: str, allowed: bool) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / f"{name}.tar", [m for i in range(9) for m in sample(f"{name}{i}", i)])
+
+    def settings(names: list[str]) -> dict:
+        weights = [1] * len(names) if len(names) > 1 else None
+        train = "::".join(f"{tmp_path / name}/*.tar" for name in names)
+        return {"train": train, "train_weights": weights, "allow_changed_shards": allowed}
+
+    then, now = SOURCES[change]
+    with loader_of(tmp_path, settings=settings(then)) as loader:
+        state = {"cursors": next(loader).cursors, "shards_then": loader.shard_list}
+    with pytest.raises(UserError, match=r"another number of sources.*1 (added|removed) \(") as caught:
+        loader_of(tmp_path, **state, settings=settings(now))
+    assert "checkpoint.allow_changed_recipe=true" in str(caught.value)
+    assert "allow_changed_shards" not in str(caught.value)
 
 
 def test_another_order_of_the_same_shards(folder: Path) -> None:

@@ -60,17 +60,23 @@ def start(
     verb: str = "train",
     torchrun: str = "torch.distributed.run",
     fault: str = "",
+    cwd: Path | None = None,
+    environ_of_rank: dict[str, str] | None = None,
 ) -> subprocess.Popen:
-    """`clip-train VERB recipe overrides`, under torchrun where there is more than one rank. fault: see faults/."""
+    """`clip-train VERB recipe overrides`, under torchrun where there is more than one rank. fault: see faults/.
+
+    environ_of_rank: RANK and its like, of one rank of several that are started one by one.
+    """
     line = ["-m", "launcher", verb, str(recipe), *overrides]
     if ranks > 1:
         line = ["-m", torchrun, "--standalone", "--nproc-per-node", str(ranks), *line]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{FAULTS}" if fault else str(ROOT), "FAULT": fault}
+    environ |= environ_of_rank or {}
     return subprocess.Popen(
         [sys.executable, *line],
         env=environ,
-        cwd=recipe.parent,
+        cwd=cwd or recipe.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""Indexed shards, and shards that change between two runs, through the real command."""
+"""Indexed shards, and shards that are not the same in two runs or on two nodes, through the real command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from clip_train.data.indexing import index_shards, write_indexes
 from clip_train.data.sources import expand
 from launcher.cli import main
-from tests.launcher.conftest import RECIPE, metrics, run
+from tests.launcher.conftest import RECIPE, finish, kill, metrics, run, start
+from tests.launcher.test_launchers import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -24,16 +25,48 @@ def test_changed_shards_are_noticed_at_resume(tmp_path: Path, data, model, capsy
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(run_dir=tmp_path / "run", train=shards / "*.tar", model=model))
     write_indexes(index_shards([str(path) for path in shards.glob("*.tar")], workers=1))
+    lanes = "data.lanes=64"  # a step, of 32 samples, reaches half of them: the others' cursors must follow as well
 
-    status, out = run(recipe, "run.steps=8")
+    status, out = run(recipe, lanes, "run.steps=8")
     assert status == 0, out
     assert "all indexed: every block is verified, " in out and "samples in an epoch" in out
     shutil.copy(first, shards / "extra.tar")
     assert main(["index", str(shards / "extra.tar"), "--workers", "1"]) == 0
-    status, out = run(recipe, "run.steps=12")
+    status, out = run(recipe, lanes, "run.steps=12")
     assert status == 2, out
     assert out.count("1 added (extra.tar)") == 1 and "data.allow_changed_shards=true" in out
     assert metrics(tmp_path / "run")[-1]["step"] == 8
-    status, out = run(recipe, "run.steps=12", "data.allow_changed_shards=true")
-    assert status == 0, out
+    for steps in (9, 12):
+        status, out = run(recipe, lanes, f"run.steps={steps}", "data.allow_changed_shards=true")
+        assert status == 0, out
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("on_the_second", [0, 1], ids=["no shard", "another shard"])
+def test_a_node_without_the_validation_set_ends_all_with_its_reason(
+    tmp_path: Path, recipe: Path, data, on_the_second: int
+) -> None:
+    """Two nodes: a relative path, of which each rank sees what its own folder has."""
+    shards = expand(data.val)
+    nodes = []
+    port = free_port()
+    for rank in range(2):
+        seen = tmp_path / f"node{rank}" / "val"
+        seen.mkdir(parents=True)
+        for number in range(1 if rank == 0 else on_the_second):
+            shutil.copy(shards[0], seen / f"{rank}{number}.tar")
+        environ = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        line = "run.steps=6", "data.val=val/*.tar"
+        nodes.append(start(recipe, *line, cwd=seen.parent, environ_of_rank=environ))
+    try:
+        told = [finish(node, timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            kill(node)
+    status, out = told[0 if on_the_second else 1]
+    assert status == 2, told
+    reason = "is not the same list of shards on all nodes; mount it on all" if on_the_second else "matches no shard"
+    assert f"error: data.val (val/*.tar) {reason}" in out
+    assert sum(out.count("clip-train: ") for _, out in told) == 1, told
+    assert (tmp_path / "run" / "VERDICT").read_text().startswith("FATAL") and metrics(tmp_path / "run")[-1]["step"] == 6

@@ -1,13 +1,16 @@
 """Paths and URLs of shards. `memory://` stands for every fsspec protocol."""
 
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from clip_train.data.sources import expand
 from clip_train.errors import UserError
-from clip_train.storage import Entry, expand_glob, is_remote, local_path, open_read, open_storage
+from clip_train.storage import Entry, expand_glob, is_remote, local_path, open_read, open_storage, write_bytes
+from tests.s3.conftest import forget_file_systems
 
 
 @pytest.fixture
@@ -84,3 +87,33 @@ def test_remote_storage_refuses_to_write(bucket: str, tmp_path: Path) -> None:
 def test_an_unknown_protocol_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="not a URL that fsspec can open"):
         open_read("s4://bucket/key")
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No S3 to be asked: nothing listens at the endpoint, and credentials come only from the environment."""
+    with socket.socket() as taken:  # and not listened on
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+            monkeypatch.setenv(name, "/nowhere")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        forget_file_systems()
+        yield
+        forget_file_systems()
+
+
+@pytest.mark.parametrize("key, told", [("", "NoCredentialsError.*; log in, set AWS_PROFILE"), ("k", "EndpointConnect")])
+def test_s3_that_cannot_be_asked_is_a_mistake_in_words(
+    nowhere: None, monkeypatch: pytest.MonkeyPatch, key: str, told: str
+) -> None:
+    if key:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key)
+    with pytest.raises(UserError, match=rf"data\.val \(s3://b/x/\*\.tar\) cannot be listed .*{told}"):
+        expand("s3://b/x/*.tar", "data.val")
+    with pytest.raises(OSError, match=f"s3://b/sizes.json: {told}"):
+        write_bytes("s3://b/sizes.json", b"{}")
