@@ -34,6 +34,7 @@ from clip_train.data.pipeline import (
     Plan,
     SlotSource,
     Stage,
+    unpack,
 )
 from clip_train.data.shard_list import ShardList, go_on
 from clip_train.data.shares import RankShare
@@ -117,7 +118,7 @@ class TrainLoader:
         self._prefetch = config.prefetch
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._limit = BadSampleLimit(config.bad_sample_limit)
-        self._pieces: Iterator[Piece | Failure] | None = None
+        self._pieces: Iterator[Piece | Failure] | Iterator[Tensor] | None = None  # packed by workers
         self._closed = False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -156,7 +157,7 @@ class TrainLoader:
         """All bad samples that this rank met so far, by reason and shard."""
         return str(self._limit.table)
 
-    def _start(self) -> Iterator[Piece | Failure]:
+    def _start(self) -> Iterator[Piece | Failure] | Iterator[Tensor]:
         if not self._workers:
             return iter(self._stream)
         _check_picklable(self._stream)
@@ -188,6 +189,8 @@ class TrainLoader:
             if "exited unexpectedly" not in str(e) and "killed by signal" not in str(e):
                 raise
             raise _worker_died(e) from e
+        if isinstance(piece, Tensor):
+            piece = unpack(piece)
         if isinstance(piece, Failure):
             raise piece.error from (WorkerTraceback(piece.traceback) if piece.traceback else None)
         return piece

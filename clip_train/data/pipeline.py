@@ -75,6 +75,20 @@ class Failure:
         return cls(error, traceback.format_exc())
 
 
+def pack(made: Piece | Failure) -> Tensor:
+    """What a worker hands over, as uint8 [bytes]: only the name of a shared memory goes through the workers' one pipe.
+
+    A message of more than PIPE_BUF is written in parts: a worker killed between two of them, which holds the pipe's
+    lock, would leave the trainer waiting for the rest of it without end.
+    """
+    return torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> Piece | Failure:
+    made: Piece | Failure = pickle.loads(packed.numpy().tobytes())
+    return made
+
+
 @dataclass
 class _StepSlot:
     """A slot, numbered; the last of a step carries the cursors behind it."""
@@ -232,7 +246,7 @@ GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class PieceStream(IterableDataset):
-    """The pipeline in a worker: pieces without end, or one `Failure`, with the error as it was raised."""
+    """The pipeline in a worker: pieces without end, or one `Failure`, with the error as it was raised; packed there."""
 
     def __init__(self, source: SlotSource, stages: tuple[Stage, ...], decode: Decode, collate: Collate) -> None:
         self.pipeline = webdataset.DataPipeline(source, *stages, decode, collate)
@@ -243,11 +257,15 @@ class PieceStream(IterableDataset):
         """Before it goes to the workers."""
         self._collate.memory = memory
 
-    def __iter__(self) -> Iterator[Piece | Failure]:
-        if get_worker_info() is not None:
-            torch.set_num_threads(1)
-            outlive_signals(self.closing)
-            threading.Thread(target=end_with_the_trainer, daemon=True).start()
+    def __iter__(self) -> Iterator[Piece | Failure] | Iterator[Tensor]:
+        if get_worker_info() is None:
+            return self._made()
+        torch.set_num_threads(1)
+        outlive_signals(self.closing)
+        threading.Thread(target=end_with_the_trainer, daemon=True).start()
+        return map(pack, self._made())
+
+    def _made(self) -> Iterator[Piece | Failure]:
         try:
             yield from self.pipeline
         except Exception as e:

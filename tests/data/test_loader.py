@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import json
 import os
+import pickle
+import select
 import signal
 import time
 from pathlib import Path
@@ -220,6 +222,19 @@ def test_a_killed_worker_is_an_error_not_a_hang(folder):
     with pytest.raises(DataError, match="worker died"):
         for _ in range(100):
             next(loader)
+
+
+def test_what_workers_hand_over_is_small_enough_to_be_written_whole(tmp_path):
+    """More than PIPE_BUF is written in parts, and the trainer waits for the rest of what a killed worker began."""
+    write_shard(tmp_path / "a.tar", [m for i in range(40) for m in sample(f"{i:090d}", i)])  # long keys
+    plain = next(loader_of(config_of(tmp_path), global_size=256))
+    assert len(pickle.dumps(plain.keys[:128])) > 2 * select.PIPE_BUF
+    with loader_of(config_of(tmp_path, workers=2), global_size=256) as loader:
+        loader._pieces = loader._start()
+        pipe = loader._pieces._worker_result_queue._reader
+        for _ in range(4):  # two of each worker
+            assert pipe.poll(60)
+            assert 0 < len(pipe.recv_bytes()) + 4 <= select.PIPE_BUF  # with its length in front
 
 
 def test_close_ends_the_workers(folder):
