@@ -8,9 +8,10 @@ whatever the layout, a byte comes from the store once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from clip_train import dist
@@ -29,6 +30,7 @@ from clip_train.checkpoint.layout import BLOCK_BYTES
 from clip_train.checkpoint.marks import Found, readable
 from clip_train.checkpoint.part import Part, new_token, remove_abandoned
 from clip_train.checkpoint.shares import Range, Span, deal
+from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage, Storage
 
 TELL_SECONDS = 10.0  # between lines about a fetch that takes long
@@ -169,7 +171,8 @@ class Bringer:
             whole = (first, end * BLOCK_BYTES >= entry.size) == (0, True)
             mine = entry.rank == dist.rank() and len(self._files) == dist.world_size()
             if self._shared or (whole and mine):
-                named[i] = readable(self._local, lambda _, path=self._paths[i]: Part(path, token))  # type: ignore[misc]
+                with self._writing():
+                    named[i] = Part(self._paths[i], token)
         return named
 
     def _fetch(self, spans: list[Span], targets: dict[int, Part]) -> str | None:
@@ -185,13 +188,15 @@ class Bringer:
                 data = fetch_block(remote, name, self._files[job.file], job.first)
             except FileNotFoundError:
                 raise DamagedBlockError(f"{name} is missing") from None
-            self._sink(job.file, targets).put(job.first * BLOCK_BYTES, data)
+            with self._writing():
+                self._sink(job.file, targets).put(job.first * BLOCK_BYTES, data)
 
         def fetch_all() -> None:
             for job in in_parallel(fetch, jobs):
                 progress.add(self._length(job))
-            for target in targets.values():
-                target.sync()
+            with self._writing():
+                for target in targets.values():
+                    target.sync()
             for span in spans:
                 entry = self._files[span.file]
                 if not entry.blocks and self._sink(span.file, targets).sha256(entry.size) != entry.sha256:
@@ -203,6 +208,18 @@ class Bringer:
             return f"{remote.url}: {e}"
         return None
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """CheckpointError, which is not the store's, where this disk does not take it."""
+        try:
+            yield
+        except OSError as e:
+            where = f"{self._local.root}, to which the checkpoint of step {self._step} is fetched"
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                remedy = "make room there, or lower checkpoint.keep_last"
+                raise CheckpointError(f"the disk is full at {where} ({e.strerror}): {remedy}") from e
+            raise CheckpointError(f"cannot write at {where}: {type(e).__name__}: {e}; mend it, or set run.dir") from e
+
     def _sink(self, file: int, targets: dict[int, Part]) -> Part | SparseFile:
         if file in targets:
             return targets[file]
@@ -212,7 +229,8 @@ class Bringer:
     def _finish(self, spans: list[Span], targets: dict[int, Part]) -> None:
         for span in spans:
             if span.file in targets and span.first == 0:  # of those who wrote to it, one
-                readable(self._local, lambda _, i=span.file: targets[i].finish())  # type: ignore[misc]
+                with self._writing():
+                    targets[span.file].finish()
             if self._sparse is None:
                 continue
             ranges = [span.range(self._files[span.file].size)]

@@ -12,18 +12,24 @@ from datetime import datetime, timezone
 from typing import Any
 
 from clip_train.checkpoint import layout, lease, marks
+from clip_train.checkpoint.files import in_parallel
 from clip_train.checkpoint.layout import Commit, FileEntry, Manifest
 from clip_train.checkpoint.order import Order, OvertakenError, RefusedError, explain
 from clip_train.errors import CheckpointError
 from clip_train.storage import Storage
 
 _POLL_SECONDS = (0.05, 2.0)  # between looks for the other ranks' words: at first, at most
+_UNLISTED = 8  # ranks that are asked for in a look, in turn, though no listing shows their words: it may hide some
 
 
 def put_word(store: Storage, order: Order, word: dict[str, Any]) -> None:
     """This rank's word about its part: `files`, or `error`. OSError."""
     body = {"rank": order.rank, "step": order.step, **word}
-    store.put_bytes(f"{order.prefix}/{layout.rank_manifest(order.rank)}", layout.seal(body))
+    store.put_bytes(_word_name(order, order.rank), layout.seal(body))
+
+
+def _word_name(order: Order, rank: int) -> str:
+    return f"{order.prefix}/{layout.rank_manifest(rank)}"
 
 
 class Committer:
@@ -93,20 +99,28 @@ class Committer:
     def _gather_words(self, store: Storage, order: Order) -> list[FileEntry]:
         """Every rank's entries. RefusedError where a rank has failed or says nothing in time; OSError."""
         words: dict[int, list[FileEntry]] = {}
+
+        def ask(rank: int) -> None:
+            try:
+                word = marks.read_sealed(store, _word_name(order, rank))
+            except FileNotFoundError:
+                return
+            except ValueError as e:
+                raise CheckpointError(f"the word of rank {rank} makes no sense: {e}") from e
+            if "error" in word:
+                raise (OvertakenError if word.get("overtaken") else RefusedError)(f"rank {rank}: {word['error']}")
+            words[rank] = [FileEntry(**entry) for entry in word["files"]]
+
+        missing = list(range(order.world_size))
         pause, most = _POLL_SECONDS
         while True:
-            for rank in set(range(order.world_size)) - set(words):
-                try:
-                    word = marks.read_sealed(store, f"{order.prefix}/{layout.rank_manifest(rank)}")
-                except FileNotFoundError:
-                    continue
-                except ValueError as e:
-                    raise CheckpointError(f"the word of rank {rank} makes no sense: {e}") from e
-                if "error" in word:
-                    raise (OvertakenError if word.get("overtaken") else RefusedError)(f"rank {rank}: {word['error']}")
-                words[rank] = [FileEntry(**entry) for entry in word["files"]]
-            missing = sorted(set(range(order.world_size)) - set(words))
-            if not missing:
+            there = {entry.name for entry in store.list(order.prefix)} if len(missing) > _UNLISTED else set()
+            unlisted = [rank for rank in missing if _word_name(order, rank) not in there]
+            asked = [rank for rank in missing if _word_name(order, rank) in there] + unlisted[:_UNLISTED]
+            for _ in in_parallel(ask, asked):
+                pass
+            missing = [rank for rank in unlisted[_UNLISTED:] + asked if rank not in words]  # the others' turn next
+            if len(words) == order.world_size:
                 return [entry for rank in sorted(words) for entry in words[rank]]
             with self._changed:
                 self._changed.wait_for(lambda: order.prefix in self._cancelled, timeout=pause)
@@ -114,7 +128,7 @@ class Committer:
                     raise RefusedError(self._cancelled[order.prefix])
             pause = min(1.5 * pause, most)
             if time.monotonic() > order.since + self._timeout:
-                shown = ", ".join(map(str, missing[:8]))
+                shown = ", ".join(map(str, sorted(missing)[:8]))
                 raise RefusedError(
                     f"nothing from ranks {shown} under {store.url}/{order.prefix} after "
                     f"{self._timeout:.0f} s: is it a place that all ranks share?"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import re
 import time
 from pathlib import Path
 
+import pytest
+
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage
 from tests.checkpoint.parts import committed, cut, whole
 
@@ -16,15 +21,19 @@ def manager(root: Path, disk: str) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(remote=str(root / "store")), root / disk)
 
 
+def save_one(root: Path) -> None:
+    first = manager(root, "old")
+    assert first.save(1, cut(whole(1), 0, 1), {}, {"step": 1}, wait=True)
+    first.close()
+
+
 def killed_while_it_fetches(root: Path) -> None:
     LocalStorage.read_range = lambda *_: os._exit(9)  # type: ignore[method-assign, assignment, return-value]
     manager(root, "new").resume()
 
 
 def test_what_killed_fetches_have_left_goes_before_the_next(tmp_path: Path) -> None:
-    first = manager(tmp_path, "old")
-    assert first.save(1, cut(whole(1), 0, 1), {}, {"step": 1}, wait=True)
-    first.close()
+    save_one(tmp_path)
     for _ in range(2):
         process = multiprocessing.get_context("spawn").Process(target=killed_while_it_fetches, args=(tmp_path,))
         process.start()
@@ -44,3 +53,22 @@ def test_what_killed_fetches_have_left_goes_before_the_next(tmp_path: Path) -> N
     assert resumed is not None and resumed.step == 1 and set(committed(tmp_path / "new")) == {1}
     # of a process that runs on another machine, and of one that runs here
     assert set((tmp_path / "new").rglob(".*.part")) == {theirs, mine}
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_disk_that_fills_up_is_not_taken_for_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    save_one(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        with pytest.raises(
+            CheckpointError, match=f"the disk is full at {re.escape(str(tmp_path / 'new'))}, .*make room"
+        ):
+            manager(tmp_path, "new").resume()
+    assert not list((tmp_path / "new").rglob(".*.part"))
+    assert manager(tmp_path, "new").resume() is not None
