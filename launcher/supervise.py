@@ -250,7 +250,8 @@ class Supervisor:
         early = stopped_early(marks, text)
         if not word and early is not None:
             return Outcome("PREEMPTED", before, after, early, (), self.signals.terminated, stop_file)
-        cause = find_cause(marks, read_ranks(folder), text, status, terminated=self.signals.terminated)
+        ranks, terminated = read_ranks(folder), self.signals.terminated
+        cause = find_cause(marks, ranks, text, status, job_nodes=self.nodes, terminated=terminated)
         word = "FATAL" if cause.fatal else word or "CRASHED"
         return Outcome(word, before, after, cause.reason, cause.nodes, self.signals.terminated, stop_file)
 
