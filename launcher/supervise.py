@@ -45,6 +45,8 @@ from launcher.marks import (
 )
 from launcher.verdict import clear_verdict, read_verdict, write_verdict
 
+CLAIM_SECONDS = 10.0  # for a job that has made its attempt's log to begin it
+
 
 class Signals:
     """What Slurm has told this process."""
@@ -113,11 +115,23 @@ class Supervisor:
     def __init__(self, run_dir: Path, steps: int, limits: Limits, signals: Signals, *, chain: bool = False) -> None:
         self.run_dir, self.steps, self.limits, self.signals, self.chain = run_dir, steps, limits, signals, chain
         self.job = os.environ["SLURM_JOB_ID"]
-        self.history = History(run_dir)
         self.nodes = node_names()
+        self.history = History(run_dir)
 
     def run(self, command: Sequence[str]) -> int:
         """Returns the batch job's exit status. OSError where the run directory cannot be written."""
+        while True:
+            status = self._nothing_to_do()
+            if status is not None:
+                return status
+            log = self._claim()
+            if log is not None:
+                return self._attempt(command, log)
+            time.sleep(0.2)
+            self.history = History(self.run_dir)
+
+    def _nothing_to_do(self) -> int | None:
+        """The exit status where another job trains this run, it has been given up, or is done."""
         other = self._running_elsewhere()
         if other is not None:
             say(f"error: job {other} trains {self.run_dir} already: scancel one of them, or choose another run.name")
@@ -130,9 +144,29 @@ class Supervisor:
             say(f"{self.run_dir} is done already")
             self._end_chain()
             return 0
-        number, before = self.history.next_number, committed_step(self.run_dir)
-        log = self.run_dir / "attempts" / f"{number:04d}.log"
+        return None
+
+    def _claim(self) -> Path | None:
+        """The log of the next attempt, which no other job can make any more; None where one has been quicker.
+
+        Between a job's log and its `begin` lies a moment: who finds the one without the other waits for it.
+        """
+        end = time.monotonic() + CLAIM_SECONDS
+        while self.history.announced and time.monotonic() < end:
+            time.sleep(0.2)
+            self.history = History(self.run_dir)
+            if not self.history.announced:
+                return None
+        log = self.run_dir / "attempts" / f"{self.history.next_number:04d}.log"
         log.parent.mkdir(exist_ok=True)
+        try:
+            log.open("xb").close()
+        except FileExistsError:
+            return None
+        return log
+
+    def _attempt(self, command: Sequence[str], log: Path) -> int:
+        number, before = int(log.stem), committed_step(self.run_dir)
         self.history.append(
             "begin",
             attempt=number,
