@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -43,6 +41,7 @@ from launcher.marks import (
     stopped_early,
     was_terminated,
 )
+from launcher.scheduler import NotLeftOut, answer, end_time, exclusion, node_names, slurm
 from launcher.verdict import clear_verdict, read_verdict, write_verdict
 
 CLAIM_SECONDS = 10.0  # for a job that has made its attempt's log to begin it
@@ -334,21 +333,19 @@ class Supervisor:
         return 1
 
     def _leave_out_bad_nodes(self, job: str) -> None:
-        """The next attempt runs without them, if enough others are there. Slurm takes it for waiting jobs only."""
+        """The next attempt runs without them, if it certainly can. Slurm takes it for waiting jobs only."""
         bad = self.history.bad_nodes(self.limits)
         if not bad:
             return
         told = f"{', '.join(bad)} failed {self.limits.node_failures} times"
-        asked_for = required_nodes(job) & set(bad)
-        if asked_for:  # Slurm would take it and then never start the job: BadConstraints
-            say(f"{told}, but the job asks for {', '.join(sorted(asked_for))} by name: not left out")
-            return
-        others = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) - set(bad)
-        if len(others) < len(self.nodes):
-            say(f"{told}, but there are not {len(self.nodes)} others: not left out")
+        try:
+            nodelist = exclusion(job, bad, self.nodes, os.environ.get("SLURM_JOB_PARTITION", ""))
+        except NotLeftOut as e:
+            return say(f"{told}, but {e}: not left out")
+        if not nodelist:
             return
         for _ in range(20):
-            said = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(bad)}")
+            said = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodelist}")
             if said is None:
                 break
             time.sleep(0.3)
@@ -381,52 +378,6 @@ def committed_step(run_dir: Path) -> int:
         if number.isdigit():
             steps.append(int(number))
     return max(steps)
-
-
-def slurm(*command: str, timeout: float = 60) -> str | None:
-    """Run one of Slurm's commands; None if it worked, else what it said."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except (OSError, subprocess.TimeoutExpired) as e:
-        return f"{shlex.join(command)}: {e}"
-    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or f"status {done.returncode}"
-
-
-def answer(*command: str) -> str:
-    """The output of one of Slurm's commands, empty where it failed."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def node_names() -> list[str]:
-    nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
-    return answer("scontrol", "show", "hostnames", nodelist).split() or [nodelist]
-
-
-def usable_nodes(partition: str) -> set[str]:
-    """Names of the nodes of a partition that are up."""
-    lines = answer("sinfo", "-h", "-N", "-p", partition, "-o", "%N %T").splitlines()
-    up = ("idle", "mixed", "allocated", "completing")
-    return {line.split()[0] for line in lines if line.split()[-1] in up}
-
-
-def required_nodes(job: str) -> set[str]:
-    """Names of the nodes that a job was submitted for (--nodelist)."""
-    found = re.search(r"\bReqNodeList=(\S+)", answer("scontrol", "show", "job", job))
-    if found is None or found[1] == "(null)":
-        return set()
-    return set(answer("scontrol", "show", "hostnames", found[1]).split())
-
-
-def end_time(job: str) -> str:
-    """Unix time of the job's time limit, empty where it has none."""
-    text = answer("squeue", "-h", "-j", job, "-o", "%e").split("\n")[0]
-    try:
-        return str(int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))))
-    except ValueError:
-        return ""
 
 
 if __name__ == "__main__":

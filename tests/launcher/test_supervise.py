@@ -159,6 +159,22 @@ def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
     assert [(line["attempt"], line.get("blamed")) for line in history(tmp_path / "run")] == [(2, None), (2, [])]
 
 
+def test_a_bad_node_is_left_out_beside_those_that_the_user_has_excluded(recipe, bin, tmp_path):
+    """n1 has failed once already, and fails again; the last answer is none."""
+    (tmp_path / "run").mkdir()
+    History(tmp_path / "run").append("end", attempt=1, blamed=["n1"], decision="requeue", failures=0, fruitless=0)
+    shown = "ReqNodeList=(null) ExcNodeList=n9 Features=(null)"
+    (bin / "sinfo").write_text("#!/bin/sh\nfor n in 1 2 9; do echo n$n idle h100 64 1000 0 gpu:8; done\n")
+    for answer, sent in ((f"echo '{shown}'", ["update JobId=7 ExcNodeList=n9,n1"]), ("true", [])):
+        expand = '"show job"*) ' + answer + ';; "show hostnames"*) echo "$3";;'
+        (bin / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> "$SAID"\ncase "$*" in {expand} esac\n')
+        status, out = supervise(recipe, bin, "sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1")
+        assert status == 0 and requeued(bin), out
+        assert [line for line in (bin / "said").read_text().splitlines() if line.startswith("update")] == sent, out
+        assert ("left out of the next attempt" if sent else "not left out") in out, out
+        (bin / "said").unlink()
+
+
 def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tmp_path):
     """TERM, then KILL while the ranks still save: Slurm's doing, not the first node's."""
     run_dir = tmp_path / "run"
