@@ -60,6 +60,8 @@ class History:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
         self.lines: list[dict[str, Any]] = []
+        # before the lines: who makes a log adds its `begin` afterwards
+        self._logs = {file.name for file in (run_dir / "attempts").glob("[0-9][0-9][0-9][0-9]*")}
         if self.path.exists():
             told = (parsed(text) for text in self.path.read_text(errors="replace").splitlines())
             self.lines = [line for line in told if line is not None]
@@ -76,14 +78,22 @@ class History:
 
     @property
     def ends(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["event"] == "end"]
+        """One for each attempt: two jobs that start in the same moment may both settle a lost one."""
+        return list({line["attempt"]: line for line in self.lines if line["event"] == "end"}.values())
 
     @property
     def next_number(self) -> int:
         """Above every attempt that is told of here or has left a log: its marks are not the next one's."""
-        logs = (file.name[:4] for file in (self.path.parent / "attempts").glob("[0-9][0-9][0-9][0-9]*"))
-        numbers = [int(name) for name in logs if name.isdigit()]
-        return 1 + max([line["attempt"] for line in self.lines if line["event"] in NEEDED] + numbers, default=0)
+        return 1 + max(self._begun + [int(name[:4]) for name in self._logs if name[:4].isdigit()], default=0)
+
+    @property
+    def announced(self) -> bool:
+        """The newest attempt has a log and is not told of here: its job is about to begin it, or died then."""
+        return f"{self.next_number - 1:04d}.log" in self._logs and self.next_number - 1 not in self._begun
+
+    @property
+    def _begun(self) -> list[int]:
+        return [line["attempt"] for line in self.lines if line["event"] in NEEDED]
 
     def unfinished(self) -> dict[str, Any] | None:
         """The `begin` of an attempt that never ended: its batch script went down with the node."""

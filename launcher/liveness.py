@@ -18,9 +18,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
@@ -206,6 +207,9 @@ class Liveness:
 
     def _fire(self, seconds: float) -> None:
         where, waiting = position(sys._current_frames().get(self._main or 0))
+        pending = None if waiting else unfinished(recorded()[0])
+        if pending is not None:
+            where, waiting = f"{where}, where {pending} is unfinished", True
         told = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
         leave_mark("hang", told, waiting=waiting)
         if not waiting or this_rank() == 0:
@@ -252,6 +256,8 @@ def stop_time(config: LaunchConfig, environ: Mapping[str, str], now: float) -> f
 
 
 COMMUNICATION = ("/torch/distributed/", "/deepspeed/comm/")
+# Here a rank stands in the file itself: NCCL's results are waited for where they are read. What these call may hang.
+OUR_COMMUNICATION = ("/clip_train/dist.py", "/launcher/meeting.py")
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:
@@ -260,6 +266,8 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
         return "and the main thread is gone", False
     stack = traceback.extract_stack(frame)
     entered = next((i for i, f in enumerate(stack) if any(part in f.filename for part in COMMUNICATION)), None)
+    if entered is None and stack[-1].filename.endswith(OUR_COMMUNICATION):
+        entered = max(i for i, f in enumerate(stack) if f.filename != stack[-1].filename) + 1
     here = stack[-1] if entered is None else stack[max(0, entered - 1)]
     place = f"{'/'.join(here.filename.split('/')[-2:])}:{here.lineno} {here.name}"
     if entered is None:
@@ -271,13 +279,31 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
     return f"waiting in {collective}, called from {place}", True
 
 
-def last_collectives() -> str:
-    """The newest entries of torch's flight recorder: what each group did last, and whether it was completed."""
+def recorded() -> tuple[list[dict[str, Any]], str]:
+    """torch's flight recorder, the oldest entry first, or why there is none."""
     try:
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
-        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])[-4:]
-        told = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries]
-        return f"the last collectives: {'; '.join(told) or 'none recorded'}"
+        return json.loads(_dump_fr_trace_json(True, False)).get("entries", []), ""
     except Exception as e:  # another torch
-        return f"the last collectives are not known: {type(e).__name__}: {e}"
+        return [], f"{type(e).__name__}: {e}"
+
+
+def unfinished(entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """The NCCL collective that some group of this rank has not finished: an asynchronous one is waited for anywhere, in
+    .item() say. A group's newest entry tells: the parts of a coalesced one before it are never marked as completed."""
+    newest = {str(entry.get("process_group")): entry for entry in entries}
+    for entry in newest.values():
+        name = str(entry.get("profiling_name"))
+        if name.startswith("nccl:") and entry.get("state") != "completed" and not entry.get("retired"):
+            return name
+    return None
+
+
+def last_collectives() -> str:
+    """The newest entries of torch's flight recorder: what each group did last, and whether it was completed."""
+    entries, missing = recorded()
+    if missing:
+        return f"the last collectives are not known: {missing}"
+    told = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries[-4:]]
+    return f"the last collectives: {'; '.join(told) or 'none recorded'}"

@@ -168,18 +168,25 @@ SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (\w[\w ]*)")
 
 
 def find_cause(
-    marks: Sequence[Mark], nodes: Sequence[str], log: str, status: int, *, terminated: bool = False
+    marks: Sequence[Mark],
+    nodes: Sequence[str],
+    log: str,
+    status: int,
+    *,
+    job_nodes: Sequence[str] = (),
+    terminated: bool = False,
 ) -> Cause:
     """The first of: an error of its own, a rank that hangs, one killed first, one that vanished.
 
     nodes: by rank, empty if the ranks never met. log: the attempt's, in which srun tells who was killed.
-    terminated: Slurm had told the job to end; who is killed while it still saves is not to blame.
+    job_nodes: all of the job. terminated: Slurm had told the job to end; who is killed while it saves is not to blame.
     """
     silent = [rank for rank in range(len(nodes)) if rank not in {mark.rank for mark in marks}]
+    absent = set() if nodes else set(job_nodes) - {mark.node for mark in marks}
     return (
-        _own_error(marks, nodes)
+        _own_error(marks, nodes or job_nodes)
         or lost_node(log)
-        or _hang(marks, nodes, silent)
+        or _hang(marks, nodes or job_nodes, silent, absent)
         or _death(marks, log, terminated)
         or _vanished(marks, nodes, silent)
         or Cause(f"the ranks ended with status {status} and without a word")
@@ -214,12 +221,22 @@ def _own_error(marks: Sequence[Mark], nodes: Sequence[str]) -> Cause | None:
         of_kind = [mark for mark in marks if mark.kind == kind]
         if of_kind:
             first = of_kind[0]
-            own = {mark.node for mark in of_kind} if kind == "error" else set()
+            own = _alone_with_it(of_kind) if kind == "error" else set()
             return Cause(f"rank {first.rank} on {first.node}: {first.message}", _some(own, nodes), kind == "mistake")
     return None
 
 
-def _hang(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) -> Cause | None:
+def _alone_with_it(errors: Sequence[Mark]) -> set[str]:
+    """Nodes whose error no other node has in the same words: what several have, a broken environment say, is of the
+    run. The rest of its nodes may have been ended before they came so far."""
+    having: dict[str, set[str]] = {}
+    for mark in errors:
+        having.setdefault(mark.message, set()).add(mark.node)
+    return set().union(*(nodes for nodes in having.values() if len(nodes) == 1))
+
+
+def _hang(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int], absent: set[str]) -> Cause | None:
+    """absent: where the ranks have not met, the nodes from which none has left a word: the others wait for them."""
     hangs = [mark for mark in marks if mark.kind == "hang"]
     if not hangs:
         return None
@@ -230,6 +247,9 @@ def _hang(marks: Sequence[Mark], nodes: Sequence[str], silent: Sequence[int]) ->
     if silent:
         told = f"rank {silent[0]} on {nodes[silent[0]]} hangs and does not answer; {hangs[0].message}"
         return Cause(told, _some({nodes[rank] for rank in silent}, nodes))
+    if absent:
+        told = f"no rank has come from {', '.join(sorted(absent))}; {hangs[0].message}"
+        return Cause(told, _some(absent, nodes))
     return Cause(f"all ranks hang in a collective: {hangs[0].message}")
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -43,7 +41,10 @@ from launcher.marks import (
     stopped_early,
     was_terminated,
 )
+from launcher.scheduler import NotLeftOut, answer, end_time, exclusion, node_names, slurm
 from launcher.verdict import clear_verdict, read_verdict, write_verdict
+
+CLAIM_SECONDS = 10.0  # for a job that has made its attempt's log to begin it
 
 
 class Signals:
@@ -113,11 +114,23 @@ class Supervisor:
     def __init__(self, run_dir: Path, steps: int, limits: Limits, signals: Signals, *, chain: bool = False) -> None:
         self.run_dir, self.steps, self.limits, self.signals, self.chain = run_dir, steps, limits, signals, chain
         self.job = os.environ["SLURM_JOB_ID"]
-        self.history = History(run_dir)
         self.nodes = node_names()
+        self.history = History(run_dir)
 
     def run(self, command: Sequence[str]) -> int:
         """Returns the batch job's exit status. OSError where the run directory cannot be written."""
+        while True:
+            status = self._nothing_to_do()
+            if status is not None:
+                return status
+            log = self._claim()
+            if log is not None:
+                return self._attempt(command, log)
+            time.sleep(0.2)
+            self.history = History(self.run_dir)
+
+    def _nothing_to_do(self) -> int | None:
+        """The exit status where another job trains this run, it has been given up, or is done."""
         other = self._running_elsewhere()
         if other is not None:
             say(f"error: job {other} trains {self.run_dir} already: scancel one of them, or choose another run.name")
@@ -130,9 +143,29 @@ class Supervisor:
             say(f"{self.run_dir} is done already")
             self._end_chain()
             return 0
-        number, before = self.history.next_number, committed_step(self.run_dir)
-        log = self.run_dir / "attempts" / f"{number:04d}.log"
+        return None
+
+    def _claim(self) -> Path | None:
+        """The log of the next attempt, which no other job can make any more; None where one has been quicker.
+
+        Between a job's log and its `begin` lies a moment: who finds the one without the other waits for it.
+        """
+        end = time.monotonic() + CLAIM_SECONDS
+        while self.history.announced and time.monotonic() < end:
+            time.sleep(0.2)
+            self.history = History(self.run_dir)
+            if not self.history.announced:
+                return None
+        log = self.run_dir / "attempts" / f"{self.history.next_number:04d}.log"
         log.parent.mkdir(exist_ok=True)
+        try:
+            log.open("xb").close()
+        except FileExistsError:
+            return None
+        return log
+
+    def _attempt(self, command: Sequence[str], log: Path) -> int:
+        number, before = int(log.stem), committed_step(self.run_dir)
         self.history.append(
             "begin",
             attempt=number,
@@ -250,7 +283,8 @@ class Supervisor:
         early = stopped_early(marks, text)
         if not word and early is not None:
             return Outcome("PREEMPTED", before, after, early, (), self.signals.terminated, stop_file)
-        cause = find_cause(marks, read_ranks(folder), text, status, terminated=self.signals.terminated)
+        ranks, terminated = read_ranks(folder), self.signals.terminated
+        cause = find_cause(marks, ranks, text, status, job_nodes=self.nodes, terminated=terminated)
         word = "FATAL" if cause.fatal else word or "CRASHED"
         return Outcome(word, before, after, cause.reason, cause.nodes, self.signals.terminated, stop_file)
 
@@ -299,21 +333,19 @@ class Supervisor:
         return 1
 
     def _leave_out_bad_nodes(self, job: str) -> None:
-        """The next attempt runs without them, if enough others are there. Slurm takes it for waiting jobs only."""
+        """The next attempt runs without them, if it certainly can. Slurm takes it for waiting jobs only."""
         bad = self.history.bad_nodes(self.limits)
         if not bad:
             return
         told = f"{', '.join(bad)} failed {self.limits.node_failures} times"
-        asked_for = required_nodes(job) & set(bad)
-        if asked_for:  # Slurm would take it and then never start the job: BadConstraints
-            say(f"{told}, but the job asks for {', '.join(sorted(asked_for))} by name: not left out")
-            return
-        others = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) - set(bad)
-        if len(others) < len(self.nodes):
-            say(f"{told}, but there are not {len(self.nodes)} others: not left out")
+        try:
+            nodelist = exclusion(job, bad, self.nodes, os.environ.get("SLURM_JOB_PARTITION", ""))
+        except NotLeftOut as e:
+            return say(f"{told}, but {e}: not left out")
+        if not nodelist:
             return
         for _ in range(20):
-            said = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(bad)}")
+            said = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodelist}")
             if said is None:
                 break
             time.sleep(0.3)
@@ -346,52 +378,6 @@ def committed_step(run_dir: Path) -> int:
         if number.isdigit():
             steps.append(int(number))
     return max(steps)
-
-
-def slurm(*command: str, timeout: float = 60) -> str | None:
-    """Run one of Slurm's commands; None if it worked, else what it said."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except (OSError, subprocess.TimeoutExpired) as e:
-        return f"{shlex.join(command)}: {e}"
-    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or f"status {done.returncode}"
-
-
-def answer(*command: str) -> str:
-    """The output of one of Slurm's commands, empty where it failed."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def node_names() -> list[str]:
-    nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
-    return answer("scontrol", "show", "hostnames", nodelist).split() or [nodelist]
-
-
-def usable_nodes(partition: str) -> set[str]:
-    """Names of the nodes of a partition that are up."""
-    lines = answer("sinfo", "-h", "-N", "-p", partition, "-o", "%N %T").splitlines()
-    up = ("idle", "mixed", "allocated", "completing")
-    return {line.split()[0] for line in lines if line.split()[-1] in up}
-
-
-def required_nodes(job: str) -> set[str]:
-    """Names of the nodes that a job was submitted for (--nodelist)."""
-    found = re.search(r"\bReqNodeList=(\S+)", answer("scontrol", "show", "job", job))
-    if found is None or found[1] == "(null)":
-        return set()
-    return set(answer("scontrol", "show", "hostnames", found[1]).split())
-
-
-def end_time(job: str) -> str:
-    """Unix time of the job's time limit, empty where it has none."""
-    text = answer("squeue", "-h", "-j", job, "-o", "%e").split("\n")[0]
-    try:
-        return str(int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))))
-    except ValueError:
-        return ""
 
 
 if __name__ == "__main__":

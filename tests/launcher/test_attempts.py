@@ -119,6 +119,37 @@ def test_the_cause(marks, log, nodes, said):
     assert cause.fatal == (bool(marks) and marks[0].kind == "mistake")
 
 
+FOUR = ("n1", "n2", "n3", "n4")
+
+
+@pytest.mark.parametrize(
+    "marks, nodes, said",
+    [
+        ([mark(rank, "error", f"ImportError {rank}") for rank in range(4)], (), "rank 0 on n1: ImportError 0"),
+        ([mark(rank, "error", "ImportError") for rank in range(3)], (), "ImportError"),  # n4's were ended before
+        (
+            [mark(0, "error", "ImportError"), mark(1, "error", "no GPU"), mark(2, "stopped")],
+            ("n1", "n2"),
+            "ImportError",
+        ),
+        ([mark(rank, "hang", "in meet", waiting=True) for rank in range(3)], ("n4",), "no rank has come from n4"),
+        ([mark(rank, "hang", "in meet", waiting=True) for rank in range(4)], (), "all ranks hang"),
+        ([mark(0, "hang", waiting=True), *(mark(rank, "stopped") for rank in (1, 2))], ("n4",), "no rank has come"),
+        ([mark(0, "hang", waiting=True), mark(3, "hang", "in import")], ("n4",), "rank 3 on n4 hangs: in import"),
+        ([Mark(0, "n1.cluster.local", "hang", "in meet", True)], (), "no rank has come"),  # names that do not agree
+    ],
+)
+def test_the_cause_before_the_ranks_have_met(marks, nodes, said):
+    cause = find_cause(marks, [], "", 1, job_nodes=FOUR)
+    assert cause.nodes == nodes
+    assert said in cause.reason
+
+
+def test_what_several_nodes_say_in_the_same_words_is_no_nodes_fault():
+    errors = [mark(0, "error", "no such module"), mark(1, "error", "no such module"), mark(2, "error", "ECC")]
+    assert find_cause(errors, FOUR, "", 1).nodes == ("n3",)
+
+
 def test_who_is_killed_after_slurm_told_the_job_to_end_is_not_to_blame():
     for log in (KILLED, EXITED):  # srun's ranks; torchrun kills its own, and ends with a status
         assert find_cause([], TWO, log, 1, terminated=True).nodes == ()

@@ -6,14 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from clip_train import dist
 from clip_train.stop import StopRequest
-from launcher.liveness import LaunchConfig, Liveness, phase_limit, position, stop_time
+from launcher.env import RankEnv
+from launcher.liveness import LaunchConfig, Liveness, phase_limit, position, stop_time, unfinished
+from launcher.marks import FOLDER, read_marks
+from launcher.meeting import meet
 from tests.launcher.conftest import ROOT
+from tests.launcher.test_launchers import free_port
 
 
 def until(condition, timeout=10.0) -> bool:
@@ -87,6 +97,106 @@ def test_the_first_step_belongs_to_the_start():
 def test_where_a_rank_stands():
     told, waiting = position(sys._getframe())
     assert not waiting and "test_where_a_rank_stands" in told
+
+
+@pytest.fixture
+def wait_in_c() -> Iterator[Callable[[], object]]:
+    """As tensor.tolist does, until the test is over."""
+    lock = threading.Lock()
+    lock.acquire()
+    yield lock.acquire
+    lock.release()
+
+
+@contextmanager
+def standing(work: Callable[[], object], inside: str) -> Iterator[tuple[str, bool]]:
+    """Where a thread that does `work` stands, once it is in a function of this name."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def here() -> list[str]:
+        frame = sys._current_frames().get(thread.ident)
+        return [] if frame is None else [f.name for f in traceback.extract_stack(frame)]
+
+    assert until(lambda: inside in here())
+    time.sleep(0.2)  # to come to the call in C
+    yield position(sys._current_frames()[thread.ident])
+
+
+def test_a_rank_that_reads_the_result_of_a_collective_waits(wait_in_c, monkeypatch):
+    """NCCL's collectives return at once; the rank stands in .tolist(), outside torch.distributed."""
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    monkeypatch.setattr(dist.torch, "tensor", lambda *values, **more: SimpleNamespace(tolist=wait_in_c))
+    monkeypatch.setattr(dist.torch_dist, "all_reduce", lambda *args, **more: None)
+    with standing(lambda: dist.max_scalars(1.0), "max_scalars") as (told, waiting):
+        assert waiting and told.startswith("waiting in max_scalars, called from launcher/test_liveness.py")
+
+
+def test_a_rank_that_does_its_own_work_under_an_agreement_hangs_by_itself(wait_in_c):
+    def read_a_disk_that_does_not_answer() -> None:
+        wait_in_c()
+
+    with standing(lambda: dist.agreed(read_a_disk_that_does_not_answer), "read_a_disk_that_does_not_answer") as where:
+        assert where[1] is False and "read_a_disk_that_does_not_answer" in where[0]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_waits_for_the_others_to_come_waits(missing):
+    def env(rank: int) -> RankEnv:
+        return RankEnv(rank, 2, 0, 1, "127.0.0.1", port, "this test")
+
+    port = free_port()
+    inside = "_wait_for_word" if missing else "open_store"  # rank 0 holds the store
+    with standing(lambda: meet(env(1 - missing), 30), inside) as (told, waiting):
+        assert waiting and told.startswith("waiting in meet, called from launcher/test_liveness.py")
+        meet(env(missing), 30)
+
+
+def entry(name: str, state: str, group: str = "0", retired: bool = False) -> dict:
+    return {"process_group": [group, "default_pg"], "profiling_name": name, "state": state, "retired": retired}
+
+
+@pytest.mark.parametrize(
+    "entries, told",
+    [
+        ([], None),
+        ([entry("nccl:all_reduce", "completed")], None),
+        ([entry("nccl:all_reduce", "completed"), entry("nccl:all_reduce", "scheduled")], "nccl:all_reduce"),
+        ([entry("nccl:all_gather", "started", "7"), entry("nccl:all_reduce", "completed")], "nccl:all_gather"),
+        ([entry("nccl:send", "scheduled"), entry("nccl:coalesced", "completed")], None),
+        ([entry("nccl:send", "scheduled"), entry("nccl:coalesced", "started")], "nccl:coalesced"),
+        ([entry("nccl:all_reduce", "scheduled", retired=True)], None),
+        ([entry("gloo:all_reduce", "scheduled")], None),  # blocks in torch.distributed itself
+    ],
+)
+def test_a_collective_that_is_not_finished(entries, told):
+    assert unfinished(entries) == told
+
+
+def test_the_flight_recorder_of_this_torch_can_be_read():
+    code = (
+        "import torch, torch.distributed as d; from launcher.liveness import recorded, unfinished\n"
+        "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\n"
+        "d.all_reduce(torch.ones(2)); entries, missing = recorded()\n"
+        "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), (entries, missing)\n"
+        "entries[-1]['profiling_name'] = 'nccl:all_reduce'; assert unfinished(entries) is None, entries\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_the_mark_of_a_rank_behind_an_unfinished_collective_says_that_it_waits(tmp_path):
+    code = (
+        "import sys, time; from launcher import liveness\n"
+        "pending = {'profiling_name': 'nccl:all_reduce', 'state': 'scheduled'}\n"
+        "liveness.recorded = lambda: ([pending], '')\n"
+        "config = liveness.LaunchConfig(hang_start_seconds=0.5)\n"
+        "liveness.Liveness(config, liveness.StopRequest(), environ={}).start(); time.sleep(60)\n"
+    )
+    environ = {**os.environ, FOLDER: str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=False, timeout=120)
+    (mark,) = read_marks(tmp_path)
+    assert (done.returncode, mark.kind, mark.waiting) == (1, "hang", True)
+    assert "nccl:all_reduce is unfinished" in mark.message
 
 
 def test_signals_are_flags_and_a_second_term_does_not_kill():

@@ -110,6 +110,71 @@ def test_two_jobs_of_one_run_are_refused(recipe, bin, tmp_path):
     assert (tmp_path / "ran").exists() and "attempt 1 was LOST" in out, out
 
 
+def test_of_two_jobs_that_start_in_the_same_moment_one_trains(recipe, bin, tmp_path):
+    """Each asks Slurm for the names of its nodes, which takes a while, before either has begun; an attempt was lost."""
+    (bin / "scontrol").write_text("#!/bin/sh\nsleep 2; echo n1\n")
+    (tmp_path / "run").mkdir()
+    History(tmp_path / "run").append("begin", attempt=1, job="4", nodes=["n9"], step=0)
+    (bin / "squeue").write_text('#!/bin/sh\ncase "$*" in *"-j 4 "*) ;; *%T*) echo RUNNING;; *) echo N/A;; esac\n')
+    ran, go = tmp_path / "ran", tmp_path / "go"
+    train = ("sh", "-c", 'echo $SLURM_JOB_ID >> "$0"; until [ -e "$1" ]; do sleep 0.1; done', str(ran), str(go))
+    jobs = {job: start(recipe, bin, *train, job=job) for job in ("5", "6")}
+
+    def trained() -> list[str]:
+        return ran.read_text().split() if ran.exists() else []
+
+    try:
+        until(lambda: len(trained()) == 2 or any(job.poll() is not None for job in jobs.values()))
+    finally:
+        go.touch()
+        told = {name: job.communicate(timeout=60)[0] for name, job in jobs.items()}
+    (winner,) = trained()
+    loser = "6" if winner == "5" else "5"
+    assert jobs[loser].returncode == 2 and f"error: job {winner} trains" in told[loser], told
+    begins = [line for line in history(tmp_path / "run") if line["event"] == "begin"]
+    assert [(line["attempt"], line["job"]) for line in begins] == [(1, "4"), (2, winner)]
+    assert len(History(tmp_path / "run").ends) == 2 and History(tmp_path / "run").counts() == (2, 2)
+
+
+def test_an_attempt_that_is_about_to_begin_is_waited_for(recipe, bin, tmp_path):
+    """Its log is there, its `begin` is not yet."""
+    run_dir = tmp_path / "run"
+    (run_dir / "attempts").mkdir(parents=True)
+    (run_dir / "attempts" / "0001.log").touch()
+    process = start(recipe, bin, "touch", str(tmp_path / "ran"), state="RUNNING")
+    until((bin / "said").exists)  # it has asked for its nodes' names
+    time.sleep(1)
+    History(run_dir).append("begin", attempt=1, job="5", nodes=["n1"], step=0)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "job 5 trains" in out, out
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
+    """Its job died in that moment, or the history is gone: the run goes on under the next number."""
+    (tmp_path / "run" / "attempts").mkdir(parents=True)
+    (tmp_path / "run" / "attempts" / "0001.log").write_text("srun: error: Node failure on n1\n")
+    status, out = supervise(recipe, bin, "false")
+    assert status == 0 and requeued(bin), out
+    assert [(line["attempt"], line.get("blamed")) for line in history(tmp_path / "run")] == [(2, None), (2, [])]
+
+
+def test_a_bad_node_is_left_out_beside_those_that_the_user_has_excluded(recipe, bin, tmp_path):
+    """n1 has failed once already, and fails again; the last answer is none."""
+    (tmp_path / "run").mkdir()
+    History(tmp_path / "run").append("end", attempt=1, blamed=["n1"], decision="requeue", failures=0, fruitless=0)
+    shown = "ReqNodeList=(null) ExcNodeList=n9 Features=(null)"
+    (bin / "sinfo").write_text("#!/bin/sh\nfor n in 1 2 9; do echo n$n idle h100 64 1000 0 gpu:8; done\n")
+    for answer, sent in ((f"echo '{shown}'", ["update JobId=7 ExcNodeList=n9,n1"]), ("true", [])):
+        expand = '"show job"*) ' + answer + ';; "show hostnames"*) echo "$3";;'
+        (bin / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> "$SAID"\ncase "$*" in {expand} esac\n')
+        status, out = supervise(recipe, bin, "sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1")
+        assert status == 0 and requeued(bin), out
+        assert [line for line in (bin / "said").read_text().splitlines() if line.startswith("update")] == sent, out
+        assert ("left out of the next attempt" if sent else "not left out") in out, out
+        (bin / "said").unlink()
+
+
 def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tmp_path):
     """TERM, then KILL while the ranks still save: Slurm's doing, not the first node's."""
     run_dir = tmp_path / "run"
