@@ -120,7 +120,11 @@ class UserEngine:
 
     def forward(self, micro_batch: MicroBatch) -> Features:
         with self._quiet(), _looking_for_ddp(self.model):
-            return as_features(self.model(micro_batch.images, micro_batch.texts))
+            features = as_features(self.model(micro_batch.images, micro_batch.texts))
+        if not torch.is_grad_enabled():
+            # autocast of older torch (2.6, not 2.13) would hand these casts of the weights, without a graph, to pass 2
+            torch.clear_autocast_cache()
+        return features
 
     def backward(self, features: Features, gradients: FeatureGradients) -> None:
         total = surrogate(features, gradients)

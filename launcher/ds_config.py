@@ -136,6 +136,12 @@ def build_ds_config(
         for key in REFUSED_ZERO_KEYS
         if isinstance(zero, dict) and zero.get(key)
     ]
+    overlap = zero.get("overlap_comm") if isinstance(zero, dict) else None
+    if config.zero_stage < 2 and overlap not in (None, False, "auto"):
+        mistakes.append(  # DeepSpeed's own assertion comes on every rank, in the midst of the start
+            f"{path.name} sets zero_optimization.overlap_comm, which needs engine.zero_stage 2 or 3 "
+            f"(it is {config.zero_stage}); take it out"
+        )
     out = _merge(base, _owned_by_recipe(config, micro_size, world_size, grad_clip_norm), "", path.name, mistakes)
     if mistakes:
         raise UserError("\n".join(mistakes))

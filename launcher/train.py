@@ -157,7 +157,7 @@ def describe_run_dir(config: RunConfig, checked: Checked) -> None:
 def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
     steps, sizes = config.steps, config.batch.sizes
-    torch.manual_seed(config.run.seed * 1_000_003 + dist.rank())  # what is random beside the counter-based draws
+    torch.manual_seed((config.run.seed * 1_000_003 + dist.rank()) % 2**63)  # what is random beside counter-based draws
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
     checkpoints.preflight()
     resumed = checkpoints.resume()

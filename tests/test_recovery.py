@@ -158,6 +158,20 @@ def test_another_error_is_not_taken_for_it():
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shapes do not fit"))
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation after trying 12 plans.",
+    ],
+)
+def test_the_gpu_libraries_words_for_it(message):
+    assert is_out_of_memory(RuntimeError(message))
+
+
 def test_a_memory_bank_takes_a_repeated_batch_once():
     engine, model = make("plain")
     bank = MemoryBank(100)

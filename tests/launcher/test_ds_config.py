@@ -68,6 +68,21 @@ def test_sections_that_would_fight_the_recipe_are_refused(tmp_path, section):
         built(EngineConfig(ds_config=str(file)))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("overlap", [True, False, "auto"])
+def test_overlapped_communication_is_for_stages_2_and_3(tmp_path, stage, overlap):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"zero_optimization": {"overlap_comm": overlap}}))
+    config = EngineConfig(zero_stage=stage, ds_config=str(file))
+    if stage < 2 and overlap is True:
+        with pytest.raises(
+            UserError, match=rf"mine.json sets .*overlap_comm.*engine.zero_stage 2.*{stage}.*take it out"
+        ):
+            built(config)
+    else:
+        assert built(config)["zero_optimization"]["overlap_comm"] == overlap
+
+
 @pytest.mark.parametrize("content, said", [("{", "not JSON"), ("[]", "JSON object")])
 def test_a_bad_file(tmp_path, content, said):
     file = tmp_path / "mine.json"

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from clip_train.errors import UserError
+from clip_train.settings import LARGEST
 from launcher.checked import check
 from launcher.config import apply_overrides, check_config, known_keys, parse_value
+from tests.launcher.conftest import run
 
 KEYS = [key for key, _ in known_keys()]
 BAD: dict[str, Any] = {
@@ -125,6 +127,12 @@ def test_a_section_that_is_none(section, value):
 def test_words(override, said):
     key, _, text = override.partition("=")
     assert said in told(recipe_with(key, parse_value(text, key)))
+
+
+@pytest.mark.engine
+def test_the_largest_seed_that_is_allowed_trains(recipe):
+    status, out = run(recipe, f"run.seed={LARGEST}", "run.steps=1", "schedule.warmup_steps=0")
+    assert status == 0, out
 
 
 def test_each_mistake_once():

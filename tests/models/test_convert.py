@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import CLIP, export_openclip, load_openclip
+from clip_train.models.config import ModelConfig
+from clip_train.models.weights import load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 
 ARCHITECTURE = small_architecture(init_logit_bias=-10.0)
@@ -36,6 +39,18 @@ def test_an_export_comes_back_equal(tmp_path: Path, dtype: torch.dtype):
     again.load_state_dict(state)
     for a, b in zip(again.to(dtype)(*inputs(3)), model(*inputs(3)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_teachers_temperature_keeps_its_digits_in_every_precision(tmp_path: Path, dtype: torch.dtype):
+    model = small_model(architecture=ARCHITECTURE)
+    model.logit_scale.data.fill_(math.log(100))
+    folder = export_openclip(model.state_dict(), ARCHITECTURE, tmp_path / "export")
+    config = ModelConfig(name=str(folder / "open_clip_config.json"), teacher=str(folder))
+    teacher = load_teacher(config, torch.device("cpu"), dtype)
+    assert teacher is not None and teacher.visual.proj.dtype == dtype
+    images, texts, _ = inputs(2)
+    assert teacher(images, texts)[2].item() == pytest.approx(100, abs=1e-3)
 
 
 def test_openclips_training_checkpoints_load(tmp_path: Path):
