@@ -13,6 +13,7 @@ from clip_train.storage.base import Entry
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.fetch import S3Source, Source
+from clip_train.storage.listing import matching_keys
 from clip_train.storage.ranged import RangedFile
 
 S3_PROTOCOLS = ("s3", "s3a")
@@ -36,8 +37,12 @@ def filesystem(url: str, **options: Any) -> tuple[Any, str]:
     return fs, path
 
 
+def _is_s3(url: str) -> bool:
+    return url.split("://", 1)[0].lower() in S3_PROTOCOLS
+
+
 def open_read(url: str, config: StorageConfig, checksums: Checksums | None = None) -> BinaryIO:
-    if url.split("://", 1)[0].lower() not in S3_PROTOCOLS:
+    if not _is_s3(url):
         fs, path = filesystem(url)
         return cast(BinaryIO, RangedFile(url, Source(fs, path, config), config, checksums))
     # One try for each of ours, within our patience; and connections for several shards at once.
@@ -56,10 +61,11 @@ def write_bytes(url: str, data: bytes) -> None:
 
 
 def glob(pattern: str) -> list[str]:
-    """The URLs that match, sorted; empty where none does. OSError."""
+    """The URLs that match, sorted; empty where none does. OSError; UserError for `s3://*`."""
     with _as_os_errors(pattern):
         fs, path = filesystem(pattern)
-        return sorted(fs.unstrip_protocol(match) for match in fs.glob(path))
+        found = matching_keys(fs, path) if _is_s3(pattern) else fs.glob(path)
+        return sorted(fs.unstrip_protocol(match) for match in found)
 
 
 @contextlib.contextmanager

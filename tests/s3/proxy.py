@@ -48,6 +48,7 @@ class Fault:
     times: int | None = None  # at most so often
     burst: int = 1  # once hit, so many in a row
     key: str = r"\.tar$"  # regular expression, searched in the path
+    query: str = ""  # regular expression, searched in what follows the path
     method: str = "GET"
     code: int = 503
     s3code: str = "SlowDown"
@@ -62,8 +63,9 @@ class Fault:
     left: int = field(default=0, init=False)  # of the burst
     draws: random.Random = field(default_factory=lambda: random.Random(0), init=False)
 
-    def hits(self, method: str, path: str, headers: bytes) -> bool:
-        if method not in self.method.split("|") or not re.search(self.key, path):
+    def hits(self, method: str, target: str, headers: bytes) -> bool:
+        path, _, query = target.partition("?")
+        if method not in self.method.split("|") or not re.search(self.key, path) or not re.search(self.query, query):
             return False
         if self.access_key and f"Credential={self.access_key}".encode() not in headers:
             return False
@@ -162,7 +164,7 @@ class FaultyProxy:
         asked = re.search(rb"\r\nRange: *([^\r]+)", head, re.IGNORECASE)
         self.requests.append(f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip())
         request = self.requests[-1]
-        hit = self._fault_of(request, method.decode(), path.decode().partition("?")[0], head)
+        hit = self._fault_of(request, method.decode(), path.decode(), head)
         action = hit.action if hit else None
         if action == "reset":
             return _reset(writer)
@@ -211,9 +213,9 @@ class FaultyProxy:
             if reader.at_eof() or reader.exception() is not None:
                 raise ConnectionResetError
 
-    def _fault_of(self, request: str, method: str, path: str, head: bytes) -> Fault | None:
+    def _fault_of(self, request: str, method: str, target: str, head: bytes) -> Fault | None:
         tired = self._running.get(request, 0) >= MOST_RUNNING
-        hit = next((f for f in self.faults if not (tired and f.every > 1) and f.hits(method, path, head)), None)
+        hit = next((f for f in self.faults if not (tired and f.every > 1) and f.hits(method, target, head)), None)
         self._running[request] = self._running.get(request, 0) + 1 if hit else 0
         return hit
 

@@ -1,0 +1,77 @@
+"""What a pattern matches on S3: all of it, or an error that says which folder could not be listed."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from clip_train.data.sources import expand
+from clip_train.errors import UserError
+from clip_train.storage import expand_glob
+from tests.s3.bucket import Bucket
+from tests.s3.proxy import Fault, FaultyProxy
+
+KEYS = [
+    "set/x/000.tar", "set/x/001.tar", "set/y/000.tar", "set/y/001.tar", "set/y/deep/000.tar", "set/z/a b+c.tar",
+    "set/000.tar", "set/x.json", "set-2/x/000.tar", "set/[odd].tar", "top.tar",
+]  # fmt: skip
+PATTERNS = {
+    "set/*/*.tar": ["set/x/000.tar", "set/x/001.tar", "set/y/000.tar", "set/y/001.tar", "set/z/a b+c.tar"],
+    "set/*.tar": ["set/000.tar", "set/[odd].tar"],
+    "set/00*.tar": ["set/000.tar"],
+    "set/[[]odd].tar": ["set/[odd].tar"],
+    "set/*": ["set/000.tar", "set/[odd].tar", "set/x.json"],
+    "set*/x/*.tar": ["set-2/x/000.tar", "set/x/000.tar", "set/x/001.tar"],
+    "set/[xz]/*.tar": ["set/x/000.tar", "set/x/001.tar", "set/z/a b+c.tar"],
+    "set/?/000.tar": ["set/x/000.tar", "set/y/000.tar"],
+    "set/y/**": ["set/y/000.tar", "set/y/001.tar", "set/y/deep/000.tar"],
+    "*/y/**/000.tar": ["set/y/000.tar", "set/y/deep/000.tar"],
+    "*.tar": ["top.tar"],
+}
+
+
+@pytest.fixture
+def tree(view: Bucket) -> Bucket:
+    for key in [*KEYS, "set/", "set/y/"]:  # consoles make such objects for folders
+        view.put(key, b"x")
+    return view
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_matches_objects(proxy: FaultyProxy, tree: Bucket, pattern: str) -> None:
+    assert expand_glob(f"{tree.url}/{pattern}") == [f"{tree.url}/{key}" for key in PATTERNS[pattern]]
+
+
+def test_no_more_is_listed_than_may_match(proxy: FaultyProxy, tree: Bucket) -> None:
+    expand_glob(f"{tree.url}/set/[xz]/0*.tar")
+    asked = [re.findall("prefix=([^&]*)", request) for request in proxy.requests]
+    assert asked == [["set%2F"], ["set%2Fx%2F0"], ["set%2Fz%2F0"]]
+
+
+def test_more_than_a_page(proxy: FaultyProxy, view: Bucket) -> None:
+    keys = [f"many/{i:04d}.tar" for i in range(1001)]  # a page has 1,000
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda key: view.put(key, b"x"), keys))
+    assert expand_glob(f"{view.url}/many/*.tar") == [f"{view.url}/{key}" for key in keys]
+    assert len(proxy.requests) == 2
+
+
+@pytest.mark.parametrize("pattern", ["set/*/*.tar", "set/y/*.tar", "set/?/000.tar"])
+@pytest.mark.parametrize("code, s3code", [(403, "AccessDenied"), (503, "SlowDown")])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    proxy: FaultyProxy, tree: Bucket, monkeypatch: pytest.MonkeyPatch, pattern: str, code: int, s3code: str
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    proxy.faults = [Fault("status", key="", query="prefix=set%2Fy%2F", code=code, s3code=s3code)]
+    with pytest.raises(UserError, match=rf"data\.train .*cannot be listed .*{tree.url}/set/y/.*: HTTP {code} {s3code}"):
+        expand(f"{tree.url}/{pattern}")
+    assert proxy.fired
+
+
+def test_a_bucket_that_is_not_there_and_a_pattern_of_buckets(proxy: FaultyProxy) -> None:
+    with pytest.raises(UserError, match=r"cannot be listed .*create the bucket, or correct the URL"):
+        expand("s3://nowhere-at-all/*.tar")
+    with pytest.raises(UserError, match=r"name the bucket"):
+        expand("s3://b*/x.tar")
