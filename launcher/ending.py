@@ -8,6 +8,7 @@ import time
 
 from clip_train import dist
 from clip_train.errors import ClipTrainError, Preempted, RemoteRankError
+from clip_train.metrics import write_report
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
 from launcher import env as ranks
@@ -31,7 +32,7 @@ def explain_loss(error: Exception, lifeline: Lifeline) -> Exception:
 
 
 def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: StopRequest, lifeline: Lifeline) -> None:
-    """Leave a verdict (not on a run that this recipe does not continue), tell it, and do not leave others alone."""
+    """Leave a verdict (not on a run that this recipe does not continue), tell it, report, and leave no other alone."""
     everywhere = isinstance(error, ClipTrainError) and error.everywhere
     if isinstance(error, LostRankError):
         silent = not lifeline.tells(error.loss)
@@ -46,8 +47,11 @@ def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: Stop
         if dist.is_main():
             say(f"clip-train: {error}" if isinstance(error, Preempted) else f"clip-train: error: {error}")
         error.told = True
+        report(config, trainer)
         leave_together(stop, lifeline)
-    elif not lost:
+        return
+    report(config, trainer)
+    if not lost:
         lifeline.leave("told")
 
 
@@ -57,6 +61,16 @@ def note(config: RunConfig, trainer: Trainer, word: str, why: str) -> None:
         write_verdict(config.run_dir, word, trainer.position.step, " ".join(why.split()))
     except OSError as e:
         say(f"the verdict ({word}) could not be written: {e}")
+
+
+def report(config: RunConfig, trainer: Trainer | None) -> None:
+    """Rank 0, once a step is made: after the verdict and what there is to tell, for a long run's takes seconds."""
+    if trainer is None or not dist.is_main() or not trainer.position.step:
+        return
+    try:
+        write_report(config.run_dir, bad_samples=trainer.bad_samples.total, bad_epochs=trainer.bad_samples.epochs)
+    except Exception as e:  # a picture is no reason to call a good run failed
+        say(f"the report could not be written: {type(e).__name__}: {e}")
 
 
 def note_failure(config: RunConfig, trainer: Trainer, why: str) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from clip_train.data import times_read
 from clip_train.errors import UserError
-from clip_train.metrics import read_jsonl
+from clip_train.metrics import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models import count_parameters, flops_per_sample
 from launcher.checked import check, pays_twice, sized
@@ -26,10 +26,10 @@ GIB = 2**30
 def measured_rate(config: RunConfig) -> float | None:
     """Median samples per second of an earlier attempt of this run, or None."""
     try:
-        records = read_jsonl(config.run_dir / "metrics.jsonl")
+        records = iter_jsonl(config.run_dir / "metrics.jsonl")
+        rates = [r["samples_per_second"] for r in records if r.get("samples_per_second")]
     except FileNotFoundError:
         return None
-    rates = [r["samples_per_second"] for r in records if r.get("samples_per_second")]
     return median(rates) if rates else None
 
 

@@ -22,7 +22,7 @@ from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader
 from clip_train.errors import CheckpointError, UserError
 from clip_train.evaluate import evaluate
-from clip_train.metrics import ProgressLine, Sinks, write_report
+from clip_train.metrics import ProgressLine, Sinks
 from clip_train.models import CLIP, Architecture
 from clip_train.models.weights import initial_weights, load_teacher
 from clip_train.optim import build_optimizer, learning_rate
@@ -33,7 +33,7 @@ from launcher import env as ranks
 from launcher.agreement import agree
 from launcher.checked import Checked, check, pays_twice, sized
 from launcher.config import RunConfig
-from launcher.ending import end, explain_loss, leave_together, note_failure, say
+from launcher.ending import end, explain_loss, leave_together, note_failure, report, say
 from launcher.lifeline import Lifeline
 from launcher.liveness import Liveness, first_timeout
 from launcher.marks import leave_resumed
@@ -80,6 +80,7 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
         evaluated = run(config, trainer)
         if dist.is_main():
             write_verdict(config.run_dir, "DONE", trainer.position.step, "trained to the last step")
+            report(config, trainer)
             say_done(config, evaluated)
         leave_together(stop, lifeline)
         return 0
@@ -326,7 +327,7 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
 
 
 def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
-    """Run the trainer with signals caught; leave sinks closed and the report written, however it ends."""
+    """Run the trainer with signals caught; leave sinks and workers closed, however it ends."""
     trainer.stop.listen()
     try:
         return trainer.run()
@@ -337,12 +338,6 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
         trainer.sinks.close()
         if isinstance(trainer.batches, TrainLoader):
             trainer.batches.close()
-        if dist.is_main() and trainer.position.step:
-            try:
-                bad = trainer.bad_samples
-                write_report(config.run_dir, bad_samples=bad.total, bad_epochs=bad.epochs)
-            except Exception as e:  # a picture is no reason to call a good run failed
-                say(f"the report could not be written: {type(e).__name__}: {e}")
 
 
 def describe_start(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,20 +37,22 @@ class ShardEntry:
     sha256: str  # of the whole file
     checksums: Checksums
     damage: str | None = None  # of the archive, as it was indexed
-    marks: tuple[int, ...] = ()  # bytes: where it goes on behind MARK_EVERY, 2 MARK_EVERY, ... usable samples
+    # bytes: where it goes on behind MARK_EVERY, 2 MARK_EVERY, ... usable samples; as 8 bytes each, for every worker of
+    # a run has all marks of all shards
+    marks: array[int] = field(default_factory=lambda: array("Q"))
 
     def to_dict(self) -> dict[str, Any]:
         sums = self.checksums
         return {
             "samples": self.samples, "unusable": self.unusable, "caption_key": self.caption_key,
             "bytes": sums.size, "sha256": self.sha256, "block_bytes": sums.block_bytes, "blocks": sums.sums,
-            "damage": self.damage, "marks": self.marks,
+            "damage": self.damage, "marks": list(self.marks),
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ShardEntry:
         sums = Checksums(found["bytes"], found["block_bytes"], found["blocks"])
-        marks = tuple(found["marks"])
+        marks = found["marks"]
         if len(marks) != found["samples"] // MARK_EVERY:
             raise ValueError(f"it has {len(marks)} marks for {found['samples']} samples")
         return cls(
@@ -137,15 +140,15 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
                 f"it cannot be told whether there is an index, {url} ({type(e).__name__}: {e}); "
                 "data.verify=off goes without"
             ) from e
-        except (ValueError, LookupError, TypeError) as e:
+        except (ValueError, LookupError, TypeError, OverflowError) as e:
             if read == READS:
                 raise UserError(f"the index {url} is damaged ({e}); run `clip-train index` again") from e
     raise AssertionError("unreachable")
 
 
 def parse(data: bytes) -> dict[str, ShardEntry]:
-    """ValueError, LookupError or TypeError for what is not a whole index."""
-    found = json.loads(data)
+    """ValueError, LookupError, TypeError or OverflowError for what is not a whole index."""
+    found = json.loads(data, object_hook=_with_small_marks)
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']}, not {FORMAT}")
     if found["sha256"] != _sum(found["shards"]):
@@ -167,5 +170,17 @@ def split(shard: str) -> tuple[str, str]:
     return folder + slash, name
 
 
-def _sum(shards: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
+def _with_small_marks(found: dict[str, Any]) -> dict[str, Any]:
+    """A shard's marks as they are kept, at once: as numbers of Python's own those of all shards are much larger."""
+    marks = found.get("marks")
+    return {**found, "marks": array("Q", marks)} if isinstance(marks, list) else found
+
+
+def _sum(shards: Mapping[str, Any]) -> str:
+    """The sha256 of their JSON, which is made of one after another."""
+    sha256 = hashlib.sha256(b"{")
+    for number, name in enumerate(sorted(shards)):
+        entry = json.dumps(shards[name], sort_keys=True, default=list)
+        sha256.update(f"{', ' if number else ''}{json.dumps(name)}: {entry}".encode())
+    sha256.update(b"}")
+    return sha256.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -68,7 +69,7 @@ def index_shard(
         DataError: it cannot be read.
     """
     samples = unusable = 0
-    marks: list[int] = []
+    marks = array("Q")
     damage = None
     try:
         with open_shard(url, Reading(storage or StorageConfig())) as file:
@@ -84,7 +85,7 @@ def index_shard(
             checksums, sha256 = hashed.finish()
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
-    return ShardEntry(samples, unusable, caption_key, sha256, checksums, damage, tuple(marks))
+    return ShardEntry(samples, unusable, caption_key, sha256, checksums, damage, marks)
 
 
 def index_shards(

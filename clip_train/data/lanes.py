@@ -57,7 +57,7 @@ class Counts:
     """What an index knows about the usable samples of the shards, in the order of the shards."""
 
     samples: tuple[int, ...]
-    marks: tuple[tuple[int, ...], ...]  # bytes: where a shard goes on behind `every`, 2 `every`, ... samples
+    marks: tuple[Sequence[int], ...]  # bytes: where a shard goes on behind `every`, 2 `every`, ... samples
     every: int
 
 

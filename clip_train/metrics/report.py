@@ -5,18 +5,27 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from clip_train.metrics.progress import format_seconds
-from clip_train.metrics.sinks import read_jsonl
+from clip_train.metrics.sinks import iter_jsonl
 from clip_train.storage import LocalStorage
 
-Records = list[dict[str, Any]]
+Curve = tuple[Sequence[int], Sequence[float]]  # steps, and a value at each
 _COLOUR, _PALE, _GRID = "#2f5d8a", "#b9cde0", "#e4e4e4"
 _EXACT = {"learning rate", "logit scale"}  # charts without noise: a smoothed line would only be wrong
 _SMOOTH_FROM = 50  # records from which on a smoothed line is drawn over the raw one
+_STRETCHES = 2000  # drawn of a longer curve: about two for each pixel
+_WAIT = "data wait, %"
+_SHOWN = {
+    "step", "samples", "loss", "lr", "grad_norm", "logit_scale", "samples_per_second", "step_seconds",
+    "data_wait_seconds", "peak_memory_bytes", _WAIT,
+}  # fmt: skip
 
 
 def write_report(
@@ -32,25 +41,26 @@ def write_report(
     has ended "epoch", "step", "bad_samples" (so far). OSError.
     """
     run_dir = Path(run_dir)
-    records = _records(run_dir / "metrics.jsonl")
-    evals = _records(run_dir / "eval.jsonl")
-    loss_png = _draw([("loss", *_column(records, "loss"))], width=8.0, height=4.0)
+    curves = _curves(run_dir / "metrics.jsonl", _SHOWN)
+    evals = _curves(run_dir / "eval.jsonl")
+    evals.pop("step", None)
+    none: Curve = ([], [])
+    loss_png = _draw([("loss", *curves.get("loss", none))], width=8.0, height=4.0)
     charts = [
-        ("loss", _column(records, "loss")),
-        ("learning rate", _column(records, "lr")),
-        ("gradient norm", _column(records, "grad_norm")),
-        ("logit scale", _column(records, "logit_scale")),
-        ("samples per second", _column(records, "samples_per_second")),
-        ("waiting for data, % of the step", _column(records, _wait_percent)),
+        ("loss", curves.get("loss", none)),
+        ("learning rate", curves.get("lr", none)),
+        ("gradient norm", curves.get("grad_norm", none)),
+        ("logit scale", curves.get("logit_scale", none)),
+        ("samples per second", curves.get("samples_per_second", none)),
+        ("waiting for data, % of the step", curves.get(_WAIT, none)),
     ]
-    parts = [f"<h1>{html.escape(run_dir.resolve().name)}</h1>", _summary(run_dir, records)]
+    parts = [f"<h1>{html.escape(run_dir.resolve().name)}</h1>", _summary(run_dir, curves)]
     parts.append(_image("training", _draw([(title, *xy) for title, xy in charts])))
-    names = _numeric_names(evals)
-    if names:
+    if evals:
         parts.append("<h2>Validation</h2>")
-        parts.append(_image("validation", _draw([(name, *_column(evals, name)) for name in names], dots=True)))
-        last = {name: _column(evals, name)[1][-1] for name in names}
-        parts.append(_table(("metric", "last value"), [(k, f"{v:.6g}") for k, v in last.items()]))
+        parts.append(_image("validation", _draw([(name, *xy) for name, xy in evals.items()], dots=True)))
+        last = [(name, f"{values[-1]:.6g}") for name, (_, values) in evals.items()]
+        parts.append(_table(("metric", "last value"), last))
     if bad_samples:
         parts.append("<h2>Bad samples</h2>" + _bad_samples(bad_samples) + _bad_epochs(bad_epochs))
     recipe = run_dir / "recipe.yaml"
@@ -68,35 +78,40 @@ def write_report(
 # -- numbers
 
 
-def _records(path: Path) -> Records:
-    return [r for r in read_jsonl(path) if "step" in r] if path.exists() else []
+def _curves(path: Path, names: Collection[str] | None = None) -> dict[str, Curve]:
+    """What the records have numbers of (of `names`; None: all), in the order of appearance.
+
+    Not-a-number was written as null: it is left out. One record at a time: a run may have a million.
+    """
+    curves: dict[str, tuple[array[int], array[float]]] = {}
+    for record in iter_jsonl(path) if path.exists() else ():
+        if "step" not in record:
+            continue
+        seconds, wait = record.get("step_seconds"), record.get("data_wait_seconds")
+        if seconds and wait is not None:
+            record[_WAIT] = 100 * wait / seconds
+        for name in record if names is None else names:
+            value = record.get(name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                steps, values = curves.setdefault(name, (array("q"), array("d")))
+                steps.append(record["step"])
+                values.append(value)
+    return dict(curves)
 
 
-def _column(records: Records, name: str | Callable[[dict[str, Any]], float | None]) -> tuple[list[int], list[float]]:
-    """Steps and values, where there is a value (not-a-number was written as null)."""
-    get = name if callable(name) else lambda record: record.get(name)
-    pairs = [(record["step"], value) for record in records if (value := get(record)) is not None]
-    return [step for step, _ in pairs], [float(value) for _, value in pairs]
+def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
+    """The least and the greatest value of each of at most _STRETCHES stretches: what can be seen of the curve."""
+    if len(values) <= 2 * _STRETCHES:
+        return steps, values
+    begins = np.arange(0, len(values), -(-len(values) // _STRETCHES))
+    edges = [extreme.reduceat(np.asarray(values), begins) for extreme in (np.minimum, np.maximum)]
+    return np.repeat(np.asarray(steps)[begins], 2), np.stack(edges, axis=1).ravel()
 
 
-def _wait_percent(record: dict[str, Any]) -> float | None:
-    seconds, wait = record.get("step_seconds"), record.get("data_wait_seconds")
-    return 100 * wait / seconds if seconds and wait is not None else None
-
-
-def _numeric_names(records: Records) -> list[str]:
-    names: dict[str, None] = {}  # in the order of appearance
-    for record in records:
-        for name, value in record.items():
-            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-                names[name] = None
-    return list(names)
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
+def _smooth(values: Sequence[float]) -> Sequence[float]:
     """An exponential mean over about a fiftieth of the run, corrected for its start."""
     keep = 1 - 1 / max(len(values) / 50, 2)
-    out, mean, weight = [], 0.0, 0.0
+    out, mean, weight = array("d"), 0.0, 0.0
     for value in values:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         out.append(mean / weight)
@@ -115,7 +130,7 @@ def _flatten(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
 
 
 def _draw(
-    charts: Sequence[tuple[str, list[int], list[float]]],
+    charts: Sequence[tuple[str, Sequence[int], Sequence[float]]],
     *,
     dots: bool = False,
     width: float = 10.0,
@@ -137,10 +152,11 @@ def _draw(
         axis.grid(color=_GRID, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
         if len(values) >= _SMOOTH_FROM and not dots and title not in _EXACT:
-            axis.plot(steps, values, color=_PALE, linewidth=0.8)
-            axis.plot(steps, _smooth(values), color=_COLOUR, linewidth=1.4)
+            axis.plot(*_thinned(steps, values), color=_PALE, linewidth=0.8)
+            axis.plot(*_thinned(steps, _smooth(values)), color=_COLOUR, linewidth=1.4)
         else:
-            axis.plot(steps, values, color=_COLOUR, linewidth=1.4, marker="o" if dots else None, markersize=3)
+            marker = "o" if dots else None
+            axis.plot(*_thinned(steps, values), color=_COLOUR, linewidth=1.4, marker=marker, markersize=3)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -177,31 +193,28 @@ def _image(alt: str, png: bytes) -> str:
     return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
-def _summary(run_dir: Path, records: Records) -> str:
-    if not records:
+def _summary(run_dir: Path, curves: Mapping[str, Curve]) -> str:
+    if not curves:
         return "<p>No step has been recorded yet.</p>"
-    last = records[-1]
+    numbers = {name: values for name, (_, values) in curves.items()}
     rows = []
     verdict = run_dir / "VERDICT"
     if verdict.exists():
         rows.append(("verdict", verdict.read_text(encoding="utf-8").split("\n")[0]))
-    rows.append(("steps", f"{last['step']:,}"))
-    if "samples" in last:
-        rows.append(("samples seen", f"{last['samples']:,}"))
-    losses = _column(records, "loss")[1]
-    if losses:
-        rows.append(("loss, first and last", f"{losses[0]:.4f}, {losses[-1]:.4f}"))
-    seconds = sum(_column(records, "step_seconds")[1])
-    waited = sum(_column(records, "data_wait_seconds")[1])
+    rows.append(("steps", f"{numbers['step'][-1]:,.0f}"))
+    if "samples" in numbers:
+        rows.append(("samples seen", f"{numbers['samples'][-1]:,.0f}"))
+    if "loss" in numbers:
+        rows.append(("loss, first and last", f"{numbers['loss'][0]:.4f}, {numbers['loss'][-1]:.4f}"))
+    seconds, waited = sum(numbers.get("step_seconds", [])), sum(numbers.get("data_wait_seconds", []))
     if seconds > 0:
         rows.append(("time in steps", format_seconds(seconds)))
         rows.append(("waiting for data", f"{100 * waited / seconds:.1f}% of it"))
-    rates = sorted(_column(records, "samples_per_second")[1])
-    if rates:
+    if "samples_per_second" in numbers:
+        rates = sorted(numbers["samples_per_second"])
         rows.append(("samples per second, median", f"{rates[len(rates) // 2]:,.1f}"))
-    peaks = _column(records, "peak_memory_bytes")[1]
-    if peaks:
-        rows.append(("peak memory", f"{max(peaks) / 2**30:.2f} GiB"))
+    if "peak_memory_bytes" in numbers:
+        rows.append(("peak memory", f"{max(numbers['peak_memory_bytes']) / 2**30:.2f} GiB"))
     return _table(("", ""), rows)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from clip_train import dist
 from clip_train.errors import UserError
@@ -18,6 +19,7 @@ from clip_train.storage import LocalStorage
 logger = logging.getLogger(__name__)
 
 Kind = Literal["train", "eval"]
+_CHUNK_BYTES = 1 << 16
 
 
 class Sink(Protocol):
@@ -51,28 +53,59 @@ class JsonlSink:
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Drop the lines with a later step than `step` and any that is no JSON (a torn last one), atomically."""
+    """Cut off, behind the last line of `step` or an earlier one, what follows: later steps, a torn line.
+
+    Steps only grow, so it is read from its end: a long run's file is not read at all.
+    """
     if not path.exists():
         return
-    kept = [line for line, record in _lines(path) if record.get("step", 0) <= step]
-    data = b"".join(line + b"\n" for line in kept)
-    if data != path.read_bytes():
-        LocalStorage(path.parent).put_bytes(path.name, data)
+    with path.open("r+b") as file:
+        whole, end = file.seek(0, os.SEEK_END), 0
+        for begin, line in _lines_from_the_end(file):
+            record = _record(line)
+            if record is not None and record.get("step", 0) <= step:
+                end = begin + len(line)
+                break
+        if end and end + 1 == whole:
+            return
+        file.truncate(end)
+        if end:  # killed here, the next attempt completes the line
+            file.seek(end)
+            file.write(b"\n")
+
+
+def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The records one by one; lines that are no JSON are left out. FileNotFoundError."""
+    with Path(path).open("rb") as file:
+        yield from (record for line in file if (record := _record(line)) is not None)
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """All records; lines that are no JSON are left out. FileNotFoundError."""
-    return [record for _, record in _lines(Path(path))]
+    """All records at once: of a short file. FileNotFoundError."""
+    return list(iter_jsonl(path))
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield line, record
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(the byte where it begins, a line without its newline), the last one first; down to byte 0."""
+    start, rest = file.seek(0, os.SEEK_END), b""
+    while start:
+        end = start + len(rest)
+        start = max(0, start - _CHUNK_BYTES)
+        file.seek(start)
+        first, *lines = file.read(end - start).split(b"\n")
+        for line in reversed(lines):
+            yield end - len(line), line
+            end -= len(line) + 1
+        rest = first
+    yield 0, rest
 
 
 def _jsonable(value: Any) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import tarfile
+import tracemalloc
+from array import array
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,10 @@ import yaml
 
 from clip_train.data import DataConfig, TrainLoader, ValLoader, check_source
 from clip_train.data.config import DataConfig as Config
-from clip_train.data.index import INDEX_NAME, find_index, index_of, parse, to_bytes
+from clip_train.data.index import INDEX_NAME, ShardEntry, ShardIndex, find_index, index_of, parse, to_bytes
 from clip_train.data.indexing import BLOCK_BYTES, differences, index_shard, index_shards, write_indexes
 from clip_train.errors import DataError, UserError
-from clip_train.storage import StorageConfig, open_read
+from clip_train.storage import Checksums, StorageConfig, open_read
 from launcher.cli import main
 from launcher.config import load_config
 from tests.data.shards import sample, tar_bytes, write_dataset, write_shard
@@ -65,6 +68,32 @@ def test_sizes_json_is_openclips_and_both_survive_each_other(folder: Path) -> No
     known = parse((folder / INDEX_NAME).read_bytes())
     assert sorted(known) == ["000.tar", "001.tar", "002.tar"] and known["000.tar"] == first[str(folder / "000.tar")]
     assert to_bytes(known) == (folder / INDEX_NAME).read_bytes()
+
+
+def test_the_sum_of_an_index_is_that_of_its_json(folder: Path) -> None:
+    write_shard(folder / "marks", sample("a", 0))  # a name that a field has
+    write_shard(folder / 'd\u00e9 "j".tar', [m for i in range(130) for m in sample(f"k{i}", i)])
+    urls = [str(path) for path in sorted(folder.iterdir())]
+    entries = index_shards(urls, workers=1)
+    written = json.loads(Path(*write_indexes(entries)).read_text())
+    assert written["sha256"] == hashlib.sha256(json.dumps(written["shards"], sort_keys=True).encode()).hexdigest()
+    assert len(written["shards"]['d\u00e9 "j".tar']["marks"]) == 2
+    assert find_index(urls, StorageConfig()).entries == entries
+
+
+def test_marks_take_little_memory_in_trainer_and_workers() -> None:
+    """20,000 shards of 10,000 samples have three million."""
+    marks = [10_000_000_000 + 70_000 * k for k in range(1500)]
+    entry = ShardEntry(64 * 1500, 0, None, "0" * 64, Checksums(8, 8, "0" * 16), None, array("Q", marks))
+    data = to_bytes({f"{number:05}.tar": entry for number in range(200)})
+    tracemalloc.start()
+    known = parse(data)
+    kept = tracemalloc.get_traced_memory()[0]
+    counts = pickle.loads(pickle.dumps(ShardIndex(list(known), known).counts(None)))
+    copied = tracemalloc.get_traced_memory()[0] - kept
+    tracemalloc.stop()
+    assert list(counts.marks[199]) == marks and known["00199.tar"] == entry
+    assert max(kept, copied) < 9 * 1500 * 200
 
 
 def test_unusable_samples_and_captions_count_as_the_loader_counts(tmp_path: Path) -> None:

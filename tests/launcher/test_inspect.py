@@ -103,3 +103,4 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
     assert {"report.html", "loss.png", "metrics.jsonl", "recipe.yaml", "ds_config.json", "events"} <= {
         p.name for p in run_dir.iterdir()
     }
+    assert "<td>DONE</td>" in (run_dir / "report.html").read_text()

@@ -2,11 +2,14 @@ import base64
 import io
 import json
 import re
+import tracemalloc
+from array import array
 from pathlib import Path
 
 from PIL import Image
 
 from clip_train.metrics import write_report
+from clip_train.metrics.report import _thinned
 
 
 def write_jsonl(path: Path, records: list[dict]) -> None:
@@ -49,3 +52,28 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     assert "No step has been recorded yet" in write_report(tmp_path).read_text()
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
     assert set(images(write_report(tmp_path).read_text())) == {"training"}
+
+
+def test_a_long_run_is_read_record_by_record(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "metrics.jsonl", [step(1)])
+    write_report(tmp_path)  # what is imported and kept is not the run's
+    write_jsonl(tmp_path / "metrics.jsonl", [step(i) for i in range(1, 15_001)])
+    tracemalloc.start()
+    page = write_report(tmp_path).read_text()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    for text in ("15,000", "120,000", "5.0000, 0.0003", "2:05:00", "20.0% of it"):
+        assert text in page, text
+    assert most < 14 << 20  # with all records at once 25 MiB
+
+
+def test_what_is_drawn_of_a_long_curve_has_its_extremes() -> None:
+    steps, values = array("q", range(7, 50_007)), array("d", [float(i * 7919 % 1000) for i in range(50_000)])
+    values[31_234], values[49_999] = 5000.0, -40.0
+    at, drawn = (list(each) for each in _thinned(steps, values))
+    assert len(at) == len(drawn) <= 4000 and at == sorted(at) and at[0] == 7 and at[-1] > 49_900
+    assert max(drawn) == 5000.0 and min(drawn) == -40.0
+    assert abs(at[drawn.index(5000.0)] - 31_241) < 30
+    for x, y in zip(at, drawn, strict=True):  # a value that the curve has there
+        assert y in values[x - 7 : x - 7 + 25]
+    assert _thinned(steps[:4000], values[:4000]) == (steps[:4000], values[:4000])

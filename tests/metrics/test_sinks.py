@@ -1,6 +1,7 @@
 import json
 import math
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from clip_train import dist
 from clip_train.errors import UserError
 from clip_train.metrics import JsonlSink, LogConfig, Sinks, read_jsonl
+from clip_train.metrics.sinks import truncate_jsonl
 
 
 def lines(path: Path) -> list[dict]:
@@ -40,6 +42,32 @@ def test_resume_drops_what_the_checkpoint_does_not_know(tmp_path: Path, torn: st
     sink.close()
     assert [(r["step"], r["loss"]) for r in lines(path)] == [*((s, s / 7) for s in range(1, 5)), (5, 9.0)]
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 1234, 2999, 3000])
+@pytest.mark.parametrize("torn", ["", '{"step": 3001, "text": "' + 70_000 * "x"])
+def test_resume_of_a_long_run(tmp_path: Path, step: int, torn: str) -> None:
+    """Longer than what is read at once, with lines that end on its edges and beside them."""
+    path = tmp_path / "m.jsonl"
+    whole = [json.dumps({"step": s, "text": "y" * (s % 67)}) + "\n" for s in range(1, 3001)]
+    whole[1] = json.dumps({"step": 2, "text": "z" * 200_000}) + "\n"
+    path.write_text("".join(whole) + torn)
+    truncate_jsonl(path, step)
+    assert path.read_text() == "".join(whole[:step])
+
+
+def test_resume_does_not_read_what_it_keeps(tmp_path: Path) -> None:
+    """A run of a million steps has hundreds of megabytes of records: here 2 GiB, a hole, before the last ones."""
+    path = tmp_path / "m.jsonl"
+    with path.open("wb") as file:
+        file.seek(2 << 30)
+        file.write(b'\n{"step": 7}\n{"step": 8}\n')
+    tracemalloc.start()
+    truncate_jsonl(path, 7)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size == (2 << 30) + 13
+    assert most < 10 << 20
 
 
 def test_resume_completes_a_last_line_without_a_newline(tmp_path: Path) -> None:
