@@ -18,11 +18,14 @@ import torch
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.config import RunConfig
 from launcher.env import detect
-from launcher.marks import FOLDER, read_marks, read_ranks
+from launcher.marks import FOLDER, leave_mark, read_marks, read_ranks
 from launcher.meeting import raise_open_files
 from launcher.verdict import read_verdict
 
 SAVE_SECONDS = 600  # after a signal the ranks have this long to save
+# What the agent itself is to handle. Each signal that it handles breaks off its wait for the ranks, and the third ends
+# it: Slurm's USR1 comes every 5 s. So `run_agent` takes the rest.
+AGENTS_SIGNALS = "SIGQUIT"
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
@@ -45,7 +48,7 @@ def launch_local(config: RunConfig, ranks: int, arguments: Sequence[str], stop: 
         "rdzv_endpoint": "localhost:0",
         "max_restarts": 0,
         "monitor_interval": 0.5,
-        "signals_to_handle": ",".join(number.name for number in to_handle()),
+        "signals_to_handle": AGENTS_SIGNALS,
         "shutdown_timeout": SAVE_SECONDS,
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # an older torch has not all of them
@@ -56,32 +59,37 @@ def launch_local(config: RunConfig, ranks: int, arguments: Sequence[str], stop: 
 
 
 def to_handle() -> list[signal.Signals]:
-    """By default USR1 ends torchrun's agent and leaves its ranks behind; under nohup HUP is nothing to act on."""
+    """By default USR1 would end the agent and leave its ranks behind; under nohup HUP is nothing to act on."""
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def run_agent(launch: Callable[[], object], stop: StopRequest) -> int:
     """Run torchrun's agent to its end -> 0, 75 or 2 as its ranks ended, 128 + a signal, else 1.
 
-    stop: has listened since the process began. From now on signals end the agent, which passes them on to its ranks.
+    stop: has listened since the process began. From now on the first signal ends the agent, which passes it on to its
+    ranks and waits for them; later ones change nothing, but for INT: Ctrl-C three times leaves the ranks to themselves.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     raise_open_files()
+    ending = False
 
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ending
+        if ending and number != signal.SIGINT:
+            return
+        ending = True
         raise SignalException(signal.Signals(number).name, sigval=signal.Signals(number))
 
     with tempfile.TemporaryDirectory(prefix="clip-train-") as folder:
         os.environ.setdefault(FOLDER, folder)  # where ranks say why they ended
         try:
-            for number in to_handle():  # as the agent will; until now they were only noted
+            for number in to_handle():  # until now they were only noted
                 signal.signal(number, end)
             asked = stop.look()
             if asked is not None:
-                print(f"clip-train: stopped by {asked} before the first step", file=sys.stderr, flush=True)
-                return 75
+                return stopped_early(asked)
             launch()
             return 0
         except ChildFailedError as e:
@@ -98,6 +106,13 @@ def after_signal(folder: Path, number: signal.Signals) -> int:
     """75 where the ranks have ended in good order by their own word, or had not met yet and so have nothing to save."""
     kinds = {mark.kind for mark in read_marks(folder)}
     if not kinds and not read_ranks(folder):
-        print(f"clip-train: stopped by {number.name} before the first step", file=sys.stderr, flush=True)
-        return 75
+        return stopped_early(number.name)
     return 75 if "stopped" in kinds and kinds <= {"stopped", "lost"} else 128 + number.value
+
+
+def stopped_early(by: str) -> int:
+    """There were no ranks yet to say so."""
+    told = f"stopped by {by} before the first step"
+    print(f"clip-train: {told}", file=sys.stderr, flush=True)
+    leave_mark("stopped", told)
+    return 75

@@ -26,6 +26,7 @@ from clip_train.storage import is_remote, local_path, open_storage
 from launcher.agreement import code_version
 from launcher.checked import check
 from launcher.config import RunConfig
+from launcher.local import SAVE_SECONDS
 from launcher.site import Site
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,6 +205,7 @@ def render(template: str, job: Job, site: Site, *, name: str, folder: Path) -> s
             lines += [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
             if job.template == "torchrun":
                 lines += [f"export RANKS_PER_NODE={job.tasks_per_node}"]
+                lines += [f"export PET_SHUTDOWN_TIMEOUT={max(SAVE_SECONDS, job.warn_seconds)}"]
             lines += [f"export {key}={shlex.quote(value)}" for key, value in site.environment.items()]
             lines += site.setup
             lines += [f"set -- {shlex.quote(str(folder / 'recipe.yaml'))}", "# --"]

@@ -14,10 +14,10 @@ from clip_train.stop import StopRequest
 
 
 def main(arguments: list[str], stop: StopRequest) -> int:
-    from launcher.local import SAVE_SECONDS, run_agent, to_handle
+    from launcher.local import AGENTS_SIGNALS, SAVE_SECONDS, run_agent
 
     # torchrun's own names for the defaults of its options: what the command line says still wins
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in to_handle()))
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", AGENTS_SIGNALS)
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
     from torch.distributed.run import parse_args, run
 

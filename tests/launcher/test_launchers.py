@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from launcher.meeting import OPEN_FILES
-from tests.launcher.conftest import ROOT, kill, metrics, run, start, wait_for_step
+from tests.launcher.conftest import FAULTS, ROOT, finish, kill, metrics, run, start, wait_for_step
 
 pytestmark = pytest.mark.engine
 
@@ -56,3 +61,67 @@ def test_who_may_hold_a_socket_for_each_rank_raises_its_limit(recipe, tmp_path, 
         assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, limits[1])
     finally:
         kill(process)
+
+
+SLURM = {
+    "scontrol": r'case "$*" in show\ hostnames*) echo 127.0.0.1;; esac',
+    "srun": """\
+export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1
+shift
+"$@" &
+echo $! > "$STEP"
+wait $! || { s=$?; echo "srun: error: n1: task 0: Exited with exit code $s"; exit $s; }""",
+    "scancel": 'case "$1" in --signal=USR1) kill -USR1 "$(cat "$STEP")";; esac',
+}
+
+
+@pytest.mark.parametrize("when", ["at once", "in training"])
+def test_usr1_to_torchruns_batch_script(recipe, tmp_path, when):
+    """Its own command, with stand-ins for Slurm's. USR1 comes again every 5 s, and a save takes longer than twice that;
+    at once, there is only torchrun to say why it ends."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, line in SLURM.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    environ = {
+        **os.environ, "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{FAULTS}", "FAULT": "slow:1", "STEP": str(tmp_path / "step"), "RANKS_PER_NODE": "2",
+        "SLURM_JOB_ID": str(job_of_a_free_port()), "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }  # fmt: skip
+    process = subprocess.Popen(
+        ["bash", ROOT / "slurm" / "torchrun.sbatch", recipe, "run.steps=4000", "checkpoint.every_steps=5000"],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        if when == "in training":
+            wait_for_step(tmp_path / "run", 5, process)
+        else:
+            wait_for_file(tmp_path / "step")
+        process.send_signal(signal.SIGUSR1)
+    finally:
+        status, out = finish(process, timeout=120)
+    end = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
+    assert (status, end["verdict"], end["status"], end["decision"]) == (0, "PREEMPTED", 75, "requeue"), out
+    assert "SIGUSR1" in end["reason"] and end["blamed"] == []
+    assert end["step"] == (metrics(tmp_path / "run")[-1]["step"] if when == "in training" else 0)
+
+
+def wait_for_file(file: Path, timeout: float = 60) -> None:
+    end = time.monotonic() + timeout
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def job_of_a_free_port() -> int:
+    """The script takes port 20000 + the job's number, below 40000."""
+    for job in range(os.getpid() % 10000, 20000):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", 20000 + job))
+            return job
+    raise AssertionError("no free port")

@@ -83,6 +83,12 @@ def test_what_is_installed(here, tmp_path):
     assert "exec python -m launcher.supervise" in done.stdout
 
 
+def test_torchrun_waits_as_long_as_the_site_gives_for_a_save(here, capsys):
+    (here / "site.yaml").write_text("{warn_seconds: 1800, local_paths: []}\n")
+    assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", "--template=torchrun"]) == 0
+    assert "export PET_SHUTDOWN_TIMEOUT=1800\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shells_accept_it(script):
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0

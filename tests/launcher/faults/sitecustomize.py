@@ -3,6 +3,7 @@
 FAULT=raise:1   rank 1 raises an error of its own in its fifth step
 FAULT=sleep:1   rank 1 stays outside of any collective from its fifth step on
 FAULT=save:1    the same within its first save
+FAULT=slow:1    its saves take 13 s
 """
 
 import importlib.abc
@@ -44,6 +45,8 @@ def plant(trainer):
         if fault == "save":
             self.phase("save")
             time.sleep(1000)
+        if fault == "slow":
+            time.sleep(13)
         return save(self, **options)
 
     trainer._record, trainer._save = faulty_record, faulty_save
