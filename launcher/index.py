@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from clip_train.data.index import ShardEntry, find_index
-from clip_train.data.indexing import differences, index_shards, write_indexes
+from clip_train.data.indexing import differences, index_shards, try_folders, write_indexes
 from clip_train.data.sources import expand, missing_files
 from clip_train.errors import DataError, UserError
 from clip_train.storage import StorageConfig
@@ -26,6 +27,9 @@ def run_index(specs: list[str], *, caption_key: str | None, workers: int | None,
     if workers is not None and workers < 1:
         raise UserError(f"--workers ({workers}) must be at least 1")
     known = find_index(shards, StorageConfig()).entries if check else {}
+    if not check:
+        with writing():
+            try_folders(shards)
     entries = read(shards, caption_key, workers or max(2, min(16, os.cpu_count() or 2)))
     samples = sum(entry.samples for entry in entries.values())
     told = f"{len(entries)} shards, {samples:,} samples, {total_bytes(entries) / 2**30:.2f} GiB"
@@ -35,10 +39,8 @@ def run_index(specs: list[str], *, caption_key: str | None, workers: int | None,
             raise DataError(listing(f"{len(wrong)} of {len(entries)} shards are not what their index says", wrong))
         print(f"{told}: all as the index says")
         return 0
-    try:
+    with writing():
         written = write_indexes(entries)
-    except OSError as e:
-        raise UserError(f"the index cannot be written beside the shards ({type(e).__name__}: {e})") from e
     print(f"{told}; wrote sizes.json and {', '.join(written)}")
     damaged = {url: entry.damage for url, entry in entries.items() if entry.damage is not None}
     if damaged:
@@ -47,6 +49,15 @@ def run_index(specs: list[str], *, caption_key: str | None, workers: int | None,
     if unusable:
         print(f"{unusable:,} more samples have no image or no caption and are not counted")
     return 0
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """UserError where the index cannot be written."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"the index cannot be written beside the shards ({type(e).__name__}: {e})") from e
 
 
 def read(shards: list[str], caption_key: str | None, workers: int) -> dict[str, ShardEntry]:

@@ -142,7 +142,7 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
             ) from e
         except (ValueError, LookupError, TypeError, OverflowError) as e:
             if read == READS:
-                raise UserError(f"the index {url} is damaged ({e}); run `clip-train index` again") from e
+                raise UserError(f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again") from e
     raise AssertionError("unreachable")
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import multiprocessing
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import BinaryIO
@@ -119,6 +119,17 @@ def index_shards(
             pool.shutdown(cancel_futures=True)
             raise
     return {url: found[url] for url in todo}
+
+
+def try_folders(urls: Iterable[str], storage: StorageConfig | None = None) -> None:
+    """Before hours of reading: can each folder's index be added to? It is written as it is, or empty if there is none.
+
+    Raises:
+        UserError: an index that is there is damaged.
+        OSError: a folder cannot be written.
+    """
+    for folder in dict.fromkeys(index.split(url)[0] for url in urls):
+        write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, storage or StorageConfig())))
 
 
 def write_indexes(entries: Mapping[str, ShardEntry], storage: StorageConfig | None = None) -> list[str]:

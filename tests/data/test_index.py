@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import resource
 import tarfile
 import tracemalloc
 from array import array
@@ -21,6 +22,7 @@ from clip_train.errors import DataError, UserError
 from clip_train.storage import Checksums, StorageConfig, open_read
 from launcher.cli import main
 from launcher.config import load_config
+from launcher.index import run_index
 from tests.data.shards import sample, tar_bytes, write_dataset, write_shard
 
 BLOCK = 4096
@@ -159,7 +161,7 @@ def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
     )
     whole = (folder / INDEX_NAME).read_bytes()
     (folder / INDEX_NAME).write_bytes(whole.replace(b'"samples": 12', b'"samples": 13'))  # still JSON, and plausible
-    with pytest.raises(UserError, match=r"index\.json is damaged.*clip-train index"):
+    with pytest.raises(UserError, match=r"index\.json is damaged.*remove it, and run `clip-train index` again"):
         check_source(config)
     assert check_source(config.model_copy(update={"verify": "off"})).num_shards == 3
 
@@ -205,3 +207,39 @@ def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) ->
     entry = parse((folder / INDEX_NAME).read_bytes())["cut.tar"]
     assert entry.samples < 6 and "truncated" in (entry.damage or "")
     assert differences(entry, index_shard(str(folder / "cut.tar"))) is None
+
+
+def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, capsys, monkeypatch) -> None:
+    """A damaged index it would have to add to; a disk that takes nothing."""
+    line = ["index", str(folder / "*.tar"), "--workers", "1"]
+    with monkeypatch.context() as patched:
+        patched.setattr("launcher.index.read", lambda *_: pytest.fail("it reads the shards first"))
+        (folder / INDEX_NAME).write_text('{"format": "another\'s"}')
+        assert main(line) == 2
+        assert "damaged" in (told := capsys.readouterr().err) and "remove it" in told
+        (folder / INDEX_NAME).unlink()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # bytes
+        try:
+            assert main(line) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "cannot be written beside the shards (OSError: [Errno 27]" in capsys.readouterr().err
+        assert sorted(path.name for path in folder.iterdir()) == ["000.tar", "001.tar", "002.tar"]
+    assert main(line) == 0
+
+
+def test_a_command_that_is_stopped_leaves_what_was_known(folder: Path, monkeypatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("launcher.index.read", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run_index([str(folder / "*.tar")], caption_key=None, workers=1, check=False)
+        assert find_index([str(folder / "000.tar")], StorageConfig()).without == [str(folder / "000.tar")]
+        make(folder)
+        known = (folder / INDEX_NAME).read_bytes()
+        with pytest.raises(KeyboardInterrupt):
+            run_index([str(folder / "*.tar")], caption_key=None, workers=1, check=False)
+    assert (folder / INDEX_NAME).read_bytes() == known
