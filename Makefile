@@ -14,7 +14,7 @@ help:
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make check       lint, types, import contracts"
 	@echo "make invariance  the table in README: nothing that should not matter does"
-	@echo "make exactness   the one below it: every objective against its own oracle"
+	@echo "make exactness   the table in docs/numerics.md: every objective against its own oracle"
 	@echo "make peers       the same weights in OpenCLIP (sets up .venv-peers)"
 	@echo "Set TORCH='torch==2.13.0 --index-url ...' for another build, PYTHON=python3.12 for another Python."
 
