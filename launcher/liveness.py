@@ -11,7 +11,6 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import statistics
 import sys
 import threading
@@ -26,7 +25,7 @@ from typing import Any
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
 from launcher.lifeline import Lifeline
-from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, explain_loss_by, leave_mark, this_rank
+from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, explain_loss_by, leave_mark, node_name, this_rank
 from launcher.startup import PARENT, is_orphan
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
@@ -215,7 +214,7 @@ class Liveness:
         if not waiting or this_rank() == 0:
             self.failed(told)
         rank = os.environ.get("RANK", "0")
-        print(f"clip-train: [rank {rank} on {socket.gethostname()}] {told}", file=sys.stderr, flush=True)
+        print(f"clip-train: [rank {rank} on {node_name()}] {told}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         print(last_collectives(), file=sys.stderr, flush=True)
         time.sleep(5)  # the other ranks have stacks to show too, and end with the first that leaves
