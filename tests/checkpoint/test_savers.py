@@ -371,6 +371,7 @@ def test_uploads_that_are_slower_than_saves_are_no_failures(tmp_path: Path) -> N
     until("overtaken", 2, 3)
     slow.set()
     until("done", 1, 4)
+    until("rest", 1, 2, 3, 4)
     assert not any(each["told"] == "failed" for each in told)
     assert set(committed(tmp_path / "store")) == {1, 4} and set(committed(tmp_path / "local")) == {1, 2, 3, 4}
     outcomes = Outcomes(1, print)

@@ -31,7 +31,7 @@ OLD, NEW = ("ROTATEDOLD", "rotated-secret-old"), ("ROTATEDNEW", "rotated-secret-
 
 @pytest.fixture
 def storage(proxy: FaultyProxy, bucket: str) -> S3Storage:
-    return S3Storage(f"s3://{bucket}/run", part_bytes=PART, patience_seconds=10)
+    return S3Storage(f"s3://{bucket}/run", part_bytes=PART, patience_seconds=120)
 
 
 @pytest.fixture

@@ -121,12 +121,14 @@ class Requests:
             except Exception as e:
                 kind = meaning(e)
                 renew = renew or session.should_renew(kind, renewed)
-                in_time = tries < MIN_TRIES or time.monotonic() + delay <= give_up
+                left = give_up - time.monotonic()
+                in_time = tries < MIN_TRIES or left > 0
                 if not in_time or not (renew or kind == "again"):
                     raise self._error(e, kind, what, limit) from e
                 if isinstance(e, asyncio.TimeoutError | TimeoutError):
                     slowness *= _SLOWER
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            pause = delay * random.uniform(0.5, 1.0)
+            await asyncio.sleep(min(pause, left) if left > 0 else pause)  # the last try is at the end of the patience
             delay = min(2 * delay, 8.0)
         raise AssertionError("unreachable")
 
