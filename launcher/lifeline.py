@@ -86,8 +86,9 @@ class Lifeline:
         finally:
             if server is not None:
                 server.close()
-        self._nodes = dist.gather_objects(node_name())
-        failures = [told for told in dist.gather_objects(failed) if told is not None]
+        gathered = dist.gather_objects((node_name(), failed))
+        self._nodes = [node for node, _ in gathered]
+        failures = [told for _, told in gathered if told is not None]
         if failures:
             self._hang_up()
             return "; ".join(failures[:2])  # of rank 0, which may only have waited, and of the first that did not come

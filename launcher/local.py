@@ -18,8 +18,8 @@ import torch
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.config import RunConfig
 from launcher.env import detect
+from launcher.limits import raise_open_files
 from launcher.marks import FOLDER, leave_mark, read_marks, read_ranks
-from launcher.meeting import raise_open_files
 from launcher.verdict import read_verdict
 
 SAVE_SECONDS = 600  # after a signal the ranks have this long to save

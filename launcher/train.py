@@ -35,9 +35,10 @@ from launcher.checked import Checked, check, pays_twice, sized
 from launcher.config import RunConfig
 from launcher.ending import end, explain_loss, leave_together, note_failure, report, say
 from launcher.lifeline import Lifeline
+from launcher.limits import raise_open_files
 from launcher.liveness import Liveness, first_timeout
 from launcher.marks import leave_resumed
-from launcher.meeting import raise_open_files, refuse
+from launcher.meeting import refuse
 from launcher.same_run import compare_with
 from launcher.sizing import measure, memory_limit
 from launcher.startup import Startup
