@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from clip_train.stop import StopRequest
+from launcher.local import run_agent
 from launcher.meeting import OPEN_FILES
 from tests.launcher.conftest import (
     ENDLESS,
@@ -127,6 +129,12 @@ def test_usr1_to_torchruns_batch_script(recipe, tmp_path, when):
     assert (status, end["verdict"], end["status"], end["decision"]) == (0, "PREEMPTED", 75, "requeue"), out
     assert "SIGUSR1" in end["reason"] and end["blamed"] == []
     assert end["step"] == (metrics(tmp_path / "run")[-1]["step"] if when == "in training" else 0)
+
+
+def test_a_signal_that_comes_as_the_agent_ends_does_not_change_its_status():
+    """Python hands handlers back to the system when it ends, not what is ignored."""
+    assert run_agent(lambda: None, StopRequest()) == 0
+    assert {signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)} == {signal.SIG_IGN}
 
 
 def job_of_a_free_port() -> int:
