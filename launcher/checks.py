@@ -23,7 +23,7 @@ from launcher.doctor import Finding, error, ok, warning
 from launcher.env import detect, has_launcher
 from launcher.submit import LAUNCHERS, ask, parse_time
 
-GROUP_SECONDS = 30  # for two ranks to start and to find each other, on a busy machine too
+GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 
 
 def check_versions() -> Iterator[Finding]:

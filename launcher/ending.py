@@ -17,15 +17,19 @@ from launcher.lifeline import Lifeline, LostRankError
 from launcher.marks import is_lost_contact
 from launcher.verdict import read_verdict, word_for, write_verdict
 
+# For what became of a rank to be known here. The kernel tells at once, but a rank that ends with an error may have a
+# report to write first, and any thread may be held up; without its word the error would be called a lost contact.
+WORD_SECONDS = 40.0
+
 
 def explain_loss(error: Exception, lifeline: Lifeline) -> Exception:
     """A collective that failed because another rank has ended -> what became of that rank, told once."""
-    loss = lifeline.wait(5) if is_lost_contact(error) else None
+    loss = lifeline.wait(WORD_SECONDS) if is_lost_contact(error) else None
     if loss is None:
         return error
     if loss.how == "stopped":
         return Preempted(str(loss))
-    if lifeline.tells(loss):
+    if lifeline.is_to_say(loss):
         say(f"clip-train: error: {loss}")
     time.sleep(2)  # the launcher is to see that rank's end first: it takes the first for the cause
     return LostRankError(loss)

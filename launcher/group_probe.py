@@ -12,6 +12,7 @@ from clip_train import dist
 from launcher import env as ranks
 
 BYTES = 16 * 2**20
+MEETING_SECONDS = 60  # and of a collective
 
 
 def measure(action_bytes: int, device: torch.device, repeats: int) -> float:
@@ -28,7 +29,7 @@ def measure(action_bytes: int, device: torch.device, repeats: int) -> float:
 def main() -> None:
     env = ranks.detect(os.environ)
     device = ranks.take_device(env)
-    ranks.start(env, device, timeout_seconds=10)
+    ranks.start(env, device, timeout_seconds=MEETING_SECONDS)
     latency, seconds = measure(4, device, 20), measure(BYTES, device, 3)
     if dist.is_main():
         found = {"ranks": env.world_size, "device": device.type, "latency": latency, "bandwidth": BYTES / seconds}

@@ -20,7 +20,7 @@ from clip_train import dist
 from clip_train.errors import RemoteRankError
 from launcher.marks import node_name
 
-HELLO_SECONDS = 20.0  # for all ranks to connect
+HELLO_SECONDS = 60.0  # for all ranks to connect; one may be held up meanwhile
 # A silent node is given up after 5 + 3 x 3 seconds.
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3))
 USER_TIMEOUT = 14_000  # milliseconds, the same for what has been sent and not been acknowledged
@@ -64,6 +64,7 @@ class Lifeline:
         self._lines: dict[int, socket.socket] = {}  # by the rank at the other end
         self._nodes: list[str] = []
         self._closed = threading.Event()
+        self._said = threading.Lock()  # taken for good by who says what became of another rank
 
     def open(self) -> str | None:
         """Collective. None, or on all ranks why there are no lines: what kept some from reaching rank 0."""
@@ -104,6 +105,10 @@ class Lifeline:
     def tells(self, loss: Loss) -> bool:
         """Whether it is for this rank to say what nobody else says: the lowest that is left."""
         return loss.how == "gone" and self._rank == (1 if loss.rank == 0 else 0)
+
+    def is_to_say(self, loss: Loss) -> bool:
+        """The same, once: the main thread and the one beside it may both come to say it."""
+        return self.tells(loss) and self._said.acquire(blocking=False)
 
     def wait(self, seconds: float) -> Loss | None:
         """What has become of another rank; a collective fails before the kernel has told."""

@@ -169,6 +169,7 @@ class Liveness:
         leave_mark("stopped" if loss.how == "stopped" else "lost", str(loss))
         if self._lifeline.tells(loss):
             self.failed(str(loss))
+        if self._lifeline.is_to_say(loss):
             print(f"clip-train: error: {loss}", file=sys.stderr, flush=True)
         os._exit(75 if loss.how == "stopped" else 1)
 

@@ -98,6 +98,8 @@ def run_agent(launch: Callable[[], object], stop: StopRequest) -> int:
         except SignalException as e:
             return after_signal(Path(os.environ[FOLDER]), e.sigval)
         finally:
+            # as the interpreter ends it gives handlers up, and what Slurm sends every 5 s would kill it with its status
+            stop.ignore()
             if os.environ[FOLDER] == folder:
                 del os.environ[FOLDER]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GO_ON = "go on"
 REMIND_SECONDS = 30.0
-REFUSING_SECONDS = 30.0  # to reach the others, and for them to hear
+REFUSING_SECONDS = 120.0  # to reach the others, and for them to hear: imports may take one much longer than another
 
 
 def open_store(env: RankEnv, seconds: float) -> Store:

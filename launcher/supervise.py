@@ -44,7 +44,8 @@ from launcher.marks import (
 from launcher.scheduler import NotLeftOut, answer, end_time, exclusion, node_names, slurm
 from launcher.verdict import clear_verdict, read_verdict, write_verdict
 
-CLAIM_SECONDS = 10.0  # for a job that has made its attempt's log to begin it
+CLAIM_SECONDS = 60.0  # for a job that has made its attempt's log to begin it; it may be held up in between
+REST_SECONDS = 60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
 
 
 class Signals:
@@ -269,7 +270,7 @@ class Supervisor:
                     # without --batch: to the steps alone. Of an array's task it delivers, and then retries for ever
                     slurm("scancel", "--signal=USR1", self.job, timeout=3)
                 time.sleep(0.2)
-            tee.join(timeout=10)
+            tee.join(timeout=REST_SECONDS)
         return process.returncode
 
     def _outcome(self, status: int, before: int, log: Path) -> Outcome:

@@ -55,7 +55,7 @@ host_up() {
             ${HOST_INIT:-}
             touch $folder/ready; while :; do sleep 86400 & wait \$!; done" >"$folder/init.log" 2>&1 </dev/null &
     parent=$!
-    for _ in $(seq 1 250); do if [ -e "$folder/ready" ]; then break; fi; sleep 0.02; done
+    for _ in $(seq 1 6000); do if [ -e "$folder/ready" ] || ! kill -0 "$parent" 2>/dev/null; then break; fi; sleep 0.02; done
     pid=$(pgrep -P "$parent" | head -1)
     [ -e "$folder/ready" ] && [ -n "$pid" ] || {
         echo "host $name did not start:" >&2

@@ -54,7 +54,7 @@ CONF
         echo "h$n slots=${SLOTS:-2}" >>"$LAB/hostfile"
     done
     for n in $(seq 1 "$1"); do
-        for _ in $(seq 1 50); do
+        for _ in $(seq 1 600); do
             if host_exec h1 ssh -o ConnectTimeout=2 "h$n" true 2>/dev/null; then continue 2; fi
             sleep 0.1
         done

@@ -65,9 +65,12 @@ Prolog=$LAB/prolog
 ReturnToService=2
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_delay=1
-SlurmdTimeout=10
-SlurmctldTimeout=10
-KillWait=10
+# above what a busy machine may hold up a slurmd, or ranks that save
+SlurmdTimeout=60
+SlurmctldTimeout=60
+KillWait=60
+# minutes: a job whose ranks are still saving at its limit is not killed for it
+OverTimeLimit=2
 MinJobAge=900
 CompleteWait=0
 JobRequeue=1
@@ -129,7 +132,7 @@ up() {
         host_exec "n$n" bash -c "cd /; grep -qs '^slurmd' /proc/\$(cat $LAB/slurmd.n$n.pid 2>/dev/null)/comm ||
             SLURM_CONF=$SLURM_CONF exec slurmd -f $SLURM_CONF -N n$n"
     done
-    for n in $(seq 1 300); do
+    for n in $(seq 1 1200); do
         ready=$(sinfo -h -N -p main -o '%T' 2>/dev/null | grep -cE '^(idle|mixed|allocated|completing)$' || true)
         [ "$ready" = "$nodes" ] && return
         [ $((n % 50)) != 0 ] || scontrol update nodename="n[1-$nodes]" state=resume 2>/dev/null || true

@@ -25,7 +25,7 @@ def lacking() -> str | None:
     return None
 
 
-def call(setup: Path, *arguments: str | Path, timeout: float = 120, **environ: str) -> str:
+def call(setup: Path, *arguments: str | Path, timeout: float = 600, **environ: str) -> str:
     """One action of scripts/setup_*.sh; its output."""
     done = subprocess.run(
         [setup, *arguments], env={**os.environ, **environ}, capture_output=True, text=True, check=False, timeout=timeout

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ MODEL = {
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
     "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
+PATIENCE = 900.0  # seconds; for what is certain to come, on a machine that is slow and stalls at times
+ENDLESS = ("run.steps=100000", "log.progress=false")  # not done before it is disturbed, nor held up by an unread pipe
 
 
 @pytest.fixture(scope="session")
@@ -61,21 +64,19 @@ def start(
     torchrun: str = "torch.distributed.run",
     fault: str = "",
     cwd: Path | None = None,
-    environ_of_rank: dict[str, str] | None = None,
+    environ: dict[str, str] | None = None,
 ) -> subprocess.Popen:
     """`clip-train VERB recipe overrides`, under torchrun where there is more than one rank. fault: see faults/.
 
-    environ_of_rank: RANK and its like, of one rank of several that are started one by one.
+    environ: more of it; RANK and its like, of one rank of several that are started one by one.
     """
     line = ["-m", "launcher", verb, str(recipe), *overrides]
     if ranks > 1:
         line = ["-m", torchrun, "--standalone", "--nproc-per-node", str(ranks), *line]
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{FAULTS}" if fault else str(ROOT), "FAULT": fault}
-    environ |= environ_of_rank or {}
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return subprocess.Popen(
         [sys.executable, *line],
-        env=environ,
+        env=clean | {"OMP_NUM_THREADS": "1", **SLOW_SAVES, **planted(fault, recipe.parent)} | (environ or {}),
         cwd=cwd or recipe.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,7 +85,16 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str]:
+SLOW_SAVES = {"PET_SHUTDOWN_TIMEOUT": "300"}  # torchrun kills ranks that save after a signal; 30 s may be one stall
+
+
+def planted(fault: str, folder: Path) -> dict[str, str]:
+    """The environment of ranks with a fault: `folder`/fault is there once it sleeps."""
+    path = f"{ROOT}:{FAULTS}" if fault else str(ROOT)
+    return {"PYTHONPATH": path, "FAULT": fault, "FAULT_FILE": str(folder / "fault")}
+
+
+def finish(process: subprocess.Popen, timeout: float = PATIENCE) -> tuple[int, str]:
     """Its exit status and output; nothing of it is left running, however it ends."""
     try:
         out, _ = process.communicate(timeout=timeout)
@@ -104,24 +114,40 @@ def run(recipe: Path, *overrides: str, ranks: int = 1, verb: str = "train") -> t
     return finish(start(recipe, *overrides, ranks=ranks, verb=verb))
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, timeout: float = 120) -> None:
+def until(condition: Callable[[], object], timeout: float = PATIENCE) -> bool:
+    """Whether it comes true: it holds now, or has held in the moment in which it was looked at last."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def wait_for(condition: Callable[[], object], what: str, process: subprocess.Popen, timeout: float = PATIENCE) -> None:
+    """Until it comes true, which the process is to see to: with its end there is nothing to wait for."""
+    ended = False
+
+    def come_or_ended() -> bool:
+        nonlocal ended
+        ended = process.poll() is not None  # before the look: what it did last counts
+        return bool(condition()) or ended
+
+    if not until(come_or_ended, timeout) or (ended and not condition()):
+        kill_tree(process)
+        raise AssertionError(f"{what}: {finish(process)[1]}")
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, timeout: float = PATIENCE) -> None:
     """Until metrics.jsonl has that step."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end and process.poll() is None:
-        if any(line["step"] >= step for line in metrics(run_dir)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached: {finish(process)[1]}")
+    reached = lambda: any(line["step"] >= step for line in metrics(run_dir))  # noqa: E731
+    wait_for(reached, f"step {step} was not reached", process, timeout)
 
 
-def wait_for_commit(run_dir: Path, process: subprocess.Popen, timeout: float = 120) -> None:
+def wait_for_commit(run_dir: Path, process: subprocess.Popen, timeout: float = PATIENCE) -> None:
     """Until there is a checkpoint to resume from: it is written in the background."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end and process.poll() is None:
-        if list((run_dir / "checkpoints" / "commit").glob("*.json")):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"nothing was committed: {finish(process)[1]}")
+    commits = run_dir / "checkpoints" / "commit"
+    wait_for(lambda: list(commits.glob("*.json")), "nothing was committed", process, timeout)
 
 
 def metrics(run_dir: Path) -> list[dict]:

@@ -18,7 +18,7 @@ from launcher import checks
 from launcher.cli import main
 from launcher.config import load_config
 from launcher.recipe_checks import check_shards, check_store
-from tests.launcher.conftest import ROOT
+from tests.launcher.conftest import PATIENCE, ROOT
 
 
 def doctor(tmp_path: Path, *arguments: str, limit: int | None = None, **environ: str) -> tuple[int, dict[str, str]]:
@@ -40,7 +40,7 @@ def doctor(tmp_path: Path, *arguments: str, limit: int | None = None, **environ:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert out.stdout.startswith("{"), out.stdout + out.stderr
     findings = json.loads(out.stdout)["findings"]

@@ -78,7 +78,7 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
     import subprocess
     import sys
 
-    from tests.launcher.conftest import ROOT
+    from tests.launcher.conftest import PATIENCE, ROOT
 
     short = [
         "run.steps=4",
@@ -93,7 +93,7 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert out.returncode == 0, out.stderr
     assert "zero_shot_top1" in out.stderr and "chance is 10.0%" in out.stderr

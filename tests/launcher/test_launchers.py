@@ -6,25 +6,42 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from clip_train.stop import StopRequest
+from launcher.local import run_agent
 from launcher.meeting import OPEN_FILES
-from tests.launcher.conftest import FAULTS, ROOT, finish, kill, metrics, run, start, wait_for_step
+from tests.launcher.conftest import (
+    ENDLESS,
+    PATIENCE,
+    ROOT,
+    finish,
+    kill,
+    metrics,
+    planted,
+    run,
+    start,
+    wait_for,
+    wait_for_step,
+)
 
 pytestmark = pytest.mark.engine
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below those that the kernel hands out: it is taken seconds later, and none is lost to a connection meanwhile."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port))
+            return port
 
 
 def test_the_deepspeed_launcher(recipe, tmp_path):
@@ -36,7 +53,7 @@ def test_the_deepspeed_launcher(recipe, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=180,
+        timeout=PATIENCE,
     )
     assert out.returncode == 0, out.stdout + out.stderr
     status, told = run(recipe, "run.steps=6", ranks=2)
@@ -52,7 +69,7 @@ def test_who_may_hold_a_socket_for_each_rank_raises_its_limit(recipe, tmp_path, 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     try:
-        process = start(recipe, "run.steps=400", **line)
+        process = start(recipe, *ENDLESS, **line)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     try:
@@ -66,6 +83,7 @@ def test_who_may_hold_a_socket_for_each_rank_raises_its_limit(recipe, tmp_path, 
 SLURM = {
     "scontrol": r'case "$*" in show\ hostnames*) echo 127.0.0.1;; esac',
     "srun": """\
+trap "" USR1  # as the script's own does in a moment, in which a rank would die of it
 export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1
 shift
 "$@" &
@@ -78,7 +96,7 @@ wait $! || { s=$?; echo "srun: error: n1: task 0: Exited with exit code $s"; exi
 @pytest.mark.parametrize("when", ["at once", "in training"])
 def test_usr1_to_torchruns_batch_script(recipe, tmp_path, when):
     """Its own command, with stand-ins for Slurm's. USR1 comes again every 5 s, and a save takes longer than twice that;
-    at once, there is only torchrun to say why it ends."""
+    at once, there is only torchrun to say why it ends: its ranks make no step before."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, line in SLURM.items():
@@ -86,12 +104,13 @@ def test_usr1_to_torchruns_batch_script(recipe, tmp_path, when):
         (folder / name).chmod(0o755)
     environ = {
         **os.environ, "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{FAULTS}", "FAULT": "slow:1", "STEP": str(tmp_path / "step"), "RANKS_PER_NODE": "2",
+        **planted("slow:1" if when == "in training" else "hold:0:0", tmp_path), "STEP": str(tmp_path / "step"),
+        "RANKS_PER_NODE": "2",
         "SLURM_JOB_ID": str(job_of_a_free_port()), "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1",
         "SLURM_SUBMIT_DIR": str(tmp_path),
     }  # fmt: skip
     process = subprocess.Popen(
-        ["bash", ROOT / "slurm" / "torchrun.sbatch", recipe, "run.steps=4000", "checkpoint.every_steps=5000"],
+        ["bash", ROOT / "slurm" / "torchrun.sbatch", recipe, *ENDLESS, "checkpoint.every_steps=200000"],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -102,20 +121,20 @@ def test_usr1_to_torchruns_batch_script(recipe, tmp_path, when):
         if when == "in training":
             wait_for_step(tmp_path / "run", 5, process)
         else:
-            wait_for_file(tmp_path / "step")
+            wait_for((tmp_path / "step").exists, "no task was started", process)
         process.send_signal(signal.SIGUSR1)
     finally:
-        status, out = finish(process, timeout=120)
+        status, out = finish(process)
     end = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
     assert (status, end["verdict"], end["status"], end["decision"]) == (0, "PREEMPTED", 75, "requeue"), out
     assert "SIGUSR1" in end["reason"] and end["blamed"] == []
     assert end["step"] == (metrics(tmp_path / "run")[-1]["step"] if when == "in training" else 0)
 
 
-def wait_for_file(file: Path, timeout: float = 60) -> None:
-    end = time.monotonic() + timeout
-    while not file.exists() and time.monotonic() < end:
-        time.sleep(0.01)
+def test_a_signal_that_comes_as_the_agent_ends_does_not_change_its_status():
+    """Python hands handlers back to the system when it ends, not what is ignored."""
+    assert run_agent(lambda: None, StopRequest()) == 0
+    assert {signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)} == {signal.SIG_IGN}
 
 
 def job_of_a_free_port() -> int:

@@ -22,15 +22,8 @@ from launcher.env import RankEnv
 from launcher.liveness import LaunchConfig, Liveness, phase_limit, position, stop_time, unfinished
 from launcher.marks import FOLDER, read_marks
 from launcher.meeting import meet
-from tests.launcher.conftest import ROOT
+from tests.launcher.conftest import PATIENCE, ROOT, until
 from tests.launcher.test_launchers import free_port
-
-
-def until(condition, timeout=10.0) -> bool:
-    end = time.monotonic() + timeout
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_the_limit_of_a_step_follows_the_steps():
@@ -109,18 +102,23 @@ def wait_in_c() -> Iterator[Callable[[], object]]:
 
 
 @contextmanager
-def standing(work: Callable[[], object], inside: str) -> Iterator[tuple[str, bool]]:
-    """Where a thread that does `work` stands, once it is in a function of this name."""
+def standing(work: Callable[[], object], inside: str, waits: bool) -> Iterator[tuple[str, bool]]:
+    """Where a thread that does `work` stands, once it is in a function of this name and seen to wait, or not to."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
 
-    def here() -> list[str]:
-        frame = sys._current_frames().get(thread.ident)
-        return [] if frame is None else [f.name for f in traceback.extract_stack(frame)]
+    seen: list[tuple[str, bool]] = []
 
-    assert until(lambda: inside in here())
-    time.sleep(0.2)  # to come to the call in C
-    yield position(sys._current_frames()[thread.ident])
+    def there() -> bool:
+        """On its way to the call in C it may be caught in a helper."""
+        frame = sys._current_frames().get(thread.ident)
+        if frame is None or inside not in [f.name for f in traceback.extract_stack(frame)]:
+            return False
+        seen.append(position(frame))
+        return seen[-1][1] is waits
+
+    assert until(there, 120), seen[-1:]
+    yield seen[-1]
 
 
 def test_a_rank_that_reads_the_result_of_a_collective_waits(wait_in_c, monkeypatch):
@@ -128,7 +126,7 @@ def test_a_rank_that_reads_the_result_of_a_collective_waits(wait_in_c, monkeypat
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     monkeypatch.setattr(dist.torch, "tensor", lambda *values, **more: SimpleNamespace(tolist=wait_in_c))
     monkeypatch.setattr(dist.torch_dist, "all_reduce", lambda *args, **more: None)
-    with standing(lambda: dist.max_scalars(1.0), "max_scalars") as (told, waiting):
+    with standing(lambda: dist.max_scalars(1.0), "max_scalars", True) as (told, waiting):
         assert waiting and told.startswith("waiting in max_scalars, called from launcher/test_liveness.py")
 
 
@@ -136,8 +134,9 @@ def test_a_rank_that_does_its_own_work_under_an_agreement_hangs_by_itself(wait_i
     def read_a_disk_that_does_not_answer() -> None:
         wait_in_c()
 
-    with standing(lambda: dist.agreed(read_a_disk_that_does_not_answer), "read_a_disk_that_does_not_answer") as where:
-        assert where[1] is False and "read_a_disk_that_does_not_answer" in where[0]
+    name = "read_a_disk_that_does_not_answer"
+    with standing(lambda: dist.agreed(read_a_disk_that_does_not_answer), name, False) as (told, waiting):
+        assert not waiting and name in told
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -147,9 +146,9 @@ def test_a_rank_that_waits_for_the_others_to_come_waits(missing):
 
     port = free_port()
     inside = "_wait_for_word" if missing else "open_store"  # rank 0 holds the store
-    with standing(lambda: meet(env(1 - missing), 30), inside) as (told, waiting):
+    with standing(lambda: meet(env(1 - missing), 300), inside, True) as (told, waiting):
         assert waiting and told.startswith("waiting in meet, called from launcher/test_liveness.py")
-        meet(env(missing), 30)
+        meet(env(missing), 300)
 
 
 def entry(name: str, state: str, group: str = "0", retired: bool = False) -> dict:
@@ -181,7 +180,7 @@ def test_the_flight_recorder_of_this_torch_can_be_read():
         "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), (entries, missing)\n"
         "entries[-1]['profiling_name'] = 'nccl:all_reduce'; assert unfinished(entries) is None, entries\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=PATIENCE)
 
 
 def test_the_mark_of_a_rank_behind_an_unfinished_collective_says_that_it_waits(tmp_path):
@@ -190,10 +189,10 @@ def test_the_mark_of_a_rank_behind_an_unfinished_collective_says_that_it_waits(t
         "pending = {'profiling_name': 'nccl:all_reduce', 'state': 'scheduled'}\n"
         "liveness.recorded = lambda: ([pending], '')\n"
         "config = liveness.LaunchConfig(hang_start_seconds=0.5)\n"
-        "liveness.Liveness(config, liveness.StopRequest(), environ={}).start(); time.sleep(60)\n"
+        "liveness.Liveness(config, liveness.StopRequest(), environ={}).start(); time.sleep(1000)\n"
     )
     environ = {**os.environ, FOLDER: str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=False, timeout=PATIENCE)
     (mark,) = read_marks(tmp_path)
     assert (done.returncode, mark.kind, mark.waiting) == (1, "hang", True)
     assert "nccl:all_reduce is unfinished" in mark.message
@@ -229,7 +228,7 @@ def test_a_signal_is_seen_while_the_main_thread_is_in_c(tmp_path):
     try:
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 75
+        assert process.wait(timeout=PATIENCE) == 75
     finally:
         process.kill()
         process.wait()

@@ -31,7 +31,7 @@ def uninterrupted(tmp_path_factory, data, model):
 
 
 def test_a_run_killed_with_sigkill_goes_on_bitwise(recipe, tmp_path, uninterrupted):
-    process = start(recipe)
+    process = start(recipe, fault="hold:0:33")
     wait_for_step(tmp_path / "run", 17, process)  # checkpoints are at 7, 14, ...: some steps are lost
     kill(process)
     assert read_verdict(tmp_path / "run") is None
@@ -42,7 +42,7 @@ def test_a_run_killed_with_sigkill_goes_on_bitwise(recipe, tmp_path, uninterrupt
 
 
 def test_other_ranks_stage_workers_and_micro_batches_change_nothing_but_rounding(recipe, tmp_path, uninterrupted):
-    process = start(recipe)
+    process = start(recipe, fault="hold:0:33")
     wait_for_step(tmp_path / "run", 9, process)
     kill(process)
     layout = ("engine.zero_stage=3", "data.workers=2", "batch.micro_size=5", "batch.kept_graphs=2")
@@ -55,7 +55,7 @@ def test_other_ranks_stage_workers_and_micro_batches_change_nothing_but_rounding
 
 
 def test_sigterm_saves_at_the_next_step_and_exits_75(recipe, tmp_path, uninterrupted):
-    process = start(recipe, "data.workers=1", ranks=2)
+    process = start(recipe, "data.workers=1", ranks=2, fault="hold:0:33")
     wait_for_step(tmp_path / "run", 10, process)
     process.send_signal(signal.SIGTERM)  # torchrun hands it to both ranks
     _, out = finish(process)
@@ -73,7 +73,7 @@ def test_sigterm_saves_at_the_next_step_and_exits_75(recipe, tmp_path, uninterru
 
 
 def test_one_process_exits_75_itself(recipe, tmp_path):
-    process = start(recipe)
+    process = start(recipe, fault="hold:0:33")
     wait_for_step(tmp_path / "run", 3, process)
     process.send_signal(signal.SIGINT)
     status, out = finish(process)

@@ -55,7 +55,7 @@ def test_metrics_tell_each_steps_own(uninterrupted):
     ],
 )
 def test_a_killed_run_goes_on_on_ranks_that_divide_nothing(recipe, tmp_path, uninterrupted, layout, ranks):
-    process = start(recipe, *VARYING, "data.workers=1", ranks=ranks - 1)
+    process = start(recipe, *VARYING, "data.workers=1", ranks=ranks - 1, fault="hold:0:20")
     wait_for_commit(tmp_path / "run", process)
     kill(process)
     status, out = run(recipe, *VARYING, *layout, ranks=ranks)

@@ -15,7 +15,8 @@ import pytest
 from launcher.attempts import History
 from launcher.supervise import copy_lines
 from launcher.verdict import read_verdict, write_verdict
-from tests.launcher.conftest import ROOT
+from tests.launcher.conftest import PATIENCE, ROOT
+from tests.launcher.conftest import until as in_time
 
 COMMANDS = {
     "squeue": 'case "$*" in *%T*) echo "$STATE";; *) echo N/A;; esac',
@@ -24,7 +25,7 @@ COMMANDS = {
     "scancel": "true",
 }
 
-SAVING = "trap '' TERM; echo $$ > $0.tmp; mv $0.tmp $0; exec sleep 60"  # ranks that Slurm has told to end
+SAVING = "trap '' TERM; echo $$ > $0.tmp; mv $0.tmp $0; exec sleep 1000"  # ranks that Slurm has told to end
 
 
 @pytest.fixture
@@ -37,31 +38,35 @@ def bin(tmp_path) -> Path:
     return folder
 
 
-def start(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7") -> subprocess.Popen:
+# `python -m launcher.supervise` that does not wait long for another job
+HASTY = "import sys; from launcher import supervise as s; s.CLAIM_SECONDS = 1.0; sys.exit(s.main(sys.argv[1:]))"
+
+
+def start(
+    recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7", hasty: bool = False
+) -> subprocess.Popen:
     """The ranks are `command`; state: of every job, by Slurm's word."""
     environ = {
         **os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": job,
         "SLURM_JOB_NODELIST": "n1", "STATE": state, "SAID": str(bin / "said"),
     }  # fmt: skip
-    line = [sys.executable, "-m", "launcher.supervise", str(recipe), "--", *command]
+    program = ["-c", HASTY] if hasty else ["-m", "launcher.supervise"]
+    line = [sys.executable, *program, str(recipe), "--", *command]
     return subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def supervise(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7") -> tuple[int, str]:
+def supervise(recipe: Path, bin: Path, *command: str, state: str = "", hasty: bool = False) -> tuple[int, str]:
     """Its exit status and output."""
-    process = start(recipe, bin, *command, state=state, job=job)
+    process = start(recipe, bin, *command, state=state, hasty=hasty)
     try:
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     return process.returncode, out
 
 
-def until(condition, timeout: float = 60) -> None:
-    end = time.monotonic() + timeout
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert condition()
+def until(condition) -> None:
+    assert in_time(condition)
 
 
 def requeued(bin: Path) -> bool:
@@ -127,7 +132,7 @@ def test_of_two_jobs_that_start_in_the_same_moment_one_trains(recipe, bin, tmp_p
         until(lambda: len(trained()) == 2 or any(job.poll() is not None for job in jobs.values()))
     finally:
         go.touch()
-        told = {name: job.communicate(timeout=60)[0] for name, job in jobs.items()}
+        told = {name: job.communicate(timeout=PATIENCE)[0] for name, job in jobs.items()}
     (winner,) = trained()
     loser = "6" if winner == "5" else "5"
     assert jobs[loser].returncode == 2 and f"error: job {winner} trains" in told[loser], told
@@ -145,7 +150,7 @@ def test_an_attempt_that_is_about_to_begin_is_waited_for(recipe, bin, tmp_path):
     until((bin / "said").exists)  # it has asked for its nodes' names
     time.sleep(1)
     History(run_dir).append("begin", attempt=1, job="5", nodes=["n1"], step=0)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and "job 5 trains" in out, out
     assert not (tmp_path / "ran").exists()
 
@@ -154,7 +159,7 @@ def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
     """Its job died in that moment, or the history is gone: the run goes on under the next number."""
     (tmp_path / "run" / "attempts").mkdir(parents=True)
     (tmp_path / "run" / "attempts" / "0001.log").write_text("srun: error: Node failure on n1\n")
-    status, out = supervise(recipe, bin, "false")
+    status, out = supervise(recipe, bin, "false", hasty=True)
     assert status == 0 and requeued(bin), out
     assert [(line["attempt"], line.get("blamed")) for line in history(tmp_path / "run")] == [(2, None), (2, [])]
 
@@ -186,7 +191,7 @@ def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tm
         process.kill()
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         (tmp_path / "pid").unlink()
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
     status, out = supervise(recipe, bin, "true")
     assert "GIVING UP" not in out and requeued(bin), out
     ends = [line for line in history(run_dir) if line["event"] == "end"]
@@ -231,7 +236,7 @@ def test_a_full_disk_does_not_stop_the_ranks(tmp_path):
             copy_lines(process.stdout, full)
         finally:
             sys.stdout = before
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=PATIENCE) == 0
         process.stdout.close()
     assert (tmp_path / "all").read_bytes().count(b"y" * 1000 + b"\n") == 2000
 
@@ -243,7 +248,7 @@ def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_pat
     )
     line = [sys.executable, "-c", code, str(tmp_path)]
     writers = [subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT)}) for _ in range(3)]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(timeout=PATIENCE) for writer in writers] == [0, 0, 0]
     assert read_verdict(tmp_path) == ("PREEMPTED", {"step": 299, "reason": "r"})
     assert [file.name for file in tmp_path.iterdir()] == ["VERDICT"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,26 @@ from clip_train import dist
 from launcher.agreement import agree, differences
 from launcher.env import set_timeout
 from launcher.marks import FOLDER, is_lost_contact, read_ranks
+from tests.launcher.conftest import until
 from tests.ranks import run_ranks
 
 
 def late_rank(awake: Path) -> bool | None:
-    """On rank 0: whether it gave rank 1 up while that slept. The group's own timeout is 120 s."""
+    """On rank 0: whether it gave rank 1 up while that slept. The group's own timeout is 120 s, rank 1 sleeps 70."""
+    given_up = awake.with_name("given up")
     other = torch_dist.new_group([0, 1])
     dist.barrier()
     set_timeout(1)
     if dist.rank() == 1:
-        time.sleep(15)
-        awake.touch()
+        if not until(given_up.exists, 70):
+            awake.touch()
         return None
     try:
         torch_dist.all_reduce(torch.zeros(1), group=other)
     except RuntimeError as e:
-        return is_lost_contact(e) and not awake.exists()
+        late = awake.exists()
+        given_up.touch()
+        return is_lost_contact(e) and not late
     return False
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.verdict import read_verdict
 from tests import lab
-from tests.launcher.conftest import ROOT, metrics
+from tests.launcher.conftest import PATIENCE, ROOT, metrics
 from tests.processes import running
 from tests.s3.bucket import Bucket
 
@@ -41,6 +42,15 @@ class Cluster:
     def repair(self) -> None:
         lab.call(SETUP, "up", self.lab, "3")
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is submitted meanwhile waits."""
+        self.call("scontrol", "update", "PartitionName=main", "State=DOWN")
+        try:
+            yield
+        finally:
+            self.call("scontrol", "update", "PartitionName=main", "State=UP")
+
     def clear_disks(self, job: str) -> None:
         """Of what a job has left; nodes' disks are in memory."""
         for node in ("n1", "n2", "n3"):
@@ -48,15 +58,18 @@ class Cluster:
 
     def call(self, *command: str) -> str:
         """One of Slurm's commands; its output."""
-        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout.strip()
+        return call(*command, environ=self.environ)
 
-    def warn(self, job: str) -> None:
-        """USR1 to a job's batch script, as before its time limit. Of an array's task scancel delivers it, and then
-        retries for ever."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=self.environ, check=True, timeout=3)
+
+def call(*command: str | Path, environ: dict[str, str], cwd: Path | None = None) -> str:
+    """One of Slurm's commands; its output. Again where the controller was held up."""
+    for _ in range(20):
+        done = subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
+        if done.returncode == 0 or not re.search("timed out|Unable to contact", done.stderr):
+            break
+        time.sleep(1)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
 
 
 @dataclass
@@ -80,7 +93,30 @@ class Job:
         shown = self.cluster.call("scontrol", "show", "job", self.number)
         return next(word.partition("=")[2] for word in shown.split() if word.startswith("JobState="))
 
-    def wait(self, until: Callable[[], bool], what: str, timeout: float = 150) -> None:
+    @property
+    def hold(self) -> Path:
+        """While it is there rank 0 goes no further than 30 steps, unless it is asked to stop: see faults/."""
+        return self.run_dir.parent / "hold"
+
+    def let_go(self) -> None:
+        self.hold.unlink(missing_ok=True)
+
+    def warn(self, task: str = "") -> None:
+        """USR1 to the batch script, as before its time limit. Of an array's task scancel delivers it, and then retries
+        for ever."""
+        line = ["scancel", "--batch", "--signal=USR1", self.number + task]
+        scancel = subprocess.Popen(line, env=self.cluster.environ)
+        try:
+            self.wait(lambda: "USR1, the time limit is near" in self.told(), "warned")
+        finally:
+            scancel.kill()
+            scancel.wait()
+
+    def wait_for_attempts(self, number: int) -> None:
+        """Until so many have ended."""
+        self.wait(lambda: len(self.attempts()) >= number, f"the end of attempt {number}")
+
+    def wait(self, until: Callable[[], object], what: str, timeout: float = PATIENCE) -> None:
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if until():
@@ -88,13 +124,13 @@ class Job:
             time.sleep(0.2)
         raise AssertionError(f"{what}: not within {timeout} s; the job is {self.state()}\n{self.told()}")
 
-    def wait_for_state(self, *states: str, timeout: float = 240) -> None:
+    def wait_for_state(self, *states: str, timeout: float = PATIENCE) -> None:
         self.wait(lambda: self.state() in states, f"job {' or '.join(states)}", timeout)
 
-    def wait_for_step(self, step: int, timeout: float = 120) -> None:
+    def wait_for_step(self, step: int, timeout: float = PATIENCE) -> None:
         self.wait(lambda: any(line["step"] >= step for line in metrics(self.run_dir)), f"step {step}", timeout)
 
-    def wait_for_commit(self, timeout: float = 120) -> None:
+    def wait_for_commit(self, timeout: float = PATIENCE) -> None:
         """Until there is a checkpoint that survives the loss of every node."""
         self.wait(lambda: self.newest_commit() > 0, "a checkpoint", timeout)
         self.seen_commit = self.newest_commit()
@@ -115,8 +151,9 @@ class Job:
     def attempts(self) -> list[dict]:
         """The `end` lines of attempts.jsonl."""
         file = self.run_dir / "attempts.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [line for line in map(json.loads, lines) if line["event"] == "end"]
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [line for line in whole if line["event"] == "end"]
 
     def rank_pids(self) -> dict[int, int]:
         """rank -> process on this machine, of the ranks that run now."""

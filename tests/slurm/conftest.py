@@ -15,7 +15,7 @@ from tests.launcher.conftest import RECIPE, ROOT, metrics, run
 from tests.s3.bucket import Bucket
 from tests.s3.localstack import LocalStack
 from tests.s3.server import Server
-from tests.slurm.cluster import SETUP, Cluster, Job
+from tests.slurm.cluster import SETUP, Cluster, Job, call
 from tests.slurm.evidence import keep
 
 FAULTS = Path(__file__).parent / "faults"
@@ -39,7 +39,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    with lab("SLURM", SETUP, tmp_path_factory.mktemp("slurm"), 3, GRACE="60") as folder:
+    with lab("SLURM", SETUP, tmp_path_factory.mktemp("slurm"), 3, GRACE="180") as folder:
         yield Cluster(folder)
 
 
@@ -78,7 +78,13 @@ def submitter(cluster: Cluster, server: Server | None, data, folder: Path, jobs:
     recipe = write_recipe(folder, data)
 
     def submit(
-        layout: str, *options: str, steps: int = STEPS, own_disks: bool = True, overrides=(), **environ: str
+        layout: str,
+        *options: str,
+        steps: int = STEPS,
+        own_disks: bool = True,
+        overrides=(),
+        hold: bool = False,
+        **environ: str,
     ) -> Job:
         script = options[0] if options and options[0].endswith(".sbatch") else "train.sbatch"
         options = tuple(option for option in options if not option.endswith(".sbatch"))
@@ -92,22 +98,17 @@ def submitter(cluster: Cluster, server: Server | None, data, folder: Path, jobs:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
             "STEP_SECONDS": "0.1",
+            "HOLD": str(folder / "hold"),
             **(server.environment() if server else {}),
             **environ,
         }
         settings = [f"run.steps={steps}", *OVERRIDES, *overrides]
         settings += [f"checkpoint.remote={bucket.url}/run"] if bucket else []
         line = ["sbatch", "--parsable", "--hold", *OPTIONS[layout], "--gpus-per-node=0", "--cpus-per-task=1", *options]
-        sent = subprocess.run(
-            [*line, f"--output={folder}/job.log", ROOT / "slurm" / script, recipe, *settings],
-            env=clean,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert sent.returncode == 0, sent.stderr
-        number = sent.stdout.strip().split(";")[0]
+        if hold:
+            (folder / "hold").touch()
+        line += [f"--output={folder}/job.log", str(ROOT / "slurm" / script), str(recipe), *settings]
+        number = call(*line, environ=clean, cwd=folder).split(";")[0]
         job = Job(
             cluster, number, folder / "run", folder / "job.log", layout, steps, bucket, bool(bucket and own_disks)
         )
@@ -124,15 +125,15 @@ def submitter(cluster: Cluster, server: Server | None, data, folder: Path, jobs:
 def end_all(jobs: list[Job], scenario: str, name: str) -> None:
     for job in jobs:
         subprocess.run(["scancel", job.number], check=False, env=job.cluster.environ)
-        job.wait(job.gone, "the end of the job", 60)
+        job.wait(job.gone, "the end of the job")
         keep(job, scenario, name)
         job.cluster.clear_disks(job.number)
 
 
 @pytest.fixture
 def submit(cluster, server, data, tmp_path, request) -> Iterator[Submit]:
-    """submit(layout, *sbatch options, steps=, own_disks=, overrides=, environ=) -> Job, of slurm/train.sbatch itself
-    (or another template, named first), under a clean environment."""
+    """submit(layout, *sbatch options, steps=, own_disks=, overrides=, hold=, environ=) -> Job, of slurm/train.sbatch
+    itself (or another template, named first), under a clean environment. hold: see Job.hold."""
     jobs: list[Job] = []
     yield submitter(cluster, server, data, tmp_path, jobs)
     end_all(jobs, describe(request.node), request.node.name)

@@ -82,7 +82,7 @@ def check_story(job: Job, *expected: tuple[str, str, list[str] | str], restarts:
 
 def finished_like(job: Job, undisturbed: list[dict]) -> None:
     """It is done, every step's batch is that of the undisturbed run, and every step's loss to 1e-5."""
-    job.wait(job.gone, "the job's end", 300)
+    job.wait(job.gone, "the job's end")
     assert job.verdict() == "DONE", job.told()
     lines = metrics(job.run_dir)
     steps = len(lines)

@@ -1,9 +1,12 @@
 """Planted faults, in one rank: Python imports this at its start where this folder is on PYTHONPATH.
 
-FAULT=raise:1   rank 1 raises an error of its own in its fifth step
-FAULT=sleep:1   rank 1 stays outside of any collective from its fifth step on
-FAULT=save:1    the same within its first save
-FAULT=slow:1    its saves take 13 s
+FAULT=raise:1     rank 1 raises an error of its own in its fifth step
+FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
+FAULT=save:1      the same within its first save, and the others outside of theirs
+FAULT=slow:1      its saves take 13 s
+FAULT=hold:0:17   rank 0, also where it is the only one, makes no 18th step; once it is asked to stop it goes on
+
+$FAULT_FILE is made when the rank begins to sleep.
 """
 
 import importlib.abc
@@ -11,8 +14,11 @@ import importlib.util
 import os
 import sys
 import time
+from pathlib import Path
 
-fault, _, faulty_rank = os.environ.get("FAULT", "").partition(":")
+fault, *of = os.environ.get("FAULT", "").split(":")
+mine = bool(fault) and os.environ.get("RANK", "0") == of[0]
+step = int(of[1]) if len(of) > 1 else 5
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -31,26 +37,38 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+def sleep():
+    Path(os.environ["FAULT_FILE"]).touch()
+    time.sleep(1000)
+
+
 def plant(trainer):
-    record, save = trainer._record, trainer._save
+    next_batch, record, save = trainer._next_batch, trainer._record, trainer._save
+
+    def faulty_next_batch(self, batches):
+        while fault == "hold" and mine and self.position.step >= step and self.stop.look() is None:
+            time.sleep(0.05)
+        return next_batch(self, batches)
 
     def faulty_record(self, *args):
-        if self.position.step == 5 and fault == "raise":
+        if self.position.step == step and fault == "raise" and mine:
             raise RuntimeError("broken on purpose")
-        if self.position.step == 5 and fault == "sleep":
-            time.sleep(1000)
+        if self.position.step == step and fault == "sleep" and mine:
+            sleep()
         record(self, *args)
 
     def faulty_save(self, **options):
-        if fault == "save":
+        if fault == "save" and mine:
             self.phase("save")
+            sleep()
+        if fault == "save":
             time.sleep(1000)
-        if fault == "slow":
+        if fault == "slow" and mine:
             time.sleep(13)
         return save(self, **options)
 
-    trainer._record, trainer._save = faulty_record, faulty_save
+    trainer._next_batch, trainer._record, trainer._save = faulty_next_batch, faulty_record, faulty_save
 
 
-if fault and os.environ.get("RANK") == faulty_rank:
+if mine or fault == "save":
     sys.meta_path.insert(0, AfterImport())
