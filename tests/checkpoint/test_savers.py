@@ -63,9 +63,8 @@ class Rank:
 
     def stop(self) -> None:
         """Returns when it does nothing any more."""
-        threads = Path("/proc", str(self.signal(signal.SIGSTOP)), "task")
-        end = time.monotonic() + PATIENCE
-        while not all(stat.read_text().rsplit(") ", 1)[1].startswith("T") for stat in threads.glob("*/stat")):
+        pid, end = self.signal(signal.SIGSTOP), time.monotonic() + PATIENCE
+        while not stands_still(pid):
             assert time.monotonic() < end
             time.sleep(0.01)
 
@@ -85,6 +84,13 @@ class Rank:
     def until_written(self) -> None:
         self.until(lambda: self.manager._outcomes.writing is None)
         dist.barrier()
+
+
+def stands_still(pid: int) -> bool:
+    try:
+        return all(stat.read_text().rsplit(") ", 1)[1][0] == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat"))
+    except OSError:  # a thread that has just ended
+        return False
 
 
 def assert_whole(folder: Path, steps: set[int]) -> None:
@@ -200,6 +206,7 @@ def deaths(folder: Path, remote: str | None) -> list[dict[str, Any]]:
     for victims, moment in DEATHS:
         dies = rank in victims
         assert run.save(next(steps), wait=True)
+        run.until_written()  # rank 1's word is there a moment before it hears that its buffer is free
         run.said.clear()
         if (moment in ("writing", "at the end") and dies) or (moment == "written" and not dies):
             run.stop()
@@ -289,6 +296,7 @@ def death_of_the_common_one(folder: Path) -> list[Any]:
     client._EXIT_SECONDS = PATIENCE
     run = Rank(folder, own_saver=False)
     out: list[Any] = [run.save(1, wait=True)]
+    run.until_written()
     if dist.is_main():
         run.stop()
     dist.barrier()
@@ -357,7 +365,7 @@ def test_a_saver_that_is_dying_and_still_listens_is_not_taken_for_the_next(beref
             listener.accept()[0].close()
             listener.close()
 
-        ending = threading.Thread(target=end)
+        ending = threading.Thread(target=end, daemon=True)
         ending.start()
         bereft.connect()
         ending.join()
