@@ -343,8 +343,9 @@ def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, capfd: pyte
 
 
 @pytest.fixture
-def bereft(tmp_path: Path) -> Iterator[SaverClient]:
+def bereft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SaverClient]:
     """Whose saver has died, and whose next one has a new address."""
+    monkeypatch.setattr(client, "_CONNECT_SECONDS", 10 * PATIENCE)
     rank = SaverClient(Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=1)))
     assert rank._process is not None
     rank._process.kill()
@@ -383,11 +384,12 @@ def test_a_saver_that_has_its_address_and_does_not_listen_yet_is_waited_for(
 
         def counted(address: str) -> Any:
             starts.append(address)
-            if len(starts) > client._MOST_STARTS + 1:
+            if len(starts) == 3:
                 held_up.listen()
             return start(address)
 
         monkeypatch.setattr(client, "_start", counted)
+        monkeypatch.setattr(client, "_MOST_STARTS", 1)
         monkeypatch.setattr(client, "_LEADER_SECONDS", 0.0)
         bereft.connect()
         assert bereft._connection is not None and peer_of(bereft._connection)[0] == os.getpid()
