@@ -23,7 +23,7 @@ def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR="cpu")
     store = torch_dist.FileStore(f"{folder}/store", world_size)
     torch_dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=120)
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=600)
     )
     try:
         outcome = ("result", fn(*args))
@@ -54,7 +54,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(300)
+            process.join(1200)
             if process.is_alive():
                 process.kill()
         outcomes = {}

@@ -82,9 +82,7 @@ if __name__ == "__main__":
     # torchrun's variables, for DeepSpeed's own process group
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
     if sys.argv[1] != "plain":
-        import socket
-
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(s.getsockname()[1])
+        # the group is there already: no port that another process may have taken by then
+        os.environ["MASTER_PORT"] = "0"
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None)

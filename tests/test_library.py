@@ -251,7 +251,7 @@ def test_the_documents_examples_run_and_learn(name, launcher, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(tmp_path / name)]
     out = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert out.returncode == 0, out.stderr
     losses = [float(line.rsplit(" ", 1)[1]) for line in out.stdout.splitlines() if line.startswith("step ")]

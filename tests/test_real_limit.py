@@ -20,7 +20,7 @@ def run(kind: str, *spare_mib: str) -> dict:
     environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
     done = subprocess.run(
         [sys.executable, "-m", "tests.real_limit", kind, *spare_mib],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False,
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

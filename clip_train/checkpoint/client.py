@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from clip_train import dist
-from clip_train.checkpoint.messages import encoded, receive
+from clip_train.checkpoint.messages import encoded, peer_of, receive
 from clip_train.checkpoint.order import Settings
 from clip_train.errors import CheckpointError
 
-_CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS = 180.0  # a busy machine, and Python on a network file system that is cold, take their time
 _LEADER_SECONDS = 2.0  # that the node's other ranks leave its first one to start the saver anew
 _MOST_STARTS = 3
+_EXIT_SECONDS = 10.0  # for a saver whose sockets are closed to be gone
+_LEFT: list[subprocess.Popen] = []  # savers that other ranks still use: the interpreter warns of those it forgets
 
 
 class SaverClient:
@@ -38,6 +40,7 @@ class SaverClient:
         self._connection: socket.socket | None = None
         self._unread: list[dict[str, Any]] = []  # told before it went
         self._unreported = False  # it has gone, and `news` has not said so yet
+        self._gone: int | None = None  # process id of the last one that has
         self._kept: dict[str, tuple[dict[str, Any], int | None]] = {}  # what each new saver is told first
         dist.agreed(lambda: self.connect(_CONNECT_SECONDS))
 
@@ -59,10 +62,16 @@ class SaverClient:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect("\0" + self._address)
+                if peer_of(connection)[0] == self._gone:  # it closes what it holds one by one
+                    raise ConnectionRefusedError("the last one is still about to end")
                 break
             except OSError as e:
                 connection.close()
                 now = time.monotonic()
+                if starts and self._process is not None and self._process.poll() == 0:
+                    # another rank's was faster, and may not have come to listen yet
+                    self._forget_process()
+                    own_turn, starts = now + _LEADER_SECONDS, 0
                 ended = self._process is None or self._process.poll() is not None
                 if now > end or (ended and starts == _MOST_STARTS):
                     raise CheckpointError(f"the process that writes checkpoints cannot be reached: {e}") from e
@@ -126,6 +135,7 @@ class SaverClient:
         """The other end is closed; what it has told before still counts."""
         if self._connection is None:
             return
+        self._gone = peer_of(self._connection)[0] or None  # 0: in a process namespace of its own
         self._connection.settimeout(1.0)
         with contextlib.suppress(OSError):
             while True:
@@ -137,7 +147,7 @@ class SaverClient:
         status = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(1.0)  # its sockets close a moment before it can be waited for
+                status = self._process.wait(_EXIT_SECONDS)  # its sockets close before it can be waited for
         how = "" if status is None else f" (signal {-status})" if status < 0 else f" (exit status {status})"
         return f"the process that writes checkpoints has ended{how}"
 
@@ -154,9 +164,10 @@ class SaverClient:
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
-            # else other ranks of the node still use it; it is theirs then
+            try:
+                self._process.wait(_EXIT_SECONDS)
+            except subprocess.TimeoutExpired:  # other ranks of the node still use it; it is theirs then
+                _LEFT.append(self._process)
             self._process = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 from typing import Any
 
 
@@ -29,3 +30,9 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             raise ConnectionResetError("the other side has gone")
         body += data
     return json.loads(bytes(body)), fds
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end of a Unix socket: anyone on this machine can reach an abstract one."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[:2]

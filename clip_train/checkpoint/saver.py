@@ -11,13 +11,12 @@ import errno
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 from typing import Any
 
 from clip_train.checkpoint.layout import CommitRef
-from clip_train.checkpoint.messages import encoded, receive
+from clip_train.checkpoint.messages import encoded, peer_of, receive
 from clip_train.checkpoint.order import Order, Settings, explain
 from clip_train.checkpoint.pipeline import Pipeline
 
@@ -36,7 +35,7 @@ class Server:
         threading.Thread(target=self._outlive_nobody, daemon=True).start()
         while True:
             connection, _ = self._listener.accept()
-            if _user_of(connection) != os.getuid():
+            if peer_of(connection)[1] != os.getuid():
                 connection.close()
                 continue
             with self._lock:
@@ -101,12 +100,6 @@ class _Rank:
                 self._connection.sendall(encoded(body))
             except OSError:
                 return  # the rank has gone; `serve` sees it
-
-
-def _user_of(connection: socket.socket) -> int:
-    """Who is at the other end: anyone on this machine can reach an abstract socket."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1]
 
 
 def main(address: str) -> None:

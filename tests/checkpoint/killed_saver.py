@@ -1,12 +1,13 @@
 """Run as a script: forks a child that saves on and on, kills it at a random moment, many times over.
 
-argv: folder, number of trials, seed. After each trial prints the newest step that the child was told is
-committed; the test's own eyes then look at the folder.
+argv: folder, number of trials, seed. After each trial this process's own eyes look at the folder. At the end it prints
+the newest step that is committed, and how many kills have hit a save.
 """
 
 import json
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -29,21 +30,19 @@ def child(folder: Path, pipe: int) -> None:
         assert resumed.skipped == [], resumed.describe()  # a kill never makes a committed one damaged
         for (name, slot), tensor in whole(step).items():
             assert bits(resumed.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
-    os.write(pipe, f"{step}\n".encode())
+    os.write(pipe, f"{manager._saver._process.pid}\n{step}\n".encode())  # type: ignore[union-attr]
     while True:
         step += 1
         if manager.save(step, cut(whole(step), 0, 1), {"padding": padding}, {"step": step}, wait=True):
             os.write(pipe, f"{step}\n".encode())
 
 
-def committed_at_rest(folder: Path) -> dict[int, Path]:
-    """Its saver outlives the child by a moment, and may still be removing an old checkpoint."""
-    for _ in range(100):
-        try:
-            return committed(folder)
-        except FileNotFoundError:
-            time.sleep(0.05)
-    return committed(folder)
+def wait_for_end(process: int) -> None:
+    """process: a pidfd. The saver outlives the child by a moment, in which it may still commit, or remove."""
+    end = select.poll()
+    end.register(process, select.POLLIN)
+    end.poll()
+    os.close(process)
 
 
 def main() -> None:
@@ -60,6 +59,7 @@ def main() -> None:
                 os._exit(3)
         os.close(write_end)
         with os.fdopen(read_end) as pipe:
+            saver = os.pidfd_open(int(pipe.readline()))
             lines = [pipe.readline()]  # it has resumed
             for _ in range(rng.randrange(3) if took else 1):
                 began = time.monotonic()
@@ -70,7 +70,8 @@ def main() -> None:
             told = [int(line) for line in [*lines, *pipe.read().splitlines()] if line]
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), f"the child failed by itself: {status}"
-        whole_ones = committed_at_rest(folder)  # asserts that each is whole
+        wait_for_end(saver)
+        whole_ones = committed(folder)  # asserts that each is whole
         newest = max(whole_ones, default=0)
         # what it was told is committed is there; it may have been killed before it was told
         assert max(told) <= newest <= max(told) + 1, (told, newest)

@@ -52,7 +52,7 @@ def test_of_many_ranks_only_the_words_that_are_there_are_asked_for(tmp_path: Pat
 
     put(range(100))
     storage.third_look = lambda: put(range(100, WORLD_SIZE))
-    Committer(None, held, 60.0, lambda text: None).commit(storage, order)
+    Committer(None, held, 3600.0, lambda text: None).commit(storage, order)
     assert storage.exists(order.ref.name) and len(storage.asked) == WORLD_SIZE
     # each word once when it is there, and in each look eight that may not be
     assert storage.asked.total() <= WORLD_SIZE + 8 * storage.looks

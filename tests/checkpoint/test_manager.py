@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self, folder: Path, **config: object) -> None:
         self.said: list[str] = []
-        config = {"grace_seconds": 30.0, "orphan_grace_minutes": 0.0, **config}
+        config = {"grace_seconds": 300.0, "orphan_grace_minutes": 0.0, **config}
         self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append)  # type: ignore[arg-type]
         RUNS.append(self)
 
@@ -237,7 +237,7 @@ def test_leftovers_of_killed_saves_go_after_a_grace(tmp_path: Path) -> None:
         ("s0000000005/e000000-aaaaaaaa", 11),
         ("s0000000010/e000000-bbbbbbbb", 11),
         ("s0000000099/e000000-cccccccc", 11),
-        ("s0000000099/e000000-dddddddd", 9),  # its writer may not know yet that it has lost the lease
+        ("s0000000099/e000000-dddddddd", 2),  # its writer may not know yet that it has lost the lease
     ):
         (tmp_path / "ckpt" / prefix).mkdir(parents=True, exist_ok=True)
         age(tmp_path / "ckpt" / prefix / "rank00000.safetensors", minutes)
@@ -286,7 +286,7 @@ def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

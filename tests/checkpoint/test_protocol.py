@@ -119,8 +119,8 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
         (tmp_path / "tmp" / f"{attempts['heard'].replace('/', '+')}+rank00000.safetensors").write_bytes(b"half")
 
     storage = Interrupted(tmp_path, "list", "ckpt", begins)
-    policy = epoch_0(tmp_path, orphan_grace_seconds=30.0)
-    apply_retention(storage, policy, lambda: Attempts(set(in_flight), 0, 60.0))
+    policy = epoch_0(tmp_path, orphan_grace_seconds=3600.0)
+    apply_retention(storage, policy, lambda: Attempts(set(in_flight), 0, 3600.0))
     assert len(list((tmp_path / "ckpt/s0000000002").glob("*/rank00001.safetensors"))) == 2
     assert len(list((tmp_path / "tmp").iterdir())) == 1 and not over.exists()
 

@@ -191,7 +191,7 @@ def peak_mebibytes(path: Path) -> int:
     """What a fresh process needs for it beyond its imports."""
     root = Path(__file__).resolve().parents[2]
     line = [sys.executable, "-c", CHILD, str(path)]
-    child = subprocess.run(line, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    child = subprocess.run(line, cwd=root, capture_output=True, text=True, timeout=900, check=False)
     assert child.returncode == 0, child.stderr
     return int(child.stdout)
 

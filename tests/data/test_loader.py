@@ -233,7 +233,7 @@ def test_what_workers_hand_over_is_small_enough_to_be_written_whole(tmp_path):
         loader._pieces = loader._start()
         pipe = loader._pieces._worker_result_queue._reader
         for _ in range(4):  # two of each worker
-            assert pipe.poll(60)
+            assert pipe.poll(300)
             assert 0 < len(pipe.recv_bytes()) + 4 <= select.PIPE_BUF  # with its length in front
 
 
@@ -242,6 +242,8 @@ def test_close_ends_the_workers(folder):
         next(loader)
         workers = list(loader._pieces._workers)
         assert all(worker.is_alive() for worker in workers)
+    for worker in workers:
+        worker.join(300)  # torch waits 5 s for one that is held up
     assert not any(worker.is_alive() for worker in workers)
     assert list(loader) == []
 
