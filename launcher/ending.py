@@ -19,7 +19,8 @@ from launcher.verdict import read_verdict, word_for, write_verdict
 
 # For what became of a rank to be known here. The kernel tells at once, but a rank that ends with an error may have a
 # report to write first, and any thread may be held up; without its word the error would be called a lost contact.
-WORD_SECONDS = 40.0
+# All are to have ended 30 s after one has.
+WORD_SECONDS = 25.0
 
 
 def explain_loss(error: Exception, lifeline: Lifeline) -> Exception:
