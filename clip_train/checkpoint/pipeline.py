@@ -51,6 +51,7 @@ class Pipeline:
         self._lock = threading.Lock()
         self._noted: set[str] = set()
         self._metrics = {store.url: _Metrics(store) for store in self._stores()}
+        self._tidying = {store.url: threading.Lock() for store in self._stores()}
         self._to_write: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._to_keep: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._uploads = Uploads()
@@ -207,7 +208,8 @@ class Pipeline:
 
     def _retain(self, store: Storage) -> None:
         try:
-            self._store_metrics(self._metrics[store.url])  # they decide what is removed
-            apply_retention(store, self.settings.policy, self._attempts, self._note_once)
+            with self._tidying[store.url]:  # two at once would find each other's folders gone
+                self._store_metrics(self._metrics[store.url])  # they decide what is removed
+                apply_retention(store, self.settings.policy, self._attempts, self._note_once)
         except Exception as e:  # whatever it is, saving goes on
             self._note(f"old checkpoints under {store.url} could not be removed: {explain(e)}")

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -90,8 +90,8 @@ class LocalStorage:
         fsync_folder(target.parent)
         return True
 
-    def list(self, prefix: str = "") -> list[Entry]:
-        entries: list[Entry] = []
+    def _files(self, prefix: str) -> Iterator[os.DirEntry[str]]:
+        """All at any depth, also what others remove folders from meanwhile. OSError."""
         folders = [self.path(prefix)]
         while folders:  # not os.walk: it takes an unreadable folder for an empty one
             folder = folders.pop()
@@ -103,13 +103,19 @@ class LocalStorage:
             for item in items:
                 if item.is_dir():
                     folders.append(Path(item.path))
-                elif not _is_part(item.name):
-                    try:
-                        found_stat = item.stat()
-                    except FileNotFoundError:
-                        continue  # deleted since
-                    name = Path(item.path).relative_to(self.root).as_posix()
-                    entries.append(Entry(name, found_stat.st_size, found_stat.st_mtime))
+                else:
+                    yield item
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        entries: list[Entry] = []
+        for item in self._files(prefix):
+            if not _is_part(item.name):
+                try:
+                    found_stat = item.stat()
+                except FileNotFoundError:
+                    continue  # deleted since
+                name = Path(item.path).relative_to(self.root).as_posix()
+                entries.append(Entry(name, found_stat.st_size, found_stat.st_mtime))
         return sorted(entries)
 
     def size(self, name: str) -> int:
@@ -155,7 +161,8 @@ class LocalStorage:
                 part.unlink(missing_ok=True)
 
     def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
-        found = ((path, path.relative_to(self.root)) for path in self.path(prefix).rglob(".*.part"))
+        parts = [Path(item.path) for item in self._files(prefix) if _is_part(item.name)]
+        found = ((path, path.relative_to(self.root)) for path in parts)
         old = [
             path
             for path, name in found

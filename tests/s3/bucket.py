@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import re
-import time
 import urllib.error
 import xml.etree.ElementTree as ET
 from typing import Any
@@ -43,14 +41,6 @@ class Bucket:
         return [upload.findtext("Key") or "" for upload in self._query(uploads="").iter("Upload")]
 
     def get(self, key: str) -> bytes:
-        for _ in range(4):
-            try:
-                return self.server.get(f"{self.name}/{key}")
-            except (http.client.HTTPException, ConnectionError, urllib.error.HTTPError) as e:
-                # a busy server cuts an answer short or has an error: that says nothing about what is stored
-                if isinstance(e, urllib.error.HTTPError) and e.code < 500:
-                    raise
-                time.sleep(0.5)
         return self.server.get(f"{self.name}/{key}")
 
     def put(self, key: str, data: bytes) -> None:

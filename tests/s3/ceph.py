@@ -16,7 +16,7 @@ SCRIPT = str(ROOT / "scripts" / "run_ceph.sh")
 
 class Ceph(Server):
     name = "Ceph radosgw"
-    start_seconds = 180  # 15 on a quiet machine
+    start_seconds = 600  # 15 on a quiet machine
     access_key, secret_key = "acceptance", "the-secret-of-acceptance"
 
     @classmethod
@@ -53,4 +53,4 @@ class Ceph(Server):
 
     def _admin(self, verb: str, *arguments: str) -> None:
         line = ["bash", SCRIPT, verb, str(self._unpacked()), self._cluster, *arguments]
-        subprocess.run(line, check=True, capture_output=True, timeout=60)
+        subprocess.run(line, check=True, capture_output=True, timeout=600)

@@ -10,6 +10,7 @@ from multiprocessing import forkserver
 
 import pytest
 
+from clip_train.storage.s3 import S3Storage
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.runs import RUNS
@@ -42,7 +43,10 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    up = chosen()().start()
+    try:
+        up = chosen()().start()
+    except RuntimeError:  # another process may have taken the port in the meantime
+        up = chosen()().start()
     yield up
     up.stop()
 
@@ -64,9 +68,10 @@ def forget_file_systems() -> None:
     import s3fs
     from fsspec.asyn import sync
 
-    for fs in s3fs.S3FileSystem._cache.values():
+    # also those that are not kept, as a storage's: what is still held by a test that has ended is in no cache
+    for fs in [each for each in gc.get_objects() if type(each) is s3fs.S3FileSystem]:
         if fs._s3 is not None:  # left to the collector, it would have a tenth of a second, and on any thread's loop
-            sync(fs.loop, fs._s3creator.__aexit__, None, None, None, timeout=10)
+            sync(fs.loop, fs._s3creator.__aexit__, None, None, None, timeout=120)
     s3fs.S3FileSystem.clear_instance_cache()
     gc.collect()
 
@@ -99,7 +104,13 @@ def url(view: Bucket, proxy: FaultyProxy) -> str:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def answers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, however short the patience: an answer that comes late is no other answer."""
+    monkeypatch.setitem(S3Storage.__init__.__kwdefaults__, "request_seconds", 240.0)
+
+
+@pytest.fixture
+def runs(proxy: FaultyProxy, answers_are_waited_for: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One operation's patience is a second, in the savers' processes too; no saver outlives its test."""
     monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "1")
     yield

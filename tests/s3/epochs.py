@@ -30,6 +30,11 @@ BLOCK_BYTES = 32 << 10  # about six in a shard, so that ranges in mid-shard are 
 
 # Short waits: the faults come at once and often, here.
 FAST = StorageConfig(backoff_seconds=0.02, patience_seconds=0.5, range_bytes=BLOCK_BYTES, read_ahead_bytes=1 << 20)
+# Where the outcome may not depend on how fast this machine is: as many tries as it takes where silence is to be given
+# up, and all the time for an answer where the tries are counted.
+HASTY = FAST.model_copy(update={"patience_seconds": 1.0, "attempts": 100})
+PATIENT = FAST.model_copy(update={"patience_seconds": 240.0})
+SILENCE = ("stall", "no answer", "slow drip", "all at once")  # by the names in SURVIVED
 
 
 def make_shards(folder: Path, index: bool = True) -> list[Path]:

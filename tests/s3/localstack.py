@@ -5,6 +5,7 @@ It verifies checksums and honours conditional writes; it accepts any credentials
 
 from __future__ import annotations
 
+import http.client
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.s3.server import ROOT, Server
 
 class LocalStack(Server):
     name = "LocalStack"
-    start_seconds = 90  # 5 on a quiet machine
+    start_seconds = 600  # 5 on a quiet machine
     access_key = secret_key = "test"
 
     @classmethod
@@ -45,8 +46,8 @@ class LocalStack(Server):
 
     def is_up(self) -> bool:
         try:
-            self.request("GET", "_localstack/health")
-        except OSError:
+            self.request_once("GET", "_localstack/health")
+        except (OSError, http.client.HTTPException):
             return False
         return True
 

@@ -227,6 +227,17 @@ class FaultyProxy:
         return head
 
     async def _forward(self, head: bytes, body: bytes, no_body: bool) -> tuple[bytes, bytes]:
+        """What the server answers; a GET is asked again where a busy server has an error, or cuts its answer short."""
+        for _ in range(4):
+            answer_head, answer, whole = await self._ask(head, body, no_body)
+            well = whole and not answer_head.split(b" ", 2)[1].startswith(b"5")
+            if well or not head.startswith((b"GET ", b"HEAD ")):
+                break
+            await asyncio.sleep(0.5)
+        return answer_head, answer
+
+    async def _ask(self, head: bytes, body: bytes, no_body: bool) -> tuple[bytes, bytes, bool]:
+        """The answer's head and body, and whether all of it came."""
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
         try:
             up_writer.write(_with_header(head, b"Connection", b"close") + body)
@@ -235,13 +246,14 @@ class FaultyProxy:
             while answer_head.split(b" ", 2)[1] == b"100":
                 answer_head = await up_reader.readuntil(b"\r\n\r\n")
             if no_body or answer_head.split(b" ", 2)[1] in (b"204", b"304"):
-                return _with_header(answer_head, b"Connection", b"keep-alive"), b""
+                return _with_header(answer_head, b"Connection", b"keep-alive"), b"", True
             answer = await up_reader.read(-1)  # it was asked to close
+            whole = len(answer) >= _length(answer_head)
             if re.search(rb"\r\nTransfer-Encoding: *chunked", answer_head, re.IGNORECASE):
                 answer = _unchunked(answer)
             answer_head = _with_header(answer_head, b"Transfer-Encoding", None)
             answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
-            return _with_header(answer_head, b"Connection", b"keep-alive"), answer
+            return _with_header(answer_head, b"Connection", b"keep-alive"), answer, whole
         finally:
             up_writer.transport.abort()
 

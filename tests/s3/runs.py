@@ -21,7 +21,7 @@ class Run:
 
     def __init__(self, folder: Path, url: str, **config: Any) -> None:
         self.said: list[str] = []
-        config = {"grace_seconds": 30.0, "orphan_grace_minutes": 0.0, "remote": url, "max_failed_saves": 9, **config}
+        config = {"grace_seconds": 240.0, "orphan_grace_minutes": 0.0, "remote": url, "max_failed_saves": 9, **config}
         self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append)
         self.folder = folder
         RUNS.append(self)
@@ -37,7 +37,11 @@ class Run:
         """Do not wait for what will not come."""
         self.manager.config = self.manager.config.model_copy(update={"grace_seconds": 0.5})
 
-    def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+    def at_rest(self) -> None:
+        """Until the saver has nothing left to do: what it removes after a commit is gone as well."""
+        self.until(lambda: not self.manager._outcomes.pending and not self.manager._outcomes.tidying)
+
+    def until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, self.said

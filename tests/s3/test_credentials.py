@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import re
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from tests.s3.vending import ANY, SECRET, TOKEN, Vending
 
 PART = 5 << 20
 DATA = os.urandom(4 * PART)
-PATIENT = StorageConfig(range_bytes=1 << 20, backoff_seconds=0.1)
+PATIENT = StorageConfig(range_bytes=1 << 20, backoff_seconds=0.1, patience_seconds=120)
 NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 OLD, NEW = ("ROTATEDOLD", "rotated-secret-old"), ("ROTATEDNEW", "rotated-secret-new")
 
@@ -102,7 +104,7 @@ def test_where_nothing_new_comes_it_ends(
     storage: S3Storage, proxy: FaultyProxy, profile: Path, bucket: str, server: Server
 ) -> None:
     server.put(f"{bucket}/shard.tar", DATA)
-    storage._requests.limits = replace(storage._requests.limits, patience_seconds=2)
+    storage._requests.limits = replace(storage._requests.limits, patience_seconds=2, request_seconds=240)
     told = r"HTTP \d+ ExpiredToken: .*have expired: renew them where they come from"
     with open_read(f"s3://{bucket}/shard.tar", PATIENT.model_copy(update={"attempts": 3})) as shard:
         assert storage.list() == [] and shard.read(10)
@@ -136,7 +138,7 @@ def test_a_token_in_the_environment_cannot_be_renewed(
     with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
         assert storage.list() == [] and shard.read(10)
         refuse(proxy, ("SESSIONKEY", ""))
-        began = time.monotonic()
+        proxy.requests.clear()
         for ask in (lambda: storage.put_bytes("a", b""), shard.read, lambda: storage.size("a")):
             with pytest.raises(PermissionError) as caught:
                 ask()
@@ -145,25 +147,31 @@ def test_a_token_in_the_environment_cannot_be_renewed(
                 r"AWS_SESSION_TOKEN.*has expired, and nothing can renew it: start again.*AWS_PROFILE", told
             )
             assert "SESSIONSECRET" not in told and "SESSIONTOKEN" not in told
-        assert time.monotonic() - began < 10  # it is not waited for
+        assert max(Counter(proxy.requests).values()) < 6  # once more each; it is not waited for
 
 
 def test_a_token_that_says_until_when(
     proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, bucket: str, server: Server
 ) -> None:
     """As `aws configure export-credentials` sets it: then botocore knows that its time is over before S3 does."""
-    until = (datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=3)).strftime(
-        "%Y-%m-%dT%H:%M:%SZ"
-    )
     server.add_key("SESSIONKEY", "SESSIONSECRET")
     pair = {"AWS_ACCESS_KEY_ID": "SESSIONKEY", "AWS_SECRET_ACCESS_KEY": "SESSIONSECRET"}
-    for name, value in {**pair, "AWS_SESSION_TOKEN": "TOKEN", "AWS_CREDENTIAL_EXPIRATION": until}.items():
+    for name, value in {**pair, "AWS_SESSION_TOKEN": "TOKEN"}.items():
         monkeypatch.setenv(name, value)
-    storage = S3Storage(f"s3://{bucket}/run", patience_seconds=5)
     server.put(f"{bucket}/shard.tar", DATA)
-    with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
-        assert storage.list() == [] and shard.read(10)
-        time.sleep(3.5)
+    storage = S3Storage(f"s3://{bucket}/run", patience_seconds=5)
+    for seconds in (3, 20, 120):  # more where this machine stalls and the time is over before it has been used
+        end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
+        until = end.strftime("%Y-%m-%dT%H:%M:%SZ")
+        monkeypatch.setenv("AWS_CREDENTIAL_EXPIRATION", until)
+        with contextlib.suppress(PermissionError):
+            shard = open_read(f"s3://{bucket}/shard.tar", PATIENT)
+            assert storage.list() == [] and shard.read(10)
+            break
+    else:
+        pytest.fail("it was refused before its time was over")
+    with shard:
+        time.sleep(max(0.0, (end - datetime.datetime.now(datetime.timezone.utc)).total_seconds()) + 0.5)
         with pytest.raises(PermissionError, match=rf"has expired at {until}, and nothing can renew it"):
             storage.list()
         with pytest.raises(PermissionError, match=rf"has expired at {until}, and nothing can renew it"):
@@ -176,18 +184,17 @@ def test_a_container_role_is_renewed_by_itself(
     for name in NAMES:
         monkeypatch.delenv(name)
     server.put(f"{bucket}/shard.tar", DATA)
-    with Vending(server, proxy, seconds=2) as vending:
+    with Vending(server, proxy, seconds=5) as vending:
         for name, value in vending.environment.items():
             monkeypatch.setenv(name, value)
         with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
             for i in range(4):
                 storage.put_file(big, "big")
                 assert shard.read(PART) == DATA[i * PART : (i + 1) * PART]
-                time.sleep(1)
+                time.sleep(2)
         assert vending.issued >= 4
         vending.stale = True
-        time.sleep(2.5)
-        storage._requests.limits = replace(storage._requests.limits, patience_seconds=1)
+        storage._requests.limits = replace(storage._requests.limits, patience_seconds=1, request_seconds=240)
         with pytest.raises(PermissionError, match="have expired: renew them"):
             storage.list()
 
@@ -211,20 +218,20 @@ def test_a_run_on_a_role_and_nothing_secret_is_left(
     recipe.write_text(RECIPE.format(run_dir=tmp_path / "run", train=train, model=model))
     for name in NAMES:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "3")
+    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "120")
     secrets = [SECRET, TOKEN]
     line = (f"checkpoint.remote=s3://{bucket}/run", "checkpoint.every_steps=5", "data.workers=1", "run.steps=20")
     with Vending(server, proxy, seconds=3) as vending:
         for name, value in vending.environment.items():
             monkeypatch.setenv(name, value)
-        status, out = finish(start(recipe, *line))
+        status, out = finish(start(recipe, *line), timeout=900)
         assert status == 0, out
         assert vending.issued >= 6  # for three processes, and in each more than once
         assert view.newest_step("run") == 20 and view.incomplete("run") == []
-        process = start(recipe, *line, "run.steps=100000", "storage.attempts=4", "checkpoint.grace_seconds=5")
-        wait_for_step(tmp_path / "run", 25, process)
+        process = start(recipe, *line, "run.steps=100000", "storage.attempts=7", "checkpoint.grace_seconds=5")
+        wait_for_step(tmp_path / "run", 25, process, timeout=600)
         vending.stale = True
-        status, failed = finish(process)
+        status, failed = finish(process, timeout=900)
     assert status not in (0, 75) and "expired" in failed, failed
     log = tmp_path / "log.txt"
     log.write_text(out + failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,16 @@ from tests.launcher.test_doctor import doctor
 from tests.s3.bucket import Bucket
 from tests.s3.epochs import make_shards, upload
 from tests.s3.proxy import Fault, FaultyProxy
-from tests.s3.server import Server, free_ports
+from tests.s3.server import Server
 
 EVERY = "GET|PUT|HEAD|DELETE|POST"
+PATIENTLY = ("storage.patience_seconds=120",)
 DENIED = {"code": 403, "s3code": "AccessDenied"}
 
 
 def config(remote: str, train: str = "a.tar", **data: object) -> RunConfig:
     raw = {"run": {"steps": 5000}, "data": {"train": train, **data}, "checkpoint": {"remote": remote}}
+    raw["storage"] = {"patience_seconds": 120.0}
     return check_config(raw, "recipe.yaml")
 
 
@@ -34,7 +37,7 @@ def view(server: Server, bucket: str, proxy: FaultyProxy) -> Bucket:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(answers_are_waited_for: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.recipe_checks.PATIENCE_SECONDS", 1.0)
 
 
@@ -105,8 +108,10 @@ def test_no_bucket_and_no_credentials(view: Bucket, monkeypatch: pytest.MonkeyPa
     assert lines and all("set AWS_PROFILE" in line and "s3:" not in line.split("->")[1] for line in lines)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_ports(1)}")
-    (line,) = found(list(check_store(config(f"{view.url}/run"))), "error")
+    with socket.socket() as taken:  # and not listened on
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        (line,) = found(list(check_store(config(f"{view.url}/run"))), "error")
     assert "Could not connect" in line and "AWS_ENDPOINT_URL" in line
 
 
@@ -146,7 +151,9 @@ def recipe(tmp_path: Path, view: Bucket, server: Server) -> Path:
 
 def test_the_command(recipe: Path, tmp_path: Path, view: Bucket) -> None:
     before = view.keys()
-    status, told = doctor(tmp_path, str(recipe), f"checkpoint.remote={view.url}/run", PATH="/usr/bin:/bin", limit=65536)
+    status, told = doctor(
+        tmp_path, str(recipe), f"checkpoint.remote={view.url}/run", *PATIENTLY, PATH="/usr/bin:/bin", limit=65536
+    )
     assert status == 0 and told["S3"].count("ok: ") == 7, told
     assert view.keys() == before
 

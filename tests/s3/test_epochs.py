@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 
 from clip_train.errors import DataError
-from tests.s3.epochs import EPOCHS, FAST, NEED_AN_INDEX, SIZES, SURVIVED, N, epoch_digests, make_shards, upload
+from tests.s3.epochs import (
+    EPOCHS,
+    HASTY,
+    NEED_AN_INDEX,
+    PATIENT,
+    SILENCE,
+    SIZES,
+    SURVIVED,
+    N,
+    epoch_digests,
+    make_shards,
+    upload,
+)
 from tests.s3.proxy import Fault, FaultyProxy, fresh
 from tests.s3.server import Server
 
@@ -42,7 +54,7 @@ def test_faults_that_pass(
 ) -> None:
     train = upload(server, folder, bucket)
     proxy.faults = fresh(SURVIVED[name])
-    assert epoch_digests(train) == expected
+    assert epoch_digests(train, storage=HASTY if name in SILENCE else PATIENT) == expected
     assert all(fault.fired >= 2 for fault in proxy.faults)
 
 
@@ -51,7 +63,7 @@ def test_all_faults_at_once_in_workers(
 ) -> None:
     train = upload(server, folder, bucket)
     proxy.faults = fresh(SURVIVED["all at once"])
-    assert epoch_digests(train, workers=2) == expected
+    assert epoch_digests(train, workers=2, storage=HASTY) == expected
     assert proxy.fired > 50
 
 
@@ -61,7 +73,7 @@ def test_without_an_index(
 ) -> None:
     train = upload(server, folder, bucket, index=False)
     proxy.faults = fresh(SURVIVED[name])
-    assert epoch_digests(train) == unindexed
+    assert epoch_digests(train, storage=PATIENT) == unindexed
     assert proxy.fired
 
 
@@ -71,7 +83,7 @@ def test_a_header_damaged_on_the_way_does_not_shorten_the_shard(
     """Without an index: the archive looks broken, and is read again before that is believed."""
     train = upload(server, folder, bucket, index=False)
     proxy.faults = [Fault("flip", at=0.0, key=f"00{i}.tar", times=1) for i in range(6)]  # the first letter of a name
-    assert epoch_digests(train) == unindexed
+    assert epoch_digests(train, storage=PATIENT) == unindexed
     assert all(fault.fired for fault in proxy.faults)
 
 
@@ -87,7 +99,7 @@ def test_faults_that_last_name_the_shard(
     train = upload(server, folder, bucket)
     proxy.faults = fresh([fault])
     with pytest.raises(DataError, match=rf"s3://{bucket}/set/003\.tar.*bytes \d+-\d+, attempt 4 of 4"):
-        epoch_digests(train, workers=workers, storage=FAST.model_copy(update={"attempts": 4}))
+        epoch_digests(train, workers=workers, storage=PATIENT.model_copy(update={"attempts": 4}))
     assert proxy.fired == 4 or workers  # what is final is not tried again by who asked for it
 
 
@@ -100,4 +112,4 @@ def test_a_shard_cut_where_it_is_stored_is_never_a_shorter_epoch(
     border = data.index(b"s2n20.jpg") // 512 * 512
     server.put(f"{bucket}/set/002.tar", data[:border] + bytes(1024))
     with pytest.raises(DataError, match=rf"002\.tar has {border + 1024} bytes, and its index says {len(data)}"):
-        epoch_digests(train)
+        epoch_digests(train, storage=PATIENT)

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from clip_train.models import CLIP, Architecture, load_openclip
-from tests.launcher.conftest import MODEL, RECIPE, ROOT, run
+from tests.launcher.conftest import MODEL, RECIPE, ROOT, finish, start
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.server import Server
@@ -70,7 +70,7 @@ def test_export_and_evaluate_from_the_bucket_alone(
     recipe.write_text(RECIPE.format(run_dir=here / "run", train=data.train, model=model))
     kind = (f"checkpoint.remote={url}", "loss.kind=sigmoid", "model.init_logit_bias=-10", "schedule.warmup_steps=1")
     for last in (2, 4):
-        status, out = run(recipe, *kind, "engine.zero_stage=3", f"run.steps={last}")
+        status, out = finish(start(recipe, *kind, "engine.zero_stage=3", f"run.steps={last}"), timeout=900)
         assert status == 0, out
     attempts = {path.parts[-2]: path for path in (here / "run" / "checkpoints" / "ckpt").glob("*/*")}
     own = {int(step[1:]): weights_of(path) for step, path in attempts.items()}
@@ -81,10 +81,10 @@ def test_export_and_evaluate_from_the_bucket_alone(
 
     def command(*arguments: str) -> tuple[int, str]:
         environ = {k: v for k, v in os.environ.items() if k.startswith(("AWS", "PATH", "OMP"))}
-        environ |= {"HOME": str(elsewhere), "PYTHONPATH": str(ROOT), "CLIP_TRAIN_S3_PATIENCE_SECONDS": "2"}
+        environ |= {"HOME": str(elsewhere), "PYTHONPATH": str(ROOT), "CLIP_TRAIN_S3_PATIENCE_SECONDS": "120"}
         done = subprocess.run(
             [sys.executable, "-c", COMMAND, *arguments],
-            env=environ, cwd=elsewhere, capture_output=True, text=True, check=False, timeout=240,
+            env=environ, cwd=elsewhere, capture_output=True, text=True, check=False, timeout=900,
         )  # fmt: skip
         assert "no engine" in done.stdout, done.stderr
         return done.returncode, done.stdout + done.stderr

@@ -20,11 +20,12 @@ pytestmark = pytest.mark.usefixtures("runs")
 def test_a_zombie_cannot_commit_over_its_successor(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
     zombie = Run(tmp_path / "a", url)
     assert zombie.save(1)
-    proxy.faults = [Fault("status", method="PUT|POST", key=r"ckpt/s0000000002/.*safetensors", times=4)]
+    proxy.faults = [Fault("status", method="PUT|POST", key=r"ckpt/s0000000002/.*safetensors")]
     assert zombie.save(2, wait=False)  # its upload is delayed
     successor = Run(tmp_path / "b", url)
     assert_is(successor.resume(), 1)
     successor.manager.begin()
+    proxy.faults = []
     with pytest.raises(CheckpointError, match=r"writes to s3://.* now \(its epoch is 1, this process's is 0\)"):
         zombie.until(lambda: False)
     assert successor.save(2)
@@ -111,6 +112,7 @@ def test_uploads_under_way_are_not_swept(tmp_path: Path, url: str, view: Bucket)
 
     run = Run(tmp_path, url)
     assert run.save(1)
+    run.manager.close()  # it sweeps, too
     fs = s3fs.S3FileSystem(skip_instance_cache=True)
     for name in ("ckpt/s0000000002/e000000-0123abcd/x", "ckpt/s0000000002/e000007-0123abcd/x", "ckpt/s1/old"):
         fs.call_s3("create_multipart_upload", Bucket=view.name, Key=f"run/{name}")
@@ -125,8 +127,8 @@ def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The upload goes on, slowly; those that wait are overtaken before they begin, and the run lives."""
-    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "60")
-    run = Run(tmp_path, url, max_failed_saves=2)
+    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "600")
+    run = Run(tmp_path, url, max_failed_saves=2, keep_last=9)  # none is removed while its file is read here
     run.manager.begin()
     proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/s0000000001/.*safetensors")]
     for step in range(1, 7):
@@ -135,6 +137,7 @@ def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     assert view.commits("run") == {}
     proxy.faults = []
     run.until(lambda: len(view.commits("run")) == 2)
+    run.at_rest()
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 6]
     overtaken = [line for line in run.said if "overtaken" in line]
     assert len(overtaken) == 4 and "step 2 is not uploaded: overtaken by step 3" in overtaken[0]
@@ -142,8 +145,11 @@ def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     run.manager.close()
 
 
-def test_a_saver_that_dies_is_one_failure(tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy) -> None:
+def test_a_saver_that_dies_is_one_failure(
+    tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it had in hand."""
+    monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "600")  # until then no upload fails
     run = Run(tmp_path, url, max_failed_saves=2)
     run.manager.begin()
     proxy.faults = [Fault("hang", method="PUT|POST", key="ckpt/")]

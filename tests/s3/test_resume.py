@@ -51,6 +51,7 @@ def test_damage_in_the_store_steps_back_and_says_why(
 ) -> None:
     run = Run(tmp_path / "a", url)
     assert run.save(1) and run.save(2)
+    run.manager.close()
     key = data_key(view, 2)
     marker, manifest = list(view.commits("run"))[-1], key.replace("rank00000.safetensors", "_MANIFEST.json")
     content = view.get(key)
@@ -73,7 +74,9 @@ def test_damage_in_the_store_steps_back_and_says_why(
 
 
 def test_a_bit_that_flips_on_the_way_is_read_again(tmp_path: Path, url: str, proxy: FaultyProxy) -> None:
-    assert Run(tmp_path / "a", url).save(1)
+    run = Run(tmp_path / "a", url)
+    assert run.save(1)
+    run.manager.close()  # so that it is not its saver that meets the fault
     for key in ("safetensors", "MANIFEST", "commit"):
         proxy.faults = [Fault("flip", times=1, key=key)]
         assert assert_is(Run(tmp_path / key, url).resume(), 1).skipped == []
@@ -104,6 +107,7 @@ def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path, url: str, 
 def test_resume_from_a_url(tmp_path: Path, url: str, view: Bucket) -> None:
     old = Run(tmp_path / "old", url, keep_last=5)
     assert old.save(1) and old.save(2)
+    old.manager.close()
     other = f"{view.url}/other"
     markers = [f"{view.url}/{key}" for key in view.commits("run")]
     attempt = f"{view.url}/{data_key(view, 1).rsplit('/', 1)[0]}"
@@ -120,6 +124,7 @@ def test_resume_from_a_url(tmp_path: Path, url: str, view: Bucket) -> None:
 def test_format_1_comes_back_from_the_store(tmp_path: Path, url: str, view: Bucket) -> None:
     run = Run(tmp_path / "a", url)
     assert run.save(1)
+    run.manager.close()
     rewrite(tmp_path / "a", 1, 1)
     for path in (tmp_path / "a").rglob("*.json"):
         view.put(f"run/{path.relative_to(tmp_path / 'a').as_posix()}", path.read_bytes())
@@ -136,7 +141,7 @@ def test_format_1_comes_back_from_the_store(tmp_path: Path, url: str, view: Buck
 def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
     """A rank whose disk no other rank sees: it resumes what is there, and saves `step`."""
     rank, world_size = dist.rank(), dist.world_size()
-    config = CheckpointConfig(remote=url, grace_seconds=60.0, orphan_grace_minutes=0.0)
+    config = CheckpointConfig(remote=url, grace_seconds=120.0, orphan_grace_minutes=0.0)
     manager = CheckpointManager(config, root / f"disk{rank}", log=lambda line: None)
     resumed = manager.resume()
     same = True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.conftest import MODEL, RECIPE, metrics, run
+from tests.launcher.conftest import MODEL, RECIPE, finish, metrics, start
 from tests.s3.epochs import SIZES, N, make_shards, upload
 from tests.s3.proxy import Fault, FaultyProxy
 from tests.s3.server import Server
@@ -29,7 +29,8 @@ def test_training_from_s3_is_training_from_disk(
         recipe = tmp_path / f"{where}.yaml"
         recipe.write_text(RECIPE.format(run_dir=tmp_path / where, train=shards, model=model))
         length = ("run.steps=null", "run.epochs=1", f"batch.global_size={N}", "data.workers=2")  # counted by the index
-        status, out = run(recipe, *length, "storage.backoff_seconds=0.02")
+        patient = ("storage.backoff_seconds=0.02", "storage.patience_seconds=120")
+        status, out = finish(start(recipe, *length, *patient), timeout=900)
         assert status == 0, out
         assert f"6 shards, all indexed: every block is verified, {sum(SIZES)} samples in an epoch" in out
         lines[where] = [[line[key] for key in ("step", "batch_digest", "loss")] for line in metrics(tmp_path / where)]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -120,7 +121,7 @@ def test_if_absent_has_one_winner(storage: LocalStorage, monkeypatch: pytest.Mon
 def test_a_reader_sees_the_old_or_the_new(storage: LocalStorage) -> None:
     contents = [bytes([c]) * 200_000 for c in b"xyz"]
     storage.put_bytes("f", contents[0])
-    stop = threading.Event()
+    watching, stop = threading.Event(), threading.Event()
     seen: set[bytes] = set()
     listed: set[str] = set()
 
@@ -128,15 +129,35 @@ def test_a_reader_sees_the_old_or_the_new(storage: LocalStorage) -> None:
         while not stop.is_set():
             seen.add(storage.read_bytes("f"))
             listed.update(entry.name for entry in storage.list())
+            watching.set()
 
     thread = threading.Thread(target=watch)
     thread.start()
+    assert watching.wait(240)
     for i in range(60):
         storage.put_bytes("f", contents[i % 3])
     stop.set()
     thread.join()
     assert seen <= set(contents)
     assert listed == {"f"}
+
+
+def test_a_folder_that_goes_meanwhile_is_no_error(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("goes", "stays"):
+        storage.put_bytes(f"{folder}/f", b"1")
+        (storage.root / folder / ".f.0123.part").write_bytes(b"half")
+    scandir = os.scandir
+
+    def removes(path: Path | str | int) -> object:
+        if (
+            not isinstance(path, int) and Path(path).name == "goes"
+        ):  # as another process does between its parent's listing and its own
+            shutil.rmtree(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removes)
+    assert storage.sweep(storage.clock() + 60) == 1
+    assert [entry.name for entry in storage.list()] == ["stays/f"]
 
 
 def test_what_cannot_be_told_raises(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ has when an exception leaves a `with` block, and has no put-if-absent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import errno
 import io
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 from clip_train.storage.base import Entry
 from clip_train.storage.s3.body import Body, Sums
 from clip_train.storage.s3.requests import Limits, Requests, S3Error, TakenError
-from clip_train.storage.s3.upload import Upload, abort
+from clip_train.storage.s3.upload import Upload
 
 Entries = list[Entry]  # `list` is a method below
 
@@ -215,9 +216,17 @@ class S3Storage:
 
         found = (await self._requests.until_done("listing unfinished uploads", ask)).get("Uploads", [])
         old = [item for item in found if item["Initiated"].timestamp() < older_than and not spare(item["Key"][cut:])]
-        for item in old:
-            await abort(self._requests, {"Bucket": self.bucket, "Key": item["Key"], "UploadId": item["UploadId"]})
+        with contextlib.suppress(OSError):  # the next one finds what is left
+            for item in old:
+                await self._give_up({"Bucket": self.bucket, "Key": item["Key"], "UploadId": item["UploadId"]})
         return len(old)
+
+    async def _give_up(self, upload: dict[str, Any]) -> None:
+        async def give_up(client: Any) -> None:
+            await client.abort_multipart_upload(**upload)
+
+        with contextlib.suppress(FileNotFoundError):  # another one did
+            await self._requests.until_done(f"giving up the upload of {upload['Key']}", give_up)
 
     def _folder(self, prefix: str) -> tuple[str, int]:
         """How the keys in it begin, and how much of a key is not part of a name."""

@@ -95,4 +95,4 @@ async def abort(requests: Requests, upload: dict[str, Any]) -> None:
     """So that no parts stay behind; what this cannot reach, `S3Storage.sweep` finds later."""
     with contextlib.suppress(Exception):
         client = await requests.client()
-        await asyncio.wait_for(client.abort_multipart_upload(**upload), 5)
+        await asyncio.wait_for(client.abort_multipart_upload(**upload), requests.limits.request_seconds)
