@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from clip_train.stop import StopRequest
+from launcher.limits import OPEN_FILES
 from launcher.local import run_agent
-from launcher.meeting import OPEN_FILES
 from tests.launcher.conftest import (
     ENDLESS,
     PATIENCE,
