@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MARK ?= not peer
+WORKERS ?= 2
 
 .PHONY: help demo test s3 acceptance check format clean invariance exactness peers
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
-	@echo "make test        all tests (MARK='not peer and not engine' for a quick look)"
+	@echo "make test        all tests (MARK='not peer and not engine' for a quick look; WORKERS=1: one after the other)"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make check       lint, types, import contracts"
 	@echo "make invariance  the table in README: nothing that should not matter does"
@@ -33,7 +34,7 @@ demo: $(READY)
 
 test: $(READY) s3
 	@echo "== tests ($(MARK))"
-	$(BIN)/python -m pytest -m "$(MARK)"
+	$(BIN)/python -m pytest -m "$(MARK)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 s3:
 	@echo "== the S3 server for the tests marked s3, in .venv-s3 (once; half a minute)"

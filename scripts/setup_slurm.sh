@@ -65,9 +65,10 @@ Prolog=$LAB/prolog
 ReturnToService=2
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_delay=1
-# above what a busy machine may hold up a slurmd, or ranks that save
-SlurmdTimeout=60
+# below what ranks need to notice that a node is dead: Slurm is to be first
+SlurmdTimeout=10
 SlurmctldTimeout=60
+# above what a busy machine may hold up ranks that save
 KillWait=60
 # minutes: a job whose ranks are still saving at its limit is not killed for it
 OverTimeLimit=2

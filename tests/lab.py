@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -39,7 +40,9 @@ def lab(what: str, setup: Path, folder: Path, nodes: int, **environ: str) -> Ite
     """`folder` with the hosts up; all of it is gone afterwards. what: as the skip names it."""
     lack = lacking()
     if lack is None:
-        installed = subprocess.run([setup, "install"], capture_output=True, text=True, check=False, timeout=600)
+        with open("/run/lock/clip-train-lab", "w") as one_at_a_time:  # apt refuses a second one
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            installed = subprocess.run([setup, "install"], capture_output=True, text=True, check=False, timeout=600)
         if installed.returncode:
             lack = f"apt-get failed: {installed.stderr[-300:]}"
     if lack is not None:

@@ -192,12 +192,12 @@ def test_a_hang_in_a_save_is_found(recipe, tmp_path):
 
 def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
     """Ctrl-Z and fg, a suspended job: the watchdog's clock stands still meanwhile. The limit is above a stall's."""
-    process = start(recipe, *ENDLESS, "launch.hang_step_seconds=40")
+    process = start(recipe, *ENDLESS, "launch.hang_step_seconds=20")
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(signal.SIGTSTP)
     stat = Path(f"/proc/{process.pid}/stat")
     wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop", process)
-    time.sleep(45)
+    time.sleep(24)
     before = metrics(tmp_path / "run")[-1]["step"]
     process.send_signal(signal.SIGCONT)
     wait_for_step(tmp_path / "run", before + 20, process)
@@ -208,7 +208,7 @@ def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
 
 def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
     """The limit is above a stall's. For a stopped process torchrun waits in vain before it kills it."""
-    process = start(recipe, *ENDLESS, "launch.hang_step_seconds=40", ranks=2, environ={"PET_SHUTDOWN_TIMEOUT": "5"})
+    process = start(recipe, *ENDLESS, "launch.hang_step_seconds=20", ranks=2, environ={"PET_SHUTDOWN_TIMEOUT": "5"})
     wait_for_step(tmp_path / "run", 5, process)
     os.kill(ranks_of(recipe)[1], signal.SIGSTOP)
     status, out = finish(process)

@@ -29,18 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=missing))
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    here = {
-        kind: [r for r in found if "tests/s3/" in getattr(r, "nodeid", "")]
-        for kind, found in terminalreporter.stats.items()
-    }
-    if here.get("skipped") and (missing := chosen().missing()):
-        told = f"{len(here['skipped'])} S3 TESTS WERE NOT RUN: {missing}"
-        terminalreporter.write_sep("!", told, red=True, bold=True)
-    elif here.get("passed"):
-        terminalreporter.write_line(f"{len(here['passed'])} S3 tests passed against {chosen().name}")
-
-
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     try:

@@ -27,14 +27,6 @@ OPTIONS = {
     "2x1": ["--nodes=2", "--ntasks-per-node=1"],
     "1x2": ["--nodes=1", "--ntasks-per-node=2"],
 }
-WITHOUT_S3 = "the S3 server is not set up (scripts/setup_s3.sh; `make test` does it)"
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    ran = [r for r in terminalreporter.stats.get("passed", []) if "tests/slurm/" in r.nodeid and r.when == "call"]
-    if ran and LocalStack.missing() is not None:
-        told = f"{len(ran)} SLURM SCENARIOS RAN WITH THEIR CHECKPOINTS ON DISK, NOT ON S3: {WITHOUT_S3}"
-        terminalreporter.write_sep("!", told, red=True, bold=True)
 
 
 @pytest.fixture(scope="session")

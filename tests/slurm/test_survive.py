@@ -120,7 +120,7 @@ def test_a_crash_loop_gives_up(submit):
 
 def test_a_hung_rank_is_found(submit, undisturbed):
     """a rank that hangs (SIGSTOP), found by the watchdog"""
-    job = submit("2x1", "--nodelist=n[1-2]", hold=True, overrides=("launch.hang_step_seconds=60",))
+    job = submit("2x1", "--nodelist=n[1-2]", hold=True, overrides=("launch.hang_step_seconds=30",))
     job.wait_for_commit()
     os.kill(job.rank_pids()[1], signal.SIGSTOP)
     job.let_go()
