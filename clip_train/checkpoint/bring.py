@@ -18,7 +18,6 @@ from clip_train import dist
 from clip_train.checkpoint.disk import check_space, free_bytes
 from clip_train.checkpoint.files import (
     DamagedBlockError,
-    LocalFile,
     SparseFile,
     fetch_block,
     first_damage,
@@ -27,6 +26,7 @@ from clip_train.checkpoint.files import (
     wrong_size,
 )
 from clip_train.checkpoint.layout import BLOCK_BYTES
+from clip_train.checkpoint.local_file import LocalFile
 from clip_train.checkpoint.marks import Found, readable
 from clip_train.checkpoint.part import Part, new_token, remove_abandoned
 from clip_train.checkpoint.shares import Range, Span, deal

@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
-import torch
-
 from clip_train.checkpoint.layout import BLOCK_BYTES, FileEntry
 from clip_train.checkpoint.shares import Ranges, Span, common, merged, num_blocks, without
 from clip_train.errors import CheckpointError
@@ -35,30 +33,6 @@ class ByteSource(Protocol):
     def read(self, start: int, end: int) -> memoryview:
         """Bytes `[start, end)`. CheckpointError where they cannot be had."""
         ...
-
-
-class LocalFile:
-    """Mapped for as long as it is used, so retention may remove the file under it.
-
-    It holds no file descriptor: a checkpoint has as many files as there were ranks, and 1024 may be all there are.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """CheckpointError where it cannot be read."""
-        self.where = str(path)
-        try:
-            with path.open("rb") as f:
-                self.size = os.fstat(f.fileno()).st_size
-                self._map = memoryview(b"")
-                if self.size:
-                    # not mmap.mmap, which keeps a descriptor; private: torch wants memory that it could write to
-                    mapped = torch.from_file(str(path), shared=False, size=self.size, dtype=torch.uint8)
-                    self._map = mapped.numpy().data
-        except (OSError, RuntimeError) as e:  # torch's own, where it cannot open it or finds it shorter by now
-            raise CheckpointError(f"{path}: {type(e).__name__}: {e}") from e
-
-    def read(self, start: int, end: int) -> memoryview:
-        return self._map[start:end]
 
 
 class Spool:
@@ -100,9 +74,9 @@ class SparseFile:
         self.storage, self.name, self.entry = storage, name, entry
         self.have: Ranges = []  # what `read` gives out at once
         self._spool, self._begin = spool, begin
-        self._local: tuple[LocalFile, Ranges] | None = None
+        self._local: tuple[ByteSource, Ranges] | None = None
 
-    def adopt(self, local: LocalFile, ranges: Ranges) -> None:
+    def adopt(self, local: ByteSource, ranges: Ranges) -> None:
         """These ranges are whole in a local copy."""
         self._local = (local, ranges)
         self.have = merged([*self.have, *ranges])

@@ -10,8 +10,9 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint.bring import Brought
 from clip_train.checkpoint.exchange import Exchange
-from clip_train.checkpoint.files import LocalFile, fetch_ranges, sparse_files
+from clip_train.checkpoint.files import fetch_ranges, sparse_files
 from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.local_file import LocalFile
 from clip_train.checkpoint.locate import locate
 from clip_train.checkpoint.reader import FragmentReader, read_header
 from clip_train.checkpoint.resume import Places, Resolution, Skipped, list_places, resolve

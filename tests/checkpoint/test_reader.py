@@ -14,8 +14,8 @@ import torch
 
 from clip_train.checkpoint import FragmentReader
 from clip_train.checkpoint.disk import copy_hashed
-from clip_train.checkpoint.files import LocalFile
 from clip_train.checkpoint.layout import BLOCK_BYTES
+from clip_train.checkpoint.local_file import LocalFile
 from clip_train.checkpoint.snapshot import Plan, SharedBuffer, lay_out, plan_file
 from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
