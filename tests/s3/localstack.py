@@ -46,7 +46,7 @@ class LocalStack(Server):
 
     def is_up(self) -> bool:
         try:
-            self.request_once("GET", "_localstack/health")
+            self.request("GET", "_localstack/health", tries=1)
         except (OSError, http.client.HTTPException):
             return False
         return True

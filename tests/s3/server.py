@@ -152,35 +152,26 @@ class Server(ABC):
         query: dict[str, str] | None = None,
         data: bytes = b"",
         headers: dict[str, str] | None = None,
+        tries: int = 5,
     ) -> bytes:
         """Plain HTTP, signed by hand: no code of the package under test, nor of its S3 client.
 
         Asked again where a busy server cuts an answer short or has an error: that says nothing about what is stored.
         """
-        for _ in range(4):
-            try:
-                return self.request_once(method, path, query, data, headers)
-            except (http.client.HTTPException, OSError) as e:
-                if isinstance(e, urllib.error.HTTPError) and e.code < 500:
-                    raise
-                time.sleep(0.5)
-        return self.request_once(method, path, query, data, headers)
-
-    def request_once(
-        self,
-        method: str,
-        path: str,
-        query: dict[str, str] | None = None,
-        data: bytes = b"",
-        headers: dict[str, str] | None = None,
-    ) -> bytes:
         asked = urllib.parse.urlencode(sorted((query or {}).items()), quote_via=urllib.parse.quote)
         path = "/" + urllib.parse.quote(path)
         target = f"{path}{'?' * bool(asked)}{asked}"
-        signed = self.sign(method, self.url, target, data, headers or {})
-        request = urllib.request.Request(self.url + target, data=data or None, method=method, headers=signed)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.read()
+        for left in reversed(range(tries)):
+            signed = self.sign(method, self.url, target, data, headers or {})
+            request = urllib.request.Request(self.url + target, data=data or None, method=method, headers=signed)
+            try:
+                with urllib.request.urlopen(request, timeout=120) as answer:
+                    return answer.read()
+            except (http.client.HTTPException, OSError) as e:
+                if not left or (isinstance(e, urllib.error.HTTPError) and e.code < 500):
+                    raise
+                time.sleep(0.5)
+        raise AssertionError("unreachable")
 
     def sign(self, method: str, url: str, target: str, data: bytes, headers: dict[str, str]) -> dict[str, str]:
         """The headers of a request to `url`, with these among them; target: the path, and the query if any."""
