@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
+import multiprocessing
 import os
 import pickle
 import select
 import signal
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 import webdataset
+from torch.utils.data import get_worker_info
 
 from clip_train.data import DataConfig, TrainLoader
-from clip_train.data.lanes import Lane, hash64
+from clip_train.data.lanes import hash64
 from clip_train.errors import DataError, UserError
 from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
 
@@ -215,43 +219,60 @@ def test_worker_errors_arrive_as_they_were(tmp_path):
         next(loader)
 
 
-def test_a_killed_worker_is_an_error_not_a_hang(folder):
+@pytest.fixture
+def workers():
+    """() -> the loaders' processes that this test has started, alive or not."""
+    before = set(multiprocessing.active_children())
+    seen: set[multiprocessing.Process] = set()
+
+    def started() -> list[multiprocessing.Process]:
+        seen.update(set(multiprocessing.active_children()) - before)
+        return list(seen)
+
+    return started
+
+
+def test_a_killed_worker_is_an_error_not_a_hang(folder, workers):
     loader = loader_of(config_of(folder, workers=2))
     next(loader)
-    os.kill(loader._pieces._workers[0].pid, signal.SIGKILL)
+    os.kill(workers()[0].pid, signal.SIGKILL)
     with pytest.raises(DataError, match="worker died"):
         for _ in range(100):
             next(loader)
 
 
-def test_what_workers_hand_over_is_small_enough_to_be_written_whole(tmp_path):
+def test_what_workers_send_is_small_enough_to_be_written_whole(tmp_path, monkeypatch):
     """More than PIPE_BUF is written in parts, and the trainer waits for the rest of what a killed worker began."""
     write_shard(tmp_path / "a.tar", [m for i in range(40) for m in sample(f"{i:090d}", i)])  # long keys
-    plain = next(loader_of(config_of(tmp_path), global_size=256))
-    assert len(pickle.dumps(plain.keys[:128])) > 2 * select.PIPE_BUF
+    sizes, receive = [], Connection.recv_bytes
+
+    def weighing(self, *args):
+        message = receive(self, *args)
+        sizes.append(len(message) + 4)  # with its length in front
+        return message
+
+    monkeypatch.setattr(Connection, "recv_bytes", weighing)
     with loader_of(config_of(tmp_path, workers=2), global_size=256) as loader:
-        loader._pieces = loader._start()
-        pipe = loader._pieces._worker_result_queue._reader
-        for _ in range(4):  # two of each worker
-            assert pipe.poll(300)
-            assert 0 < len(pipe.recv_bytes()) + 4 <= select.PIPE_BUF  # with its length in front
+        batches = [next(loader) for _ in range(2)]
+    assert len(pickle.dumps(batches[0].keys[:128])) > 2 * select.PIPE_BUF
+    assert len(sizes) >= 4  # a piece of each worker for each batch
+    assert max(sizes) <= select.PIPE_BUF
 
 
-def test_close_ends_the_workers(folder):
+def test_close_ends_the_workers(folder, workers):
     with loader_of(config_of(folder, workers=2)) as loader:
         next(loader)
-        workers = list(loader._pieces._workers)
-        assert all(worker.is_alive() for worker in workers)
-    for worker in workers:
+        assert len(workers()) == 2 and all(worker.is_alive() for worker in workers())
+    for worker in workers():
         worker.join(300)  # torch waits 5 s for one that is held up
-    assert not any(worker.is_alive() for worker in workers)
+    assert not any(worker.is_alive() for worker in workers())
     assert list(loader) == []
 
 
-def test_workers_are_no_more_than_lanes(folder):
+def test_workers_are_no_more_than_lanes(folder, workers):
     with loader_of(config_of(folder, workers=2, lanes=2), rank=1, world_size=2) as loader:
         assert next(loader).keys
-        assert len(loader._pieces._workers) == 1
+        assert len(workers()) == 1
 
 
 def test_too_many_bad_samples_stop_the_run_with_a_table(tmp_path):
@@ -288,33 +309,65 @@ def test_cursors_of_another_order_are_refused(folder, reference, tmp_path):
         loader_of(config_of(tmp_path), cursors=cursors)
 
 
-def test_decoding_cannot_move_a_cursor(folder, monkeypatch):
-    """Cursors are the raw lane's, whatever decodes."""
-    config = config_of(folder)
-    loader = loader_of(config)
-    plan = loader.plan
-    lane = Lane(plan, 4)
+def test_decoding_cannot_move_a_cursor(tmp_path):
+    """The position counts raw samples: the same whether their images decode or not."""
+    for name, broken in (("whole", ()), ("broken", range(0, 30, 3))):
+        members = []
+        for i in range(30):
+            data = b"\xff\xd8" + bytes(len(jpeg(i)) - 2) if i in broken else jpeg(i)
+            members += [(f"k{i}.jpg", data), (f"k{i}.txt", b"x")]
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / "a.tar", members)
+    whole, broken = (loader_of(config_of(tmp_path / name)) for name in ("whole", "broken"))
     for _ in range(9):
-        cursor = next(loader).cursors[4]
-        lane.skip()
-        lane.skip()
-        cursor.pop("source")
-        assert cursor == lane.cursor.to_dict()
+        assert next(whole).cursors == next(broken).cursors
+    assert "image does not decode" in broken.bad_sample_table()
+
+
+# ------------------------------------------------------------ shared memory
+
+
+def wait_for_the_first_worker(folder: Path, ahead: int, fields: dict) -> dict:
+    """A stage: the last worker goes on with a batch once the first one is `ahead` samples further than that."""
+    worker = get_worker_info().id
+    with open(folder / str(worker), "ab") as file:
+        file.write(b".")
+        passed = file.tell()
+    if worker == 1:
+        deadline = time.monotonic() + 600
+        while (folder / "0").stat().st_size < passed + ahead:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    return fields
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_a_piece_is_not_overwritten_before_it_is_fetched(folder, prefetch):
-    """Workers that are as far ahead as they can be leave what the trainer holds alone."""
+def test_a_piece_is_not_overwritten_before_it_is_fetched(folder, tmp_path, prefetch):
+    """The trainer holds the first worker's piece until it has the second one's; meanwhile the first worker goes on as
+    far as it can, which is `prefetch` pieces more, and leaves alone what the trainer holds."""
+    (tmp_path / "0").touch()
+    stage = webdataset.map(functools.partial(wait_for_the_first_worker, tmp_path, prefetch * N // 2))
     plain = loader_of(config_of(folder))
-    with loader_of(config_of(folder, workers=1, prefetch=prefetch)) as loader:
-        loader._pieces = loader._start()
+    with loader_of(config_of(folder, workers=2, prefetch=prefetch), stages=(stage,)) as loader:
         for _ in range(6):
-            piece = loader._next_piece()
-            time.sleep(0.2)  # the worker fills all that it was asked for
-            assert torch.equal(loader._images([piece]), next(plain).images)
+            assert torch.equal(next(loader).images, next(plain).images)
 
 
 def test_shared_memory_is_as_large_as_the_largest_piece(folder):
+    def shared() -> dict[str, int]:
+        """Torch's blocks of shared memory that this process has open: bytes by name."""
+        found = {}
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                name, size = os.readlink(f"/proc/self/fd/{fd}"), os.stat(f"/proc/self/fd/{fd}").st_size
+            except FileNotFoundError:  # of the listing itself
+                continue
+            if name.startswith("/dev/shm/torch"):
+                found[name] = size
+        return found
+
+    before = shared()
     with loader_of(config_of(folder, workers=2)) as loader:
         next(loader)
-        assert loader._memory._images.shape == (2, 3, 12, 3, 16, 16)  # workers, prefetch + 1, N / 2 samples
+        new = [size for name, size in shared().items() if name not in before]
+        assert max(new) == 2 * 3 * 12 * 3 * 16 * 16  # workers, prefetch + 1, N / 2 samples of 3 x 16 x 16 bytes
