@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import tiers
+from tests import tiers, warm
 from tests.launcher.conftest import data, model, recipe  # noqa: F401
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -15,6 +15,12 @@ for _number in SIGNALS:
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)  # a handler is not handed down
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests will run, not where they are only listed or handed to workers."""
+    if session.items and not session.config.option.collectonly and session.config.getoption("dist", "no") == "no":
+        warm.start_server()
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.warm import Command, World
 
-def family(process: subprocess.Popen) -> set[int]:
+Process = subprocess.Popen | Command | World
+
+
+def family(process: subprocess.Popen | Command) -> set[int]:
     """It and all that descend from it."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -40,7 +44,7 @@ def running() -> Iterator[tuple[int, list[str], dict[str, str]]]:
         yield pid, line.decode(errors="replace").split("\0"), {name: value for name, _, value in variables}
 
 
-def kill_tree(process: subprocess.Popen) -> None:
+def kill_tree(process: subprocess.Popen | Command) -> None:
     """SIGKILL to all of it at once: torchrun's ranks are in sessions of their own and would survive its group."""
     if process.poll() is not None:  # its number may be another's by now
         return

@@ -1,4 +1,4 @@
-"""Run a function on several real ranks over gloo: a process each, a FileStore, no fixed ports."""
+"""Run a function on several real ranks over gloo: a warm process each, a FileStore, no fixed ports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-import torch.multiprocessing as mp
+
+from tests import warm
 
 
 def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple) -> None:
@@ -47,10 +48,7 @@ class RankFailedError(AssertionError):
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`fn(*args)` on every rank (a module-level function); returns the ranks' results in order."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, fn, args)) for rank in range(world_size)
-        ]
+        processes = [warm.process(_rank_main, rank, world_size, folder, fn, args) for rank in range(world_size)]
         for process in processes:
             process.start()
         for process in processes:

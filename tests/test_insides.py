@@ -25,8 +25,10 @@ def uses(file: Path) -> tuple[Counter[str], Counter[str]]:
     private, patches = Counter[str](), Counter[str]()
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} | assigned(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and not (
-            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys")
+        if (
+            isinstance(node, ast.Attribute)
+            and is_private(node.attr)
+            and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys"))
         ):
             if node.attr not in own:
                 private[f"{where}: {node.attr}"] += 1
@@ -56,7 +58,9 @@ def assigned(tree: ast.Module) -> set[str]:
     return {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     }
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from clip_train.data.synthetic import SyntheticData, shapes
-from tests.processes import kill_tree
+from tests.processes import Process, kill_tree
+from tests.warm import Command, World
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).parent / "faults"
@@ -61,28 +65,62 @@ def start(
     *overrides: str,
     ranks: int = 1,
     verb: str = "train",
-    torchrun: str = "torch.distributed.run",
     fault: str = "",
     cwd: Path | None = None,
     environ: dict[str, str] | None = None,
-) -> subprocess.Popen:
-    """`clip-train VERB recipe overrides`, under torchrun where there is more than one rank. fault: see faults/.
+) -> Command | World:
+    """`clip-train VERB recipe overrides`, started warm, as ranks of one world where there are several.
 
-    environ: more of it; RANK and its like, of one rank of several that are started one by one.
+    fault: see faults/. environ: more of it; RANK and its like, of one rank of several that are started one by one.
     """
-    line = ["-m", "launcher", verb, str(recipe), *overrides]
-    if ranks > 1:
-        line = ["-m", torchrun, "--standalone", "--nproc-per-node", str(ranks), *line]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    line = [verb, str(recipe), *overrides]
+    where = cwd or recipe.parent
+    env = clean_environment() | planted(fault, recipe.parent) | (environ or {})
+    if ranks == 1:
+        return Command(line, env=env, cwd=where)
+    world = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    return World(
+        [Command(line, env=env | world | {"RANK": str(r), "LOCAL_RANK": str(r)}, cwd=where) for r in range(ranks)]
+    )
+
+
+def start_cold(
+    recipe: Path,
+    *overrides: str,
+    module: Sequence[str] = ("launcher",),
+    fault: str = "",
+    environ: dict[str, str] | None = None,
+) -> subprocess.Popen:
+    """`python -m MODULE... train recipe overrides` from nothing, as a shell or a launcher starts it."""
     return subprocess.Popen(
-        [sys.executable, *line],
-        env=clean | {"OMP_NUM_THREADS": "1", **SLOW_SAVES, **planted(fault, recipe.parent)} | (environ or {}),
-        cwd=cwd or recipe.parent,
+        [sys.executable, "-m", *module, "train", str(recipe), *overrides],
+        env=clean_environment() | {**SLOW_SAVES, **planted(fault, recipe.parent)} | (environ or {}),
+        cwd=recipe.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+
+
+def clean_environment() -> dict[str, str]:
+    """One thread a process; nothing of a launcher that may have started the tests."""
+    launchers = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in launchers} | {"OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    """Below those that the kernel hands out: it is taken some time later, and none is lost to a connection meanwhile."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port))
+            return port
 
 
 SLOW_SAVES = {"PET_SHUTDOWN_TIMEOUT": "300"}  # torchrun kills ranks that save after a signal; 30 s may be one stall
@@ -94,7 +132,7 @@ def planted(fault: str, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "FAULT": fault, "FAULT_FILE": str(folder / "fault")}
 
 
-def finish(process: subprocess.Popen, timeout: float = PATIENCE) -> tuple[int, str]:
+def finish(process: Process, timeout: float = PATIENCE) -> tuple[int, str]:
     """Its exit status and output; nothing of it is left running, however it ends."""
     try:
         out, _ = process.communicate(timeout=timeout)
@@ -103,10 +141,11 @@ def finish(process: subprocess.Popen, timeout: float = PATIENCE) -> tuple[int, s
         kill(process)
 
 
-def kill(process: subprocess.Popen) -> None:
+def kill(process: Process) -> None:
     """SIGKILL to every rank, the launcher, loader workers."""
-    kill_tree(process)
-    if process.stdout is not None:
+    for each in process.ranks if isinstance(process, World) else [process]:
+        kill_tree(each)
+    if isinstance(process, subprocess.Popen) and process.stdout is not None:
         process.stdout.close()
 
 
@@ -124,7 +163,7 @@ def until(condition: Callable[[], object], timeout: float = PATIENCE) -> bool:
     return True
 
 
-def wait_for(condition: Callable[[], object], what: str, process: subprocess.Popen, timeout: float = PATIENCE) -> None:
+def wait_for(condition: Callable[[], object], what: str, process: Process, timeout: float = PATIENCE) -> None:
     """Until it comes true, which the process is to see to: with its end there is nothing to wait for."""
     ended = False
 
@@ -134,17 +173,17 @@ def wait_for(condition: Callable[[], object], what: str, process: subprocess.Pop
         return bool(condition()) or ended
 
     if not until(come_or_ended, timeout) or (ended and not condition()):
-        kill_tree(process)
+        kill(process)
         raise AssertionError(f"{what}: {finish(process)[1]}")
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, timeout: float = PATIENCE) -> None:
+def wait_for_step(run_dir: Path, step: int, process: Process, timeout: float = PATIENCE) -> None:
     """Until metrics.jsonl has that step."""
     reached = lambda: any(line["step"] >= step for line in metrics(run_dir))  # noqa: E731
     wait_for(reached, f"step {step} was not reached", process, timeout)
 
 
-def wait_for_commit(run_dir: Path, process: subprocess.Popen, timeout: float = PATIENCE) -> None:
+def wait_for_commit(run_dir: Path, process: Process, timeout: float = PATIENCE) -> None:
     """Until there is a checkpoint to resume from: it is written in the background."""
     commits = run_dir / "checkpoints" / "commit"
     wait_for(lambda: list(commits.glob("*.json")), "nothing was committed", process, timeout)

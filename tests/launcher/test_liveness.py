@@ -20,10 +20,10 @@ from clip_train import dist
 from clip_train.stop import StopRequest
 from launcher.env import RankEnv
 from launcher.liveness import LaunchConfig, Liveness, phase_limit, position, stop_time, unfinished
+from launcher.local import run_agent
 from launcher.marks import FOLDER, read_marks
 from launcher.meeting import meet
-from tests.launcher.conftest import PATIENCE, ROOT, until
-from tests.launcher.test_launchers import free_port
+from tests.launcher.conftest import PATIENCE, ROOT, free_port, until
 
 
 def test_the_limit_of_a_step_follows_the_steps():
@@ -196,6 +196,12 @@ def test_the_mark_of_a_rank_behind_an_unfinished_collective_says_that_it_waits(t
     (mark,) = read_marks(tmp_path)
     assert (done.returncode, mark.kind, mark.waiting) == (1, "hang", True)
     assert "nccl:all_reduce is unfinished" in mark.message
+
+
+def test_a_signal_that_comes_as_the_agent_ends_does_not_change_its_status():
+    """Python hands handlers back to the system when it ends, not what is ignored."""
+    assert run_agent(lambda: None, StopRequest()) == 0
+    assert {signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)} == {signal.SIG_IGN}
 
 
 def test_signals_are_flags_and_a_second_term_does_not_kill():

@@ -11,8 +11,7 @@ from PIL import Image
 from clip_train.data import write_shards
 from launcher import env
 from launcher.cli import main
-from tests.launcher.conftest import run
-from tests.launcher.test_launchers import free_port
+from tests.launcher.conftest import free_port, run
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ import pytest
 from clip_train.data.indexing import index_shards, write_indexes
 from clip_train.data.sources import expand
 from launcher.cli import main
-from tests.launcher.conftest import RECIPE, finish, kill, metrics, run, start
-from tests.launcher.test_launchers import free_port
+from tests.launcher.conftest import RECIPE, finish, free_port, kill, metrics, run, start
 
 pytestmark = pytest.mark.engine
 

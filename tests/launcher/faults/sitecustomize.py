@@ -71,4 +71,7 @@ def plant(trainer):
 
 
 if mine or fault == "save":
-    sys.meta_path.insert(0, AfterImport())
+    if "clip_train.trainer" in sys.modules:  # in a process that started warm
+        plant(sys.modules["clip_train.trainer"].Trainer)
+    else:
+        sys.meta_path.insert(0, AfterImport())

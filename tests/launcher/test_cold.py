@@ -1,0 +1,281 @@
+"""Starts from nothing, as users make them: one process, `--ranks`, torchrun, the deepspeed launcher; and how each ends.
+
+All other tests start warm (tests/warm.py), and a world's ranks without a launcher. Slurm's `srun` is in tests/slurm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.limits import OPEN_FILES
+from launcher.verdict import read_verdict
+from tests.launcher.conftest import (
+    ENDLESS,
+    PATIENCE,
+    ROOT,
+    clean_environment,
+    finish,
+    free_port,
+    kill,
+    metrics,
+    planted,
+    run,
+    start_cold,
+    until,
+    wait_for,
+    wait_for_step,
+)
+from tests.processes import running
+
+pytestmark = pytest.mark.engine
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launcher")
+OWN_TORCHRUN = ("launcher.torchrun", *TORCHRUN[1:])
+LAUNCHERS = {
+    "torchrun": (TORCHRUN, ()),
+    "launcher.torchrun": (OWN_TORCHRUN, ()),
+    "alone": (("launcher",), ("--ranks=2",)),
+}
+
+
+def ranks_of(recipe: Path) -> dict[int, int]:
+    """rank -> process, of the ranks that train this recipe now."""
+    words = {"launcher", "train", str(recipe)}
+    return {int(env["RANK"]): pid for pid, line, env in running() if "RANK" in env and words <= set(line)}
+
+
+def gone(recipe: Path) -> bool:
+    return until(lambda: not ranks_of(recipe), 120)
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Processes whose working directory it is."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == folder:
+                found.append(int(link.parent.name))
+    return found
+
+
+def test_the_same_line_under_every_launcher_is_the_same_run(recipe, tmp_path):
+    """The deepspeed launcher, torchrun, `--ranks`, and ranks without any: the same losses to the bit."""
+    port = str(free_port())
+    deepspeed = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "--module", "launcher")
+    for name, (module, more) in {**LAUNCHERS, "deepspeed": (deepspeed, ())}.items():
+        if name == "launcher.torchrun":
+            continue
+        environ = {"DS_ACCELERATOR": "cpu"}
+        status, out = finish(
+            start_cold(recipe, *more, "run.steps=6", f"run.dir={tmp_path / name}", module=module, environ=environ)
+        )
+        assert status == 0, (name, out)
+    status, out = run(recipe, "run.steps=6", f"run.dir={tmp_path / 'none'}", ranks=2)
+    assert status == 0, out
+    losses = {name: [line["loss"] for line in metrics(tmp_path / name)] for name in (*LAUNCHERS, "deepspeed", "none")}
+    del losses["launcher.torchrun"]
+    assert len(losses["none"]) == 6
+    assert all(each == losses["none"] for each in losses.values()), losses
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ALL_SIGNALS = [*((name, number) for name in LAUNCHERS for number in SIGNALS), ("alone", signal.SIGHUP)]
+
+
+@pytest.mark.parametrize(
+    "launcher, number",
+    [
+        pytest.param(name, number, marks=() if (name, number) == ("alone", signal.SIGTERM) else pytest.mark.full)
+        for name, number in ALL_SIGNALS
+    ],
+)
+def test_a_signal_to_the_launcher_is_a_commit(recipe, tmp_path, launcher, number):
+    """USR1 kills a plain torchrun: its ranks notice, save all the same, and end. Loader workers outlive the signal,
+    which torchrun sends to each rank's whole process group."""
+    module, more = LAUNCHERS[launcher]
+    process = start_cold(recipe, *ENDLESS, "data.workers=1", *more, module=module)
+    wait_for_step(tmp_path / "run", 5, process)
+    assert set(ranks_of(recipe)) == {0, 1}
+    process.send_signal(number)
+    time.sleep(0.2)
+    if launcher != "torchrun" and number != signal.SIGINT:  # a second INT is Ctrl-C in earnest
+        process.send_signal(number)
+    status, out = finish(process)
+    assert gone(recipe)
+    word, why = read_verdict(tmp_path / "run")
+    assert word == "PREEMPTED", out
+    assert status == 75 if launcher != "torchrun" else status != 0
+    assert why["step"] == metrics(tmp_path / "run")[-1]["step"]
+    status, out = run(recipe, f"run.steps={why['step'] + 2}", ranks=2)  # the commit is a good one
+    assert status == 0 and f"resuming from step {why['step']}" in out, out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("wait", ["for nothing", "for ranks"])
+def test_a_signal_during_the_start(recipe, tmp_path, number, wait):
+    """While the launcher imports torch, and while its ranks do; they make no step before it has come."""
+    process = start_cold(recipe, *ENDLESS, "--ranks=2", fault="hold:0:0")
+    ready = (lambda: ranks_of(recipe)) if wait == "for ranks" else (lambda: listens(process.pid, number))
+    wait_for(ready, "it does not start", process)
+    process.send_signal(number)
+    status, out = finish(process)
+    assert status == 75, out
+    assert gone(recipe)
+    assert "stopped by SIG" in out and not metrics(tmp_path / "run")
+
+
+def listens(pid: int, number: signal.Signals) -> bool:
+    """Whether the process catches it."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_killed_trainer_leaves_nothing_running(recipe, tmp_path):
+    """Not its loader workers, their fork server, or the process that writes checkpoints."""
+    process = start_cold(recipe, *ENDLESS, "data.workers=2")
+    wait_for_step(tmp_path / "run", 5, process)
+    assert len(processes_in(recipe.parent)) > 3
+    process.kill()
+    process.wait()
+    until(lambda: not processes_in(recipe.parent), 120)
+    left = processes_in(recipe.parent)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.stdout.close()
+    assert not left
+
+
+@pytest.mark.full
+def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
+    """Ctrl-Z and fg, a suspended job: the watchdog's clock stands still meanwhile. The limit is above a stall's."""
+    process = start_cold(recipe, *ENDLESS, "launch.hang_step_seconds=20")
+    wait_for_step(tmp_path / "run", 5, process)
+    process.send_signal(signal.SIGTSTP)
+    stat = Path(f"/proc/{process.pid}/stat")
+    wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop", process)
+    time.sleep(24)
+    before = metrics(tmp_path / "run")[-1]["step"]
+    process.send_signal(signal.SIGCONT)
+    wait_for_step(tmp_path / "run", before + 20, process)
+    process.send_signal(signal.SIGTERM)
+    status, out = finish(process)
+    assert status == 75, out
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
+    """The limit is above a stall's. For a stopped process torchrun waits in vain before it kills it."""
+    process = start_cold(
+        recipe, *ENDLESS, "launch.hang_step_seconds=20", module=TORCHRUN, environ={"PET_SHUTDOWN_TIMEOUT": "5"}
+    )
+    wait_for_step(tmp_path / "run", 5, process)
+    os.kill(ranks_of(recipe)[1], signal.SIGSTOP)
+    status, out = finish(process)
+    assert gone(recipe)
+    assert status != 0
+    assert "no progress for" in out and "waiting in" in out and "Current thread" in out, out
+    assert "the last collectives: gloo:" in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("module", [("launcher",), OWN_TORCHRUN], ids=["a rank", "an agent"])
+def test_who_may_hold_a_socket_for_each_rank_raises_its_limit(recipe, tmp_path, module):
+    """Started, as Slurm does, with the soft limit of another shell."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        process = start_cold(recipe, *ENDLESS, module=module)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    try:
+        wait_for_step(tmp_path / "run", 1, process)
+        most = OPEN_FILES if limits[1] == resource.RLIM_INFINITY else min(limits[1], OPEN_FILES)
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, limits[1])
+    finally:
+        kill(process)
+
+
+SLURM = {
+    "scontrol": r'case "$*" in show\ hostnames*) echo 127.0.0.1;; esac',
+    "srun": """\
+trap "" USR1  # as the script's own does in a moment, in which a rank would die of it
+export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1
+shift
+"$@" &
+echo $! > "$STEP"
+wait $! || { s=$?; echo "srun: error: n1: task 0: Exited with exit code $s"; exit $s; }""",
+    "scancel": 'case "$1" in --signal=USR1) kill -USR1 "$(cat "$STEP")";; esac',
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", ["at once", "in training"])
+def test_usr1_to_torchruns_batch_script(recipe, tmp_path, when):
+    """Its own command, with stand-ins for Slurm's. USR1 comes again every 5 s, and a save takes longer than twice that;
+    at once, there is only torchrun to say why it ends: its ranks make no step before."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, line in SLURM.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    environ = {
+        **clean_environment(), "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        **planted("slow:1" if when == "in training" else "hold:0:0", tmp_path), "STEP": str(tmp_path / "step"),
+        "RANKS_PER_NODE": "2",
+        "SLURM_JOB_ID": str(job_of_a_free_port()), "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }  # fmt: skip
+    process = subprocess.Popen(
+        ["bash", ROOT / "slurm" / "torchrun.sbatch", recipe, *ENDLESS, "checkpoint.every_steps=200000"],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        if when == "in training":
+            wait_for_step(tmp_path / "run", 5, process)
+        else:
+            wait_for((tmp_path / "step").exists, "no task was started", process)
+        process.send_signal(signal.SIGUSR1)
+    finally:
+        status, out = finish(process)
+    end = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
+    assert (status, end["verdict"], end["status"], end["decision"]) == (0, "PREEMPTED", 75, "requeue"), out
+    assert "SIGUSR1" in end["reason"] and end["blamed"] == []
+    assert end["step"] == (metrics(tmp_path / "run")[-1]["step"] if when == "in training" else 0)
+
+
+def job_of_a_free_port() -> int:
+    """The script takes port 20000 + the job's number, below 40000."""
+    for job in range(os.getpid() % 10000, 20000):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", 20000 + job))
+            return job
+    raise AssertionError("no free port")
+
+
+def test_an_installed_package_trains_from_any_folder(recipe, tmp_path):
+    """The console script, with no path to the source but what is installed."""
+    script = Path(sys.executable).parent / "clip-train"
+    environ = {name: value for name, value in clean_environment().items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [script, "train", recipe, "run.steps=2", "schedule.warmup_steps=0"],
+        env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_verdict(tmp_path / "run")[0] == "DONE"

@@ -1,0 +1,217 @@
+"""Processes that start warm: forked from a server that has imported torch, DeepSpeed and what they import late.
+
+A rank or a command then costs 0.3 CPU seconds before it does anything, where one from nothing costs 8. Each is still a
+process of its own, with its own environment, session, signals and exit status. The server is `multiprocessing`'s fork
+server, one for each process that runs tests. What is about the start itself starts cold: tests/launcher/test_cold.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+PRELOAD = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.onnx",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "deepspeed",
+    "matplotlib.pyplot",
+    "s3fs",
+    "clip_train.data.pipeline",
+    "launcher.engine",
+    "launcher.inspect_run",
+    "launcher.plan",
+    "launcher.train",
+    "tests.ranks",
+]
+# One thread for each process: that of OpenMP is fixed when torch is imported. DeepSpeed asks for its accelerator then.
+SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def start_server() -> None:
+    """Once, before anything else of this process asks for a fork server (a loader's would lack most imports).
+
+    Returns at once; the imports take some seconds, for which the first process waits.
+    """
+    before = dict(os.environ)
+    os.environ.update(SERVER_ENVIRONMENT)
+    try:
+        _context.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def process(target: Callable[..., Any], *args: Any) -> multiprocessing.process.BaseProcess:
+    """A warm process that calls `target(*args)` (of a module) in this process's environment; not started yet."""
+    return _context.Process(target=_in_environment, args=(dict(os.environ), target, args))
+
+
+def _in_environment(environ: dict[str, str], target: Callable[..., Any], args: Sequence[Any]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    target(*args)
+
+
+@functools.cache
+def _outputs() -> str:
+    """The folder for what commands print; gone with this process."""
+    folder = tempfile.mkdtemp(prefix="clip-train-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+class Command:
+    """`clip-train ARGUMENTS` in a warm process; what tests use of `subprocess.Popen`, output in a file.
+
+    target: another function of a module to call, `launcher.cli.entry` by default. sys.argv holds the arguments.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: dict[str, str],
+        cwd: Path,
+        split: bool = False,
+        target: Callable[[], Any] | None = None,
+    ):
+        self.args, self.returncode = list(arguments), None
+        out = Path(_outputs(), uuid.uuid4().hex)
+        self._files = [out, out.with_suffix(".err") if split else out]
+        self._process = _context.Process(target=_run, args=(self.args, env, str(cwd), self._files, target))
+        self._process.start()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+
+    def poll(self) -> int | None:
+        return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._ended(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0, self._files[0].read_bytes())
+        return status
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            self._process.join(timeout)
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """(stdout, stderr); all in the first where they are not split. subprocess.TimeoutExpired after `timeout` s."""
+        self.wait(timeout)
+        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in self._files)
+        return out, "" if self._files[0] == self._files[1] else err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class World:
+    """Ranks of one world, each a `Command` as a launcher would have started it; nobody but themselves ends them.
+
+    returncode: 0 where all have ended with 0, else that of the first rank which has not.
+    """
+
+    def __init__(self, ranks: Sequence[Command]):
+        self.ranks = ranks
+
+    @property
+    def pid(self) -> int:
+        return self.ranks[0].pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        statuses = [rank.poll() for rank in self.ranks]
+        return None if None in statuses else next(filter(None, statuses), 0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        for rank in self.ranks:
+            rank.wait(None if end is None else max(0.0, end - time.monotonic()))
+        return self.poll()  # type: ignore[return-value]
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """The ranks' output, one rank after the other."""
+        self.wait(timeout)
+        outs, errs = zip(*(rank.communicate() for rank in self.ranks), strict=True)
+        return "".join(outs), "".join(errs)
+
+    def send_signal(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.send_signal(number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    arguments: list[str], env: dict[str, str], cwd: str, files: list[Path], target: Callable[[], Any] | None
+) -> None:
+    """In the new process: become what a shell would have started."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    for number, file in zip((1, 2), files, strict=True):
+        opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.chdir(cwd)
+    sys.argv = ["clip-train", *arguments]
+    _own_fork_server()
+    from tests.launcher.faults import sitecustomize  # noqa: F401  plants what FAULT asks for
+
+    if target is None:
+        from launcher.cli import entry as target
+    target()
+
+
+def _own_fork_server() -> None:
+    """The loader's workers come from a child of their trainer, as they always do; this one need not import all anew."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    alive_r, alive_w = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(connection.arbitrary_address("AF_UNIX"))
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            os.close(alive_w)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            try:
+                forkserver.main(listener.fileno(), alive_r, [])
+            finally:
+                os._exit(0)
+        server._forkserver_address = listener.getsockname()
+    os.close(alive_r)
+    server._forkserver_alive_fd, server._forkserver_pid = alive_w, pid
