@@ -80,6 +80,34 @@ def _outputs() -> str:
     return folder
 
 
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """What `function(*args)` of a module returns in a warm process with this process's environment of now (a loader
+    there starts its workers anew); what it raises is raised here."""
+    receiver, sender = _context.Pipe(duplex=False)
+    child = process(_answer, sender, function, args)
+    child.start()
+    sender.close()
+    try:
+        kind, value = receiver.recv()
+    except EOFError:
+        raise RuntimeError("the process ended without an answer") from None
+    finally:
+        receiver.close()
+        child.join()
+    if kind == "error":
+        raise value
+    return value
+
+
+def _answer(sender: connection.Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    _own_fork_server()
+    try:
+        answer = ("value", function(*args))
+    except Exception as e:
+        answer = ("error", e)
+    sender.send(answer)
+
+
 class Command:
     """`clip-train ARGUMENTS` in a warm process; what tests use of `subprocess.Popen`, output in a file.
 
