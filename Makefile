@@ -4,14 +4,15 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-MARK ?= not peer
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test s3 acceptance check format clean invariance exactness peers
+.PHONY: help demo test test-all test-rest s3 acceptance check format clean invariance exactness peers
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
-	@echo "make test        all tests (MARK='not peer and not engine' for a quick look; WORKERS=1: one after the other)"
+	@echo "make test        what every change needs, in 10 minutes on 2 cores (WORKERS=1: one after the other)"
+	@echo "make test-all    besides: real Slurm, two hosts, all faults of S3, full products, planted faults; 40 minutes"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make check       lint, types, import contracts"
 	@echo "make invariance  the table in README: nothing that should not matter does"
@@ -33,8 +34,16 @@ demo: $(READY)
 	$(BIN)/clip-train demo
 
 test: $(READY) s3
-	@echo "== tests ($(MARK))"
-	$(BIN)/python -m pytest -m "$(MARK)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@echo "== tests, but those of make test-all"
+	$(PYTEST) -m "not (full or slurm or hosts or peer)"
+
+test-all: test test-rest
+
+test-rest: $(READY) s3
+	@echo "== the tests that make test leaves out: real Slurm, two hosts, all faults of S3, full products"
+	$(PYTEST) -m "(full or slurm or hosts) and not peer"
+	@echo "== planted faults: each turns a test red"
+	$(BIN)/python scripts/mutations.py -j $(WORKERS)
 
 s3:
 	@echo "== the S3 server for the tests marked s3, in .venv-s3 (once; half a minute)"

@@ -115,7 +115,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Below those that the kernel gives out: it is taken some time later, and none is lost to a connection until then."""
+    """Below those that the kernel gives out: it is taken some time later, and no connection may take it until then."""
     while True:
         port = 20000 + secrets.randbelow(12000)
         with socket.socket() as s, contextlib.suppress(OSError):
