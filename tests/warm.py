@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -69,7 +70,20 @@ def process(target: Callable[..., Any], *args: Any) -> multiprocessing.process.B
 def _in_environment(environ: dict[str, str], target: Callable[..., Any], args: Sequence[Any]) -> None:
     os.environ.clear()
     os.environ.update(environ)
+    _end_with_the_tests()
     target(*args)
+
+
+def _end_with_the_tests() -> None:
+    """A test process that is killed leaves nothing running. Its child is the fork server, which would not end these."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+
+    def wait() -> None:
+        tests.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @functools.cache
@@ -217,6 +231,7 @@ def _run(
     os.chdir(cwd)
     sys.argv = ["clip-train", *arguments]
     _own_fork_server()
+    _end_with_the_tests()
     from tests.launcher.faults import sitecustomize  # noqa: F401  plants what FAULT asks for
 
     if target is None:
