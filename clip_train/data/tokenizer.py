@@ -47,6 +47,16 @@ def _merge_lines() -> list[str]:
         return f.read().decode("utf-8").strip("\n").split("\n")  # not splitlines: some symbols count as line ends
 
 
+@functools.cache
+def _tables() -> tuple[list[str], dict[str, int], dict[tuple[str, ...], int]]:
+    """(the tokens, their ids, the merges' ranks): made once for all tokenizers of a process (17 MB)."""
+    merges = [tuple(line.split()) for line in _merge_lines()]
+    ordered = sorted(byte_symbols(), key=lambda s: (ord(s) >= 256, s))  # printable bytes first, as CLIP numbers them
+    vocabulary = [*ordered, *(s + "</w>" for s in ordered), *("".join(m) for m in merges), START, END]
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    return vocabulary, ids, {pair: rank for rank, pair in enumerate(merges)}
+
+
 def clean(text: str) -> list[str]:
     """OpenCLIP's "lower": mojibake and HTML entities repaired, lower case. Split at blanks."""
     if _PLAIN(text):
@@ -67,20 +77,14 @@ class Tokenizer:
         if context_length < 1:
             raise ValueError(f"context_length ({context_length}) must be at least 1; CLIP's is 77")
         self.context_length = context_length
-        merges = [tuple(line.split()) for line in _merge_lines()]
-        symbols = byte_symbols()
-        ordered = sorted(symbols, key=lambda s: (ord(s) >= 256, s))  # printable bytes first, as CLIP numbers them
-        vocabulary = [*ordered, *(s + "</w>" for s in ordered), *("".join(m) for m in merges), START, END]
-        self._symbols = symbols
-        self._ids = {token: i for i, token in enumerate(vocabulary)}
-        self._tokens = vocabulary
-        self._byte_of = {s: b for b, s in enumerate(symbols)}
-        self._ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self._tokens, self._ids, self._ranks = _tables()
+        self._symbols = byte_symbols()
+        self._byte_of = {s: b for b, s in enumerate(self._symbols)}
         self._words = regex.compile(
             rf"{START}|{END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+",
             regex.IGNORECASE,
         )
-        self.vocab_size = len(vocabulary)  # 49,408
+        self.vocab_size = len(self._tokens)  # 49,408
         self.start_id, self.end_id = self._ids[START], self._ids[END]
         self._cached_chunk = functools.lru_cache(maxsize=CACHED_CHUNKS)(self._encode_chunk)
 
