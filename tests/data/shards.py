@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import io
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
+import pytest
 from PIL import Image
 
 
@@ -60,3 +63,17 @@ def keys_in(folder: Path) -> set[str]:
         with tarfile.open(path) as tar:
             keys |= {name.split(".")[0] for name in tar.getnames()}
     return keys
+
+
+def shards_open_as(monkeypatch: pytest.MonkeyPatch, file_of: Callable[[bytes], BinaryIO]) -> None:
+    """A disk that fails: whoever opens a shard from now on gets `file_of(its bytes)`."""
+    real = Path.open
+
+    def opened(path: Path, *args: Any, **more: Any) -> Any:
+        if path.suffix != ".tar":
+            return real(path, *args, **more)
+        with real(path, "rb") as file:
+            data = file.read()
+        return file_of(data)
+
+    monkeypatch.setattr(Path, "open", opened)

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import collections
 import io
-import itertools
+import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from clip_train.batch import BatchConfig, BatchSizes
-from clip_train.data import lanes as lanes_module
+from clip_train.data import DataConfig, TrainLoader, merge_cursors
 from clip_train.data.config import resolve_lanes
-from clip_train.data.lanes import Cursor, Lane, LanePlan, hash64
-from clip_train.data.tar import TarError
+from clip_train.data.lanes import Lane, LanePlan, hash64
 from clip_train.errors import DataError
-from tests.data.shards import keys_in, sample, tar_bytes, write_dataset, write_shard
+from tests.data.shards import jpeg, keys_in, shards_open_as, write_dataset, write_shard
 
 
-def plan_of(folder, lanes: int, block: int = 8, seed: int = 3) -> LanePlan:
-    return LanePlan([str(p) for p in sorted(folder.glob("*.tar"))], seed, lanes, block)
+def loader_of(folder: Path, lanes: int, global_size: int = 1, block: int = 8, seed: int = 3, cursors=None):
+    config = DataConfig(train=str(folder / "*.tar"), workers=0, lanes=lanes, shuffle_block=block, bad_sample_limit=1.0)
+    sizes = {"image_size": 8, "context_length": 8, "global_size": global_size}
+    return TrainLoader(config, **sizes, seed=seed, cursors=cursors)
 
 
-def stream(plan: LanePlan, number: int, count: int, cursor: Cursor | None = None) -> list[tuple[str, int, Cursor]]:
-    """(key, seed, cursor behind it) of a lane's next samples."""
-    lane = Lane(plan, number, cursor)
-    out = []
-    for _ in range(count):
-        slot = lane.take()
-        out.append((slot.sample.fields["__key__"], slot.seed, lane.cursor))
-    return out
+def stream(loader: TrainLoader, steps: int) -> list[tuple[list[str], list[int]]]:
+    """(keys, seeds) of the next batches."""
+    batches = [next(loader) for _ in range(steps)]
+    return [(batch.keys, batch.sample_seeds.tolist()) for batch in batches]
+
+
+def plan_of(folder: Path, lanes: int) -> LanePlan:
+    return LanePlan([str(p) for p in sorted(folder.glob("*.tar"))], 3, lanes, 8)
 
 
 def epochs_of(plan: LanePlan, number: int, epochs: int) -> list[list[str]]:
@@ -83,20 +85,17 @@ def test_a_split_shard_is_split_evenly(tmp_path):
 
 def test_order_depends_on_the_seed_and_is_mixed(tmp_path):
     write_dataset(tmp_path, [64])
-    first = [key for key, _, _ in stream(plan_of(tmp_path, 1, 32, seed=1), 0, 64)]
-    other = [key for key, _, _ in stream(plan_of(tmp_path, 1, 32, seed=2), 0, 64)]
+    first, other, again = (next(loader_of(tmp_path, 1, 64, block=32, seed=seed)).keys for seed in (1, 2, 1))
     assert sorted(first) == sorted(other) and first != other
     assert first != [f"s0n{i}" for i in range(64)]
-    assert first == [key for key, _, _ in stream(plan_of(tmp_path, 1, 32, seed=1), 0, 64)]
+    assert first == again
 
 
 def test_seeds_differ_and_fit_int64(tmp_path):
     write_dataset(tmp_path, [10, 10])
-    plan = plan_of(tmp_path, 2)
-    seeds = [seed for number in range(2) for _, seed, _ in stream(plan, number, 100)]
+    seeds, other = (next(loader_of(tmp_path, 2, 200, seed=seed)).sample_seeds.tolist() for seed in (3, 4))
     assert len(set(seeds)) == 200 and all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds).bit_length() > 60
-    other = [seed for number in range(2) for _, seed, _ in stream(plan_of(tmp_path, 2, seed=4), number, 100)]
     assert not set(seeds) & set(other)
 
 
@@ -104,88 +103,49 @@ def test_hash_is_the_same_everywhere():
     assert hash64(0, 1, 2) == 4529435921577843265  # old checkpoints resume by it
 
 
-def test_resume_after_any_sample_is_exact(tmp_path):
+@pytest.mark.parametrize("lanes, global_size", [(1, 1), (2, 1), (5, 3)])
+def test_resume_after_any_sample_is_exact(tmp_path, lanes, global_size):
+    """At every place of a block, between blocks, shards and epochs."""
     write_dataset(tmp_path, [11, 6, 9])
-    for lanes, number in ((1, 0), (2, 1), (5, 3)):
-        plan = plan_of(tmp_path, lanes, block=4)
-        whole = stream(plan, number, 70)
-        for stop in range(60):
-            cursor = Cursor(**whole[stop][2].to_dict())
-            assert stream(plan, number, 9, cursor) == whole[stop + 1 : stop + 10]
-
-
-def test_skipping_equals_taking(tmp_path):
-    write_dataset(tmp_path, [20])
-    plan = plan_of(tmp_path, 1)
-    lane = Lane(plan, 0)
-    for _ in range(37):
-        lane.skip()
-    whole = stream(plan, 0, 40)
-    assert lane.cursor == whole[36][2]
-    assert lane.take().sample.fields["__key__"] == whole[37][0]
-
-
-def test_unusable_samples_are_skipped_and_reported_once(tmp_path):
-    members = sample("good0", 0)
-    members += [("noimage.txt", b"x"), ("nocaption.jpg", b"x"), ("empty.jpg", b""), ("empty.txt", b"x")]
-    members += [("blank.jpg", b"x"), ("blank.txt", b" \n")]
-    members += sample("twice", 1) + sample("twice", 2) + sample("good1", 3)
-    write_shard(tmp_path / "a.tar", members)
-    write_dataset(tmp_path, [3])
-    lane = Lane(plan_of(tmp_path, 1, block=2), 0)
-    keys, reasons = [], []
-    for _ in range(10):  # two epochs of five
-        slot = lane.take()
-        keys.append(slot.sample.fields["__key__"])
-        reasons += [(bad.reason, bad.key) for bad in slot.sample.skipped]
-    expected = {"good0", "good1", "s0n0", "s0n1", "s0n2"}
-    assert set(keys[:5]) == set(keys[5:]) == expected
-    assert collections.Counter(reasons) == {
-        ("no image", "noimage"): 2,
-        ("no caption", "nocaption"): 2,
-        ("image is empty", "empty"): 2,
-        ("caption is empty", "blank"): 2,
-        ("duplicate key", "twice"): 2,
-    }
-
-
-def test_a_cut_shard_gives_what_is_whole_and_a_reason(tmp_path):
-    data = tar_bytes(list(itertools.chain(*(sample(f"k{i}", i) for i in range(6)))))
-    (tmp_path / "cut.tar").write_bytes(data[: len(data) // 2])
-    write_dataset(tmp_path, [4])
-    lane = Lane(plan_of(tmp_path, 1, block=3), 0)
-    bads = []
-    keys = set()
-    for _ in range(12):
-        slot = lane.take()
-        keys.add(slot.sample.fields["__key__"])
-        bads += slot.sample.skipped
-    assert {"s0n0", "s0n1", "s0n2", "s0n3", "k0"} <= keys and "k5" not in keys
-    assert {bad.shard for bad in bads} == {str(tmp_path / "cut.tar")}
-    assert all(bad.reason.startswith("truncated shard") for bad in bads)
+    whole, position, positions = [], {}, []
+    loader = loader_of(tmp_path, lanes, global_size, block=4)
+    for _ in range(45):
+        batch = next(loader)
+        whole.append((batch.keys, batch.sample_seeds.tolist()))
+        position = merge_cursors([position, batch.cursors])
+        positions.append(position)
+    for stop in range(1, 40):
+        cursors = positions[stop - 1]
+        assert stream(loader_of(tmp_path, lanes, global_size, block=4, cursors=cursors), 5) == whole[stop : stop + 5]
 
 
 def test_nothing_usable_stops_with_the_table(tmp_path):
     write_shard(tmp_path / "a.tar", [(f"{i}.txt", b"x") for i in range(5)])
     (tmp_path / "b.tar").write_bytes(b"garbage" * 1000)
     with pytest.raises(DataError, match="none of the samples") as caught:
-        Lane(plan_of(tmp_path, 2), 1).take()
+        next(loader_of(tmp_path, 2, 2))
     assert "no image" in str(caught.value) and "damaged shard" in str(caught.value)
 
 
-def test_fewer_samples_than_lanes_says_so(tmp_path, monkeypatch):
+def test_fewer_samples_than_lanes_says_so(tmp_path):
     write_dataset(tmp_path, [1])
-    monkeypatch.setattr(lanes_module, "EMPTY_EPOCHS", 2)
     with pytest.raises(DataError, match=r"lower data\.lanes"):
-        for number in range(64):
-            Lane(plan_of(tmp_path, 64), number).take()
+        next(loader_of(tmp_path, 64, 64))
+
+
+# ------------------------------------------------------------ a disk that fails
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    """The time between retries passes at once."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
 class Flaky(io.BytesIO):
-    """Fails every `every`-th read, as a network does."""
+    """Every `every`-th read fails, of all files together."""
 
-    reads = 0
-    every = 7
+    reads, every = 0, 7
 
     def read(self, n=-1):
         Flaky.reads += 1
@@ -194,72 +154,64 @@ class Flaky(io.BytesIO):
         return super().read(n)
 
 
-def test_io_errors_are_retried_and_lose_nothing(tmp_path, monkeypatch):
+def test_io_errors_are_retried_and_lose_nothing(tmp_path, monkeypatch, no_waiting):
     write_dataset(tmp_path, [12, 9])
-    plan = plan_of(tmp_path, 2, block=5)
-    whole = stream(plan, 1, 40)
-    monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
-    assert stream(plan, 1, 40) == whole
+    whole = stream(loader_of(tmp_path, 2, block=5), 40)
+    monkeypatch.setattr(Flaky, "reads", 0)
+    shards_open_as(monkeypatch, Flaky)
+    assert stream(loader_of(tmp_path, 2, block=5), 40) == whole
     assert Flaky.reads > 50
 
 
-class Flipping(io.BytesIO):
-    """The first three times that it is opened, one bit is wrong: in the first header, then further on."""
+def test_io_errors_that_stay_name_shard_and_offset(tmp_path, monkeypatch, no_waiting):
+    write_dataset(tmp_path, [12])
+    shards_open_as(monkeypatch, Flaky)
+    monkeypatch.setattr(Flaky, "every", 1)
+    with pytest.raises(DataError, match=r"000\.tar from byte 0 .*connection reset"):
+        next(loader_of(tmp_path, 1))
 
-    opened = 0
 
-    def __init__(self, data: bytes) -> None:
-        at = Flipping.opened * 3 * 512
-        if Flipping.opened < 3:
-            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        Flipping.opened += 1
-        super().__init__(data)
+def test_a_shard_that_vanished_is_an_error(tmp_path, no_waiting):
+    write_dataset(tmp_path, [3])
+    loader = loader_of(tmp_path, 1)
+    (tmp_path / "000.tar").unlink()
+    with pytest.raises(DataError, match="FileNotFoundError"):
+        next(loader)
+
+
+def flipping(shard: Path, members: int) -> Callable[[bytes], io.BytesIO]:
+    """What opens it: the first time the first member's header has one wrong bit, then the second one's, and so on."""
+    with tarfile.open(shard) as tar:
+        headers = iter([member.offset for member in tar][:members])
+
+    def flipped(data: bytes) -> io.BytesIO:
+        at = next(headers, None)
+        return io.BytesIO(data if at is None else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+    return flipped
 
 
 def test_a_header_broken_on_the_way_is_read_again_and_told(tmp_path, monkeypatch, caplog):
     write_dataset(tmp_path, [12])
-    plan = plan_of(tmp_path, 1)
-    whole = stream(plan, 0, 24)
-    monkeypatch.setattr(Flipping, "opened", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flipping(Path(url).read_bytes()))
-    lane = Lane(plan, 0)
-    slots = [lane.take() for _ in range(24)]
-    assert [slot.sample.fields["__key__"] for slot in slots] == [key for key, _, _ in whole]
-    assert not [bad for slot in slots for bad in slot.sample.skipped]
+    whole = stream(loader_of(tmp_path, 1), 24)
+    shards_open_as(monkeypatch, flipping(tmp_path / "000.tar", 3))
+    loader = loader_of(tmp_path, 1)
+    batches = [next(loader) for _ in range(24)]
+    assert [(batch.keys, batch.sample_seeds.tolist()) for batch in batches] == whole
+    assert not any(batch.bad_samples for batch in batches)
     assert "bad header at byte 0 at first, but not when read again" in caplog.text and "clip-train index" in caplog.text
 
 
 def test_bytes_that_always_change_stop_the_run(tmp_path, monkeypatch):
-    write_dataset(tmp_path, [12])
-    place = itertools.count(512, 512)
-
-    def broken(file, start, wanted):
-        raise TarError("damaged shard: bad header", next(place))
-
-    monkeypatch.setattr(lanes_module, "iter_samples", broken)
+    members = [("k.jpg", jpeg(0)), ("k.txt", b"x"), *((f"k.{i}", b"more") for i in range(20))]
+    shards_open_as(monkeypatch, flipping(write_shard(tmp_path / "000.tar", members), len(members)))
     with pytest.raises(
         DataError, match=r"000\.tar comes damaged from byte 0 on, each time elsewhere.*clip-train index"
     ):
-        Lane(plan_of(tmp_path, 1), 0).take()
+        next(loader_of(tmp_path, 1))
 
 
-def test_io_errors_that_stay_name_shard_and_offset(tmp_path, monkeypatch):
-    write_dataset(tmp_path, [12])
-    monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    monkeypatch.setattr(lanes_module, "open_shard", lambda url, reading: Flaky(Path(url).read_bytes()))
-    monkeypatch.setattr(Flaky, "every", 1)
-    with pytest.raises(DataError, match=r"000\.tar from byte 0 .*connection reset"):
-        Lane(plan_of(tmp_path, 1), 0).take()
-
-
-def test_a_shard_that_vanished_is_an_error(tmp_path, monkeypatch):
-    write_dataset(tmp_path, [3])
-    plan = plan_of(tmp_path, 1)
-    (tmp_path / "000.tar").unlink()
-    monkeypatch.setattr(lanes_module, "BACKOFF_SECONDS", 0)
-    with pytest.raises(DataError, match="FileNotFoundError"):
-        Lane(plan, 0).take()
+# ------------------------------------------------------------ how many
 
 
 @pytest.mark.parametrize(
