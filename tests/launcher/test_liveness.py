@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from clip_train import dist
 from clip_train.stop import StopRequest
@@ -123,9 +124,11 @@ def standing(work: Callable[[], object], inside: str, waits: bool) -> Iterator[t
 
 def test_a_rank_that_reads_the_result_of_a_collective_waits(wait_in_c, monkeypatch):
     """NCCL's collectives return at once; the rank stands in .tolist(), outside torch.distributed."""
-    monkeypatch.setattr(dist, "world_size", lambda: 2)
-    monkeypatch.setattr(dist.torch, "tensor", lambda *values, **more: SimpleNamespace(tolist=wait_in_c))
-    monkeypatch.setattr(dist.torch_dist, "all_reduce", lambda *args, **more: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **more: None)
+    monkeypatch.setattr(torch, "tensor", lambda *values, **more: SimpleNamespace(tolist=wait_in_c))
     with standing(lambda: dist.max_scalars(1.0), "max_scalars", True) as (told, waiting):
         assert waiting and told.startswith("waiting in max_scalars, called from launcher/test_liveness.py")
 
