@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import pickle
 import resource
@@ -23,7 +24,7 @@ from clip_train.storage import Checksums, StorageConfig, open_read
 from launcher.cli import main
 from launcher.config import load_config
 from launcher.index import run_index
-from tests.data.shards import sample, tar_bytes, write_dataset, write_shard
+from tests.data.shards import sample, shards_open_as, tar_bytes, write_dataset, write_shard
 
 BLOCK = 4096
 
@@ -209,37 +210,45 @@ def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) ->
     assert differences(entry, index_shard(str(folder / "cut.tar"))) is None
 
 
-def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, capsys, monkeypatch) -> None:
-    """A damaged index it would have to add to; a disk that takes nothing."""
+def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, capsys) -> None:
+    """A damaged index it would have to add to; a disk that takes nothing. Reading shows its progress."""
     line = ["index", str(folder / "*.tar"), "--workers", "1"]
-    with monkeypatch.context() as patched:
-        patched.setattr("launcher.index.read", lambda *_: pytest.fail("it reads the shards first"))
-        (folder / INDEX_NAME).write_text('{"format": "another\'s"}')
+    (folder / INDEX_NAME).write_text('{"format": "another\'s"}')
+    assert main(line) == 2
+    told = capsys.readouterr().err
+    assert "damaged" in told and "remove it" in told and "indexing" not in told
+    (folder / INDEX_NAME).unlink()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # bytes
+    try:
         assert main(line) == 2
-        assert "damaged" in (told := capsys.readouterr().err) and "remove it" in told
-        (folder / INDEX_NAME).unlink()
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # bytes
-        try:
-            assert main(line) == 2
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert "cannot be written beside the shards (OSError: [Errno 27]" in capsys.readouterr().err
-        assert sorted(path.name for path in folder.iterdir()) == ["000.tar", "001.tar", "002.tar"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    told = capsys.readouterr().err
+    assert "cannot be written beside the shards (OSError: [Errno 27" in told and "indexing" not in told
+    assert sorted(path.name for path in folder.iterdir()) == ["000.tar", "001.tar", "002.tar"]
     assert main(line) == 0
+    assert "indexing" in capsys.readouterr().err
+
+
+class Stopped(io.BytesIO):
+    """Ctrl-C while a shard is read."""
+
+    def read(self, *_: object) -> bytes:
+        raise KeyboardInterrupt
 
 
 def test_a_command_that_is_stopped_leaves_what_was_known(folder: Path, monkeypatch) -> None:
-    def stopped(*_: object) -> None:
-        raise KeyboardInterrupt
-
+    shards = [str(folder / "*.tar")]
     with monkeypatch.context() as patched:
-        patched.setattr("launcher.index.read", stopped)
+        shards_open_as(patched, Stopped)
         with pytest.raises(KeyboardInterrupt):
-            run_index([str(folder / "*.tar")], caption_key=None, workers=1, check=False)
-        assert find_index([str(folder / "000.tar")], StorageConfig()).without == [str(folder / "000.tar")]
-        make(folder)
-        known = (folder / INDEX_NAME).read_bytes()
+            run_index(shards, caption_key=None, workers=1, check=False)
+    assert find_index([str(folder / "000.tar")], StorageConfig()).without == [str(folder / "000.tar")]
+    make(folder)
+    known = (folder / INDEX_NAME).read_bytes()
+    with monkeypatch.context() as patched:
+        shards_open_as(patched, Stopped)
         with pytest.raises(KeyboardInterrupt):
-            run_index([str(folder / "*.tar")], caption_key=None, workers=1, check=False)
+            run_index(shards, caption_key=None, workers=1, check=False)
     assert (folder / INDEX_NAME).read_bytes() == known

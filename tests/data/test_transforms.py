@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
-from clip_train.data import transforms
 from clip_train.data.bad_samples import BadSample
 from clip_train.data.transforms import EvalTransform, TrainTransform, decode_image
 
@@ -131,16 +130,18 @@ def test_sixteen_bits_are_scaled():
     assert out.tolist() == [[v, v, v] for v in (0, 1, 128, 255, 1)]
 
 
-def test_large_images_are_converted_in_strips(monkeypatch):
-    """Strip by strip as at once, in every mode."""
-    deep = np.arange(40 * 30, dtype=np.uint16).reshape(30, 40) * 50
-    images = [photograph(40, 30).convert(mode) for mode in ("RGB", "L", "1", "P", "RGBA", "LA", "CMYK")]
-    files = [encoded(image, "TIFF") for image in [*images, Image.fromarray(deep)]]
-    files += [encoded(images[3], "PNG", transparency=3), encoded(images[3], "GIF")]
-    whole = [decode_image(data) for data in files]
-    for pixels in (40, 7 * 40, 10):
-        monkeypatch.setattr(transforms, "STRIP_PIXELS", pixels)
-        assert all(torch.equal(decode_image(data), at_once) for data, at_once in zip(files, whole, strict=True))
+def test_large_images_are_converted_in_strips():
+    """Strip by strip as its halves at once, in every mode. A strip has at most 4 million pixels."""
+    width, height = 2100, 2104
+    deep = np.resize(np.arange(40 * 31, dtype=np.uint16) * 50, (height, width))
+    plain = photograph(210, 210).resize((width, height))
+    images = [plain.convert(mode) for mode in ("RGB", "L", "1", "P", "RGBA", "LA", "CMYK")]
+    cases = [(image, "TIFF", {}) for image in [*images, Image.fromarray(deep)]]
+    cases += [(images[3], "PNG", {"transparency": 3, "compress_level": 1}), (images[3], "GIF", {})]
+    for image, kind, options in cases:
+        halves = [image.crop((0, top, width, top + height // 2)) for top in (0, height // 2)]
+        at_once = [decode_image(encoded(half, kind, **options)) for half in halves]
+        assert torch.equal(decode_image(encoded(image, kind, **options)), torch.cat(at_once, 1)), (image.mode, kind)
 
 
 def test_exif_rotation_is_left_alone_as_openclip_does():
