@@ -66,7 +66,13 @@ def test_epochs_become_steps():
     assert config.steps == round(3 * 1_000_000 / 256)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.full if "_l" in path.stem or "_big" in path.stem else ())
+        for path in RECIPES
+    ],
+)
 def test_shipped_recipes_are_valid_and_can_be_planned(path):
     config = check_config(read_recipe(str(path)), str(path))
     plan = make_plan(config, 1 if "demo" in path.stem else 8, rate=1000.0)

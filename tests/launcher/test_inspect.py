@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from clip_train.models import CLIP, load_openclip
 from launcher.verdict import read_verdict
-from tests.launcher.conftest import metrics, run
+from tests.launcher.conftest import clean_environment, finish, metrics, run
+from tests.warm import Command
 
 pytestmark = pytest.mark.engine
 
@@ -23,8 +24,8 @@ def trained(recipe, data):
     return recipe.parent / "run", out
 
 
-def test_evaluate_and_export_agree_with_the_run(trained, recipe):
-    run_dir, out = trained
+def test_evaluate_and_export_agree_with_the_run(trained):
+    run_dir, _ = trained
     resolved = run_dir / "recipe.yaml"
     told = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[-1])
     assert told["step"] == 12 and told["num_samples"] == told["zero_shot_samples"] == 608
@@ -39,6 +40,8 @@ def test_evaluate_and_export_agree_with_the_run(trained, recipe):
 
     status, printed = run(resolved, verb="export")
     assert status == 0 and "open_clip.create_model_and_transforms" in printed, printed
+    status, printed = run(resolved, "--step", "9", "--output", "x", verb="export")
+    assert status == 2 and "--step (9)" in printed and "[7, 12]" in printed, printed
     stored = load_file(run_dir / "export" / "open_clip_model.safetensors")
     assert stored["logit_scale"].shape == ()
     state, architecture = load_openclip(run_dir / "export")
@@ -54,19 +57,6 @@ def test_evaluate_and_export_agree_with_the_run(trained, recipe):
     assert going_on[0]["loss"] < first[0]["loss"]  # it starts where the first one ended
 
 
-def test_export_of_a_step_that_is_not_there_lists_those_that_are(trained):
-    run_dir, _ = trained
-    status, printed = run(run_dir / "recipe.yaml", verb="export")
-    assert status == 0, printed
-    from launcher.config import load_config
-    from launcher.inspect_run import find_checkpoint
-
-    config = load_config(str(run_dir / "recipe.yaml"))
-    assert find_checkpoint(config, 7).step == 7
-    with pytest.raises(ValueError, match=r"--step \(9\).*\[7, 12\]"):
-        find_checkpoint(config, 9)
-
-
 def test_a_run_that_was_never_trained_says_so(recipe):
     status, printed = run(recipe, verb="export")
     assert status == 2
@@ -75,11 +65,6 @@ def test_a_run_that_was_never_trained_says_so(recipe):
 
 def test_the_demo_goes_the_whole_way(tmp_path, data):
     """Few steps: that it learns is shown by `make demo`."""
-    import subprocess
-    import sys
-
-    from tests.launcher.conftest import PATIENCE, ROOT
-
     short = [
         "run.steps=4",
         "schedule.warmup_steps=1",
@@ -87,16 +72,10 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
         "batch.micro_size=16",
         "data.lanes=8",
     ]
-    out = subprocess.run(
-        [sys.executable, "-m", "launcher", "demo", "--data", "digits", "--dir", str(tmp_path), *short],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
-    assert out.returncode == 0, out.stderr
-    assert "zero_shot_top1" in out.stderr and "chance is 10.0%" in out.stderr
+    line = ["demo", "--data", "digits", "--dir", str(tmp_path), *short]
+    status, out = finish(Command(line, env=clean_environment(), cwd=tmp_path))
+    assert status == 0, out
+    assert "zero_shot_top1" in out and "chance is 10.0%" in out
     run_dir = tmp_path / "demo-digits"
     assert read_verdict(run_dir)[0] == "DONE"
     assert metrics(run_dir)[0]["accum_steps"] == 4

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import launcher.supervise
 from launcher.attempts import History
 from launcher.supervise import copy_lines
 from launcher.verdict import read_verdict, write_verdict
 from tests.launcher.conftest import PATIENCE, ROOT
 from tests.launcher.conftest import until as in_time
+from tests.warm import Command
 
 COMMANDS = {
     "squeue": 'case "$*" in *%T*) echo "$STATE";; *) echo N/A;; esac',
@@ -38,21 +40,24 @@ def bin(tmp_path) -> Path:
     return folder
 
 
-# `python -m launcher.supervise` that does not wait long for another job
-HASTY = "import sys; from launcher import supervise as s; s.CLAIM_SECONDS = 1.0; sys.exit(s.main(sys.argv[1:]))"
+def hastily() -> None:
+    """It does not wait long for another job."""
+    launcher.supervise.CLAIM_SECONDS = 1.0
+    patiently()
 
 
-def start(
-    recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7", hasty: bool = False
-) -> subprocess.Popen:
-    """The ranks are `command`; state: of every job, by Slurm's word."""
+def patiently() -> None:
+    sys.exit(launcher.supervise.main(sys.argv[1:]))
+
+
+def start(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7", hasty: bool = False) -> Command:
+    """The ranks are `command`; state: of every job, as Slurm has it."""
     environ = {
         **os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": job,
         "SLURM_JOB_NODELIST": "n1", "STATE": state, "SAID": str(bin / "said"),
     }  # fmt: skip
-    program = ["-c", HASTY] if hasty else ["-m", "launcher.supervise"]
-    line = [sys.executable, *program, str(recipe), "--", *command]
-    return subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    line = [str(recipe), "--", *command]
+    return Command(line, env=environ, cwd=Path.cwd(), target=hastily if hasty else patiently)
 
 
 def supervise(recipe: Path, bin: Path, *command: str, state: str = "", hasty: bool = False) -> tuple[int, str]:
