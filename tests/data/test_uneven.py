@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from clip_train.data import DataConfig, TrainLoader, merge_cursors
 from clip_train.data.lanes import hash64
 from clip_train.data.shares import RankShare
 from clip_train.errors import UserError
+from tests.covering import pairwise
 from tests.data.test_loader import config_of, folder, loader_of  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more than cores
@@ -26,7 +26,7 @@ SCHEDULE = [
 ]
 SIZES = BatchConfig(global_size=23, schedule=SCHEDULE).sizes
 G = [7, 7, 7, 10, 13, 16, 19, 22, 25, 5, 5, *[23] * 9]
-LAYOUTS = [(1, 0), (1, 3), (2, 0), (2, 2), (3, 1), (4, 1), (5, 0)]  # ranks, workers
+LANES = (5, 12, 31)
 
 
 def steps_of(config: DataConfig, steps: int, world_size: int = 1, sizes: BatchSizes | int = SIZES, cursors=None):
@@ -68,43 +68,40 @@ def seeds_by_definition(lanes: int, sizes: list[int], seed: int = 5) -> list[lis
     return out
 
 
-@pytest.fixture(scope="module", params=[12, 5, 31])
-def lanes(request) -> int:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def reference(folder, lanes):  # noqa: F811
-    return steps_of(config_of(folder, lanes=lanes), len(G))
+def reference(folder):  # noqa: F811
+    """lanes -> the steps of one rank without workers."""
+    return {lanes: steps_of(config_of(folder, lanes=lanes), len(G)) for lanes in LANES}
 
 
+@pytest.mark.parametrize("lanes", LANES)
 def test_the_order_is_what_its_definition_says(reference, lanes):
-    assert [step["seeds"] for step in reference[0]] == seeds_by_definition(lanes, G)
+    assert [step["seeds"] for step in reference[lanes][0]] == seeds_by_definition(lanes, G)
 
 
-@pytest.mark.parametrize("world_size, workers", LAYOUTS[1:])
+@pytest.mark.parametrize("lanes, world_size, workers", pairwise(LANES, (2, 3, 5), (0, 1, 2)))
 def test_ranks_and_workers_change_nothing(folder: Path, reference, lanes, world_size, workers):  # noqa: F811
-    assert steps_of(config_of(folder, lanes=lanes, workers=workers), len(G), world_size) == reference
+    assert steps_of(config_of(folder, lanes=lanes, workers=workers), len(G), world_size) == reference[lanes]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_resume_anywhere_on_another_layout(folder: Path, reference, lanes, seed):  # noqa: F811
-    draw = random.Random(seed * 100 + lanes)
-    (first, _), (second, workers) = draw.choice(LAYOUTS), draw.choice(LAYOUTS)
-    stop = draw.randrange(1, len(G) - 2)
+@pytest.mark.parametrize("lanes, stop, first, second", pairwise(LANES, (1, 6, 13), (1, 2, 4), ((1, 3), (3, 1), (5, 0))))
+def test_resume_anywhere_on_another_layout(folder: Path, reference, lanes, stop, first, second):  # noqa: F811
+    """In a stage of its own: of one size, within a ramp, after the last."""
+    (ranks, workers), whole = second, reference[lanes][0]
     begun, _ = steps_of(config_of(folder, lanes=lanes), stop, first)
-    assert begun == reference[0][:stop]
+    assert begun == whole[:stop]
     cursors = json.loads(begun[-1]["cursors"])
-    resumed, _ = steps_of(config_of(folder, lanes=lanes, workers=workers), len(G) - stop, second, cursors=cursors)
-    assert resumed == reference[0][stop:]
+    resumed, _ = steps_of(config_of(folder, lanes=lanes, workers=workers), len(G) - stop, ranks, cursors=cursors)
+    assert resumed == whole[stop:]
 
 
+@pytest.mark.parametrize("lanes", LANES)
 def test_resumes_of_resumes(folder: Path, reference, lanes):  # noqa: F811
     """Each attempt saves what it knows; a lane that it never met keeps the position that it was given."""
     cursors, done = None, 0
     for world_size, steps in ((4, 1), (1, 1), (3, 5), (2, 3), (5, 4)):
         out, _ = steps_of(config_of(folder, lanes=lanes), steps, world_size, cursors=cursors)
-        assert out == reference[0][done : done + steps]
+        assert out == reference[lanes][0][done : done + steps]
         cursors, done = json.loads(out[-1]["cursors"]), done + steps
 
 
