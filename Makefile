@@ -5,7 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help demo test test-all test-rest s3 acceptance check format clean invariance exactness peers
 
@@ -35,13 +34,13 @@ demo: $(READY)
 
 test: $(READY) s3
 	@echo "== tests, but those of make test-all"
-	$(PYTEST) -m "not (full or slurm or hosts or peer)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (full or slurm or hosts or peer)"
 
 test-all: test test-rest
 
 test-rest: $(READY) s3
 	@echo "== the tests that make test leaves out: real Slurm, two hosts, all faults of S3, full products"
-	$(PYTEST) -m "(full or slurm or hosts) and not peer"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "full or slurm or hosts"
 	@echo "== planted faults: each turns a test red"
 	$(BIN)/python scripts/mutations.py -j $(WORKERS)
 

@@ -17,6 +17,11 @@ for _number in SIGNALS:
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slurm's file first: it waits most and takes longest, and the other worker does the rest beside it."""
+    items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests will run, not where they are only listed or handed to workers."""
     if session.items and not session.config.option.collectonly and session.config.getoption("dist", "no") == "no":
