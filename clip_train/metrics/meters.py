@@ -6,7 +6,7 @@ import hashlib
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -53,26 +53,28 @@ class StepTimer:
     Work on a GPU is not waited for here: read a number from it (the loss) before `finish`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """clock: seconds from any start."""
+        self._clock = clock
         self.restart()
 
     def restart(self) -> None:
         """Begin a step now: after a pause that is no part of it, such as saving or evaluating."""
-        self._started = time.perf_counter()
+        self._started = self._clock()
         self._waited = 0.0
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
         """Around fetching the next batch."""
-        started = time.perf_counter()
+        started = self._clock()
         try:
             yield
         finally:
-            self._waited += time.perf_counter() - started
+            self._waited += self._clock() - started
 
     def finish(self) -> StepTimes:
         """The step that ends here; the next one begins."""
-        times = StepTimes(time.perf_counter() - self._started, self._waited)
+        times = StepTimes(self._clock() - self._started, self._waited)
         self.restart()
         return times
 

@@ -11,6 +11,7 @@ from clip_train import dist
 from clip_train.errors import UserError
 from clip_train.metrics import JsonlSink, LogConfig, Sinks, read_jsonl
 from clip_train.metrics.sinks import truncate_jsonl
+from tests.ranks import run_ranks
 
 
 def lines(path: Path) -> list[dict]:
@@ -99,11 +100,15 @@ def test_all_sinks_of_rank_0(tmp_path: Path) -> None:
     assert [e.value for e in events.Scalars("eval/zero_shot/top1")] == [0.5]
 
 
-def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "rank", lambda: 1)
-    with Sinks.open(LogConfig(wandb=True), tmp_path / "run") as sinks:
+def write_a_step(run_dir: Path) -> list[str]:
+    with Sinks.open(LogConfig(tensorboard=False), run_dir / str(dist.rank())) as sinks:
         sinks.write({"step": 1})
-    assert not (tmp_path / "run").exists()
+    return sorted(path.name for path in run_dir.glob(f"{dist.rank()}/*"))
+
+
+@pytest.mark.distributed
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    assert run_ranks(write_a_step, 2, tmp_path) == [["eval.jsonl", "metrics.jsonl"], []]
 
 
 def test_a_failing_chart_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
