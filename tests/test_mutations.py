@@ -1,7 +1,9 @@
-"""The faults of scripts/mutations.py can still be planted: what they break has not moved away."""
+"""The faults of scripts/mutations.py can still be planted, by syntax, and the tests that they name exist."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -23,26 +25,78 @@ def _script():
 mutations = _script()
 
 
-@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda m: m.fault)
-def test_a_fault_can_be_planted(mutation, tmp_path):
-    (tmp_path / mutation.file).parent.mkdir(parents=True)
-    (tmp_path / mutation.file).write_text((ROOT / mutation.file).read_text())
-    mutation.plant(tmp_path)
-    compile((tmp_path / mutation.file).read_text(), mutation.file, "exec")
+def test_every_fault_has_its_place():
+    lost = []
+    for mutation in mutations.MUTATIONS:
+        try:
+            compile(mutation.planted((ROOT / mutation.file).read_text()), mutation.file, "exec")
+        except (OSError, LookupError, SyntaxError) as e:
+            lost.append(f"{mutation.fault}: {e}")
+    assert not lost, "\n".join(lost)
 
 
-def test_the_tests_that_should_notice_exist(monkeypatch):
-    monkeypatch.setattr(mutations, "LIMIT_SECONDS", 1200)  # nothing is broken here
-    selections = sorted({test for m in mutations.MUTATIONS for test in m.tests})
-    status, output = mutations.run_tests(ROOT, tuple(selections), "--collect-only")
-    assert status == 0, output
+@functools.cache
+def names_in(file: str) -> set[str]:
+    """Of its functions; "" is the file itself, where there is one."""
+    path = ROOT / file
+    return {name for name, _ in mutations.definitions(ast.parse(path.read_text()))} if path.exists() else set()
 
 
-def test_a_text_that_is_gone_is_told(tmp_path):
-    gone = mutations.Mutation("gone", "a.py", "no such text", "", ())
-    (tmp_path / "a.py").write_text("something else\n")
-    with pytest.raises(LookupError, match="0 times"):
-        gone.plant(tmp_path)
+def test_the_tests_that_should_notice_exist():
+    lost = [mutation.fault for mutation in mutations.MUTATIONS if not mutation.tests]
+    for mutation in mutations.MUTATIONS:
+        parts = [test.partition("::") for test in mutation.tests]
+        lost += [f"{mutation.fault}: {file} {name}" for file, _, name in parts if name not in names_in(file)]
+    assert not lost, "\n".join(lost)
+
+
+SOURCE = '''\
+"""Größen: columns are counted in bytes."""
+LIMIT = 5  # of tries
+
+class Box:
+    def put(self, x):
+        self.names = "ü"; self.x = (self.scale
+                                    * x)  # the product
+        if self.x > LIMIT:
+            self.close()
+        return self.x - (self.x - self.y)
+
+def close(self):
+    self.close()
+'''
+
+
+@pytest.mark.parametrize(
+    "function, old, new, before, after",
+    [
+        ("Box.put", "self.scale * x", "x + 1", "(self.scale\n" + 36 * " " + "* x)", "((x + 1))"),  # of two lines
+        ("Box.put", "self.x - self.y", "x - 1", "(self.x - self.y)", "((x - 1))"),
+        ("Box.put", "self.close()", "", "    self.close()\n        return", "    pass\n        return"),
+        ("Box.put", "return self.x - (self.x - self.y)", "a = 1\nreturn a", "return self.x - (self.x - self.y)",
+         "a = 1\n        return a"),
+        ("close", "self.close()", "self.open()", ":\n    self.close()\n", ":\n    self.open()\n"),
+        ("", "LIMIT = 5", "LIMIT = 6", "LIMIT = 5  #", "LIMIT = 6  #"),
+    ],
+)  # fmt: skip
+def test_a_fault_replaces_its_place_and_nothing_else(function, old, new, before, after):
+    assert SOURCE.count(before) == 1
+    planted = mutations.Mutation("fault", "box", function, old, new, ()).planted(SOURCE)
+    assert planted == SOURCE.replace(before, after)
+
+
+@pytest.mark.parametrize(
+    "function, old, message",
+    [
+        ("Box.get", "x", r"box has no Box\.get; nearest: Box\.put"),
+        ("Box.put", "self.scale * y", r"holds 0 times, not once: self\.scale \* y; nearest: self\.scale \* x"),
+        ("Box.put", "self.x", "holds 3 times"),
+        ("", "self.close()", "holds 2 times"),
+    ],
+)
+def test_a_place_that_is_gone_or_one_of_several_is_an_error_with_what_is_near(function, old, message):
+    with pytest.raises(LookupError, match=message):
+        mutations.Mutation("fault", "box", function, old, "", ()).planted(SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +104,7 @@ def test_a_text_that_is_gone_is_told(tmp_path):
     [
         (0, "3 passed", "green"),
         (1, "FAILED tests/test_a.py::test_b[1] - assert", "red"),
-        (-1, "", "red"),
+        (-1, "still running", "red"),
         (2, "ERROR tests/test_a.py - ImportError", "error"),
         (4, "ERROR: not found: tests/test_a.py::test_b", "error"),
         (5, "no tests ran", "error"),

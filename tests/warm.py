@@ -47,7 +47,7 @@ SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWA
 _context = multiprocessing.get_context("forkserver")
 
 
-def start_server() -> None:
+def start_server(preload: Sequence[str] = PRELOAD) -> None:
     """Once, before anything else of this process asks for a fork server (a loader's would lack most imports).
 
     Returns at once; the imports take some seconds, for which the first process waits.
@@ -55,7 +55,7 @@ def start_server() -> None:
     before = dict(os.environ)
     os.environ.update(SERVER_ENVIRONMENT)
     try:
-        _context.set_forkserver_preload(PRELOAD)
+        _context.set_forkserver_preload(list(preload))
         forkserver.ensure_running()
     finally:
         os.environ.clear()
