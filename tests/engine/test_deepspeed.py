@@ -14,6 +14,7 @@ from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import FeatureGradients, Fragment, Wanted
 from clip_train.step import train_step
 from launcher.ds_config import EngineConfig, build_ds_config
+from tests.covering import pairwise
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
@@ -309,9 +310,10 @@ def varying_case(stage, precision, reduce_gradients):
     return out
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage, precision", [(2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")])
-@pytest.mark.parametrize("reduce_gradients", ["once", "each_backward"])
+@pytest.mark.parametrize(
+    "world_size, stage, precision, reduce_gradients",
+    pairwise((2, 1), (2, 3), ("fp32", "bf16"), ("each_backward", "once")),
+)
 def test_k_and_the_reduction_are_invisible(world_size, stage, precision, reduce_gradients):
     reference, _ = oracle("sgd", 4)
     state = assemble(run_ranks(varying_case, world_size, stage, precision, reduce_gradients))
