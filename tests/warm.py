@@ -114,7 +114,7 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _answer(sender: connection.Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    _own_fork_server()
+    own_fork_server()
     try:
         answer = ("value", function(*args))
     except Exception as e:
@@ -230,7 +230,7 @@ def _run(
         os.close(opened)
     os.chdir(cwd)
     sys.argv = ["clip-train", *arguments]
-    _own_fork_server()
+    own_fork_server()
     _end_with_the_tests()
     from tests.launcher.faults import sitecustomize  # noqa: F401  plants what FAULT asks for
 
@@ -239,7 +239,7 @@ def _run(
     target()
 
 
-def _own_fork_server() -> None:
+def own_fork_server() -> None:
     """The loader's workers come from a child of their trainer, as they always do; this one need not import all anew."""
     server = forkserver._forkserver  # type: ignore[attr-defined]
     alive_r, alive_w = os.pipe()
