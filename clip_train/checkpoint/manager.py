@@ -36,17 +36,23 @@ class CheckpointManager:
     `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
     folder: `<run.dir>/checkpoints`. log: told of what became of saves and of damaged checkpoints, on rank 0.
+    clock: the seconds by which saves are due and have waited too long.
     """
 
     def __init__(
-        self, config: CheckpointConfig, folder: Path | str, *, log: Callable[[str], None] | None = None
+        self,
+        config: CheckpointConfig,
+        folder: Path | str,
+        *,
+        log: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.folder = Path(folder).absolute()
         self.storage = LocalStorage(self.folder)
         self.remote: Storage | None = open_storage(config.remote) if config.remote else None
         self._log = log or logger.warning
-        self._schedule = Schedule(config)
+        self._schedule = Schedule(config, clock)
         self._outcomes = Outcomes(config.max_failed_saves, self._log)
         self._shared: bool | None = None  # all ranks see `folder`; None: not looked yet
         self._policy: Policy | None = None  # once `begin` has taken a lease

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
@@ -12,13 +13,14 @@ class Schedule:
     """The same answers on all ranks, which ask together after every step.
 
     A save that is due while a rank's last snapshot is still being written is put off, to the first step at which
-    no rank's is: there is one buffer.
+    no rank's is: there is one buffer. clock: seconds, of which rank 0's count.
     """
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._every_steps = config.every_steps
         self._every_minutes = config.every_minutes
-        self._since = time.monotonic()  # seconds; of the last save
+        self._since = self._clock()  # seconds; of the last save
         self._since_step: int | None = None  # step at which the clock started
         self._next_look = 0  # step at which the clock is looked at again
         self.put_off: int | None = None  # the step at which a save was due that is still to be taken
@@ -36,18 +38,18 @@ class Schedule:
     def postpone(self, step: int) -> None:
         """The save that is due at `step` cannot be taken yet."""
         if self.put_off is None:
-            self.put_off, self._put_off_since = step, time.monotonic()
+            self.put_off, self._put_off_since = step, self._clock()
 
     def put_off_for(self) -> float:
         """Seconds since a save was put off, or since this was last asked to begin anew; 0 where none is."""
-        return 0.0 if self.put_off is None else time.monotonic() - self._put_off_since
+        return 0.0 if self.put_off is None else self._clock() - self._put_off_since
 
     def wait_anew(self) -> None:
-        self._put_off_since = time.monotonic()
+        self._put_off_since = self._clock()
 
     def saved(self, step: int) -> None:
         """A save has been tried: the minutes begin anew, and nothing is put off any more."""
-        self._since, self._since_step, self._next_look = time.monotonic(), step, 0
+        self._since, self._since_step, self._next_look = self._clock(), step, 0
         self.put_off = None
 
     def _due_by_steps(self, step: int) -> bool:
@@ -61,7 +63,7 @@ class Schedule:
             self._since_step = step - 1
         if step < self._next_look:
             return False
-        passed = time.monotonic() - self._since
+        passed = self._clock() - self._since
         left = 60 * self._every_minutes - passed  # seconds
         # half of the steps that fit into the time left at the present rate, lest steps become slower
         steps_left = left * (step - self._since_step) / max(passed, 1e-9)

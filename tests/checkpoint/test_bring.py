@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import re
 import time
@@ -14,6 +13,7 @@ import pytest
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage
+from tests import warm
 from tests.checkpoint.parts import committed, cut, whole
 
 
@@ -27,15 +27,23 @@ def save_one(root: Path) -> None:
     first.close()
 
 
+class Deadly(LocalStorage):
+    """A store in whose first answer the process is killed."""
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        os._exit(9)
+
+
 def killed_while_it_fetches(root: Path) -> None:
-    LocalStorage.read_range = lambda *_: os._exit(9)  # type: ignore[method-assign, assignment, return-value]
-    manager(root, "new").resume()
+    doomed = manager(root, "new")
+    doomed.remote = Deadly(root / "store")
+    doomed.resume()
 
 
 def test_what_killed_fetches_have_left_goes_before_the_next(tmp_path: Path) -> None:
     save_one(tmp_path)
     for _ in range(2):
-        process = multiprocessing.get_context("spawn").Process(target=killed_while_it_fetches, args=(tmp_path,))
+        process = warm.process(killed_while_it_fetches, tmp_path)
         process.start()
         process.join()
         assert process.exitcode == 9

@@ -4,58 +4,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed, handover
-from clip_train.checkpoint import manager as manager_module
 from clip_train.errors import CheckpointError, UserError
-from tests.checkpoint.parts import bits, committed, cut, whole
-
-RUNS: list["Run"] = []
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running() -> Iterator[None]:
-    yield
-    while RUNS:
-        RUNS.pop().manager.close()
-
-
-class Run:
-    """One process's life: a manager, and short names."""
-
-    def __init__(self, folder: Path, **config: object) -> None:
-        self.said: list[str] = []
-        config = {"grace_seconds": 300.0, "orphan_grace_minutes": 0.0, **config}
-        self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append)  # type: ignore[arg-type]
-        RUNS.append(self)
-
-    def save(self, *steps: int) -> None:
-        for step in steps:
-            own = {"rng": torch.full((4,), step % 256, dtype=torch.uint8)}
-            assert self.manager.save(step, cut(whole(step), 0, 1), own, {"step": step, "cursors": {0: step}}, wait=True)
-
-    def resume(self) -> Resumed | None:
-        return self.manager.resume()
-
-
-def assert_is(resumed: Resumed | None, step: int) -> Resumed:
-    assert resumed is not None
-    assert (resumed.step, resumed.state) == (step, {"step": step, "cursors": {0: step}})
-    for (name, slot), tensor in whole(step).items():
-        assert bits(resumed.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
-    assert resumed.rank_tensors is not None
-    assert resumed.rank_tensors["rng"].tolist() == [step % 256] * 4
-    return resumed
-
-
-def data_file(folder: Path, step: int, name: str = "rank00000.safetensors") -> Path:
-    (found,) = (folder / "ckpt" / f"s{step:010d}").glob(f"*/{name}")
-    return found
+from tests.checkpoint.parts import committed
+from tests.checkpoint.runs import Run, assert_holds, assert_is, data_file, flip, kill_writer
 
 
 def test_save_then_resume(tmp_path: Path) -> None:
@@ -81,10 +39,14 @@ def test_without_its_commit_it_does_not_exist(tmp_path: Path) -> None:
     assert Run(tmp_path).resume() is None
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the steps 1 to 3, to be copied."""
+    folder = tmp_path_factory.mktemp("three")
+    run = Run(folder)
+    run.save(1, 2, 3)
+    run.manager.close()
+    return folder
 
 
 def truncate(path: Path) -> None:
@@ -105,17 +67,23 @@ def truncate(path: Path) -> None:
     ],
 )
 def test_damage_steps_back_and_says_why(
-    tmp_path: Path, name: str, damage: Callable[[Path], object], reason: str
+    three: Path, tmp_path: Path, name: str, damage: Callable[[Path], object], reason: str
 ) -> None:
-    Run(tmp_path).save(1, 2, 3)
-    damage(tmp_path / "commit/e000000-s0000000003.json" if name == "commit" else data_file(tmp_path, 3, name))
-    run = Run(tmp_path)
-    resumed = assert_is(run.resume(), 2)
+    folder = shutil.copytree(three, tmp_path / "copy")
+    damage(folder / "commit/e000000-s0000000003.json" if name == "commit" else data_file(folder, 3, name))
+    resumed = assert_is(Run(folder).resume(), 2)
     assert [each.ref.step for each in resumed.skipped] == [3]
     assert re.search(reason, resumed.describe())
-    # the step that was lost is done again, saved again, and is then the newest
+
+
+@pytest.mark.parametrize("name", ["commit", "_MANIFEST.json"])
+def test_a_step_whose_checkpoint_is_damaged_is_saved_again(three: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(three, tmp_path / "copy")
+    truncate(folder / "commit/e000000-s0000000003.json" if name == "commit" else data_file(folder, 3, name))
+    run = Run(folder)
+    assert_is(run.resume(), 2)
     run.save(3)
-    assert assert_is(Run(tmp_path).resume(), 3).skipped == []
+    assert assert_is(Run(folder).resume(), 3).skipped == []
 
 
 def test_all_damaged(tmp_path: Path) -> None:
@@ -273,23 +241,16 @@ def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
     for step in range(1, 11):
         run.save(step)
         run.manager.note_metrics(step, {"top1": 0.9 if step == 6 else 0.1 * step / 10, "top5": 1.0})
-        wait_until(lambda step=step: (tmp_path / f"metric/e000000-s{step:010d}.json").exists())
+        run.until((tmp_path / f"metric/e000000-s{step:010d}.json").exists)
     assert set(committed(tmp_path)) == {4, 8, 6, 10}
     run = Run(tmp_path, keep_last=1, keep_best="-loss")
     assert_is(run.resume(), 10)
     run.manager.begin()
     run.save(11)
     run.manager.note_metrics(11, {"loss": 2.0})
-    wait_until((tmp_path / "metric/e000001-s0000000011.json").exists)
+    run.until((tmp_path / "metric/e000001-s0000000011.json").exists)
     run.save(12)
     assert set(committed(tmp_path)) == {10, 11, 12}  # resumed from, best, newest
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
@@ -319,49 +280,45 @@ def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
 
 def test_the_outcome_is_heard_at_a_later_step(tmp_path: Path) -> None:
     run = Run(tmp_path, max_failed_saves=1)
-    assert run.manager.save(1, cut(whole(1), 0, 1), {}, {"step": 1})
-    heard: dict[str, float] = {}
-    wait_until(lambda: bool(heard.update(run.manager.poll()) or heard))
-    assert heard["checkpoint_step"] == 1 and set(committed(tmp_path)) == {1}
+    assert run.start(1)
+    run.until(lambda: "checkpoint_step" in run.numbers)
+    assert run.numbers["checkpoint_step"] == 1 and set(committed(tmp_path)) == {1}
     shutil.rmtree(tmp_path / "tmp")
     (tmp_path / "tmp").write_bytes(b"in the way")
-    assert run.manager.save(2, [], {}, {})  # on its way
+    assert run.start(2)  # on its way
     with pytest.raises(CheckpointError, match=r"step 2 failed \(1 in a row\)"):
-        wait_until(lambda: run.manager.poll() is None)
+        run.until(lambda: False)
 
 
 def test_a_snapshot_is_not_overwritten_while_it_is_written(tmp_path: Path) -> None:
-    run = Run(tmp_path, keep_last=50, max_failed_saves=50)
-    padding = torch.zeros(4_000_000)
-    for step in range(1, 9):  # as fast as they come: some are skipped
-        run.manager.save(step, cut(whole(step), 0, 1), {"padding": padding}, {"step": step, "cursors": {0: step}})
-        time.sleep(0.02)
-    ok = run.manager.save(9, cut(whole(9), 0, 1), {}, {"step": 9, "cursors": {0: 9}}, wait=True)
-    assert ok, "\n".join(run.said[-3:])
+    run = Run(tmp_path, keep_last=50)
+    padding = torch.zeros(1_000_000)
+    for step in range(1, 6):
+        run.until(lambda step=step: run.start(step, padding=padding))  # as soon as one may
+    run.save(6)
+    assert not any("failed" in line for line in run.said), run.said
     steps = committed(tmp_path)
-    assert 1 in steps and 9 in steps
-    for folder in steps.values():
-        step = int(folder.parent.name[1:])
-        reader = Run(tmp_path, resume=str(folder)).resume()
-        assert reader is not None
-        for (name, slot), tensor in whole(step).items():
-            assert bits(reader.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
+    assert set(steps) == {1, 2, 3, 4, 5, 6}
+    for step, folder in steps.items():
+        resumed = Run(tmp_path, resume=str(folder)).resume()
+        assert resumed is not None
+        assert_holds(resumed, step)
 
 
 def test_a_saver_that_dies_is_replaced(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
-    process = run.manager._saver._process  # type: ignore[union-attr]
-    process.kill()  # type: ignore[union-attr]
-    process.wait()  # type: ignore[union-attr]
+    kill_writer()
     run.save(2)
+    (line,) = run.said
+    assert line == "the process that writes checkpoints has ended (signal 9); the next save starts another"
     assert_is(Run(tmp_path).resume(), 2)
 
 
 def test_no_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    monkeypatch.setattr(handover, "free_bytes", lambda folder: 1000)
-    assert run.manager.save(1, cut(whole(1), 0, 1), {}, {}) is False
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=1000))
+    assert run.start(1) is False
     assert f"not enough space for a checkpoint at {tmp_path}" in run.said[0] and "0.000 GB free" in run.said[0]
     assert [path.name for path in tmp_path.rglob("*")] == ["lease", "e000000.json"]
 
@@ -401,39 +358,26 @@ def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path, monkeypatc
         Run(tmp_path).resume()
 
 
-def test_a_newer_format_is_not_stepped_over(tmp_path: Path) -> None:
-    Run(tmp_path).save(1, 2)
-    (tmp_path / "commit/e000000-s0000000002.json").write_text('{"format": 3}')
-    with pytest.raises(CheckpointError, match="reads formats up to 2"):
-        Run(tmp_path).resume()
-
-
-def test_rank_tensors_only_for_the_same_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    run.save(1)
-    monkeypatch.setattr(manager_module.dist, "gather_objects", lambda obj: [obj])
-    monkeypatch.setattr(manager_module.dist, "broadcast_object", lambda obj: obj)
-    monkeypatch.setattr(manager_module.dist, "world_size", lambda: 2)
-    resumed = Run(tmp_path).resume()
-    assert resumed is not None and resumed.rank_tensors is None and resumed.world_size == 1
-
-
 def test_due_by_steps(tmp_path: Path) -> None:
     manager = Run(tmp_path, every_steps=3).manager
     assert [step for step in range(10) if manager.due(step)] == [3, 6, 9]
     assert not any(Run(tmp_path, every_steps=None).manager.due(step) for step in range(10))
 
 
-def test_due_by_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, looks = [1000.0], []
-    monkeypatch.setattr(manager_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(manager_module.dist, "broadcast_object", lambda obj: looks.append(now[0]) or obj)
-    run = Run(tmp_path, every_steps=None, every_minutes=10.0)
+def test_due_by_minutes(tmp_path: Path) -> None:
+    now, looks = 1000.0, 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        return now
+
+    run = Run(tmp_path, clock=clock, every_steps=None, every_minutes=10.0)
     due = []
     for step in range(1, 2001):
-        now[0] += 1.0  # a step per second
+        now += 1.0  # a step per second
         if run.manager.due(step):
             due.append(step)
             run.save(step)
     assert due == [600, 1200, 1800]
-    assert len(looks) < 60  # 2000 steps: most ask nobody
+    assert looks < 60  # of 2000 steps: after each look the ranks communicate

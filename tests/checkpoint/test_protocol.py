@@ -19,7 +19,7 @@ from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, r
 from clip_train.storage import LocalStorage
 from tests.checkpoint.eyes import damaged_in, newest_in
 from tests.checkpoint.parts import committed
-from tests.checkpoint.test_manager import Run, assert_is, data_file, flip, nothing_left_running  # noqa: F401
+from tests.checkpoint.runs import Gate, Run, assert_is, data_file, flip, kill_writer
 
 
 class Interrupted(LocalStorage):
@@ -36,6 +36,10 @@ class Interrupted(LocalStorage):
     def list(self, prefix: str = "") -> list:  # type: ignore[type-arg]
         self._now("list", prefix)
         return super().list(prefix)
+
+    def read_bytes(self, name: str) -> bytes:
+        self._now("read_bytes", name)
+        return super().read_bytes(name)
 
     def delete(self, name: str) -> None:
         self._now("delete", name)
@@ -137,33 +141,26 @@ def test_small_files_that_a_kill_left_go_too(tmp_path: Path) -> None:
     assert [storage.exists(name) for name in [*names, "preflight/young"]] == [False, False, True, True]
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_removed_while_it_is_chosen(tmp_path: Path) -> None:
     """By a process that still runs: there are newer ones, so this is no fresh start."""
-    other = Run(tmp_path, keep_last=1)
+    other, run = Run(tmp_path, keep_last=1), Run(tmp_path)
     other.save(1)
-    read, once = marks.read_found, [lambda: other.save(2, 3)]
-
-    def and_then_it_is_gone(*args):  # type: ignore[no-untyped-def]
-        if once:
-            once.pop()()
-        return read(*args)
-
-    monkeypatch.setattr(marks, "read_found", and_then_it_is_gone)
-    run = Run(tmp_path)
+    run.manager.storage = Interrupted(tmp_path, "read_bytes", "commit/", lambda: other.save(2, 3))
     assert assert_is(run.resume(), 3).skipped == []
     assert not any("FRESH" in line for line in run.said)
 
 
-def test_the_same_step_again_after_its_saver_has_died(tmp_path: Path) -> None:
-    """It is committed, and nobody was told: no reason to take oneself for another process."""
-    run = Run(tmp_path)
-    run.save(1)
-    process = run.manager._saver._process  # type: ignore[union-attr]
-    process.kill()  # type: ignore[union-attr]
-    process.wait()  # type: ignore[union-attr]
-    run.manager._outcomes.saved = None  # as if the word had been lost with it
+def test_the_same_step_again_after_its_writer_has_died(tmp_path: Path) -> None:
+    """It is committed, and its rank has not heard of it: no reason to take oneself for another process."""
+    gate = Gate(tmp_path / "metric/e000000-s0000000001.json")  # read after the commit, to decide what may go
+    run = Run(tmp_path, keep_best="top1")
+    assert run.start(1)
+    run.until(gate.reached)
+    kill_writer()
+    gate.open()
     run.save(1)
     assert set(committed(tmp_path)) == {1} and damaged_in(tmp_path) == []
+    assert any("step 1 failed" in line for line in run.said)  # as far as its rank has heard
     run.save(2)
     assert_is(Run(tmp_path).resume(), 2)
 

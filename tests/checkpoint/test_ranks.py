@@ -1,9 +1,13 @@
 """Several real ranks: they save together, fail together, and resume alike."""
 
 import errno
+import itertools
 import os
 import re
+import resource
 import shutil
+import socket
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,11 +16,12 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, bring, exchange, layout
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.errors import CheckpointError, RemoteRankError
 from clip_train.protocols import Wanted
 from clip_train.storage import LocalStorage
 from tests.checkpoint.parts import bits, committed, cut, whole
+from tests.checkpoint.runs import writers
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -26,9 +31,16 @@ def own_tensors(rank: int) -> dict[str, torch.Tensor]:
     return {"rng": torch.tensor([rank, 7], dtype=torch.uint8)}
 
 
+def let_writer_write(most: int) -> None:
+    """No file with more bytes, as on a disk that is full."""
+    (pid,) = writers()
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
 def life(folder: Path) -> dict[str, Any]:
     """On two ranks: saves that succeed, saves that fail on one rank only, a resume past damage."""
     rank, world_size = dist.rank(), dist.world_size()
+    socket.gethostname = lambda: f"host{rank}"  # each rank has a checkpoint writer
     said: list[str] = []
     seen: dict[str, Any] = {"said": said}
     manager = CheckpointManager(CheckpointConfig(max_failed_saves=3), folder, log=said.append)
@@ -46,11 +58,11 @@ def life(folder: Path) -> dict[str, Any]:
     seen["first"] = [manager.resume() is None, save(1), save(2)]
     seen["snapshot fails on 1"] = save(3, fail_on=1)
 
-    # rank 1's file cannot be written: a folder is in its way
-    layout.new_prefix = lambda epoch, step: f"ckpt/s{step:010d}/e{epoch:06d}-0123abcd"
-    (folder / "tmp" / "ckpt+s0000000004+e000000-0123abcd+rank00001.safetensors").mkdir(exist_ok=True)
-    dist.barrier()
+    if rank == 1:
+        let_writer_write(512)
     seen["write fails on 1"] = save(4)
+    if rank == 1:
+        let_writer_write(resource.RLIM_INFINITY)
 
     # rank 0 cannot commit
     (folder / "commit" / "e000000-s0000000005.json").mkdir(exist_ok=True)
@@ -107,7 +119,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert zero["shared"] == one["shared"] == {"bank": [[0, 1], [2, 3], [4, 5]]}
     assert len(zero["said"]) == 2 and one["said"] == []
     assert "rank 1: MemoryError: no host memory" in zero["said"][0]
-    assert re.search(r"step 4 failed .*: rank 1: (IsADirectory|Permission)Error", zero["said"][1])
+    assert re.search(r"step 4 failed .*: rank 1: OSError: .*File too large", zero["said"][1])
     # and on three ranks, and on one
     assert run_ranks(on_other_ranks, 3, tmp_path) == [(2, True, True)] * 3
     assert on_other_ranks(tmp_path) == (2, True, True)
@@ -159,21 +171,28 @@ def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:
     assert zero["left behind"] == [] and set(committed(tmp_path / "local")) == {1, 3}
 
 
-def apart(root: Path, *save: int, one_disk: bool = False) -> dict[str, Any]:
+BANK = 40_000  # floats, of rank 0's file alone, and needed by all
+
+
+def saved_apart(root: Path, bank: int, *steps: int, one_disk: bool) -> None:
+    """Two ranks save, each on a disk of its own or both on rank 0's."""
+    rank, world_size = dist.rank(), dist.world_size()
+    disk = root / f"disk{0 if one_disk else rank}"
+    said: list[str] = []
+    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), disk, log=said.append)
+    for step in steps:
+        mine = cut(whole(step), rank, world_size)
+        shared = {"bank": torch.arange(float(bank))}
+        assert manager.save(step, mine, own_tensors(rank), {"step": step}, shared, wait=True)
+    manager.close()
+    dist.barrier()
+
+
+def resumed_apart(root: Path, bank: int) -> dict[str, Any]:
     """A rank with a disk of its own, and a store that counts what is read from it, and goes away after the resume."""
     rank, world_size = dist.rank(), dist.world_size()
-    exchange.WINDOW_BYTES = 1 << 10  # several rounds
-    bring.TELL_SECONDS = 0.0
     said: list[str] = []
-    disk = root / f"disk{0 if one_disk else rank}"
-    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), disk, log=said.append)
-    for step in save:
-        bank = {"bank": torch.arange(40_000.0)}  # of rank 0's file alone, and needed by all
-        mine = cut(whole(step), rank, world_size)
-        assert manager.save(step, mine, own_tensors(rank), {"step": step}, bank, wait=True)
-    if save:
-        manager.close()
-        return {}
+    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), root / f"disk{rank}", log=said.append)
     remote, read = manager.remote, Counter[str]()
     assert isinstance(remote, LocalStorage)
     whole_range = remote.read_range
@@ -196,48 +215,63 @@ def apart(root: Path, *save: int, one_disk: bool = False) -> dict[str, Any]:
         for f in mine
         for slot, t in f.tensors.items()
     )
-    same &= bits(resumed.reader.shared_tensors()["bank"]) == bits(torch.arange(40_000.0))
+    same &= bits(resumed.reader.shared_tensors()["bank"]) == bits(torch.arange(float(bank)))
     own = resumed.rank_tensors and resumed.rank_tensors["rng"].tolist()
     seen = {"step": resumed.step, "same": same, "own": own, "read": dict(read)}
     return {**seen, "fetched": resumed.fetched, "said": said}
 
 
-def on_one_disk(root: Path, *save: int) -> dict[str, Any]:
-    return apart(root, *save, one_disk=True)
+def fetched_twice(root: Path, bank: int) -> list[dict[str, Any]]:
+    """Onto empty disks, and then onto those that have it."""
+    saved_apart(root, bank, 1, one_disk=False)
+    shutil.rmtree(root / f"disk{dist.rank()}")
+    dist.barrier()
+    return [resumed_apart(root, bank), resumed_apart(root, bank)]
 
 
-def test_ranks_give_each_other_what_they_have_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(apart, 2, tmp_path, 1)
+@pytest.mark.parametrize(
+    "bank", [BANK, pytest.param(20_000_000, id="more than is sent at once", marks=pytest.mark.full)]
+)
+def test_ranks_give_each_other_what_they_have_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bank: int
+) -> None:
+    fetched, again = zip(*run_ranks(fetched_twice, 2, tmp_path, bank), strict=True)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "store").rglob("*.safetensors")}
-    for folder in tmp_path.glob("disk*"):
-        shutil.rmtree(folder)
 
-    def check(seen: list[dict[str, Any]]) -> None:
+    def check(seen: tuple[dict[str, Any], ...]) -> None:
         assert all(each["same"] and each["fetched"] == sum(sizes.values()) for each in seen), seen
         assert sum((Counter(each["read"]) for each in seen), Counter()) == sizes  # every byte once, by somebody
         assert [each["own"] for each in seen] == [[r, 7] if len(seen) == 2 else None for r in range(len(seen))]
 
-    check(run_ranks(apart, 3, tmp_path))
-    check(run_ranks(apart, 2, tmp_path))
-    warm = run_ranks(apart, 2, tmp_path)
-    assert all(each["same"] and each["read"] == {} and each["fetched"] == 0 for each in warm)
-    for module, name in ((exchange, "WINDOW_BYTES"), (bring, "TELL_SECONDS")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # `apart` sets them, here in this process
+    check(fetched)
+    assert all(each["same"] and each["read"] == {} and each["fetched"] == 0 for each in again)
+    for folder in tmp_path.glob("disk*"):
+        shutil.rmtree(folder)
+    check(tuple(run_ranks(resumed_apart, 3, tmp_path, bank)))
     shutil.rmtree(tmp_path / "disk0")
-    alone = apart(tmp_path)
-    check([alone])
-    assert "fetching the checkpoint of step 1: " in alone["said"][0]  # while it has one of two files
+    minutes = itertools.count(0.0, 60.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(minutes))  # each block takes that long
+    alone = resumed_apart(tmp_path, bank)
+    monkeypatch.undo()
+    check((alone,))
+    assert "fetching the checkpoint of step 1: " in alone["said"][0]  # while it has not all of it
+
+
+def newest_on_one_disk(root: Path) -> list[dict[str, Any]]:
+    saved_apart(root, BANK, 1, 2, one_disk=True)
+    if dist.is_main():
+        (root / "store" / "latest.json").unlink()
+        (root / "store" / "commit" / "e000000-s0000000002.json").unlink()
+    dist.barrier()
+    return [resumed_apart(root, BANK)]
 
 
 def test_the_newest_lies_on_rank_0s_disk_alone(tmp_path: Path) -> None:
     """One node had it there, and no time to upload it; the next start has several nodes."""
-    run_ranks(on_one_disk, 2, tmp_path, 1, 2)
-    (tmp_path / "store" / "latest.json").unlink()
-    (tmp_path / "store" / "commit" / "e000000-s0000000002.json").unlink()
-    for world_size in (3, 2):
-        for seen in run_ranks(apart, world_size, tmp_path):
-            assert (seen["step"], seen["same"], seen["read"], seen["fetched"]) == (2, True, {}, 0)
+    two = [seen for (seen,) in run_ranks(newest_on_one_disk, 2, tmp_path)]
+    for seen in [*two, *run_ranks(resumed_apart, 3, tmp_path, BANK)]:
+        assert (seen["step"], seen["same"], seen["read"], seen["fetched"]) == (2, True, {}, 0)
     data = committed(tmp_path / "disk0")[2] / "rank00001.safetensors"
     data.write_bytes(data.read_bytes()[:-1] + b"\0")
-    for seen in run_ranks(apart, 2, tmp_path):
+    for seen in run_ranks(resumed_apart, 2, tmp_path, BANK):
         assert (seen["step"], seen["same"]) == (1, True)  # which the store has, too

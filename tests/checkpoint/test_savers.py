@@ -1,96 +1,70 @@
-"""Savers that are slow, stopped or killed, on two real ranks: training goes on, and the next save is whole."""
+"""Checkpoint writers that are slow, stopped or killed: training goes on, and the next save is whole."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import resource
-import signal
 import socket
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, client, schedule
-from clip_train.checkpoint.client import SaverClient
-from clip_train.checkpoint.layout import new_prefix
-from clip_train.checkpoint.messages import peer_of
-from clip_train.checkpoint.order import Order, Settings
-from clip_train.checkpoint.outcomes import Outcomes
-from clip_train.checkpoint.pipeline import Pipeline
-from clip_train.checkpoint.retention import Policy
-from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.errors import CheckpointError
-from tests.checkpoint.parts import bits, committed, cut, whole
+from tests.checkpoint.parts import committed
+from tests.checkpoint.runs import PATIENCE, Gate, Run, assert_holds, kill_writer, stop_writer, wake_writer
 from tests.ranks import run_ranks
 
 ENDED = "the process that writes checkpoints has ended"
-PATIENCE = 300.0  # seconds for what comes in a moment, on a machine that may hold any process up
 
 
-class Rank:
-    """One rank's life. Its saver stopped is a disk that hangs; each rank may have a saver to itself."""
+class Rank(Run):
+    """One rank's life, whose saves all ranks make together. own_host: as on a machine of its own."""
 
-    def __init__(self, folder: Path, *, own_saver: bool = True, **config: Any) -> None:
-        self.said: list[str] = []
-        self.numbers: dict[str, float] = {}
-        if own_saver:
-            client._node = lambda: (f"node {dist.rank()}", "", 0)
-            client._EXIT_SECONDS = PATIENCE  # what it has ended of is told
-        config = {"grace_seconds": PATIENCE, "orphan_grace_minutes": 0.0, "keep_last": 50, **config}
-        self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append)
-        assert self.manager.resume() is None
+    def __init__(self, folder: Path, *, own_host: bool = True, **config: Any) -> None:
+        if own_host:
+            socket.gethostname = lambda: f"host{dist.rank()}"
+        super().__init__(folder, **{"keep_last": 50, **config})
+        assert self.resume() is None
         self.manager.begin()
 
-    def save(self, step: int, *, wait: bool = False) -> bool:
-        rank, world_size = dist.rank(), dist.world_size()
-        own = {"rng": torch.tensor([rank, step])}
-        return self.manager.save(step, cut(whole(step), rank, world_size), own, {"step": step}, wait=wait)
+    def due(self, step: int) -> bool:
+        self.numbers |= self.manager.poll()
+        (due,) = set(dist.gather_objects(self.manager.due(step)))  # the same on all ranks
+        return due
 
-    def signal(self, number: int) -> int:
-        process = self.manager._saver._process  # type: ignore[union-attr]
-        assert process is not None
-        os.kill(process.pid, number)
-        return process.pid
-
-    def stop(self) -> None:
-        """Returns when it does nothing any more."""
-        pid, end = self.signal(signal.SIGSTOP), time.monotonic() + PATIENCE
-        while not stands_still(pid):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    def go_on(self) -> None:
-        self.signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until_due(self, steps: Iterator[int]) -> int:
+        """Training goes on: the first step at which a save is due, on all ranks."""
         end = time.monotonic() + PATIENCE
-        while not condition():
+        while not self.due(step := next(steps)):
             assert time.monotonic() < end, self.said
-            self.numbers |= self.manager.poll()
+            time.sleep(0.01)
+        return step
+
+    def start_when_free(self, step: int) -> None:
+        """Where this rank's buffer or another's is still being written, again: all ranks learn of it."""
+        end = time.monotonic() + PATIENCE
+        while not self.start(step):
+            assert time.monotonic() < end, self.said
             time.sleep(0.01)
 
-    def until_written(self) -> None:
-        self.until(lambda: self.manager._outcomes.writing is None)
-        dist.barrier()
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-def stands_still(pid: int) -> bool:
-    try:
-        return all(stat.read_text().rsplit(") ", 1)[1][0] == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat"))
-    except OSError:  # a thread that has just ended
-        return False
+def parts_of(folder: Path, step: int) -> list[Path]:
+    """The manifests of single ranks for a step, of all attempts."""
+    return sorted(folder.glob(f"ckpt/s{step:010d}/*/_rank*.json"))
 
 
 def assert_whole(folder: Path, steps: set[int]) -> None:
@@ -102,133 +76,132 @@ def assert_whole(folder: Path, steps: set[int]) -> None:
     assert not list((folder / "tmp").glob("*"))
 
 
-def assert_holds(folder: Path, step: int) -> None:
+def assert_readable(folder: Path, step: int) -> None:
     (attempt,) = (folder / "ckpt" / f"s{step:010d}").iterdir()
     resumed = CheckpointManager(CheckpointConfig(resume=str(attempt)), folder).resume()
     assert resumed is not None
-    for (name, slot), tensor in whole(step).items():
-        assert bits(resumed.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
+    assert_holds(resumed, step)
+
+
+# -- a disk that hangs
 
 
 def hanging_disk(folder: Path) -> dict[str, Any]:
-    run = Rank(folder, every_steps=2, max_failed_saves=1)
-    due: list[int] = []
+    run, is_one, steps = Rank(folder, every_steps=1, max_failed_saves=1), dist.rank() == 1, itertools.count(1)
 
-    def train(*steps: int) -> None:
-        for step in steps:
-            run.numbers |= run.manager.poll()
-            if run.manager.due(step):
-                due.append(step)
-                assert run.save(step)
-                if dist.is_main():  # its own buffer is free again, whatever rank 1's is
-                    run.until(lambda: run.manager._outcomes.writing is None)
+    def stop_rank_1() -> None:
+        if is_one:
+            stop_writer()
+        dist.barrier()
 
-    if dist.rank() == 1:
-        run.stop()
-    dist.barrier()
-    train(*range(1, 9))
-    if dist.rank() == 1:
-        run.go_on()
-    run.until_written()
-    train(9)
-    run.until_written()
-    train(10, 11)
-    run.until_written()
-    if dist.rank() == 1:
-        run.stop()
-    dist.barrier()
-    train(12, 13, 14)
-    if dist.rank() == 1:
-        threading.Timer(0.5, run.go_on).start()
-    last = run.save(15, wait=True)  # waits for the buffer, then for the commit
+    stop_rank_1()
+    first = run.until_due(steps)
+    assert run.start(first)
+    wait_for(lambda: len(parts_of(folder, first)) == 1)  # rank 0's buffer is free, as far as it is concerned
+    for _ in range(20):
+        assert not run.due(next(steps))
+        time.sleep(0.01)
+    if is_one:
+        wake_writer()
+    late = run.until_due(steps)
+    assert run.start(late)
+    numbers = run.manager.poll()
+    again = run.until_due(steps)
+    stop_rank_1()
+    assert run.start(again)
+    assert not run.due(next(steps))
+    if is_one:
+        threading.Timer(0.3, wake_writer).start()
+    last = next(steps)
+    ended_well = run.start(last, wait=True)  # waits for the buffer, then for the commit
     run.manager.close()
-    return {"due": due, "last": last, "said": run.said, "numbers": run.numbers}
+    return {"saved": [first, late, again, last], "ended well": ended_well, "said": run.said, "numbers": numbers}
 
 
 @pytest.mark.distributed
 def test_a_save_that_comes_too_early_is_put_off(tmp_path: Path) -> None:
     zero, one = run_ranks(hanging_disk, 2, tmp_path)
-    assert zero["due"] == one["due"] == [2, 9, 10, 12]
-    assert zero["last"] and one["last"]
-    assert zero["numbers"]["checkpoint_late_steps"] == 5  # 9, which was due at 4
-    assert [line.split(" to ")[0] for line in zero["said"]] == [
-        f"checkpoint of step {step} is put off: step {held} is still being written" for step, held in ((4, 2), (14, 12))
-    ]
-    assert one["said"] == []
-    assert_whole(tmp_path, {2, 9, 10, 12, 15})
-    for step in (2, 9, 15):
-        assert_holds(tmp_path, step)
+    first, late, again, last = zero["saved"]
+    assert zero["ended well"] and one["ended well"] and one["saved"] == zero["saved"]
+    assert zero["numbers"]["checkpoint_late_steps"] == late - (first + 1) >= 20
+    put_off = [line.split(" to ")[0] for line in zero["said"]]
+    text = "checkpoint of step {} is put off: step {} is still being written"
+    assert put_off[0] == text.format(first + 1, first) and put_off[-1] == text.format(again + 1, again)
+    assert not any("failed" in line for line in zero["said"]) and one["said"] == []
+    assert_whole(tmp_path, {first, late, again, last})
+    for step in zero["saved"]:
+        assert_readable(tmp_path, step)
 
 
-def test_minutes_count_from_the_save_that_was_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(schedule, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    run = Rank(tmp_path, own_saver=False, every_steps=None, every_minutes=10.0)
-    due = []
-    for step in range(1, 2801):
-        now[0] += 1.0
-        if step == 500:
-            run.stop()
-        if step == 1500:
-            run.go_on()
-            run.until_written()
-        if run.manager.due(step):
-            due.append(step)
-            assert run.save(step)
-            if step >= 1500:
-                run.until_written()
-    run.manager.close()
-    assert due == [600, 1500, 2100, 2700]
+def test_minutes_count_from_the_save_that_was_put_off(tmp_path: Path) -> None:
+    now = 0.0
+    run = Rank(tmp_path, own_host=False, clock=lambda: now, every_steps=None, every_minutes=10.0)
+    steps, saved_at = itertools.count(1), []
+    while now < 2800:
+        now += 1.0
+        step = next(steps)
+        if now == 500:
+            stop_writer()
+        if now == 1500:
+            wake_writer()
+            step = run.until_due(steps)  # within the same second, by this clock
+        elif not run.due(step):
+            continue
+        saved_at.append(now)
+        assert run.start(step, wait=now >= 1500)
+    assert saved_at == [600, 1500, 2100, 2700]
     assert sum("is put off" in line for line in run.said) == 1
 
 
 def test_a_disk_that_hangs_for_good_ends_the_run(tmp_path: Path) -> None:
-    run = Rank(tmp_path, own_saver=False, every_steps=1, max_failed_saves=2, save_timeout_minutes=0.005)
-    run.stop()
-    assert run.manager.due(1) and run.save(1)
-    step = iter(range(2, 10**6))
+    now = 0.0
+    run = Rank(tmp_path, own_host=False, clock=lambda: now, every_steps=1, max_failed_saves=2, save_timeout_minutes=1.0)
+    stop_writer()
+    assert run.due(1) and run.start(1)
     with pytest.raises(CheckpointError, match=r"step 2 failed \(2 in a row\).* step 1 is still being written to"):
-        run.until(lambda: run.manager.due(next(step)))
+        for step in range(2, 100):
+            assert not run.due(step)
+            now += 15.0
+    assert now > 120  # a minute for each failure
     assert "is put off" in run.said[0] and "step 2 failed (1 in a row)" in run.said[1] and len(run.said) == 2
-    run.kill()
-    run.manager.close()
+    kill_writer()
 
+
+# -- writers that are killed
 
 DEATHS = [
-    (victims, moment) for victims in ((0,), (1,), (0, 1)) for moment in ("idle", "writing", "written", "at the end")
+    (victims, moment) for moment in ("idle", "writing", "written", "at the end") for victims in ((0,), (1,), (0, 1))
 ]
 
 
-def deaths(folder: Path, remote: str | None) -> list[dict[str, Any]]:
+def deaths(folder: Path, remote: str | None, cases: Sequence[tuple[tuple[int, ...], str]]) -> list[dict[str, Any]]:
     """A good save, a death, a good save; again and again."""
     run, rank = Rank(folder, remote=remote), dist.rank()
     steps, seen = itertools.count(1), []
-    for victims, moment in DEATHS:
+    for victims, moment in cases:
         dies = rank in victims
-        assert run.save(next(steps), wait=True)
-        run.until_written()  # rank 1's word is there a moment before it hears that its buffer is free
+        run.save(next(steps))
         run.said.clear()
+        step, survived = next(steps), None
         if (moment in ("writing", "at the end") and dies) or (moment == "written" and not dies):
-            run.stop()
+            stop_writer()
         dist.barrier()
-        survived = None
         if moment == "at the end":
             if dies:
-                threading.Timer(0.3, run.kill).start()
-            survived = run.save(next(steps), wait=True)
+                threading.Timer(0.3, kill_writer).start()
+            survived = run.start(step, wait=True)
         elif moment != "idle":
-            assert run.save(next(steps))
+            run.start_when_free(step)
         if moment == "written" and dies:
-            run.until(lambda: run.manager._outcomes.writing is None)
+            wait_for(lambda step=step: any(part.stem == f"_rank{rank:05d}" for part in parts_of(folder, step)))
         dist.barrier()
         if dies and moment != "at the end":
-            run.kill()
-            run.until(lambda: not run.manager._saver.connected)  # type: ignore[union-attr]
+            kill_writer()
         elif moment == "written":
-            run.go_on()
+            wake_writer()
         dist.barrier()
         step = next(steps)
-        assert run.save(step, wait=True)
+        run.save(step)
         seen.append({"victims": victims, "moment": moment, "survived": survived, "said": list(run.said), "step": step})
     run.manager.close()
     return seen
@@ -236,31 +209,73 @@ def deaths(folder: Path, remote: str | None) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("remote", [False, True])
-def test_savers_that_are_killed(tmp_path: Path, remote: bool) -> None:
+@pytest.mark.parametrize(
+    "cases",  # each victim and each moment with and without a remote store, or all of them with both
+    [pytest.param("half", id="half"), pytest.param("all", id="all", marks=pytest.mark.full)],
+)
+def test_savers_that_are_killed(tmp_path: Path, remote: bool, cases: str) -> None:
     folder, store = tmp_path / "local", tmp_path / "store"
-    zero, one = run_ranks(deaths, 2, folder, str(store) if remote else None)
+    chosen = DEATHS if cases == "all" else DEATHS[remote::2]
+    zero, one = run_ranks(deaths, 2, folder, str(store) if remote else None, chosen)
     for seen, other in zip(zero, one, strict=True):
-        told = [line for line in seen["said"] if ENDED in line]
-        assert 1 <= len(told) <= len(seen["victims"]), seen
-        assert "signal 9" in told[0] and not any("2 in a row" in line for line in seen["said"]), seen
+        ended = [line for line in seen["said"] if ENDED in line]
+        assert 1 <= len(ended) <= len(seen["victims"]), seen
+        assert not any("2 in a row" in line for line in seen["said"]), seen
         if seen["moment"] == "at the end":
             assert seen["survived"] and other["survived"], seen
         assert other["said"] == []
     last = zero[-1]["step"]
     found = committed(folder)
-    # 3 saves for each death but where there was nothing to save; those that died with a saver are not there
-    assert {seen["step"] for seen in zero} <= set(found) and len(found) >= 2 * len(DEATHS)
+    # 3 saves for each death but where there was nothing to save; those that died with a writer are not there
+    assert {seen["step"] for seen in zero} <= set(found) and len(found) >= 2 * len(chosen)
     assert_whole(folder, set(found))
-    assert_holds(folder, last)
+    assert_readable(folder, last)
     if remote:
         assert_whole(store, set(committed(store)))
         assert {seen["step"] for seen in zero} <= set(committed(store))
 
 
+def late_end_of_an_old_attempt(folder: Path) -> dict[str, Any]:
+    """Rank 1's writer dies; rank 0's finds that out when the next attempt at this step is already being made."""
+    run, rank = Rank(folder, grace_seconds=60.0), dist.rank()
+    run.save(1)
+    if rank == 1:
+        stop_writer()
+    dist.barrier()
+    run.start_when_free(2)
+    wait_for(lambda: parts_of(folder, 2))
+    (of_rank_0,) = parts_of(folder, 2)
+    dist.barrier()
+    if rank == 1:
+        gate = Gate(of_rank_0.with_name("_rank00001.json"))  # what rank 0's writer waits for
+        wait_for(gate.reached)
+        kill_writer()
+
+        def let_go() -> None:
+            wait_for(lambda: len(set(parts_of(folder, 2))) == 4)
+            gate.open()
+
+        threading.Thread(target=let_go, daemon=True).start()
+    dist.barrier()
+    again = run.start(2, wait=True)
+    run.manager.close()
+    return {"again": again, "said": run.said}
+
+
+@pytest.mark.distributed
+def test_the_late_end_of_an_old_attempt_is_not_taken_for_the_new_ones(tmp_path: Path) -> None:
+    zero, one = run_ranks(late_end_of_an_old_attempt, 2, tmp_path)
+    assert zero["again"] and one["again"], zero
+    failed = [line for line in zero["said"] if "failed" in line]
+    assert len(failed) == 1 and "step 2 failed (1 in a row): rank 1: " in failed[0] and ENDED in failed[0]
+    assert set(committed(tmp_path)) == {1, 2}
+    assert_readable(tmp_path, 1)
+
+
 def deaths_after_the_local_commit(folder: Path, store: Path) -> list[Any]:
-    """The last save is on the disk, and its upload fails for a while: then a saver dies."""
+    """The last save is on the disk, and its upload fails for a while: then a writer dies."""
     run, rank = Rank(folder, remote=str(store)), dist.rank()
-    assert run.save(1, wait=True)
+    run.save(1)
     saved = []
     for step in (2, 3):
         obstacle = store / "ckpt" / f"s{step:010d}"
@@ -268,15 +283,13 @@ def deaths_after_the_local_commit(folder: Path, store: Path) -> list[Any]:
         dist.barrier()
 
         def die(step: int = step, obstacle: Path = obstacle) -> None:
-            while not list(folder.glob(f"commit/*-s{step:010d}.json")):
-                time.sleep(0.01)
-            run.kill()
-            time.sleep(0.5)
+            wait_for(lambda: list(folder.glob(f"commit/*-s{step:010d}.json")))
+            kill_writer()
             obstacle.unlink()
 
         if rank == step - 2:
             threading.Thread(target=die, daemon=True).start()
-        saved.append(run.save(step, wait=True))
+        saved.append(run.start(step, wait=True))
     run.manager.close()
     return [saved, run.said]
 
@@ -292,107 +305,33 @@ def test_a_save_that_was_committed_locally_is_uploaded_by_the_next_saver(tmp_pat
     assert resumed is not None and (resumed.step, resumed.skipped) == (3, [])
 
 
-def death_of_the_common_one(folder: Path) -> list[Any]:
-    client._EXIT_SECONDS = PATIENCE
-    run = Rank(folder, own_saver=False)
-    out: list[Any] = [run.save(1, wait=True)]
-    run.until_written()
+def deaths_on_one_host(folder: Path) -> list[str]:
+    """Whose ranks may share a writer."""
+    run = Rank(folder, own_host=False)
+    run.save(1)
     if dist.is_main():
-        run.stop()
+        stop_writer()
     dist.barrier()
-    out.append(run.save(2))
+    run.start_when_free(2)
     dist.barrier()
     if dist.is_main():
-        run.kill()
-    run.until(lambda: not run.manager._saver.connected)  # type: ignore[union-attr]
-    out += [run.save(3, wait=True), run.said]
+        kill_writer()
+    dist.barrier()
+    assert run.start(3)  # no buffer is waited for
+    assert run.start(4, wait=True)
     run.manager.close()
-    return out
+    return run.said
 
 
 @pytest.mark.distributed
 def test_a_saver_that_two_ranks_share_is_killed(tmp_path: Path) -> None:
-    zero, one = run_ranks(death_of_the_common_one, 2, tmp_path)
-    assert zero[:3] == one[:3] == [True, True, True]
-    assert len(zero[3]) == 1 and f"step 2 failed (1 in a row): {ENDED} (signal 9)" in zero[3][0] and one[3] == []
-    assert_whole(tmp_path, {1, 3})
+    zero, one = run_ranks(deaths_on_one_host, 2, tmp_path)
+    failed = [line for line in zero if "failed" in line]
+    assert len(failed) == 1 and f"step 2 failed (1 in a row): {ENDED} (signal 9)" in failed[0] and one == []
+    assert_whole(tmp_path, {1, 3, 4})
 
 
-def test_any_rank_of_a_node_may_start_the_next_saver(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    """The first rank may not have noticed that its saver has died, and then wait for the others in a collective."""
-    settings = Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=1))
-    ranks = [SaverClient(settings) for _ in range(4)]
-    processes = [rank._process for rank in ranks]
-    for rank in ranks[1:]:
-        rank.close()
-        rank._address, rank._leads = ranks[0]._address, False
-    assert processes[0] is not None
-    processes[0].kill()
-    assert [told["told"] for told in ranks[0].news(PATIENCE)] == ["gone"]
-
-    def on_all(action: Callable[[SaverClient], None]) -> None:
-        """Each in a thread of its own, at once, as ranks do."""
-        with ThreadPoolExecutor(len(ranks)) as pool:
-            list(pool.map(action, ranks))
-
-    on_all(lambda rank: rank.connect(0.0))
-    assert all(rank.connected for rank in ranks)
-    alive = [rank for rank in ranks if rank._process is not None and rank._process.poll() is None]
-    on_all(SaverClient.close)
-    assert len(alive) >= 1 and "Traceback" not in capfd.readouterr().err
-
-
-@pytest.fixture
-def bereft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SaverClient]:
-    """Whose saver has died, and whose next one has a new address."""
-    monkeypatch.setattr(client, "_CONNECT_SECONDS", 10 * PATIENCE)
-    rank = SaverClient(Settings(str(tmp_path), None, True, 60.0, Policy(keep_last=1)))
-    assert rank._process is not None
-    rank._process.kill()
-    assert [told["told"] for told in rank.news(PATIENCE)] == ["gone"]
-    rank._address += "-next"
-    yield rank
-    rank.close()
-
-
-def test_a_saver_that_is_dying_and_still_listens_is_not_taken_for_the_next(bereft: SaverClient) -> None:
-    """Its end closes the connections one by one, and in any order."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("\0" + bereft._address)
-        listener.listen()
-        bereft._gone = os.getpid()
-
-        def end() -> None:
-            listener.accept()[0].close()
-            listener.close()
-
-        ending = threading.Thread(target=end, daemon=True)
-        ending.start()
-        bereft.connect()
-        ending.join()
-    assert bereft._process is not None and bereft._connection is not None
-    assert peer_of(bereft._connection)[0] == bereft._process.pid
-
-
-def test_a_saver_that_has_its_address_and_does_not_listen_yet_is_waited_for(
-    bereft: SaverClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another rank of the node has started it, and it is held up: those that are started beside it end at once."""
-    start, starts = client._start, []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as held_up:
-        held_up.bind("\0" + bereft._address)
-
-        def counted(address: str) -> Any:
-            starts.append(address)
-            if len(starts) == 3:
-                held_up.listen()
-            return start(address)
-
-        monkeypatch.setattr(client, "_start", counted)
-        monkeypatch.setattr(client, "_MOST_STARTS", 1)
-        monkeypatch.setattr(client, "_LEADER_SECONDS", 0.0)
-        bereft.connect()
-        assert bereft._connection is not None and peer_of(bereft._connection)[0] == os.getpid()
+# -- one rank
 
 
 def test_a_rank_that_has_more_than_a_thousand_files_open(tmp_path: Path) -> None:
@@ -400,10 +339,10 @@ def test_a_rank_that_has_more_than_a_thousand_files_open(tmp_path: Path) -> None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1300), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    run = Rank(tmp_path, own_saver=False, every_steps=2)
+    run = Run(tmp_path, every_steps=2)
     try:
         assert [run.manager.due(step) for step in (1, 2)] == [False, True]
-        assert run.save(2, wait=True)
+        run.save(2)
     finally:
         run.manager.close()
         for fd in held:
@@ -413,44 +352,25 @@ def test_a_rank_that_has_more_than_a_thousand_files_open(tmp_path: Path) -> None
 
 
 def test_uploads_that_are_slower_than_saves_are_no_failures(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
-    policy = Policy(keep_last=9)
-    pipeline = Pipeline(Settings(str(tmp_path / "local"), str(tmp_path / "store"), True, 60.0, policy), told.append)
-    plan = plan_file(0, [], {"rng": torch.zeros(3)})
-    buffer = SharedBuffer(plan.num_bytes, pin=False)
-    buffer.fill(plan)
-    pipeline.set_buffer(buffer.fd)
-    begun, slow = threading.Event(), threading.Event()
-    assert pipeline.remote is not None
-    put_file = pipeline.remote.put_file
-
-    def put_slowly(local: Path, name: str) -> None:
-        begun.set()
-        assert slow.wait(60)
-        put_file(local, name)
-
-    pipeline.remote.put_file = put_slowly  # type: ignore[method-assign,assignment]
-
-    def until(kind: str, *steps: int) -> None:
-        end = time.monotonic() + 60
-        while {each["step"] for each in told if each["told"] == kind} != set(steps):
-            assert time.monotonic() < end, told
-            time.sleep(0.01)
-
+    """Nor is the one that ends late the last good one, where the disk has newer ones."""
+    folder, store = tmp_path / "local", tmp_path / "store"
+    run = Run(folder, remote=str(store), keep_last=2, max_failed_saves=1)
+    run.manager.begin()
+    name = "commit/e000000-s0000000001.json"
+    gate = Gate(store / name)  # it is asked whether it has been committed before
     for step in (1, 2, 3, 4):
-        pipeline.save(Order(step, new_prefix(0, step), 0, 0, 1, plan.num_bytes, {}))
-        until("kept", *range(1, step + 1))
-        assert begun.wait(60)
-    until("overtaken", 2, 3)
-    slow.set()
-    until("done", 1, 4)
-    until("rest", 1, 2, 3, 4)
-    assert not any(each["told"] == "failed" for each in told)
-    assert set(committed(tmp_path / "store")) == {1, 4} and set(committed(tmp_path / "local")) == {1, 2, 3, 4}
-    outcomes = Outcomes(1, print)
-    for step in (1, 2, 3, 4):
-        outcomes.handed_over(step, next(each["prefix"] for each in told if each["step"] == step))
-    for each in told:
-        outcomes.hear(each)
-    assert (outcomes.pending, outcomes.writing, outcomes.tidying, outcomes.failures) == ({}, None, set(), 0)
-    assert outcomes.fatal is None and outcomes.last_good is not None and outcomes.last_good.step == 4
+        assert run.start(step)
+        run.until(lambda step=step: run.manager.last_good is not None and run.manager.last_good.step == step)
+        if step == 1:
+            first = (folder / name).read_bytes()
+            run.until(gate.reached)
+    run.until(lambda: len(run.said) == 2)  # of those that wait: 4 takes the place of 3, and 3 has taken that of 2
+    gate.open(first)
+    good = {run.manager.last_good}
+    run.until(lambda: good.add(run.manager.last_good) or run.numbers.get("checkpoint_step") == 4)
+    assert good | {run.manager.last_good} == {(4, str(committed(place)[4])) for place in (folder, store)}
+    run.manager.close()
+    assert [" is not uploaded: overtaken by step " in line for line in run.said] == [True, True], run.said
+    assert run.numbers["checkpoint_failures"] == 0
+    assert_whole(folder, {3, 4})
+    assert_whole(store, {1, 4})

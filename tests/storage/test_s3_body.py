@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import zlib
+from collections.abc import Iterator
 
 import botocore.session
 import pytest
@@ -14,6 +15,13 @@ from botocore.awsrequest import AWSResponse
 from clip_train.storage.s3.body import Body, Sums, sign_by_known_sums
 
 DATA = b"0123456789" * 1000
+
+
+class Empty(io.BytesIO):
+    """The body of an answer, as botocore reads it."""
+
+    def stream(self) -> Iterator[bytes]:
+        return iter(())
 
 
 def sent(endpoint: str, data: bytes, sums: Sums | None) -> dict[str, str]:
@@ -26,9 +34,7 @@ def sent(endpoint: str, data: bytes, sums: Sums | None) -> dict[str, str]:
 
     def answer(request, **_) -> AWSResponse:
         seen.update({k.lower(): v.decode() if isinstance(v, bytes) else v for k, v in request.headers.items()})
-        answered = AWSResponse(endpoint, 200, {}, io.BytesIO())
-        answered._content = b""
-        return answered
+        return AWSResponse(endpoint, 200, {}, Empty())
 
     client.meta.events.register("before-send.s3", answer)
     where = {"Bucket": "bucket", "Key": "k", "UploadId": "u", "PartNumber": 1}
