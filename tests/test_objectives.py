@@ -13,13 +13,13 @@ from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Features
 from clip_train.step import train_step
 from tests.contrastive.oracles import banked_loss, distill_loss
+from tests.covering import pairwise
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
 N, LR, STEPS, BANK = 48, 0.5, 5, 60
-CUTS = [(1, 48), (1, 16), (1, 6), (2, 24), (2, 8), (2, 3), (3, 16), (3, 6), (3, 2)]  # k = 1, 3 and 8; W = 1, 2 and 3
 LOCAL_CUTS = [(1, 48), (1, 16), (1, 20), (2, 8), (2, 7), (3, 16)]  # 20 and 7 leave a short last one
-KINDS = ("negatives", "contaccum", "distill")
+CASES = pairwise(("negatives", "contaccum", "distill"), (1, 2, 3), (1, 3, 8))  # kind, ranks, micro-batches of each
 
 
 def student() -> ToyCLIP:
@@ -114,18 +114,17 @@ def all_cases(cases):
 @functools.cache
 def computed(world_size: int):
     """(kind, micro size) -> every rank's answer. All cases of a world share its processes, which start slowly."""
-    cases = [(kind, b) for kind in KINDS for W, b in CUTS if world_size == W]
+    cases = [(kind, -(-N // (W * k))) for kind, W, k in CASES if world_size == W]
     cases += [("local", b) for W, b in LOCAL_CUTS if world_size == W]
     per_rank = [all_cases(cases)] if world_size == 1 else run_ranks(all_cases, world_size, cases)
     return {case: [answers[i] for answers in per_rank] for i, case in enumerate(cases)}
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size, micro_size", CUTS)
-def test_micro_batches_and_ranks_are_invisible(kind, world_size, micro_size):
+@pytest.mark.parametrize("kind, world_size, k", CASES)
+def test_micro_batches_and_ranks_are_invisible(kind, world_size, k):
     expected, told = oracle(kind)
-    for ours, numbers, taught in computed(world_size)[kind, micro_size]:
+    for ours, numbers, taught in computed(world_size)[kind, -(-N // (world_size * k))]:
         assert [x for pair in numbers for x in pair] == pytest.approx([x for pair in told for x in pair], rel=1e-10)
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
         if kind == "distill":
