@@ -18,7 +18,7 @@ from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.errors import CheckpointError
 from tests.checkpoint.parts import committed
-from tests.checkpoint.runs import PATIENCE, Gate, Run, assert_holds, kill_writer, stop_writer, wake_writer
+from tests.checkpoint.runs import PATIENCE, Gate, Run, assert_holds, kill_writer, stop_writer, wake_writers
 from tests.ranks import run_ranks
 
 ENDED = "the process that writes checkpoints has ended"
@@ -102,7 +102,7 @@ def hanging_disk(folder: Path) -> dict[str, Any]:
         assert not run.due(next(steps))
         time.sleep(0.01)
     if is_one:
-        wake_writer()
+        wake_writers()
     late = run.until_due(steps)
     assert run.start(late)
     numbers = run.manager.poll()
@@ -111,7 +111,7 @@ def hanging_disk(folder: Path) -> dict[str, Any]:
     assert run.start(again)
     assert not run.due(next(steps))
     if is_one:
-        threading.Timer(0.3, wake_writer).start()
+        threading.Timer(0.3, wake_writers).start()
     last = next(steps)
     ended_well = run.start(last, wait=True)  # waits for the buffer, then for the commit
     run.manager.close()
@@ -143,7 +143,7 @@ def test_minutes_count_from_the_save_that_was_put_off(tmp_path: Path) -> None:
         if now == 500:
             stop_writer()
         if now == 1500:
-            wake_writer()
+            wake_writers()
             step = run.until_due(steps)  # within the same second, by this clock
         elif not run.due(step):
             continue
@@ -198,7 +198,7 @@ def deaths(folder: Path, remote: str | None, cases: Sequence[tuple[tuple[int, ..
         if dies and moment != "at the end":
             kill_writer()
         elif moment == "written":
-            wake_writer()
+            wake_writers()
         dist.barrier()
         step = next(steps)
         run.save(step)
