@@ -32,8 +32,11 @@ class Checked:
     source: SourceSummary | None = None  # on the rank that has looked at the shards
 
 
-def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Checked:
-    """Every mistake that can be found without a process group. UserError, all of them at once."""
+def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank: bool = False) -> Checked:
+    """Every mistake that can be found without a process group. UserError, all of them at once.
+
+    is_rank: this process is to train, so its devices have to do for the recipe.
+    """
     problems: list[str] = []
 
     def collect(action: Callable[[], Any]) -> Any:
@@ -51,6 +54,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True) -> Chec
     plan = collect(lambda: plan_batch(config.batch, world_size))
     ds_config = collect(lambda: ds_config_for(config, config.engine, plan, world_size))
     lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
+    if is_rank:
+        problems += precision_mistake(config.engine.precision)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(no_limit(config))
     source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
@@ -76,6 +81,22 @@ def sized(config: RunConfig, checked: Checked, limit: float) -> Checked:
     plan, engine = decision.layout.plan, decision.engine
     ds_config = ds_config_for(config, engine, plan, plan.world_size)
     return replace(checked, plan=plan, engine=engine, ds_config=ds_config, decision=decision)
+
+
+def precision_mistake(precision: str) -> list[str]:
+    """What DeepSpeed would say of this machine's processor once the model is built, and would leave at that."""
+    if precision == "fp32" or torch.cuda.is_available():
+        return []
+    from launcher.engine import supported_precisions  # imports DeepSpeed, which a rank needs in any case
+
+    supported = supported_precisions()
+    if precision in supported:
+        return []
+    remedies = " or ".join(f"engine.precision={each}" for each in reversed(supported))
+    return [
+        f"engine.precision ({precision}): this machine's processor does not compute in it, and no GPU is visible: "
+        f"use {remedies}, or GPUs"
+    ]
 
 
 def bias_mistake(config: RunConfig, bias: float | None) -> str:

@@ -42,7 +42,8 @@ class EngineConfig(Settings):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always."""
+    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always. A run on a CPU that
+    lacks it (fp16 needs AVX512-FP16 or AMX-FP16) is refused."""
     activation_checkpointing: bool | Literal["auto"] = False
     """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory.
     auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""

@@ -50,6 +50,13 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
+def supported_precisions() -> list[str]:
+    """Of engine.precision's, those that DeepSpeed takes on this machine's devices: it asks the processor for fp16."""
+    accelerator = _import_deepspeed().accelerator.get_accelerator()
+    asked = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
+    return ["fp32", *(precision for precision, supported in asked.items() if supported())]
+
+
 def build_engine(
     make_model: Callable[[], nn.Module],
     make_optimizer: Callable[[Any], torch.optim.Optimizer],

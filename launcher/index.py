@@ -30,7 +30,7 @@ def run_index(specs: list[str], *, caption_key: str | None, workers: int | None,
     if not check:
         with writing():
             try_folders(shards)
-    entries = read(shards, caption_key, workers or max(2, min(16, os.cpu_count() or 2)))
+    entries = read(shards, caption_key, workers or max(2, min(16, len(os.sched_getaffinity(0)))))
     samples = sum(entry.samples for entry in entries.values())
     told = f"{len(entries)} shards, {samples:,} samples, {total_bytes(entries) / 2**30:.2f} GiB"
     if check:

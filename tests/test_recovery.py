@@ -16,6 +16,7 @@ from clip_train.plain_engine import PlainEngine
 from clip_train.recovery import halved, is_out_of_memory, recovering_step
 from clip_train.step import train_step
 from launcher.ds_config import EngineConfig, build_ds_config
+from tests.processor import answer
 from tests.ranks import RankFailedError, run_ranks
 from tests.toy import ToyCLIP, share, toy_batch
 
@@ -63,6 +64,8 @@ def make(kind: str, precision: str = "fp32"):
     from launcher.engine import build_engine
 
     stage, once = int(kind[0]), kind.endswith("once")
+    if precision != "fp32":
+        answer(True, precision)
     config = EngineConfig(zero_stage=stage, precision=precision, reduce_gradients="once" if once else "each_backward")
     ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=0.7)
     state = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -63,9 +63,10 @@ def auto_side(n: int, N: int) -> int:
 def _second_level_cache() -> int:
     """Bytes of one core's second-level cache; 1 MiB where the system does not tell."""
     try:
-        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or 2**20
+        size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return 2**20
+        size = 0
+    return size if size > 0 else 2**20  # 0 or -1: not known
 
 
 def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[Tile]:

