@@ -37,7 +37,8 @@ def phases(folder: Path, ranks: int) -> dict[str, float]:
     data = shapes(folder / "data", 600, per_shard=150)
     recipe = ROOT / "recipes" / "demo_shapes.yaml"
     line = [f"run.dir={folder / str(ranks)}", f"data.train={data.train}", "run.steps=41", "batch.global_size=32"]
-    verb = ["-m", "launcher", "train", str(recipe), *line, "data.val=null", "evaluate.zero_shot_classes=null"]
+    line += ["data.workers=0", "data.val=null", "evaluate.zero_shot_classes=null"]
+    verb = ["-m", "launcher", "train", str(recipe), *line]
     done = subprocess.run(
         [sys.executable, *verb, f"--ranks={ranks}"], env=ENVIRON, check=False, capture_output=True, text=True
     )

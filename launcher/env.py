@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
         return _refuse_size(_slurm(environ), "srun", environ)
     if mpi is not None and mpi_tasks > 1:
         return _refuse_size(_mpi(environ, mpi), "mpirun", environ)
-    return RankEnv(0, 1, 0, 1, "127.0.0.1", _free_port(), "no launcher: a single process")
+    return RankEnv(0, 1, 0, 1, "127.0.0.1", 0, "no launcher: a single process")
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -192,16 +191,13 @@ def first_host(nodelist: str) -> str:
     return prefix + (number or "") + suffix
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def take_device(env: RankEnv) -> torch.device:
+def take_device(env: RankEnv, workers: int = 0) -> torch.device:
     """This rank's GPU, or the CPU. RankError where the host shows none for it.
 
-    Also exports the variables that DeepSpeed insists on, which SLURM and a single process do not set.
+    Also exports the variables that DeepSpeed insists on, which SLURM and a single process do not set, and takes as
+    many CPU threads as `threads` says, unless the user has said it.
+
+    workers: this rank's loader processes.
     """
     index = env.local_rank
     if torch.cuda.is_available():
@@ -220,7 +216,8 @@ def take_device(env: RankEnv) -> torch.device:
         device = torch.device("cpu")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads(env, os.environ, len(os.sched_getaffinity(0))))
+        own = cores(env, os.environ, len(os.sched_getaffinity(0)))
+        torch.set_num_threads(threads(own, workers if device.type == "cpu" else 0))
     return device
 
 
@@ -244,7 +241,7 @@ def start(env: RankEnv, device: torch.device, *, timeout_seconds: float = 1800.0
 
     timeout_seconds: of every collective, until `set_timeout`.
     """
-    store = meet(env, timeout_seconds) if env.world_size > 1 else None
+    store = meet(env, timeout_seconds) if env.world_size > 1 else torch_dist.HashStore()  # alone: no port to lose
     torch_dist.init_process_group(
         backend(device),
         store=store,
@@ -255,12 +252,21 @@ def start(env: RankEnv, device: torch.device, *, timeout_seconds: float = 1800.0
     )
 
 
-def threads(env: RankEnv, environ: Mapping[str, str], cores: int) -> int:
-    """CPU threads for this rank. srun has not handed --cpus-per-task on since Slurm 22.05 unless SRUN_CPUS_PER_TASK
-    says so, but binds the task to its cores then: the smaller of both. `cores` that this process may use."""
-    share = max(1, cores // env.local_world_size)
+def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
+    """CPU cores for this rank and its loader workers. srun has not handed --cpus-per-task on since Slurm 22.05 unless
+    SRUN_CPUS_PER_TASK says so, but binds the task to its cores then: the smaller of both. `usable` by this process."""
+    share = max(1, usable // env.local_world_size)
     said = environ.get("SLURM_CPUS_PER_TASK") or environ.get("SRUN_CPUS_PER_TASK") or ""
-    return max(1, min(int(said), cores)) if said.isdigit() and env.found == SLURM_STEP else share
+    return max(1, min(int(said), usable)) if said.isdigit() and env.found == SLURM_STEP else share
+
+
+def threads(cores: int, workers: int) -> int:
+    """Of the trainer, on so many cores: what the loader's workers leave, but at least half.
+
+    OpenMP's threads spin while they wait for each other. With one for each core, whatever else wants a core takes it
+    from one of them, and all others burn theirs meanwhile: a step of the demo then took 3 to 20 times as long.
+    """
+    return max(1, cores // 2, cores - workers)
 
 
 def has_launcher(environ: Mapping[str, str]) -> bool:
@@ -276,10 +282,8 @@ def has_launcher(environ: Mapping[str, str]) -> bool:
 
 def describe_start(env: RankEnv, device: torch.device) -> str:
     """The one line that says what was found, before the others are waited for."""
-    return (
-        f"{env.describe()}; {device}, {backend(device)} through {env.master_addr}:{env.master_port}, "
-        f"{torch.get_num_threads()} threads"
-    )
+    through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
+    return f"{env.describe()}; {device}, {backend(device)}{through}, {torch.get_num_threads()} threads"
 
 
 def set_timeout(seconds: float) -> None:

@@ -101,8 +101,8 @@ def prepare(config: RunConfig, env: ranks.RankEnv) -> tuple[torch.device, Checke
     One rank looks at the shards.
     """
     try:
-        checked = check(config, env.world_size, read_data=env.rank == 0)
-        return ranks.take_device(env), checked
+        checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)
+        return ranks.take_device(env, config.data.workers), checked
     except UserError as e:
         refuse(env, e)
         raise

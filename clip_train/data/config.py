@@ -41,7 +41,8 @@ class DataConfig(Settings):
     """auto: shards beside which `clip-train index` has left an index are held against it, block by block."""
 
     workers: Annotated[int, Field(ge=0, le=1024)] = 2
-    """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order."""
+    """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order.
+    Where the model trains on a CPU, each takes a core from its threads, up to half; OMP_NUM_THREADS says otherwise."""
 
     lanes: Annotated[int, Field(gt=0, le=65_536)] | Literal["auto"] = "auto"
     """Streams that feed the global batch, fixed for the run. auto: the largest divisor of every global batch's size

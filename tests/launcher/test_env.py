@@ -108,7 +108,7 @@ def test_mpich():
 
 
 @pytest.mark.parametrize(
-    "said, environ, cores, threads",
+    "said, environ, usable, cores",
     [
         ("cpus per task", {**SLURM, "SLURM_CPUS_PER_TASK": "6"}, 64, 6),
         ("but no more than srun has bound", {**SLURM, "SLURM_CPUS_PER_TASK": "6"}, 1, 1),
@@ -116,8 +116,22 @@ def test_mpich():
         ("at least one", TORCHRUN, 2, 1),
     ],
 )
-def test_threads(said, environ, cores, threads):
-    assert env_module.threads(detect(environ), environ, cores) == threads, said
+def test_a_ranks_cores(said, environ, usable, cores):
+    assert env_module.cores(detect(environ), environ, usable) == cores, said
+
+
+@pytest.mark.parametrize(
+    "said, cores, workers, threads",
+    [
+        ("the demo", 2, 1, 1),
+        ("all, where the trainer loads by itself", 8, 0, 8),
+        ("what the workers leave", 8, 2, 6),
+        ("but half of them at least, since workers wait most of the time", 8, 6, 4),
+        ("at least one", 1, 2, 1),
+    ],
+)
+def test_threads_leave_cores_to_the_loaders_workers(said, cores, workers, threads):
+    assert env_module.threads(cores, workers) == threads, said
 
 
 def test_the_batch_script_itself_is_no_rank():
