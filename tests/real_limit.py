@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import sys
+from typing import Any
 
 import torch
 
@@ -60,21 +61,26 @@ def address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def main(kind: str, spare_mib: int | None) -> None:
+def curve(kind: str, spare_mib: int | None, steps: int = STEPS) -> dict[str, Any]:
+    """Losses, micro-batch sizes and what was said of them; the limit stays."""
     torch.set_num_threads(1)
     engine = make(kind)
     plan = BatchPlan(N, 1, 4, 1)  # the first step is small: libraries load what they need
     losses, sizes, log = [], [], []
-    for step in range(STEPS):
+    for step in range(steps):
         if step == 1:
             plan = BatchPlan(N, 1, N, 1)
             if spare_mib is not None:
                 limit = address_space() + spare_mib * 2**20
-                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+                resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         result, plan = recovering_step(engine, batch(step), InfoNCE(tile=128), plan, lr=LR, log=log.append)
         losses.append(result.loss)
         sizes.append(plan.micro_size)
-    print(json.dumps({"losses": losses, "sizes": sizes, "log": log}), flush=True)
+    return {"losses": losses, "sizes": sizes, "log": log}
+
+
+def main(kind: str, spare_mib: int | None) -> None:
+    print(json.dumps(curve(kind, spare_mib)), flush=True)
     os._exit(0)  # no room for a teardown
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clip_train.contrastive import LocalInfoNCE, SigmoidLoss
 from clip_train.step import contrastive_step
 from clip_train.user_engine import UserBatch, UserEngine
+from tests import warm
 from tests.ranks import RankFailedError, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -239,21 +243,36 @@ def test_mistakes_are_explained():
         contrastive_step(Towers(), images, texts, micro_size=2, loss=LocalInfoNCE())
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name, launcher",
-    [("plain.py", []), ("ddp.py", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])],
-)
-def test_the_documents_examples_run_and_learn(name, launcher, tmp_path):
+def example(name: str, folder: Path) -> Path:
+    """A program of docs/library.md, as it stands there."""
     document = (ROOT / "docs" / "library.md").read_text()
     [code] = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", document, re.DOTALL)
-    (tmp_path / name).write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(tmp_path / name)]
-    out = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert out.returncode == 0, out.stderr
-    losses = [float(line.rsplit(" ", 1)[1]) for line in out.stdout.splitlines() if line.startswith("step ")]
+    (folder / name).write_text(code)
+    return folder / name
+
+
+def printed_by(program: Path) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(str(program), run_name="__main__")
+    return out.getvalue()
+
+
+def assert_it_learns(printed: str) -> None:
+    losses = [float(line.rsplit(" ", 1)[1]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 20
     assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_documents_first_example_runs_and_learns(tmp_path):
+    assert_it_learns(warm.call(printed_by, example("plain.py", tmp_path)))
+
+
+@pytest.mark.distributed
+def test_the_documents_example_under_torchrun_runs_and_learns(tmp_path):
+    program = example("ddp.py", tmp_path)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    out = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
+    assert out.returncode == 0, out.stderr
+    assert_it_learns(out.stdout)
