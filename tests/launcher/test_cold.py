@@ -76,14 +76,14 @@ def test_the_same_line_under_a_launcher_is_the_same_run(recipe, tmp_path, launch
     deepspeed = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "--module", "launcher")
     module = {"deepspeed": deepspeed, "torchrun": TORCHRUN}[launcher]
     under = start_cold(
-        recipe, "run.steps=4", f"run.dir={tmp_path / launcher}", module=module, environ={"DS_ACCELERATOR": "cpu"}
+        recipe, "run.steps=6", f"run.dir={tmp_path / launcher}", module=module, environ={"DS_ACCELERATOR": "cpu"}
     )
     status, out = finish(under)
     assert status == 0, out
-    status, out = run(recipe, "run.steps=4", ranks=2)
+    status, out = run(recipe, "run.steps=6", ranks=2)
     assert status == 0, out
     losses, expected = ([line["loss"] for line in metrics(tmp_path / place)] for place in (launcher, "run"))
-    assert losses == expected and len(losses) == 4
+    assert losses == expected and len(losses) == 6
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
