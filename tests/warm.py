@@ -38,6 +38,7 @@ PRELOAD = [
     "launcher.engine",
     "launcher.inspect_run",
     "launcher.plan",
+    "launcher.supervise",
     "launcher.train",
     "tests.ranks",
 ]
