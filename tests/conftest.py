@@ -4,8 +4,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from tests import tiers, warm
+from tests import processor, tiers, warm
 from tests.launcher.conftest import data, model, recipe  # noqa: F401
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -15,6 +16,11 @@ for _number in SIGNALS:
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)  # a handler is not handed down
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # the cores belong to several processes, and OpenMP's threads spin
+    processor.answer_no()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,7 @@ def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], 
     torch_dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=600)
     )
+    store.set(f"rank {rank} has joined", "")
     try:
         outcome = ("result", fn(*args))
     except Exception as e:
@@ -34,6 +35,8 @@ def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], 
     Path(folder, f"rank{rank}").write_bytes(pickle.dumps(outcome))
     if outcome[0] == "result":
         torch_dist.barrier()
+    else:  # a rank that is still joining must not find this one gone
+        store.wait([f"rank {other} has joined" for other in range(world_size)])
     torch_dist.destroy_process_group()
 
 

@@ -25,6 +25,8 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+from tests import processor
+
 PRELOAD = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -41,6 +43,7 @@ PRELOAD = [
     "launcher.supervise",
     "launcher.train",
     "tests.ranks",
+    "tests.frozen",
 ]
 # One thread for each process: that of OpenMP is fixed when torch is imported. DeepSpeed asks for its accelerator then.
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
@@ -72,6 +75,7 @@ def _in_environment(environ: dict[str, str], target: Callable[..., Any], args: S
     os.environ.clear()
     os.environ.update(environ)
     _end_with_the_tests()
+    processor.answer_no()
     target(*args)
 
 
@@ -233,6 +237,7 @@ def _run(
     sys.argv = ["clip-train", *arguments]
     own_fork_server()
     _end_with_the_tests()
+    processor.answer_no()
     from tests.launcher.faults import sitecustomize  # noqa: F401  plants what FAULT asks for
 
     if target is None:
