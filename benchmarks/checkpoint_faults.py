@@ -26,6 +26,7 @@ from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.errors import ClipTrainError
 from tests.checkpoint.eyes import damaged_in, newest_in
 from tests.checkpoint.parts import bits, cut, whole
+from tests.checkpoint.runs import kill_writer
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
 from tests.s3.server import Server, chosen
@@ -138,9 +139,7 @@ def kill_saver(life: Life) -> None:
     """While it has step 2 in hand."""
     life.proxy.faults = [Fault("hang", method=WRITES, key="ckpt")]
     life.save(2, wait=False)
-    process = life.manager._saver._process  # type: ignore[union-attr]
-    process.kill()  # type: ignore[union-attr]
-    process.wait()  # type: ignore[union-attr]
+    kill_writer()
     life.proxy.faults = []
 
 
@@ -210,7 +209,7 @@ CASES: dict[str, tuple[Callable, Callable, str]] = {
     "two writers, the first cut off from the store": (nothing, successor_unseen, "refused"),
     "saver killed": (nothing, kill_saver, "told"),
     "conditional writes ignored": (fault(Fault("unconditional", method="PUT", key="")), nothing, "told"),
-    "clock an hour off": (fault(Fault("skew", method="GET", key="")), nothing, "told"),
+    "clock an hour off": (fault(Fault("skew", method="GET", key="", seconds=-3600)), nothing, "told"),
     "clock refused": (
         fault(Fault("status", method=ALL, key="", code=403, s3code="RequestTimeTooSkewed")), nothing, "refused",
     ),

@@ -136,14 +136,17 @@ def check_captions(source: Source, found: SourceSummary, storage: StorageConfig,
         yield ok("captions", told)
 
 
-def check_store(config: RunConfig) -> Iterator[Finding]:
-    """What a run does before its model is built: is checkpoint.remote fit for checkpoints?"""
+def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Finding]:
+    """What a run does before its model is built: is checkpoint.remote fit for checkpoints?
+
+    patience_seconds: how long one operation is tried.
+    """
     remote = config.checkpoint.remote
     if remote is None:
         shards = "" if any(is_remote(each.spec) for each in sources(config.data)) else ", and no remote shards"
         yield ok("S3", f"no checkpoint.remote in this recipe: checkpoints stay in {config.run_dir}{shards}")
         return
-    storage = open_storage(remote, patience_seconds=PATIENCE_SECONDS)
+    storage = open_storage(remote, patience_seconds=patience_seconds)
     for trial in try_all(storage):
         make = error if trial.error is not None else warning
         told = f"checkpoint.remote ({storage.url}) {trial.told}"

@@ -40,11 +40,20 @@ class Bucket:
     def unfinished_uploads(self) -> list[str]:
         return [upload.findtext("Key") or "" for upload in self._query(uploads="").iter("Upload")]
 
+    def begin_upload(self, key: str) -> None:
+        """In parts, and nobody goes on with it."""
+        self.server.request("POST", f"{self.name}/{key}", {"uploads": ""})
+
     def get(self, key: str) -> bytes:
         return self.server.get(f"{self.name}/{key}")
 
     def put(self, key: str, data: bytes) -> None:
         self.server.put(f"{self.name}/{key}", data)
+
+    def flip(self, key: str) -> None:
+        """One bit of the object, where it is stored."""
+        content = self.get(key)
+        self.put(key, content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
 
     def delete(self, key: str) -> None:
         self.server.delete(f"{self.name}/{key}")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import uuid
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 
+from clip_train.storage import Storage
 from clip_train.storage.s3 import S3Storage
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.runs import RUNS
 from tests.s3.server import Server, chosen
+
+PART = 5 << 20  # S3's least
+DATA = random.Random(1).randbytes(2 * PART + 12345)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,12 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
+    gc.collect()
+    gc.freeze()  # all that was imported: else `forget_file_systems` goes through it for each test
     try:
         up = chosen()().start()
     except RuntimeError:  # another process may have taken the port in the meantime
         up = chosen()().start()
     yield up
     up.stop()
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -49,6 +57,7 @@ def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyPro
             monkeypatch.setenv(name, value)
         yield proxy
         forget_file_systems()
+        gc.freeze()  # what s3fs never gives back: the next test's collector need not look at it
 
 
 def forget_file_systems() -> None:
@@ -58,18 +67,11 @@ def forget_file_systems() -> None:
 
     # also those that are not kept, as a storage's: what is still held by a test that has ended is in no cache
     for fs in [each for each in gc.get_objects() if type(each) is s3fs.S3FileSystem]:
-        if fs._s3 is not None:  # left to the collector, it would have a tenth of a second, and on any thread's loop
-            sync(fs.loop, fs._s3creator.__aexit__, None, None, None, timeout=120)
+        client = sync(fs.loop, fs.get_s3)
+        if client is not None:  # left to the collector, it would have a tenth of a second, and on any thread's loop
+            sync(fs.loop, client.close, timeout=120)
     s3fs.S3FileSystem.clear_instance_cache()
     gc.collect()
-
-
-@pytest.fixture
-def new_workers(proxy: FaultyProxy) -> Iterator[None]:
-    """Loader workers that know the proxy: the fork server keeps the environment of the test that started it."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -81,25 +83,48 @@ def bucket(server: Server) -> str:
 
 
 @pytest.fixture
-def view(server: Server, bucket: str) -> Bucket:
+def view(server: Server, bucket: str, proxy: FaultyProxy) -> Bucket:
     return Bucket(server, bucket)
 
 
 @pytest.fixture
-def url(view: Bucket, proxy: FaultyProxy) -> str:
+def url(view: Bucket) -> str:
     """Where a run's checkpoints go, through the proxy."""
     return f"{view.url}/run"
 
 
-@pytest.fixture
-def answers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, however short the patience: an answer that comes late is no other answer."""
-    monkeypatch.setitem(S3Storage.__init__.__kwdefaults__, "request_seconds", 240.0)
+# The three below are all that these tests know of how a store on S3 is made.
 
 
 @pytest.fixture
-def runs(proxy: FaultyProxy, answers_are_waited_for: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One operation's patience is a second, in the savers' processes too; no saver outlives its test."""
+def storage(url: str) -> Storage:
+    """It waits for every answer, and asks again for as long as it takes."""
+    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
+
+
+@pytest.fixture
+def hasty(url: str) -> Storage:
+    """It soon gives up a request, and asks again for as long as it takes."""
+    return S3Storage(url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600)
+
+
+@pytest.fixture
+def impatient(url: str) -> Storage:
+    """It waits for every answer, and soon asks no more."""
+    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    """A file that is uploaded in three parts."""
+    path = tmp_path / "big"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture
+def runs(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One operation's patience is a second, in the checkpoint writers too; none of those outlives its test."""
     monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "1")
     yield
     while RUNS:

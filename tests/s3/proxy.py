@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 Action = Literal[
     "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
-    "unconditional", "skew", "hide", "slow", "crawl",
+    "unconditional", "skew", "hide", "slow", "crawl", "pages",
 ]  # fmt: skip
 
 MOST_RUNNING = 6  # below the default of storage.attempts
@@ -36,9 +36,10 @@ class Fault:
     the body and then silence; drip: 200 bytes a second; flip: one bit of the body; other: other bytes, as many;
     status: an S3 error; hang: no answer; expired: 403 ExpiredToken.
     lost: carried out, then reset instead of the answer; upflip: one bit of the request's body; unconditional: the
-    request without its If-None-Match; skew: the answer's Date is an hour early;
+    request without its If-None-Match; skew: the answer's Date is `seconds` from what it is;
     hide: the objects whose key contains `hidden` are left out of listings; slow: `seconds` late, and then as it is;
-    crawl: both bodies through a link of `rate` that all such requests share fairly, and then as they are.
+    crawl: both bodies through a link of `rate` that all such requests share fairly, and then as they are;
+    pages: a listing comes in pages of two.
     """
 
     action: Action
@@ -53,7 +54,6 @@ class Fault:
     code: int = 503
     s3code: str = "SlowDown"
     access_key: str = ""  # only of requests that are signed with a key that begins so
-    query: str = ""  # only where this is in it
     hidden: str = ""
     seconds: float = 0.05
     rate: int = 1 << 20  # bytes per second
@@ -68,8 +68,6 @@ class Fault:
         if method not in self.method.split("|") or not re.search(self.key, path) or not re.search(self.query, query):
             return False
         if self.access_key and f"Credential={self.access_key}".encode() not in headers:
-            return False
-        if self.query.encode() not in headers.split(b" ", 2)[1].partition(b"?")[2]:
             return False
         self.seen += 1
         if not self.left:
@@ -108,6 +106,7 @@ class FaultyProxy:
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
         self.answers: list[Answer] = []
         self.port = 0
+        self.under_way = 0  # requests that have come, and are neither answered nor given up by who asks
         self._link = asyncio.Lock()
         self._running: dict[str, int] = {}  # request -> faults since it last passed
         self._clients: set[asyncio.Task | None] = set()  # the loop holds them weakly, and some sleep for an hour
@@ -163,13 +162,22 @@ class FaultyProxy:
         body = await reader.readexactly(_length(head))
         asked = re.search(rb"\r\nRange: *([^\r]+)", head, re.IGNORECASE)
         self.requests.append(f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip())
-        request = self.requests[-1]
+        self.under_way += 1
+        try:
+            return await self._answer(head, body, reader, writer, self.requests[-1])
+        finally:
+            self.under_way -= 1
+
+    async def _answer(
+        self, head: bytes, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: str
+    ) -> bool:
+        method, path = head.split(b" ", 2)[:2]
         hit = self._fault_of(request, method.decode(), path.decode(), head)
         action = hit.action if hit else None
         if action == "reset":
             return _reset(writer)
         if action == "hang":
-            await asyncio.sleep(3600)
+            return await _silence(reader)
         if hit and action in ("slow", "crawl"):
             await (asyncio.sleep(hit.seconds) if action == "slow" else self._crawl(reader, len(body), hit.rate))
         if hit and action in ("status", "expired"):
@@ -183,18 +191,20 @@ class FaultyProxy:
             body = body[:-1] + bytes([body[-1] ^ 1])
         if action == "unconditional":
             head = self._signed(_with_header(head, b"If-None-Match", None), body)
+        if action == "pages":
+            head = self._signed(_in_pages(head), body)
         answer_head, answer = await self._forward(head, body, method == b"HEAD")
         if action == "lost":
             return _reset(writer)
-        if action == "skew":
-            early = email.utils.formatdate(time.time() - 3600, usegmt=True)
-            answer_head = _with_header(answer_head, b"Date", early.encode())
-        if hit is not None and action == "hide":
+        if hit and action == "skew":
+            other = email.utils.formatdate(time.time() + hit.seconds, usegmt=True)
+            answer_head = _with_header(answer_head, b"Date", other.encode())
+        if hit and action == "hide":
             named = "|".join(map(re.escape, {hit.hidden, quote(hit.hidden, safe="")}))  # some servers quote keys
             entry = rf"<Contents>(?:(?!</Contents>).)*(?:{named}).*?</Contents>".encode()
             answer = re.sub(entry, b"", answer, flags=re.DOTALL)
             answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
-        if hit is None or action in ("upflip", "unconditional", "skew", "hide", "slow", "crawl"):
+        if hit is None or action in ("upflip", "unconditional", "skew", "hide", "slow", "crawl", "pages"):
             if hit and action == "crawl":
                 await self._crawl(reader, len(answer), hit.rate)
             signed = re.search(rb"Credential=([^/]+)/", head)
@@ -202,7 +212,7 @@ class FaultyProxy:
             writer.write(answer_head + answer)
             await writer.drain()
             return True
-        return await self._spoil(hit, answer_head, answer, writer)
+        return await self._spoil(hit, answer_head, answer, reader, writer)
 
     async def _crawl(self, reader: asyncio.StreamReader, num_bytes: int, rate: int) -> None:
         """As long as that takes, in turns with the others; who has hung up takes no more of the link."""
@@ -257,7 +267,9 @@ class FaultyProxy:
         finally:
             up_writer.transport.abort()
 
-    async def _spoil(self, fault: Fault, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> bool:
+    async def _spoil(
+        self, fault: Fault, head: bytes, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
         cut = int(len(body) * (fault.draws.random() if fault.at is None else fault.at))
         match fault.action:
             case "flip":
@@ -275,7 +287,7 @@ class FaultyProxy:
             case "stall":
                 writer.write(head + body[:cut])
                 await writer.drain()
-                await asyncio.sleep(3600)
+                return await _silence(reader)
             case "end":
                 writer.write(head + body[:cut])
                 await writer.drain()
@@ -288,6 +300,21 @@ class FaultyProxy:
                 return _reset(writer)
         await writer.drain()
         return True
+
+
+async def _silence(reader: asyncio.StreamReader) -> bool:
+    """Until who asks hangs up."""
+    while await reader.read(1 << 16):
+        pass
+    return False
+
+
+def _in_pages(head: bytes) -> bytes:
+    """The request for a listing, asking for two entries at most: the query stays sorted, as signatures want it."""
+    method, target, rest = head.split(b" ", 2)
+    path, _, query = target.partition(b"?")
+    pairs = [pair for pair in query.split(b"&") if not pair.startswith(b"max-keys=")]
+    return b" ".join([method, path + b"?" + b"&".join(sorted([*pairs, b"max-keys=2"])), rest])
 
 
 def _reset(writer: asyncio.StreamWriter) -> bool:

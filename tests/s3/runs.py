@@ -37,10 +37,6 @@ class Run:
         """Do not wait for what will not come."""
         self.manager.config = self.manager.config.model_copy(update={"grace_seconds": 0.5})
 
-    def at_rest(self) -> None:
-        """Until the saver has nothing left to do: what it removes after a commit is gone as well."""
-        self.until(lambda: not self.manager._outcomes.pending and not self.manager._outcomes.tidying)
-
     def until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         end = time.monotonic() + seconds
         while not condition():

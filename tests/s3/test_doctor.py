@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import socket
@@ -23,6 +24,7 @@ from tests.s3.server import Server
 EVERY = "GET|PUT|HEAD|DELETE|POST"
 PATIENTLY = ("storage.patience_seconds=120",)
 DENIED = {"code": 403, "s3code": "AccessDenied"}
+full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
 def config(remote: str, train: str = "a.tar", **data: object) -> RunConfig:
@@ -31,14 +33,8 @@ def config(remote: str, train: str = "a.tar", **data: object) -> RunConfig:
     return check_config(raw, "recipe.yaml")
 
 
-@pytest.fixture
-def view(server: Server, bucket: str, proxy: FaultyProxy) -> Bucket:
-    return Bucket(server, bucket)
-
-
-@pytest.fixture(autouse=True)
-def impatient(answers_are_waited_for: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.recipe_checks.PATIENCE_SECONDS", 1.0)
+def look(config: RunConfig) -> list[Finding]:
+    return list(check_store(config, patience_seconds=1.0))
 
 
 def found(findings: list[Finding], level: str) -> list[str]:
@@ -46,7 +42,7 @@ def found(findings: list[Finding], level: str) -> list[str]:
 
 
 def test_a_healthy_bucket(view: Bucket) -> None:
-    findings = list(check_store(config(f"{view.url}/run")))
+    findings = look(config(f"{view.url}/run"))
     assert found(findings, "ok") == [f"{each.check}: {each.told} -> " for each in findings]
     for did in ("listed", "written to", "reads back", "conditional writes: of two runs only one", "deleted", "time"):
         assert any(did in each.told for each in findings), (did, findings)
@@ -70,19 +66,25 @@ def test_a_healthy_bucket(view: Bucket) -> None:
             "warning",
             r"cannot have its unfinished uploads listed: .*\(s3:ListBucketMultipartUploads\); or let a lifecycle rule",
         ),
-        (Fault("skew", key="", method="GET"), "warning", "a clock -3[56]\\d\\d s .*set this machine's clock"),
-        (Fault("status", method=EVERY, key="", code=403, s3code="RequestTimeTooSkewed"), "error", "clock"),
-        (Fault("status", method=EVERY, key="", code=400, s3code="ExpiredToken"), "error", "expired: renew them"),
-        (Fault("status", method=EVERY, key="", code=403, s3code="InvalidAccessKeyId"), "error", "InvalidAccessKeyId"),
-        (Fault("status", method=EVERY, key=""), "error", "SlowDown.*try again"),
-        (Fault("reset", method=EVERY, key=""), "error", "check the network"),
+        (
+            Fault("skew", key="", method="GET", seconds=-3600),
+            "warning",
+            "a clock -3[56]\\d\\d s .*set this machine's clock",
+        ),
+        full(Fault("status", method=EVERY, key="", code=403, s3code="RequestTimeTooSkewed"), "error", "clock"),
+        full(Fault("status", method=EVERY, key="", code=400, s3code="ExpiredToken"), "error", "expired: renew them"),
+        full(
+            Fault("status", method=EVERY, key="", code=403, s3code="InvalidAccessKeyId"), "error", "InvalidAccessKeyId"
+        ),
+        full(Fault("status", method=EVERY, key=""), "error", "SlowDown.*try again"),
+        full(Fault("reset", method=EVERY, key=""), "error", "check the network"),
         (Fault("other", method="GET", key="preflight"), "error", "cannot be read: .*Checksum|gives back other bytes"),
     ],
     ids=lambda value: None if not isinstance(value, Fault) else f"{value.action}-{value.method}-{value.s3code}",
 )
 def test_planted_faults_are_each_named(view: Bucket, proxy: FaultyProxy, fault: Fault, level: str, said: str) -> None:
     proxy.faults = [fault]
-    findings = list(check_store(config(f"{view.url}/run")))
+    findings = look(config(f"{view.url}/run"))
     assert fault.fired
     lines = found(findings, level)
     assert any(re.search(said, line) for line in lines), (said, findings)
@@ -92,26 +94,26 @@ def test_planted_faults_are_each_named(view: Bucket, proxy: FaultyProxy, fault: 
 
 def test_what_may_not_be_deleted(view: Bucket, proxy: FaultyProxy) -> None:
     proxy.faults = [Fault("status", method="DELETE", key="", **DENIED)]
-    findings = list(check_store(config(f"{view.url}/run")))
+    findings = look(config(f"{view.url}/run"))
     (line,) = found(findings, "error")
     assert "cannot have files deleted" in line and "s3:DeleteObject" in line
     assert len(findings) == 7  # and the rest was looked at all the same
 
 
 def test_no_bucket_and_no_credentials(view: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (line,) = found(list(check_store(config("s3://nowhere-at-all/run"))), "error")
+    (line,) = found(look(config("s3://nowhere-at-all/run")), "error")
     assert "create the bucket, or correct the URL" in line
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    lines = found(list(check_store(config(f"{view.url}/run"))), "error")
+    lines = found(look(config(f"{view.url}/run")), "error")
     assert lines and all("set AWS_PROFILE" in line and "s3:" not in line.split("->")[1] for line in lines)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     with socket.socket() as taken:  # and not listened on
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
-        (line,) = found(list(check_store(config(f"{view.url}/run"))), "error")
+        (line,) = found(look(config(f"{view.url}/run")), "error")
     assert "Could not connect" in line and "AWS_ENDPOINT_URL" in line
 
 
@@ -151,10 +153,11 @@ def recipe(tmp_path: Path, view: Bucket, server: Server) -> Path:
 
 def test_the_command(recipe: Path, tmp_path: Path, view: Bucket) -> None:
     before = view.keys()
-    status, told = doctor(
-        tmp_path, str(recipe), f"checkpoint.remote={view.url}/run", *PATIENTLY, PATH="/usr/bin:/bin", limit=65536
-    )
-    assert status == 0 and told["S3"].count("ok: ") == 7, told
+    place = f"checkpoint.remote={view.url}/run"
+    status, out = doctor(tmp_path, "--json", str(recipe), place, *PATIENTLY, PATH="/usr/bin:/bin", limit=4096)
+    assert status == 0, out
+    levels = [finding["level"] for finding in json.loads(out)["findings"] if finding["check"] == "S3"]
+    assert levels == ["ok"] * 7, out
     assert view.keys() == before
 
 

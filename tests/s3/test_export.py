@@ -13,10 +13,11 @@ import torch
 from safetensors import safe_open
 
 from clip_train.models import CLIP, Architecture, load_openclip
-from tests.launcher.conftest import MODEL, RECIPE, ROOT, finish, start
+from tests.launcher.conftest import MODEL, PATIENCE, RECIPE, ROOT, finish, start
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.server import Server
+from tests.warm import Command
 
 pytestmark = pytest.mark.engine
 
@@ -56,6 +57,7 @@ def features(state: dict[str, torch.Tensor], architecture: Architecture) -> list
         return list(model(images, texts)[:3])
 
 
+@pytest.mark.full
 def test_export_and_evaluate_from_the_bucket_alone(
     tmp_path: Path, data, server: Server, proxy: FaultyProxy, bucket: str
 ) -> None:
@@ -79,15 +81,17 @@ def test_export_and_evaluate_from_the_bucket_alone(
     for leftover in (tmp_path / "gone").rglob("mine.json"):
         leftover.unlink()
 
+    environ = {k: v for k, v in os.environ.items() if k.startswith(("AWS", "PATH", "OMP"))}
+    environ |= {"HOME": str(elsewhere), "PYTHONPATH": str(ROOT), "CLIP_TRAIN_S3_PATIENCE_SECONDS": "120"}
+
     def command(*arguments: str) -> tuple[int, str]:
-        environ = {k: v for k, v in os.environ.items() if k.startswith(("AWS", "PATH", "OMP"))}
-        environ |= {"HOME": str(elsewhere), "PYTHONPATH": str(ROOT), "CLIP_TRAIN_S3_PATIENCE_SECONDS": "120"}
-        done = subprocess.run(
-            [sys.executable, "-c", COMMAND, *arguments],
-            env=environ, cwd=elsewhere, capture_output=True, text=True, check=False, timeout=900,
-        )  # fmt: skip
-        assert "no engine" in done.stdout, done.stderr
-        return done.returncode, done.stdout + done.stderr
+        return finish(Command(arguments, env=environ, cwd=elsewhere))
+
+    cold = subprocess.run(
+        [sys.executable, "-c", COMMAND, "export", url, "--output", "cold"],
+        env=environ, cwd=elsewhere, capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert cold.returncode == 0 and "no engine" in cold.stdout, cold.stderr
 
     # the newest, and one by its step
     for step, *which in ((4,), (2, "--step", "2")):

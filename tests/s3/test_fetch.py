@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 # nine matrices and vectors, 31 MB: with two moments 93 MB, of two ranks three blocks of 16 MiB each
 SHAPES = {f"blocks.{i}.{name}": shape for i in range(9) for name, shape in (("w", (840, 1024)), ("b", (1031,)))}

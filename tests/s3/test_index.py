@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +10,16 @@ import pytest
 from clip_train.data.index import INDEX_NAME, find_index
 from clip_train.data.indexing import index_shards
 from clip_train.errors import UserError
+from tests.launcher.conftest import clean_environment, finish
 from tests.s3.epochs import PATIENT, SIZES, make_shards, upload
 from tests.s3.proxy import Fault, FaultyProxy
 from tests.s3.server import ROOT, Server
+from tests.warm import Command
 
 
-def clip_train(*arguments: str) -> subprocess.CompletedProcess[str]:
+def clip_train(*arguments: str) -> tuple[int, str]:
     """In a process of its own, as from a shell: the environment of this test goes with it."""
-    return subprocess.run(
-        [sys.executable, "-m", "launcher", *arguments],
-        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+    return finish(Command(arguments, env=clean_environment(), cwd=ROOT))
 
 
 def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str) -> None:
@@ -31,8 +27,8 @@ def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy
     local = index_shards([str(p) for p in make_shards(folder, index=False)], workers=1)
     train = upload(server, folder, bucket)
     proxy.faults = [Fault("cut", times=3), Fault("status", times=3, key="json$", method="GET|HEAD|PUT")]
-    done = clip_train("index", train)
-    assert done.returncode == 0, done.stderr
+    status, out = clip_train("index", train)
+    assert status == 0, out
     assert proxy.fired == 6
     assert json.loads(server.get(f"{bucket}/set/sizes.json")) == {f"{i:03d}.tar": n for i, n in enumerate(SIZES)}
     urls = [f"s3://{bucket}/set/{i:03d}.tar" for i in range(len(SIZES))]
@@ -44,8 +40,8 @@ def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy
     damaged = bytearray((folder / "004.tar").read_bytes())
     damaged[1000] ^= 1
     server.put(f"{bucket}/set/004.tar", bytes(damaged))
-    checked = clip_train("index", f"s3://{bucket}/set/*.tar", "--check")
-    assert checked.returncode == 1 and "1 of 6 shards" in checked.stderr and "004.tar: differs in 1" in checked.stderr
+    status, out = clip_train("index", f"s3://{bucket}/set/*.tar", "--check")
+    assert status == 1 and "1 of 6 shards" in out and "004.tar: differs in 1" in out
 
 
 def test_an_index_that_may_not_be_read_is_not_no_index(proxy: FaultyProxy, bucket: str, server: Server) -> None:

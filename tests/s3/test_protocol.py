@@ -10,6 +10,7 @@ from clip_train.checkpoint import layout, marks
 from clip_train.errors import CheckpointError
 from clip_train.storage import open_storage
 from tests.checkpoint.parts import committed
+from tests.checkpoint.runs import kill_writer
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
 from tests.s3.runs import Run, assert_is
@@ -33,6 +34,7 @@ def test_a_zombie_cannot_commit_over_its_successor(tmp_path: Path, url: str, vie
     assert_is(Run(tmp_path / "c", url).resume(), 2)
 
 
+@pytest.mark.full
 def test_what_is_said_to_hold_without_conditional_writes_does(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
     deaf = Fault("unconditional", method="PUT", key="")
     proxy.faults = [deaf]
@@ -64,6 +66,7 @@ def test_the_answer_to_the_commit_is_lost(tmp_path: Path, url: str, view: Bucket
     assert [line for line in run.said if "waiting" not in line] == [] and view.incomplete("run") == []
 
 
+@pytest.mark.full
 def test_a_zombie_cut_off_from_the_store_sees_its_successor_on_the_disk(
     tmp_path: Path, url: str, proxy: FaultyProxy
 ) -> None:
@@ -80,6 +83,7 @@ def test_a_zombie_cut_off_from_the_store_sees_its_successor_on_the_disk(
     assert set(committed(tmp_path)) == {1, 2}
 
 
+@pytest.mark.full
 def test_two_that_took_the_same_epoch(tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy) -> None:
     """Possible where a server ignores If-None-Match: the last one to take it has it."""
     ignores = Fault("unconditional", method="PUT", key="")
@@ -95,6 +99,7 @@ def test_two_that_took_the_same_epoch(tmp_path: Path, url: str, view: Bucket, pr
     assert view.incomplete("run") == [] and len(view.commits("run")) == 1
 
 
+@pytest.mark.full
 def test_a_marker_that_a_listing_hides_keeps_its_data(
     tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy
 ) -> None:
@@ -106,16 +111,14 @@ def test_a_marker_that_a_listing_hides_keeps_its_data(
     assert view.incomplete("run") == [] and [m["step"] for m in view.commits("run").values()] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_uploads_under_way_are_not_swept(tmp_path: Path, url: str, view: Bucket) -> None:
     """Parts of another rank's file, and of a successor's."""
-    import s3fs
-
     run = Run(tmp_path, url)
     assert run.save(1)
     run.manager.close()  # it sweeps, too
-    fs = s3fs.S3FileSystem(skip_instance_cache=True)
     for name in ("ckpt/s0000000002/e000000-0123abcd/x", "ckpt/s0000000002/e000007-0123abcd/x", "ckpt/s1/old"):
-        fs.call_s3("create_multipart_upload", Bucket=view.name, Key=f"run/{name}")
+        view.begin_upload(f"run/{name}")
     storage = open_storage(url)
     under_way = lambda name: layout.parse_prefix(name.rsplit("/", 1)[0]) is not None  # noqa: E731
     swept = storage.sweep(storage.clock() + 60, under_way)
@@ -123,6 +126,7 @@ def test_uploads_under_way_are_not_swept(tmp_path: Path, url: str, view: Bucket)
     assert [ref.step for ref in marks.list_commits(storage)] == [1]
 
 
+@pytest.mark.full
 def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,15 +141,15 @@ def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     assert view.commits("run") == {}
     proxy.faults = []
     run.until(lambda: len(view.commits("run")) == 2)
-    run.at_rest()
+    run.manager.close()
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 6]
     overtaken = [line for line in run.said if "overtaken" in line]
     assert len(overtaken) == 4 and "step 2 is not uploaded: overtaken by step 3" in overtaken[0]
     assert run.manager.poll().get("checkpoint_failures", 0) == 0
-    run.manager.close()
 
 
-def test_a_saver_that_dies_is_one_failure(
+@pytest.mark.full
+def test_a_writer_that_dies_is_one_failure(
     tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it had in hand."""
@@ -156,9 +160,7 @@ def test_a_saver_that_dies_is_one_failure(
     for step in (1, 2):
         assert run.save(step, wait=False)
         run.until(lambda step=step: step in committed(tmp_path))
-    process = run.manager._saver._process  # type: ignore[union-attr]
-    process.kill()  # type: ignore[union-attr]
-    process.wait()  # type: ignore[union-attr]
+    kill_writer()
     proxy.faults = []
     assert run.save(3)
     assert [marker["step"] for marker in view.commits("run").values()] == [3]
