@@ -154,8 +154,10 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    from launcher.checked import check
+    from launcher.checked import check, precision_mistake
 
+    for mistake in precision_mistake(config.engine.precision):
+        yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
     checked = check(config, world, read_data=False)
     plan = checked.plan

@@ -14,6 +14,7 @@ from clip_train.data import write_shards
 from launcher.checked import check
 from launcher.cli import main
 from launcher.config import load_config
+from launcher.recipe_checks import check_recipe
 from tests import warm
 from tests.launcher.conftest import run
 from tests.processor import answer
@@ -128,16 +129,18 @@ def test_every_rank_needs_a_sample(overrides, said, recipe, capsys):
     assert said in capsys.readouterr().err
 
 
-def try_precision(recipe: Path, precision: str, missing: list[str]) -> tuple[int, str, int]:
-    """Where the processor lacks these: the status of `train` and what it says, and the status of `plan`."""
+def try_precision(recipe: Path, precision: str, missing: list[str]) -> tuple[int, str, int, list[str]]:
+    """Where the processor lacks these: `train`'s status and what it says, `plan`'s status, and what doctor finds."""
     answer(True, "fp16", "bf16")
     answer(False, *missing)
     line, said = [str(recipe), f"engine.precision={precision}"], io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         status, planned = main(["train", *line]), main(["plan", *line])
+    config = load_config(line[0], line[1:])
+    found = [finding.level for finding in check_recipe(config)]
     answer(True, precision)
-    assert check(load_config(line[0], line[1:]), 1, is_rank=True).engine.precision == precision
-    return status, said.getvalue(), planned
+    assert check(config, 1, is_rank=True).engine.precision == precision
+    return status, said.getvalue(), planned, found
 
 
 @pytest.mark.parametrize(
@@ -149,8 +152,8 @@ def try_precision(recipe: Path, precision: str, missing: list[str]) -> tuple[int
 )
 def test_a_precision_that_the_processor_lacks(missing, precision, remedy, recipe):
     """A run is refused where it would train; a plan, which may be for other machines, is not."""
-    status, said, planned = warm.call(try_precision, recipe, precision, missing)
-    assert (status, planned) == (2, 0)
+    status, said, planned, found = warm.call(try_precision, recipe, precision, missing)
+    assert (status, planned, found) == (2, 0, ["warning", "ok"])
     assert f"engine.precision ({precision})" in said and remedy in said, said
 
 
