@@ -5,8 +5,8 @@ theirs. So `launcher.env` leaves cores to the loader's workers, and the demo has
 
 Both runs are `clip-train demo` itself on two cores, for which it is sized: endless, and stopped by SIGSTOP but for
 windows of some steps, which they get in turn, alone and beside the busy process. Seconds are what the run says of its
-steps. A window in which other processes took more than a tenth of a core is taken again, and again; after an hour
-whatever there is counts, and is called disturbed.
+steps; a ratio is the median over the rounds of the ratios within a round. A window in which other processes took more
+than a fifth of a core is taken again, and again; after an hour whatever there is counts, and is called disturbed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TARGETS = {
 }
 BESIDE, ALONE = 1.5, 1.05
 CORES = 2
-STEPS = 6  # of a window
-OTHERS = 0.1  # cores that other processes may take in a window
+STEPS = 3  # of a window
+OTHERS = 0.2  # cores that other processes may take in a window
 PATIENCE = 900.0  # seconds, for what is certain to come
 QUIET_SECONDS = 3600.0  # to wait for a quiet machine, in all
 ENDLESS = (
@@ -140,7 +140,7 @@ def quiet_window(demo: Demo, beside: int, end: float) -> tuple[float, bool]:
     own = {os.getpgrp(), demo.process.pid}
     while True:
         idle = Watch(own)
-        time.sleep(1.0)
+        time.sleep(0.5)
         if idle.others() > OTHERS and time.monotonic() < end:
             continue
         with busy(beside) as groups:
@@ -175,23 +175,25 @@ def main() -> int:
     args = parser(__doc__ or "").parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves nothing behind
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    windows, num_disturbed = measure(2 if args.quick else 10)
-    seconds = {key: statistics.median(values) for key, values in windows.items()}
+    windows, num_disturbed = measure(3 if args.quick else 15)
+
+    def times(run: tuple[str, int], other: tuple[str, int]) -> float:
+        """How many times as long a step of `run` takes."""
+        return statistics.median(a / b for a, b in zip(windows[run], windows[other], strict=True))
+
+    theirs, ours = RUNS
     table = [
         {
             "threads": name,
-            "alone, s per step": round(seconds[name, 0], 3),
-            "beside a busy process": round(seconds[name, 1], 3),
-            "ratio": round(seconds[name, 1] / seconds[name, 0], 2),
+            "alone, s per step": round(statistics.median(windows[name, 0]), 3),
+            "beside a busy process": round(statistics.median(windows[name, 1]), 3),
+            "x alone": round(times((name, 1), (name, 0)), 2),
+            "alone, x a thread for each core": round(times((name, 0), (theirs, 0)), 3),
             "worst window": round(max(windows[name, 1]), 3),
         }
         for name in RUNS
     ]
-    beside = seconds["ours", 1] / seconds["ours", 0]
-    alone = seconds["ours", 0] / seconds["a thread for each core", 0]
-    table.append(
-        {**dict.fromkeys(table[0], ""), "threads": "ours / a thread for each core", "alone, s per step": alone}
-    )
+    beside, alone = times((ours, 1), (ours, 0)), times((ours, 0), (theirs, 0))
     missed = [f"beside a busy process: {beside:.2f} times its step alone, not {BESIDE}"] if beside > BESIDE else []
     missed += [f"alone: {alone:.3f} times the step with a thread for each core, not {ALONE}"] if alone > ALONE else []
     if num_disturbed:
