@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 # Of RuntimeErrors: torch's allocator on the CPU, oneDNN's, CUDA's, cuBLAS's, cuDNN's. oneDNN's primitive is what its
 # code or scratch memory had no room for. The last is what is said where no engine's workspace fitted. A processor or
-# GPU that does not support an operation says these two as well, and is told so once one sample has failed.
+# GPU that does not support an operation says these two as well: once one sample has failed, so does the run.
 TELLS = (
     "can't allocate memory", "not enough memory", "out of memory", "could not create a memory object",
     "could not create a primitive", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",

@@ -155,7 +155,7 @@ class Command:
     def wait(self, timeout: float | None = None) -> int:
         status = self._ended(timeout)
         if status is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0, self._files[0].read_bytes())
+            raise subprocess.TimeoutExpired(self.args, timeout or 0, self._printed()[0])
         return status
 
     def _ended(self, timeout: float | None) -> int | None:
@@ -167,6 +167,9 @@ class Command:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """(stdout, stderr); all in the first where they are not split. subprocess.TimeoutExpired after `timeout` s."""
         self.wait(timeout)
+        return self._printed()
+
+    def _printed(self) -> tuple[str, str]:
         out, err = (file.read_text(errors="replace") if file.exists() else "" for file in self._files)
         return out, "" if self._files[0] == self._files[1] else err
 
@@ -182,23 +185,13 @@ class Command:
 
 
 class World:
-    """Ranks of one world, each a `Command` as a launcher would have started it; nobody but themselves ends them.
-
-    returncode: 0 where all have ended with 0, else that of the first rank which has not.
-    """
+    """Ranks of one world, each a `Command` as a launcher would have started it; nobody but themselves ends them."""
 
     def __init__(self, ranks: Sequence[Command]):
         self.ranks = ranks
 
-    @property
-    def pid(self) -> int:
-        return self.ranks[0].pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
     def poll(self) -> int | None:
+        """0 where all have ended with 0, else the status of the first rank that has not; None while one runs."""
         statuses = [rank.poll() for rank in self.ranks]
         return None if None in statuses else next(filter(None, statuses), 0)
 
@@ -217,9 +210,6 @@ class World:
     def send_signal(self, number: int) -> None:
         for rank in self.ranks:
             rank.send_signal(number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def _run(

@@ -136,7 +136,7 @@ def finish(process: Process, timeout: float = PATIENCE) -> tuple[int, str]:
     """Its exit status and output; nothing of it is left running, however it ends."""
     try:
         out, _ = process.communicate(timeout=timeout)
-        return process.returncode, out
+        return process.wait(0), out
     finally:
         kill(process)
 
