@@ -27,7 +27,8 @@ from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
 from clip_train.step import train_step
-from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import build_ds_config
 from tests.ranks import run_ranks
 
 SMALL_CLIP = small_clip()
@@ -130,7 +131,7 @@ def build(stage: int | None, micro: int, once: bool) -> Any:
     if stage is None:
         model = make_model()
         return PlainEngine(model, build_optimizer(optim, model.named_parameters()))
-    from launcher.engine import build_engine
+    from launcher.engines.deepspeed.engine import build_engine
 
     config = build_ds_config(
         EngineConfig(zero_stage=stage, reduce_gradients="once" if once else "each_backward"),

@@ -33,7 +33,8 @@ from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import Batch, Features, MicroBatch
 from clip_train.step import train_step
-from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import build_ds_config
 from tests.contrastive.oracle import siglip
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.processor import answer
@@ -200,7 +201,7 @@ def own_share(batch: Batch) -> Batch:
 
 def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
     """On one rank: losses, norms, this rank's fragments of the master weights, and whether a step was skipped."""
-    from launcher.engine import build_engine
+    from launcher.engines.deepspeed.engine import build_engine
 
     if row.precision == "fp16":
         answer(True, "fp16")  # slow on a processor without it, but the numbers are the same

@@ -24,7 +24,8 @@ from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
-from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import build_ds_config
 from tests.ranks import run_ranks
 
 SMALL_CLIP = small_clip()
@@ -113,7 +114,7 @@ def flatten(tensors: dict) -> torch.Tensor:
 
 def run_row(row: Row) -> tuple[list[float], list[float], list]:
     """On one rank: losses, norms, and this rank's fragments of the master weights."""
-    from launcher.engine import build_engine
+    from launcher.engines.deepspeed.engine import build_engine
 
     ds_config = build_ds_config(
         EngineConfig(zero_stage=row.stage, precision=row.precision),

@@ -25,7 +25,8 @@ from clip_train.models import CLIP
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
-from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import build_ds_config
 from tests.ranks import run_ranks
 
 TARGETS = {
@@ -41,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def make(stage: int) -> Any:
-    from launcher.engine import build_engine
+    from launcher.engines.deepspeed.engine import build_engine
 
     torch.manual_seed(5)
     ds_config = build_ds_config(

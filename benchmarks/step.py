@@ -101,8 +101,9 @@ class Ours:
     def _deepspeed(optimizer):
         import torch.distributed as torch_dist
 
-        from launcher.ds_config import EngineConfig, build_ds_config
-        from launcher.engine import build_engine
+        from launcher.engines.config import EngineConfig
+        from launcher.engines.deepspeed.config import build_ds_config
+        from launcher.engines.deepspeed.engine import build_engine
 
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -1,6 +1,6 @@
 """The Engine protocol on plain torch: for tests, for evaluation and export, for reading.
 
-Every rank holds everything. It is also the specification of what `launcher.engine` makes DeepSpeed do.
+Every rank holds everything. It is also the specification of what the engines in `launcher.engines` do.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PlainEngine:
     def encode_text(self, texts: Tensor) -> Tensor:
         return self.model(None, texts)[1]
 
-    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+    def backward(self, features: Features, gradients: FeatureGradients, last: bool = False) -> None:
         surrogate(features, gradients).backward()
 
     def discard_gradients(self) -> None:

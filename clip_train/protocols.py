@@ -176,13 +176,13 @@ class Differentiable(Protocol):
         """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often."""
         ...
 
-    def backward(self, features: Features, gradients: FeatureGradients) -> None:
-        """Add `gradients`, taken through the graph of `features`, to this step's gradient."""
+    def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
+        """Add `gradients`, taken through the graph of `features`, to this step's gradient; `last`: none comes after."""
         ...
 
 
 class Engine(Differentiable, Protocol):
-    """One model with its optimizer on W ranks. `launcher.engine` builds it on DeepSpeed, `PlainEngine` on torch."""
+    """One model with its optimizer on W ranks. `launcher.engines` builds it, `PlainEngine` is plain torch."""
 
     def train(self, mode: bool = True) -> None:
         """Training (dropout on) or evaluation mode."""

@@ -135,11 +135,12 @@ def replay(engine: Differentiable, cache: FeatureCache, gradients: list[FeatureG
     """
     after = RngState.capture(engine.device)
     while cache.entries and cache.entries[-1].graph_kept:
-        engine.backward(cache.entries.pop().features, gradients.pop())
-    for entry, gradient in zip(cache.entries, gradients, strict=True):
+        last = len(cache.entries) == 1
+        engine.backward(cache.entries.pop().features, gradients.pop(), last)
+    for i, (entry, gradient) in enumerate(zip(cache.entries, gradients, strict=True)):
         assert entry.rng is not None
         entry.rng.restore()
-        engine.backward(engine.forward(entry.inputs), gradient)
+        engine.backward(engine.forward(entry.inputs), gradient, i == len(gradients) - 1)
     after.restore()
 
 
@@ -150,14 +151,15 @@ def local_step(engine: Engine, batch: Batch, contrastive: LocalInfoNCE, *, micro
     """
     N = batch.global_size or len(batch) * dist.world_size()
     total = 0.0
-    for micro_batch in batch.micro_batches(micro_size):
+    micro_batches = batch.micro_batches(micro_size)
+    for i, micro_batch in enumerate(micro_batches):
         features = engine.forward(micro_batch)
         seen = features.detach()
         outcome = contrastive(seen.image, seen.text, seen.logit_scale, seen.logit_bias)
         share = len(micro_batch) / N
         total += outcome.loss.item() * share
         d_image, d_text, d_scale = outcome.d_image * share, outcome.d_text * share, outcome.d_logit_scale * share
-        engine.backward(features, FeatureGradients(d_image, d_text, d_scale))
+        engine.backward(features, FeatureGradients(d_image, d_text, d_scale), i == len(micro_batches) - 1)
     loss = finite(dist.sum_scalars(total)[0])
     return update(engine, lr, StepResult(loss, math.nan, seen.logit_scale.item()))
 

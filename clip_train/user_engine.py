@@ -126,7 +126,7 @@ class UserEngine:
             torch.clear_autocast_cache()
         return features
 
-    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+    def backward(self, features: Features, gradients: FeatureGradients, last: bool = False) -> None:
         total = surrogate(features, gradients)
         if self.ddp:
             total = total * dist.world_size()  # DDP averages over ranks, and these are shares of a sum

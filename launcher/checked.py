@@ -15,7 +15,8 @@ from clip_train.errors import UserError
 from clip_train.evaluate import ZeroShotClasses
 from clip_train.models import Architecture
 from launcher.config import RunConfig
-from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.engines import Facts, package
+from launcher.engines.config import EngineConfig
 from launcher.sizing import Decision, decide, no_limit
 
 
@@ -25,7 +26,6 @@ class Checked:
 
     plan: BatchPlan
     architecture: Architecture
-    ds_config: dict[str, Any]
     lanes: int
     engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at
     decision: Decision | None = None  # where something is `auto`
@@ -52,10 +52,10 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             problems.append(bias_mistake(config, architecture.init_logit_bias))
         collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
-    ds_config = collect(lambda: ds_config_for(config, config.engine, plan, world_size))
+    problems += package(config.engine.kind).mistakes(
+        config.engine, engine_facts(config, plan, world_size, on_this_machine=is_rank)
+    )
     lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
-    if is_rank:
-        problems += precision_mistake(config.engine.precision)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(no_limit(config))
     source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
@@ -63,40 +63,23 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     if problems or plan is None:
         raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
-    return Checked(plan, architecture, ds_config, lanes, config.engine, source=source)
+    return Checked(plan, architecture, lanes, config.engine, source=source)
 
 
-def ds_config_for(config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int) -> dict[str, Any]:
-    return build_ds_config(
-        engine,
+def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int, *, on_this_machine: bool = False) -> Facts:
+    return Facts(
+        world_size,
         micro_size=plan.micro_size if plan else 1,
-        world_size=world_size,
         grad_clip_norm=config.optim.grad_clip_norm,
+        several_graphs=plan is None or config.batch.micro_size == "auto" or plan.accum_steps > 1,
+        on_this_machine=on_this_machine,
     )
 
 
 def sized(config: RunConfig, checked: Checked, limit: float) -> Checked:
     """`checked` with every `auto` decided within `limit` bytes a rank, before there is an engine to ask."""
     decision = decide(config, checked.architecture, checked.plan, limit)
-    plan, engine = decision.layout.plan, decision.engine
-    ds_config = ds_config_for(config, engine, plan, plan.world_size)
-    return replace(checked, plan=plan, engine=engine, ds_config=ds_config, decision=decision)
-
-
-def precision_mistake(precision: str) -> list[str]:
-    """What DeepSpeed would say of this machine's processor once the model is built, and would leave at that."""
-    if precision == "fp32" or torch.cuda.is_available():
-        return []
-    from launcher.engine import supported_precisions  # imports DeepSpeed, which a rank needs in any case
-
-    supported = supported_precisions()
-    if precision in supported:
-        return []
-    remedies = " or ".join(f"engine.precision={each}" for each in reversed(supported))
-    return [
-        f"engine.precision ({precision}): this machine's processor does not compute in it, and no GPU is visible: "
-        f"use {remedies}, or GPUs"
-    ]
+    return replace(checked, plan=decision.layout.plan, engine=decision.engine, decision=decision)
 
 
 def bias_mistake(config: RunConfig, bias: float | None) -> str:

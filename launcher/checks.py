@@ -11,35 +11,22 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from launcher.agreement import code_version
-from launcher.doctor import Finding, error, ok, warning
 from launcher.env import detect, has_launcher
+from launcher.findings import Finding, error, ok, warning
 from launcher.submit import LAUNCHERS, ask, parse_time
 
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 
 
 def check_versions() -> Iterator[Finding]:
-    found = {"Python": platform.python_version()}
-    for package in ("torch", "deepspeed"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            yield error("versions", f"{package} is not installed", f"pip install {package}")
-            return
-    told = ", ".join(f"{name} {number}" for name, number in found.items())
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found["deepspeed"])[:3])
-    if numbers < (0, 19, 8):
-        yield error("versions", told, "pip install 'deepspeed>=0.19.8': older ones accumulate gradients wrongly")
-    else:
-        yield ok("versions", f"{told}, clip-train's code {code_version()}")
+    told = f"Python {platform.python_version()}, torch {torch.__version__}, clip-train's code {code_version()}"
+    yield ok("versions", told)
 
 
 def check_devices() -> Iterator[Finding]:
@@ -119,19 +106,6 @@ def check_limits() -> Iterator[Finding]:
         )
 
 
-def check_extensions() -> Iterator[Finding]:
-    """DeepSpeed builds extensions; a build that was killed leaves a lock for which later runs wait for ever."""
-    place = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = Path(place) if place else Path("~/.cache/torch_extensions").expanduser()
-    locks = [file for file in folder.glob("**/lock") if time.time() - file.stat().st_mtime > 600]
-    if locks:
-        yield error(
-            "extensions", f"a killed build has left {locks[0]}: later runs wait for it without a word", f"rm {locks[0]}"
-        )
-    else:
-        yield ok("extensions", "no lock of a killed build")
-
-
 def check_time() -> Iterator[Finding]:
     """The kernel says whether something keeps the clock right: a job's end and S3's signatures depend on it."""
 
@@ -146,24 +120,6 @@ def check_time() -> Iterator[Finding]:
         yield warning("time", "the clock is not synchronised", "start chronyd or systemd-timesyncd")
     else:
         yield ok("time", "the clock is synchronised" if state >= 0 else "the kernel does not tell of its clock")
-
-
-def check_hosts() -> Iterator[Finding]:
-    """The deepspeed launcher over ssh: a cut link leaves it waiting for ever without keep-alives."""
-    hostfile = next((file for file in (Path("hostfile"), Path("/job/hostfile")) if file.exists()), None)
-    if hostfile is None:
-        return
-    if "ServerAliveInterval" not in os.environ.get("PDSH_SSH_ARGS_APPEND", ""):
-        yield warning(
-            "hosts",
-            f"{hostfile}: the deepspeed launcher would wait for ever on a dead connection",
-            "export PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=6'",
-        )
-    else:
-        yield ok("hosts", f"{hostfile}, with ssh keep-alives")
-    if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
-        told = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the other hosts"
-        yield warning("hosts", told, "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env")
 
 
 def check_slurm() -> Iterator[Finding]:
@@ -225,8 +181,6 @@ MACHINE: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("ranks", check_ranks),
     ("process group", check_group),
     ("limits", check_limits),
-    ("extensions", check_extensions),
     ("time", check_time),
-    ("hosts", check_hosts),
     ("slurm", check_slurm),
 )

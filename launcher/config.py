@@ -34,7 +34,7 @@ from clip_train.models.config import ModelConfig
 from clip_train.optim import OptimConfig, ScheduleConfig
 from clip_train.settings import LARGEST, Settings
 from clip_train.storage import StorageConfig
-from launcher.ds_config import EngineConfig
+from launcher.engines.config import EngineConfig
 from launcher.liveness import LaunchConfig
 
 

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
 
 from clip_train.errors import UserError
+from launcher.findings import Check, Finding, error
 
-Level = Literal["ok", "warning", "error"]
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    check: str
-    level: Level
-    told: str
-    remedy: str = ""
-
-
-def ok(check: str, told: str) -> Finding:
-    return Finding(check, "ok", told)
-
-
-def warning(check: str, told: str, remedy: str) -> Finding:
-    return Finding(check, "warning", told, remedy)
-
-
-def error(check: str, told: str, remedy: str) -> Finding:
-    return Finding(check, "error", told, remedy)
-
-
-Check = Callable[[], Iterator[Finding]]
 
 
 def guarded(name: str, check: Check) -> Iterator[Finding]:

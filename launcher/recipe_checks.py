@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,8 +21,9 @@ from clip_train.errors import UserError
 from clip_train.models import count_parameters
 from clip_train.storage import StorageConfig, is_remote, open_storage
 from launcher.config import RunConfig
-from launcher.doctor import Finding, error, ok, warning
+from launcher.engines import package
 from launcher.env import detect
+from launcher.findings import Finding, error, ok, warning
 from launcher.marks import STOP_FILE
 from launcher.site import load_site
 
@@ -154,11 +155,14 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    from launcher.checked import check, precision_mistake
+    from launcher.checked import check, engine_facts
 
-    for mistake in precision_mistake(config.engine.precision):
-        yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
+    here = engine_facts(config, None, world, on_this_machine=True)
+    anywhere = set(package(config.engine.kind).mistakes(config.engine, replace(here, on_this_machine=False)))
+    for mistake in package(config.engine.kind).mistakes(config.engine, here):
+        if mistake not in anywhere:
+            yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     checked = check(config, world, read_data=False)
     plan = checked.plan
     yield ok(

@@ -20,7 +20,8 @@ from clip_train.models import CLIP, Architecture, count_parameters
 from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import Engine, MicroBatch
 from launcher.config import RunConfig
-from launcher.ds_config import EngineConfig, reduce_bucket_elements, reduces_once
+from launcher.engines import package
+from launcher.engines.config import EngineConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GPU_MARGIN = 0.1  # of what is free: fragments, libraries' workspaces
@@ -34,7 +35,7 @@ class Memory:
     gradients: float
     optimizer: float  # fp32 master weights and moments, on the CPU if offloaded
     activations: float  # of the kept graphs, and of the micro-batch at work
-    buffers: float  # DeepSpeed's bucket for gradients on their way
+    buffers: float  # of the engine: gradients and parameters on their way
     features: float  # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
 
     @property
@@ -50,22 +51,17 @@ class Memory:
 def estimate_memory(
     config: RunConfig, engine: EngineConfig, plan: BatchPlan, architecture: Architecture, profile: Profile | None
 ) -> Memory:
-    """From the sizes alone. Reference: ZeRO (arXiv 1910.02054). `engine`: the recipe's, without `auto`."""
+    """From the sizes alone. `engine`: the recipe's, without `auto`."""
     teacher = config.model.teacher_architecture()
-    P, W, stage = count_parameters(architecture), plan.world_size, engine.zero_stage
-    word = DTYPES[engine.precision].itemsize
-    accumulation = 4 if engine.precision == "bf16" else word
-    whole_gradient = stage < 2 or reduces_once(engine)
-    moments = 8 if config.optim.name == "adamw" else 4 if config.optim.momentum else 0
-    master = 0 if stage == 0 else 4
-    offloaded = engine.offload == "optimizer"
+    moment_bytes = 8 if config.optim.name == "adamw" else 4 if config.optim.momentum else 0
+    held = package(engine.kind).memory(engine, count_parameters(architecture), moment_bytes, plan.world_size)
     sample = 3 * architecture.vision_cfg.image_size**2 + 8 * architecture.text_cfg.context_length
     return Memory(
-        parameters=word * (P / (W if stage == 3 else 1) + (count_parameters(teacher) if teacher else 0)),
-        gradients=accumulation * P / (1 if whole_gradient else W),
-        optimizer=0 if offloaded else (master + moments) * P / (W if stage >= 1 else 1),
+        parameters=held.parameters + (DTYPES[engine.precision].itemsize * count_parameters(teacher) if teacher else 0),
+        gradients=held.gradients,
+        optimizer=held.optimizer,
         activations=profile.bytes_for(plan) if profile else 0.0,
-        buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(engine),
+        buffers=held.buffers,
         features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked(config))
         + 8 * (config.loss.tile or auto_side(plan.per_rank, plan.global_size)) ** 2
         + sample * plan.per_rank,

@@ -1,13 +1,12 @@
 """The composition root: a checked recipe becomes a running trainer. READ THIS FIRST.
 
-    recipe -> checks -> ranks -> resume? -> engine (DeepSpeed) + weights -> loader -> Trainer.run -> verdict
+    recipe -> checks -> ranks -> resume? -> engine + weights -> loader -> Trainer.run -> verdict
 
 Nothing below this file knows more than its own part; nothing here computes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,9 +28,10 @@ from clip_train.optim import build_optimizer, learning_rate
 from clip_train.protocols import Engine, Features, MicroBatch
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
+from launcher import engines
 from launcher import env as ranks
 from launcher.agreement import agree
-from launcher.checked import Checked, check, pays_twice, sized
+from launcher.checked import Checked, check, engine_facts, pays_twice, sized
 from launcher.config import RunConfig
 from launcher.ending import end, explain_loss, leave_together, note_failure, report, say
 from launcher.lifeline import Lifeline
@@ -57,7 +57,7 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
     liveness = watch(config, stop, env, startup, lifeline)
     trainer: Trainer | None = None
     try:
-        import launcher.engine  # noqa: F401  DeepSpeed, which is to be told apart from what follows
+        engines.load(config.engine.kind)  # its imports, told apart from what follows
 
         startup.done("imports")
         device, checked = prepare(config, env)
@@ -147,11 +147,13 @@ def make_run_dir(config: RunConfig) -> None:
 
 
 def describe_run_dir(config: RunConfig, checked: Checked) -> None:
-    """Rank 0, once it is certain that the run is this recipe's: the recipe as resolved, DeepSpeed's configuration."""
+    """Rank 0, once it is certain that the run is this recipe's: the recipe as resolved, the engine's own files."""
     try:
         clear_verdict(config.run_dir)
         (config.run_dir / "recipe.yaml").write_text(config.to_yaml())
-        (config.run_dir / "ds_config.json").write_text(json.dumps(checked.ds_config, indent=2) + "\n")
+        facts = engine_facts(config, checked.plan, checked.plan.world_size)
+        for name, text in engines.package(config.engine.kind).artifacts(checked.engine, facts).items():
+            (config.run_dir / name).write_text(text)
     except OSError as e:
         raise UserError(f"run.dir ({config.run_dir}) cannot be written: {e}; choose another") from e
 
@@ -264,21 +266,18 @@ def build_loader(
 
 
 def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
-    from launcher.engine import build_engine
-
-    engine = build_engine(
+    return engines.build(
+        checked.engine,
         lambda: CLIP(
             checked.architecture,
             dropout=config.model.dropout,
             activation_checkpointing=bool(checked.engine.activation_checkpointing),
         ),
         lambda named: build_optimizer(config.optim, named),
-        checked.ds_config,
         device=device,
-        compile=config.engine.compile,
+        grad_clip_norm=config.optim.grad_clip_norm,
+        micro_size=checked.plan.micro_size,
     )
-    engine.set_grad_clip(config.optim.grad_clip_norm)
-    return engine
 
 
 def build_objective(config: RunConfig, device: torch.device) -> ContrastiveLoss:
@@ -348,7 +347,8 @@ def describe_start(
     varying = f"{sizes}; the largest, " if config.batch.schedule else ""
     say(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
-        f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; ZeRO {config.engine.zero_stage}, "
+        f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
+        f"{engines.package(config.engine.kind).describe(config.engine)}, "
         f"{config.engine.precision}, {device.type}; {checked.lanes} lanes; {config.steps} steps into {config.run_dir}"
     )
     if checked.source is not None:

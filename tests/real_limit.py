@@ -41,8 +41,9 @@ def make(kind: str):
     if kind == "plain":
         built = model()
         return PlainEngine(built, build_optimizer(optim, built.named_parameters()))
-    from launcher.ds_config import EngineConfig, build_ds_config
-    from launcher.engine import build_engine
+    from launcher.engines.config import EngineConfig
+    from launcher.engines.deepspeed.config import build_ds_config
+    from launcher.engines.deepspeed.engine import build_engine
 
     config = build_ds_config(EngineConfig(zero_stage=int(kind)), micro_size=8, world_size=1, grad_clip_norm=None)
     engine = build_engine(model, lambda named: build_optimizer(optim, named), config, device=torch.device("cpu"))

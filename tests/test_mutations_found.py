@@ -21,7 +21,8 @@ from clip_train.contrastive import InfoNCE
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.step import train_step
 from clip_train.storage import LocalStorage
-from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import build_ds_config
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, share, toy_batch
 
@@ -29,7 +30,7 @@ TOO_HIGH = 4.9  # ln 100 is 4.605
 
 
 def master_after_a_step(stage: int) -> float:
-    from launcher.engine import build_engine
+    from launcher.engines.deepspeed.engine import build_engine
 
     def toy() -> ToyCLIP:
         torch.manual_seed(5)

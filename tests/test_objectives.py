@@ -142,8 +142,9 @@ def test_local_accumulation_is_what_its_name_says(world_size, micro_size):
 
 def on_deepspeed(kind: str, stage: int, micro_size: int):
     from clip_train.optim import OptimConfig, build_optimizer
-    from launcher.ds_config import EngineConfig, build_ds_config
-    from launcher.engine import build_engine
+    from launcher.engines.config import EngineConfig
+    from launcher.engines.deepspeed.config import build_ds_config
+    from launcher.engines.deepspeed.engine import build_engine
     from tests.engine.test_deepspeed import weights
 
     ds_config = build_ds_config(

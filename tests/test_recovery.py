@@ -15,7 +15,8 @@ from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.plain_engine import PlainEngine
 from clip_train.recovery import halved, is_out_of_memory, recovering_step
 from clip_train.step import train_step
-from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import build_ds_config
 from tests.processor import answer
 from tests.ranks import RankFailedError, run_ranks
 from tests.toy import ToyCLIP, share, toy_batch
@@ -61,7 +62,7 @@ def make(kind: str, precision: str = "fp32"):
     optim = OptimConfig(name="adamw", lr=LR, weight_decay=0.1)
     if kind == "plain":
         return PlainEngine(model, build_optimizer(optim, model.named_parameters()), 0.7), model
-    from launcher.engine import build_engine
+    from launcher.engines.deepspeed.engine import build_engine
 
     stage, once = int(kind[0]), kind.endswith("once")
     if precision != "fp32":

@@ -14,7 +14,8 @@ from clip_train.contrastive import Distillation, InfoNCE, LocalInfoNCE, MemoryBa
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.plain_engine import PlainEngine
 from clip_train.step import train_step
-from launcher.ds_config import EngineConfig, build_ds_config
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import build_ds_config
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise
 from tests.engine.test_deepspeed import assemble, pieces, relative_error, weights
@@ -140,7 +141,7 @@ def test_ranks_and_micro_batches_that_do_not_divide_are_invisible(kind, world_si
 
 
 def on_deepspeed(stage: int, reduce_gradients: str, micro_size: int, kept: int):
-    from launcher.engine import build_engine
+    from launcher.engines.deepspeed.engine import build_engine
 
     config = EngineConfig(zero_stage=stage, reduce_gradients=reduce_gradients)
     ds_config = build_ds_config(config, micro_size=micro_size, world_size=dist.world_size(), grad_clip_norm=0.5)

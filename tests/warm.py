@@ -37,7 +37,7 @@ PRELOAD = [
     "matplotlib.pyplot",
     "s3fs",
     "clip_train.data.pipeline",
-    "launcher.engine",
+    "launcher.engines.deepspeed.engine",
     "launcher.inspect_run",
     "launcher.plan",
     "launcher.supervise",

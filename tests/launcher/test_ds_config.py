@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from clip_train.errors import UserError
-from launcher.ds_config import SHIPPED, EngineConfig, build_ds_config
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import SHIPPED, build_ds_config
 
 
 def built(config: EngineConfig, clip: float | None = 1.0) -> dict:

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.config import RunConfig, check_config
-from launcher.doctor import Finding
+from launcher.findings import Finding
 from launcher.recipe_checks import check_shards, check_store
 from tests.launcher.conftest import MODEL, RECIPE
 from tests.launcher.test_doctor import doctor

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import model_validator
+from typing import Any
 
 from clip_train.errors import UserError
 from clip_train.explain import clipped
-from clip_train.settings import Settings
+from launcher.engines.config import EngineConfig
 
-SHIPPED = Path(__file__).resolve().parent.parent / "ds_configs"
+SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
 
 # The recipe owns the optimizer and the schedule; the others are gone from DeepSpeed and raise there.
 REFUSED_SECTIONS = {
@@ -34,41 +32,6 @@ REFUSED_SECTIONS = {
     "torch_autocast": "use engine.precision",
     "pipeline": "a contrastive batch cannot be pipelined: every sample needs every other",
 }
-
-
-class EngineConfig(Settings):
-    """The `engine` section: how the model is held and computed. It never changes the result beyond rounding."""
-
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always. A run on a CPU that
-    lacks it (fp16 needs AVX512-FP16 or AMX-FP16) is refused."""
-    activation_checkpointing: bool | Literal["auto"] = False
-    """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory.
-    auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""
-    offload: Literal["none", "optimizer"] = "none"
-    """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
-    reduce_gradients: Literal["once", "each_backward", "auto"] = "each_backward"
-    """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per step, holding
-    a whole gradient, summed in the model's precision, on every rank until then. Stages 0 and 1 always do it once.
-    auto: by the memory that there is; in fp32 only, where the order of the sums is all that differs."""
-    compile: bool = False
-    """torch.compile the model through DeepSpeed."""
-    ds_config: str | None = None
-    """A base JSON: a path, or a name in ds_configs/. null: ds_configs/zero<stage>.json."""
-
-    @model_validator(mode="after")
-    def _supported(self) -> EngineConfig:
-        if self.zero_stage == 0 and self.precision != "fp32":
-            # DeepSpeed's fp16 at stage 0 does not scale the loss, and its bf16 takes a first Adam step of 0.744x.
-            raise ValueError(
-                f"engine.precision ({self.precision}) is wrong in DeepSpeed at engine.zero_stage 0; "
-                "use engine.zero_stage=1 (as fast) or engine.precision=fp32"
-            )
-        if self.zero_stage == 0 and self.offload != "none":
-            raise ValueError(f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)")
-        return self
 
 
 # Of zero_optimization: they change the sums (quantised communication) or the group that the gradient is averaged over.

@@ -1,6 +1,6 @@
 """The Engine protocol on DeepSpeed, ZeRO 0 to 3. The only module that imports DeepSpeed.
 
-DeepSpeed's own accumulation is switched off (`launcher.ds_config`): `backward` only accumulates, `step` is
+DeepSpeed's own accumulation is switched off (`config.py`): `backward` only accumulates, `step` is
 the boundary, so the number of micro-batches is free. The two factors it would bring in are undone here.
 """
 
@@ -30,7 +30,9 @@ from clip_train.protocols import (
     StepReport,
     Wanted,
 )
-from launcher.fragments import OwnedSlice, owned_slices, start_optimizer_state
+from launcher.engines import compile_units
+from launcher.engines.deepspeed.shards import OwnedSlice, owned_slices, start_optimizer_state
+from launcher.engines.scalars import Scalars
 
 
 def _import_deepspeed() -> Any:
@@ -79,10 +81,10 @@ def build_engine(
         with deepspeed.zero.Init(enabled=stage == 3, config_dict_or_path=ds_config):
             model = make_model()
         _refuse_scalars(model)
+        if compile:
+            compile_units(model)
         optimizer = make_optimizer(model.named_parameters())
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-        if compile:
-            engine.compile()
     return DeepSpeedEngine(engine, optimizer, device, stage, reduce_once=ds_config["managed_gradient_accumulation"])
 
 
@@ -138,7 +140,8 @@ class DeepSpeedEngine:
         self._reduction: contextlib.ExitStack | None = None  # open from a step's first backward to its `step`
         self.slices: list[OwnedSlice] = owned_slices(engine, stage)
         self._low_precision = engine.bfloat16_enabled() or engine.fp16_enabled()
-        self._scalars: dict[str, Tensor] = {}  # fp32 masters of logit_scale and logit_bias, in low precision only
+        self._scalars = Scalars()
+        self._reduced = True  # the step's last backward has been seen, or there was none yet
         self._stage0_norm = math.nan
         if stage == 0:
             optimizer.register_step_pre_hook(self._clip_at_stage_0)
@@ -156,10 +159,7 @@ class DeepSpeedEngine:
     # Always through engine(...): engine.module(...) silently loses ZeRO-3's accumulated gradients.
     def forward(self, micro_batch: MicroBatch) -> Features:
         out = Features(*self.engine(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
-        if self._scalars:  # the masters' values, with the gradient still going to the model's parameters
-            out.logit_scale = out.logit_scale * (self._scalars["logit_scale"].exp() / out.logit_scale.detach())
-            if out.logit_bias is not None:
-                out.logit_bias = out.logit_bias + (self._scalars["logit_bias"] - out.logit_bias.detach())
+        self._scalars.put_into(out)
         return out
 
     def encode_image(self, images: Tensor) -> Tensor:
@@ -168,7 +168,8 @@ class DeepSpeedEngine:
     def encode_text(self, texts: Tensor) -> Tensor:
         return self.engine(None, texts)[1]
 
-    def backward(self, features: Features, gradients: FeatureGradients) -> None:
+    def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
+        self._reduced = last
         # Each rank's gradient is averaged over world_size by the engine: undo it, once, here.
         loss = surrogate(features, gradients) * dist.world_size()
         if self.reduce_once and self._reduction is None:
@@ -196,6 +197,7 @@ class DeepSpeedEngine:
         return "Set a smaller batch.micro_size (or auto), or a lower batch.memory_limit where it is auto"
 
     def discard_gradients(self) -> None:
+        self._reduced = True
         self.engine.zero_grad()
         if self.stage == 0:
             return
@@ -216,6 +218,8 @@ class DeepSpeedEngine:
         self._stage0_norm = nn.utils.clip_grad_norm_(parameters, self._stage0_limit).item()
 
     def step(self, lr: float) -> StepReport:
+        if not self._reduced:
+            raise RuntimeError("a gradient was not reduced: the step's last backward was not called with last=True")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self._reduction is not None:
@@ -235,18 +239,16 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def _read_scalars(self) -> None:
-        """The fp32 master of each one-element parameter, for every rank.
-
-        A low-precision model's own copy of `logit_scale` moves in steps of 3% near 100.
-        """
         if not self._low_precision:
             return
-        for name in ("logit_scale", "logit_bias"):
+        values = {}
+        for name in Scalars.NAMES:
             if getattr(self.engine.module, name, None) is None:
                 continue
             owned = [p.flat.narrow(0, p.offset, 1) for p in self.slices if p.name == name]
             value = owned[0].float().to(self.device) if owned else torch.zeros(1, device=self.device)
-            self._scalars[name] = dist.all_reduce_sum(value.clone())
+            values[name] = dist.all_reduce_sum(value.clone())  # one rank holds it
+        self._scalars.set(values)
 
     @torch.no_grad()
     def _clamp_logit_scale(self) -> None:

@@ -1,0 +1,60 @@
+"""What `clip-train doctor` looks at for DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from launcher.findings import Finding, error, ok, warning
+
+OLDEST = (0, 19, 8)
+
+
+def check_version() -> Iterator[Finding]:
+    try:
+        found = version("deepspeed")
+    except PackageNotFoundError:
+        yield error("engine", "deepspeed is not installed", "pip install deepspeed, or set engine.kind=fsdp")
+        return
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < OLDEST:
+        yield error("engine", f"deepspeed {found}", "pip install 'deepspeed>=0.19.8': older ones accumulate wrongly")
+    else:
+        yield ok("engine", f"deepspeed {found}")
+
+
+def check_extensions() -> Iterator[Finding]:
+    """DeepSpeed builds extensions; a build that was killed leaves a lock for which later runs wait for ever."""
+    place = os.environ.get("TORCH_EXTENSIONS_DIR")
+    folder = Path(place) if place else Path("~/.cache/torch_extensions").expanduser()
+    locks = [file for file in folder.glob("**/lock") if time.time() - file.stat().st_mtime > 600]
+    if locks:
+        yield error(
+            "extensions", f"a killed build has left {locks[0]}: later runs wait for it without a word", f"rm {locks[0]}"
+        )
+    else:
+        yield ok("extensions", "no lock of a killed build")
+
+
+def check_hosts() -> Iterator[Finding]:
+    """The deepspeed launcher over ssh: a cut link leaves it waiting for ever without keep-alives."""
+    hostfile = next((file for file in (Path("hostfile"), Path("/job/hostfile")) if file.exists()), None)
+    if hostfile is None:
+        return
+    if "ServerAliveInterval" not in os.environ.get("PDSH_SSH_ARGS_APPEND", ""):
+        yield warning(
+            "hosts",
+            f"{hostfile}: the deepspeed launcher would wait for ever on a dead connection",
+            "export PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=6'",
+        )
+    else:
+        yield ok("hosts", f"{hostfile}, with ssh keep-alives")
+    if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
+        told = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the other hosts"
+        yield warning("hosts", told, "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env")
+
+
+CHECKS = (("engine", check_version), ("extensions", check_extensions), ("hosts", check_hosts))

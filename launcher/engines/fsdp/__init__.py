@@ -1,0 +1,87 @@
+"""PyTorch's FSDP2 as an engine: `engine` (the protocol), `shards` (which rows lie on which rank)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from clip_train.protocols import Engine
+from launcher.engines import Facts, MakeOptimizer, Terms
+from launcher.engines.config import EngineConfig
+from launcher.findings import Check
+
+OLDEST = (2, 6)  # has `fully_shard`, and what of it is used here
+OLDEST_WITH_CHECKPOINTING = (2, 13)  # activation checkpointing with several forwards a step (pytorch #171779)
+
+
+def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
+    W, torch_version = facts.world_size, tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
+    if config.precision == "fp16":
+        yield (
+            "engine.precision (fp16) has no loss scaling with engine.kind=fsdp: use engine.precision=bf16, or "
+            "engine.kind=deepspeed"
+        )
+    if config.ds_config is not None:
+        yield (f"engine.ds_config ({config.ds_config}) is DeepSpeed's: take it out, or set engine.kind=deepspeed")
+    if config.shard_ranks is not None and W % config.shard_ranks:
+        ways = ", ".join(str(n) for n in range(1, W + 1) if W % n == 0)
+        yield f"engine.shard_ranks ({config.shard_ranks}) must divide the number of ranks ({W}): one of {ways}, or null"
+    if config.shard_ranks not in (None, 1) and config.zero_stage == 0:
+        yield (
+            f"engine.shard_ranks ({config.shard_ranks}) shares out what engine.zero_stage 0 keeps whole: set "
+            "engine.zero_stage=1, or engine.shard_ranks=null"
+        )
+    if torch_version < OLDEST:
+        yield f"engine.kind (fsdp) needs torch 2.6, this is {version('torch')}: pip install -U torch"
+    elif config.activation_checkpointing and facts.several_graphs and torch_version < OLDEST_WITH_CHECKPOINTING:
+        yield (
+            f"engine.activation_checkpointing ({config.activation_checkpointing}) with several micro-batches needs "
+            f"torch 2.13 under engine.kind=fsdp, this is {version('torch')}: pip install -U torch, or set "
+            "engine.activation_checkpointing=false, or engine.kind=deepspeed"
+        )
+
+
+def build(
+    config: EngineConfig,
+    make_model: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer,
+    *,
+    device: torch.device,
+    facts: Facts,
+) -> Engine:
+    from launcher.engines.fsdp.engine import build_engine
+
+    return build_engine(config, make_model, make_optimizer, device=device, grad_clip_norm=facts.grad_clip_norm)
+
+
+def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> Terms:
+    """Masters, moments and reduced gradients are fp32 and shared out; whole parameters and gradients come on top."""
+    S = 1 if config.zero_stage == 0 else config.shard_ranks or world_size
+    word = 4 if config.precision == "fp32" else 2
+    whole = S > 1 or word < 4  # a copy beside the masters, in the model's precision
+    once = config.zero_stage < 2 or config.reduce_gradients == "once"
+    return Terms(
+        parameters=word * P if whole and config.zero_stage < 3 else 0.0,
+        gradients=4 * P / S + (4 * P if once and S > 1 else 0),
+        optimizer=0.0 if config.offload == "optimizer" else (4 + moment_bytes) * P / S,
+        buffers=0.0,
+    )
+
+
+def describe(config: EngineConfig | Mapping[str, Any]) -> str:
+    section = config.model_dump() if isinstance(config, EngineConfig) else config
+    groups = section.get("shard_ranks")
+    return f"FSDP {section.get('zero_stage')}" + (f" in groups of {groups}" if groups else "")
+
+
+def artifacts(config: EngineConfig, facts: Facts) -> dict[str, str]:
+    return {}
+
+
+def doctor_checks() -> tuple[tuple[str, Check], ...]:
+    return ()
