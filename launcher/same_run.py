@@ -9,6 +9,7 @@ from typing import Any, Literal
 from clip_train.checkpoint.opening import Resumed
 from clip_train.errors import UserError
 from launcher.config import RunConfig, known_keys
+from launcher.engines import package
 
 # refused: it is another run, whose gradient would not go on as this one's began; unless it is forced
 # told:    allowed, and named at the resume
@@ -36,7 +37,8 @@ CLASSES: dict[str, Class] = {
     "batch.micro_size": "rounds", "batch.kept_graphs": "rounds", "batch.memory_limit": "rounds",
     "loss.kind": "refused", "loss.exchange": "rounds", "loss.tile": "rounds",
     "loss.bank_size": "told", "loss.bank_warmup_steps": "told", "loss.bank_mode": "told",
-    "engine.zero_stage": "layout", "engine.precision": "layout", "engine.activation_checkpointing": "rounds",
+    "engine.kind": "layout", "engine.zero_stage": "layout", "engine.shard_ranks": "layout",
+    "engine.precision": "layout", "engine.activation_checkpointing": "rounds",
     "engine.offload": "rounds", "engine.reduce_gradients": "rounds", "engine.compile": "rounds",
     "engine.ds_config": "told",
     "optim.name": "refused", "optim.lr": "told", "optim.beta1": "told", "optim.beta2": "told", "optim.eps": "told",
@@ -131,13 +133,14 @@ def compare_with(config: RunConfig, resumed: Resumed, world_size: int) -> list[s
 
 def _layout(config: RunConfig, resumed: Resumed, world_size: int) -> str:
     engine = resumed.state["recipe"].get("engine", {})
-    before = _ranks(resumed.world_size, engine.get("zero_stage"), engine.get("precision"))
-    after = _ranks(world_size, config.engine.zero_stage, config.engine.precision)
+    before = _ranks(resumed.world_size, engine)
+    after = _ranks(world_size, config.engine.model_dump())
     return f"the same ({after})" if before == after else f"{before} -> {after}"
 
 
-def _ranks(count: int, stage: int | None, precision: str | None) -> str:
-    return f"{count} rank{'s' * (count > 1)} at ZeRO {stage}, {precision}"
+def _ranks(count: int, engine: Mapping[str, Any]) -> str:
+    held = package(engine.get("kind", "deepspeed")).describe(engine)
+    return f"{count} rank{'s' * (count > 1)} at {held}, {engine.get('precision')}"
 
 
 def _samples(config: RunConfig, resumed: Resumed) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ OLDEST_WITH_CHECKPOINTING = (2, 13)  # activation checkpointing with several for
 
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
-    W, torch_version = facts.world_size, tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
+    W, torch_version = facts.world_size, tuple(int(part) for part in re.findall(r"\d+", metadata.version("torch"))[:2])
     if config.precision == "fp16":
         yield (
             "engine.precision (fp16) has no loss scaling with engine.kind=fsdp: use engine.precision=bf16, or "
@@ -36,12 +36,14 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
             f"engine.shard_ranks ({config.shard_ranks}) shares out what engine.zero_stage 0 keeps whole: set "
             "engine.zero_stage=1, or engine.shard_ranks=null"
         )
+    if config.zero_stage == 0 and config.offload != "none":
+        yield f"engine.offload ({config.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)"
     if torch_version < OLDEST:
-        yield f"engine.kind (fsdp) needs torch 2.6, this is {version('torch')}: pip install -U torch"
+        yield f"engine.kind (fsdp) needs torch 2.6, this is {metadata.version('torch')}: pip install -U torch"
     elif config.activation_checkpointing and facts.several_graphs and torch_version < OLDEST_WITH_CHECKPOINTING:
         yield (
             f"engine.activation_checkpointing ({config.activation_checkpointing}) with several micro-batches needs "
-            f"torch 2.13 under engine.kind=fsdp, this is {version('torch')}: pip install -U torch, or set "
+            f"torch 2.13 under engine.kind=fsdp, this is {metadata.version('torch')}: pip install -U torch, or set "
             "engine.activation_checkpointing=false, or engine.kind=deepspeed"
         )
 

@@ -1,0 +1,70 @@
+"""What each engine refuses of the `engine` section, before launch, with the remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.cli import main
+from launcher.config import check_config
+from launcher.engines import Facts, package
+from launcher.engines.config import EngineConfig
+
+FSDP = "engine.kind=fsdp"
+
+
+@pytest.mark.parametrize(
+    "overrides, world, said",
+    [
+        ([FSDP, "engine.precision=fp16"], 2, "use engine.precision=bf16, or engine.kind=deepspeed"),
+        ([FSDP, "engine.ds_config=zero1"], 2, "is DeepSpeed's: take it out, or set engine.kind=deepspeed"),
+        ([FSDP, "engine.shard_ranks=4"], 6, "must divide the number of ranks (6): one of 1, 2, 3, 6, or null"),
+        ([FSDP, "engine.shard_ranks=0"], 2, "must be a whole number of at least 1 or null"),
+        (
+            [FSDP, "engine.shard_ranks=2", "engine.zero_stage=0"],
+            4,
+            "set engine.zero_stage=1, or engine.shard_ranks=null",
+        ),
+        ([FSDP, "engine.zero_stage=0", "engine.offload=optimizer"], 2, "needs engine.zero_stage 1, 2 or 3"),
+        (["engine.kind=ddp"], 2, "engine.kind (ddp) must be deepspeed or fsdp"),
+        (["engine.shard_ranks=2"], 4, "set engine.kind=fsdp, or take it out"),
+        (["engine.zero_stage=0", "engine.precision=bf16"], 2, "engine.zero_stage=1 (as fast), engine.precision=fp32"),
+        (["engine.zero_stage=0", "engine.precision=fp16"], 2, "engine.zero_stage=1 (as fast), engine.precision=fp32"),
+        (["engine.zero_stage=0", "engine.offload=optimizer"], 2, "needs engine.zero_stage 1, 2 or 3"),
+        (["engine.ds_config=zero9"], 2, "shipped ones are zero0"),
+    ],
+)
+def test_a_wrong_combination_is_refused_before_launch(recipe, overrides, world, said, capsys):
+    assert main(["plan", str(recipe), *overrides, "--world-size", str(world)]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("clip-train: error:") == 1, err
+
+
+@pytest.mark.parametrize(
+    "version, several, refused",
+    [
+        ("2.12.1", True, "needs torch 2.13"),
+        ("2.12.1", False, ""),
+        ("2.13.0+cpu", True, ""),
+        ("2.5.0", False, "needs torch 2.6"),
+    ],
+)
+def test_an_old_torch_is_refused(monkeypatch, version, several, refused):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    config = EngineConfig(kind="fsdp", activation_checkpointing=True)
+    found = list(package("fsdp").mistakes(config, Facts(world_size=2, several_graphs=several)))
+    assert len(found) == bool(refused) and refused in "".join(found)
+
+
+RIGHT: tuple[dict, ...] = (
+    {},
+    {"kind": "fsdp"},
+    {"kind": "fsdp", "zero_stage": 0, "precision": "bf16"},
+    {"kind": "fsdp", "zero_stage": 3, "shard_ranks": 2},
+)
+
+
+@pytest.mark.parametrize("section", RIGHT, ids=str)
+def test_what_is_right_is_not_refused(section):
+    recipe = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "engine": section}
+    config = check_config(recipe, "here").engine
+    assert list(package(config.kind).mistakes(config, Facts(world_size=4, several_graphs=True))) == []
