@@ -25,7 +25,7 @@ FSDP = "engine.kind=fsdp"
             "set engine.zero_stage=1, or engine.shard_ranks=null",
         ),
         ([FSDP, "engine.zero_stage=0", "engine.offload=optimizer"], 2, "needs engine.zero_stage 1, 2 or 3"),
-        (["engine.kind=ddp"], 2, "engine.kind (ddp) must be deepspeed or fsdp"),
+        (["engine.kind=ddp"], 2, "engine.kind ('ddp') must be deepspeed or fsdp"),
         (["engine.shard_ranks=2"], 4, "set engine.kind=fsdp, or take it out"),
         (["engine.zero_stage=0", "engine.precision=bf16"], 2, "engine.zero_stage=1 (as fast), engine.precision=fp32"),
         (["engine.zero_stage=0", "engine.precision=fp16"], 2, "engine.zero_stage=1 (as fast), engine.precision=fp32"),

@@ -1,0 +1,84 @@
+"""FSDP through the real command: the same curve as DeepSpeed's, killed and resumed on either engine, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from launcher.verdict import read_verdict
+from tests.launcher.conftest import ENDLESS, RECIPE, finish, kill, metrics, run, start, wait_for_step
+from tests.launcher.test_resume import told
+
+pytestmark = pytest.mark.engine
+FSDP = "engine.kind=fsdp"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, data, model):
+    """On one rank, on DeepSpeed."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(run_dir=folder / "run", train=data.train, model=model))
+    status, out = run(recipe, "run.steps=24")
+    assert status == 0, out
+    return metrics(folder / "run")
+
+
+@pytest.mark.parametrize(
+    "ranks, first, then",
+    [
+        (2, [FSDP, "engine.zero_stage=3"], [FSDP, "engine.zero_stage=3"]),
+        (2, ["engine.zero_stage=3"], [FSDP, "engine.zero_stage=1"]),
+        (1, [FSDP, "engine.zero_stage=0"], ["engine.zero_stage=2"]),
+    ],
+)
+def test_killed_and_resumed_on_either_engine(recipe, tmp_path, uninterrupted, ranks, first, then):
+    process = start(recipe, "run.steps=24", *first, ranks=ranks, fault="hold:0:16")
+    wait_for_step(tmp_path / "run", 9, process)
+    kill(process)
+    status, out = run(recipe, "run.steps=24", *then, ranks=2)
+    assert status == 0 and "resuming from step" in out, out
+    lines = metrics(tmp_path / "run")
+    assert [line["batch_digest"] for line in lines] == [line["batch_digest"] for line in uninterrupted]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in uninterrupted], rel=1e-5)
+
+
+def test_a_resume_on_the_same_layout_is_bitwise(recipe, tmp_path):
+    layout = (FSDP, "engine.zero_stage=2", "batch.kept_graphs=2")
+    curves = []
+    for place, lengths in (("straight", (12,)), ("resumed", (7, 12))):
+        for steps in lengths:
+            constant = ("schedule.name=constant", f"run.steps={steps}", f"run.dir={tmp_path / place}")
+            status, out = run(recipe, *layout, *constant, ranks=2)
+            assert status == 0, out
+        curves.append(told(metrics(tmp_path / place)))
+    assert curves[0] == curves[1]
+
+
+def test_a_signal_is_a_commit(recipe, tmp_path):
+    process = start(recipe, *ENDLESS, FSDP, ranks=2)
+    wait_for_step(tmp_path / "run", 5, process)
+    process.send_signal(signal.SIGTERM)
+    status, out = finish(process)
+    word, why = read_verdict(tmp_path / "run")
+    assert (status, word) == (75, "PREEMPTED"), out
+    status, out = run(recipe, FSDP, f"run.steps={why['step'] + 2}", ranks=2)
+    assert status == 0 and f"resuming from step {why['step']}" in out, out
+
+
+def test_a_dead_rank_ends_the_other(recipe, tmp_path):
+    process = start(recipe, *ENDLESS, FSDP, "engine.zero_stage=3", ranks=2)
+    wait_for_step(tmp_path / "run", 3, process)
+    process.ranks[1].kill()
+    status, out = finish(process)
+    assert status != 0 and "rank 1 on" in out, out
+    assert read_verdict(tmp_path / "run")[0] == "FAILED"
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks(recipe, tmp_path):
+    far = ("optim.lr=1e17", "optim.grad_clip_norm=null", "checkpoint.every_steps=1")
+    status, out = run(recipe, FSDP, *far, ranks=2)
+    assert status != 0 and out.count("error: step") == 1, out
+    assert "the last good checkpoint is that of step" in out
+    assert read_verdict(tmp_path / "run")[0] == "FATAL"
