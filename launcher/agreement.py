@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
+import re
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,13 @@ def code_version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on all ranks beside the recipe."""
+    """What has to be the same on all ranks beside the recipe: the code, and every package that it builds on."""
     found = {"clip-train's code": code_version(), "Python": platform.python_version()}
-    for package in ("torch", "deepspeed"):
+    try:
+        needed = [line for line in requires("clip-train") or () if "extra ==" not in line]
+    except PackageNotFoundError:  # run from its folder
+        needed = ["torch"]
+    for package in (re.match(r"[\w.-]+", line)[0] for line in needed):  # type: ignore[index]
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -18,6 +18,7 @@ from clip_train.checkpoint.survey import Line, survey
 from clip_train.errors import UserError
 from clip_train.storage import LocalStorage, is_remote, open_storage
 from launcher.config import RunConfig, load_config
+from launcher.engines import describe
 
 
 def recipe_in(place: str) -> str | None:
@@ -78,13 +79,13 @@ def _table(lines: list[Line], verify: bool) -> Table:
     for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state", "retention"):
         table.add_column(column, justify="right" if column in ("step", "MB") else "left", overflow="fold")
     for line in lines:
-        layout = f"{line.ranks} x ZeRO {line.zero_stage}, {line.precision}" if line.ranks is not None else "?"
+        held = f"{line.ranks} x {describe(line.engine)}, {line.engine.get('precision')}" if line.ranks else "?"
         table.add_row(
             str(line.step),
             str(line.epoch),
             line.created.removesuffix("+00:00").replace("T", " "),
             f"{line.num_bytes / 1e6:,.1f}",
-            layout,
+            held,
             line.where,
             line.problem or ("complete, every byte verified" if verify else "complete"),
             line.future,

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         from launcher.show import print_keys
 
         return print_keys()
-    # torch's and DeepSpeed's own launchers may append --local_rank=N; the environment says it already.
+    # launchers of ranks may append --local_rank=N; the environment says it already.
     arguments = [a for a in arguments if not a.startswith(("--local_rank", "--local-rank"))]
     args = parse(arguments)
     try:

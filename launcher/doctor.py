@@ -27,8 +27,9 @@ def guarded(name: str, check: Check) -> Iterator[Finding]:
 
 def run_doctor(recipe: str | None, overrides: list[str], *, as_json: bool) -> int:
     """Returns 1 if there is an error, else 0."""
-    from launcher import checks, recipe_checks
+    from launcher import checks, engines, recipe_checks
     from launcher.config import RunConfig, load_config
+    from launcher.engines.config import EngineConfig
 
     config: RunConfig | None = None
     findings: list[Finding] = []
@@ -47,6 +48,9 @@ def run_doctor(recipe: str | None, overrides: list[str], *, as_json: bool) -> in
             config = load_config(recipe, overrides)
         except UserError as e:
             tell(iter([error("recipe", str(e), "see the message; clip-train train --keys lists all keys")]))
+    kind = (config.engine if config else EngineConfig()).kind
+    for name, check in engines.package(kind).doctor_checks():
+        tell(guarded(name, check))
     if config is not None:
         for name, check_config in recipe_checks.RECIPE:
             tell(guarded(name, lambda check_config=check_config: check_config(config)))  # type: ignore[misc]

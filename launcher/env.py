@@ -36,7 +36,7 @@ class RankEnv:
 
 
 def detect(environ: Mapping[str, str]) -> RankEnv:
-    """Explicit RANK and WORLD_SIZE (torchrun, the deepspeed launcher), else a SLURM step, else MPI, else one process.
+    """Explicit RANK and WORLD_SIZE (torchrun and its like), else a SLURM step, else MPI, else one process.
 
     RankError for variables that are incomplete, out of range or not numbers, or of two launchers that disagree.
     """
@@ -66,7 +66,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 # Set by launchers that start several ranks on each node: of how many nodes, by their word.
-NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # torchrun; the deepspeed launcher
+NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
 
 
 def _refuse_two(env: RankEnv, tasks: int, task: int, launcher: str, environ: Mapping[str, str]) -> None:
@@ -105,7 +105,7 @@ def _explicit(environ: Mapping[str, str]) -> RankEnv:
     if missing:
         raise RankError(
             f"the environment has {', '.join(n for n in needed if n in environ)} but not {', '.join(missing)}: "
-            "start ranks with torchrun or the deepspeed launcher, or unset RANK and WORLD_SIZE for a single process"
+            "start ranks with torchrun, or unset RANK and WORLD_SIZE for a single process"
         )
     try:
         rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
@@ -194,27 +194,15 @@ def first_host(nodelist: str) -> str:
 def take_device(env: RankEnv, workers: int = 0) -> torch.device:
     """This rank's GPU, or the CPU. RankError where the host shows none for it.
 
-    Also exports the variables that DeepSpeed insists on, which SLURM and a single process do not set, and takes as
-    many CPU threads as `threads` says, unless the user has said it.
+    Also takes as many CPU threads as `threads` says, unless the user has said it.
 
     workers: this rank's loader processes.
     """
-    index = env.local_rank
     if torch.cuda.is_available():
-        index = gpu_index(env, torch.cuda.device_count())
-    os.environ.update(
-        RANK=str(env.rank),
-        WORLD_SIZE=str(env.world_size),
-        LOCAL_RANK=str(index),  # from which DeepSpeed takes the device
-        MASTER_ADDR=env.master_addr,
-        MASTER_PORT=str(env.master_port),
-    )
-    if torch.cuda.is_available():
-        device = torch.device("cuda", index)
+        device = torch.device("cuda", gpu_index(env, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "OMP_NUM_THREADS" not in os.environ:
         own = cores(env, os.environ, len(os.sched_getaffinity(0)))
         torch.set_num_threads(threads(own, workers if device.type == "cpu" else 0))
@@ -271,13 +259,7 @@ def threads(cores: int, workers: int) -> int:
 
 def has_launcher(environ: Mapping[str, str]) -> bool:
     """Whether a launcher of ranks is this process's parent, so that its death leaves the rank an orphan."""
-    if "TORCHELASTIC_RUN_ID" in environ or any(names.rank in environ for names in MPI):
-        return True
-    try:
-        with open(f"/proc/{os.getppid()}/cmdline", "rb") as f:
-            return b"deepspeed.launcher.launch" in f.read()
-    except OSError:
-        return False
+    return any(name in environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(names.rank for names in MPI)))
 
 
 def describe_start(env: RankEnv, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""`clip-train evaluate` and `clip-train export`: what a run has learned, without DeepSpeed's engine."""
+"""`clip-train evaluate` and `clip-train export`: what a run has learned, without its engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A line from every rank to rank 0, held by the kernel: who dies lets go of it, and all others know within seconds.
 
-gloo fails when a peer dies, NCCL waits for its timeout; torchrun ends the ranks of its own node, the deepspeed
-launcher one after another, and ranks that were started by hand have nobody. A socket is closed when its process is
+gloo fails when a peer dies, NCCL waits for its timeout; torchrun ends the ranks of its own node, other
+launchers one after another, and ranks that were started by hand have nobody. A socket is closed when its process is
 gone, however it went, and stays open while the process is merely slow; a node that is off answers no keep-alive.
 """
 

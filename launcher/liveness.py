@@ -255,7 +255,7 @@ def stop_time(config: LaunchConfig, environ: Mapping[str, str], now: float) -> f
     return end - min(config.stop_before_end_seconds, max(0.0, end - now) / 4)
 
 
-COMMUNICATION = ("/torch/distributed/", "/deepspeed/comm/")
+COMMUNICATION = ("/torch/distributed/", "/comm/")  # torch's own, and an engine's layer over it
 # Here a rank stands in the file itself: NCCL's results are waited for where they are read. What these call may hang.
 OUR_COMMUNICATION = ("/clip_train/dist.py", "/launcher/meeting.py")
 

@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         "train, or go on training",
         """\
         Train the recipe; if its run directory has a checkpoint, go on from the newest complete one.
-        Under torchrun, the deepspeed launcher or srun, every rank runs this same line.""",
+        Under torchrun, srun or another launcher, every rank runs this same line.""",
     )
     train.add_argument(
         "--ranks",

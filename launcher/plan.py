@@ -18,6 +18,7 @@ from clip_train.metrics.progress import format_seconds
 from clip_train.models import count_parameters, flops_per_sample
 from launcher.checked import check, pays_twice, sized
 from launcher.config import RunConfig
+from launcher.engines import package
 from launcher.sizing import estimate_memory, memory_limit, predicted_profile
 
 GIB = 2**30
@@ -53,6 +54,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
         "model": config.model.name,
         "parameters": count_parameters(architecture),
         "world_size": world_size,
+        "engine": package(engine.kind).describe(engine),
         "global_size": plan.global_size,  # the largest
         "schedule": str(config.batch.sizes) if config.batch.schedule else None,
         "per_rank": plan.per_rank,
@@ -110,6 +112,7 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
             f"{plan['global_size']:,} = {plan['world_size']} ranks x {uneven}{plan['per_rank']:,}, in "
             f"{plan['accum_steps']} micro-batches of {plan['micro_size']} with {plan['kept_graphs']} graphs kept",
         ),
+        ("engine", plan["engine"]),
         ("forwards per sample", f"{plan['forwards_per_sample']:.2f}"),
         ("lanes", f"{plan['lanes']}, each read by {plan['times_read']:.3g} ranks in the mean"),
         ("length", f"{plan['steps']:,} steps, {plan['samples']:,} samples{epochs}"),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from clip_train.checkpoint.opening import Resumed
 from clip_train.errors import UserError
 from launcher.config import RunConfig, known_keys
-from launcher.engines import package
+from launcher.engines import describe
 
 # refused: it is another run, whose gradient would not go on as this one's began; unless it is forced
 # told:    allowed, and named at the resume
@@ -139,7 +139,7 @@ def _layout(config: RunConfig, resumed: Resumed, world_size: int) -> str:
 
 
 def _ranks(count: int, engine: Mapping[str, Any]) -> str:
-    held = package(engine.get("kind", "deepspeed")).describe(engine)
+    held = describe(engine)
     return f"{count} rank{'s' * (count > 1)} at {held}, {engine.get('precision')}"
 
 

@@ -20,7 +20,7 @@ from clip_train.models import CLIP, Architecture, count_parameters
 from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import Engine, MicroBatch
 from launcher.config import RunConfig
-from launcher.engines import package
+from launcher.engines import Terms, package
 from launcher.engines.config import EngineConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,8 +53,7 @@ def estimate_memory(
 ) -> Memory:
     """From the sizes alone. `engine`: the recipe's, without `auto`."""
     teacher = config.model.teacher_architecture()
-    moment_bytes = 8 if config.optim.name == "adamw" else 4 if config.optim.momentum else 0
-    held = package(engine.kind).memory(engine, count_parameters(architecture), moment_bytes, plan.world_size)
+    held = engine_terms(config, engine, plan.world_size, architecture)
     sample = 3 * architecture.vision_cfg.image_size**2 + 8 * architecture.text_cfg.context_length
     return Memory(
         parameters=held.parameters + (DTYPES[engine.precision].itemsize * count_parameters(teacher) if teacher else 0),
@@ -66,6 +65,11 @@ def estimate_memory(
         + 8 * (config.loss.tile or auto_side(plan.per_rank, plan.global_size)) ** 2
         + sample * plan.per_rank,
     )
+
+
+def engine_terms(config: RunConfig, engine: EngineConfig, world_size: int, architecture: Architecture) -> Terms:
+    moment_bytes = 8 if config.optim.name == "adamw" else 4 if config.optim.momentum else 0
+    return package(engine.kind).memory(engine, count_parameters(architecture), moment_bytes, world_size)
 
 
 def banked(config: RunConfig) -> int:
@@ -154,7 +158,7 @@ def decide(
         limit,
         max(each, allocated),
         whole_gradient=once - each,
-        reductions=_reductions(engine),
+        reductions=_reductions(engine, engine_terms(config, whole, plan.world_size, architecture)),
         each_backward_costs=engine.zero_stage >= 2 and plan.world_size > 1,
     )
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
@@ -174,11 +178,11 @@ def decide(
     return Decision(layout, room, profiles[layout.activation_checkpointing], resolved)
 
 
-def _reductions(engine: EngineConfig) -> tuple[bool, ...]:
+def _reductions(engine: EngineConfig, terms: Terms) -> tuple[bool, ...]:
     if engine.zero_stage < 2:
         return (False,)  # they reduce once by themselves
     if engine.reduce_gradients == "auto":
-        return (True, False) if engine.precision == "fp32" else (False,)
+        return (True, False) if terms.sums_fp32 else (False,)
     return (engine.reduce_gradients == "once",)
 
 

@@ -1,6 +1,6 @@
 """The saver: one process per node that takes snapshots from its ranks and brings them to disk and bucket.
 
-It imports neither torch nor DeepSpeed, listens on a socket in the abstract namespace (which leaves no file
+It imports neither torch nor an engine, listens on a socket in the abstract namespace (which leaves no file
 behind), and ends at once when its last rank has gone: whatever was under way is then an attempt without a
 commit. Messages are JSON; a snapshot's memory is handed over once, as a file descriptor.
 """

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from clip_train.checkpoint import layout, marks
 from clip_train.checkpoint.files import PARALLEL_BLOCKS, DamagedBlockError, fetch_block
@@ -26,8 +27,7 @@ class Line:
     created: str  # ISO 8601, UTC; "" where nobody knows
     num_bytes: int
     ranks: int | None
-    zero_stage: int | None
-    precision: str | None
+    engine: dict[str, Any]  # its section of the recipe: how the model was held; {} where nobody knows
     committed: bool  # there is a marker, whatever has become of the rest
     problem: str | None  # None: it is whole, as far as was looked
     future: str  # what the next save's retention does with it, and why
@@ -84,8 +84,7 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tup
             created=manifest.created if manifest else "",
             num_bytes=sum(entry.size for entry in manifest.files) if manifest else 0,
             ranks=manifest.world_size if manifest else None,
-            zero_stage=engine.get("zero_stage"),
-            precision=engine.get("precision"),
+            engine=engine,
             committed=True,
             problem=problems.get(ref),
             future=f"stays: {kept[ref]}" if ref in kept else "goes at the next save",
@@ -111,7 +110,7 @@ def _strays(storage: Storage, name: str, named: dict[CommitRef, str | None], pol
             old = age >= policy.orphan_grace_seconds
             future = "goes at the next save" if old else f"goes {policy.orphan_grace_seconds / 60:g} min after its end"
             problem = f"never committed; last written to {age / 60:.0f} min ago"
-            out.append(Line(ref.step, ref.epoch, name, "", sizes[attempt], None, None, None, False, problem, future))
+            out.append(Line(ref.step, ref.epoch, name, "", sizes[attempt], None, {}, False, problem, future))
     return out
 
 

@@ -1,8 +1,8 @@
 """The pre-norm transformer that both towers are made of, with OpenCLIP's parameter names.
 
 Every module draws its own weights inside its constructor, in float32 on the CPU: so a seed gives the
-same model on every device, in every precision, and under DeepSpeed's `zero.Init`, which takes a
-module's parameters away as soon as its constructor returns.
+same model on every device, in every precision, and under an engine that shares a
+module's parameters out as soon as its constructor returns.
 `b` samples, `L` tokens.
 """
 

@@ -15,7 +15,7 @@ Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
 class CLIP(TextTower):
-    """Parameters are named as in OpenCLIP; `logit_scale` is [1], for a 0-d parameter crashes DeepSpeed."""
+    """Parameters are named as in OpenCLIP; `logit_scale` is [1], which every engine can share out."""
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ class Terms:
     gradients: float
     optimizer: float  # fp32 master weights and moments; 0 where they are offloaded
     buffers: float  # of the engine: gradients and parameters on their way
+    sums_fp32: bool  # micro-batches' gradients, where they are reduced once: as exact as in each backward
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Package(Protocol):
 
 def package(kind: str) -> Package:
     return cast(Package, importlib.import_module(f"launcher.engines.{kind}"))
+
+
+def describe(section: Mapping[str, Any]) -> str:
+    """How the model was held, of an engine section as a checkpoint has it; the oldest do not name the engine."""
+    return package(section.get("kind", EngineConfig().kind)).describe(section)
 
 
 def load(kind: str) -> None:

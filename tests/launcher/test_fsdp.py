@@ -1,4 +1,4 @@
-"""FSDP through the real command: the same curve as DeepSpeed's, killed and resumed on either engine, and how it ends."""
+"""FSDP through the real command: DeepSpeed's curve, killed and resumed on either engine, and how it ends."""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> 
         gradients=accumulation * P / (1 if whole_gradient else W),
         optimizer=0 if config.offload == "optimizer" else (master + moment_bytes) * P / (W if stage >= 1 else 1),
         buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(config),
+        sums_fp32=config.precision == "fp32",
     )
 
 

@@ -11,6 +11,7 @@ import importlib
 import io
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,8 @@ from launcher.engines.scalars import Scalars
 
 def _import_deepspeed() -> Any:
     """DeepSpeed, quiet, and without the C++ extension that it would build on a CPU for minutes."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for other makers' devices
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
@@ -73,7 +76,9 @@ def build_engine(
     load the initial or resumed ones with `load_fragments`, so that they are the same at every stage.
     """
     deepspeed = _import_deepspeed()
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # from which it takes the device; Slurm sets none
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    deepspeed.init_distributed(backend, verbose=False, auto_mpi_discovery=False)
     stage = ds_config["zero_optimization"]["stage"]
     # DeepSpeed prints its memory use while it sets up, whatever the log level: nobody needs it.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -72,6 +72,7 @@ def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> 
         gradients=4 * P / S + (4 * P if once and S > 1 else 0),
         optimizer=0.0 if config.offload == "optimizer" else (4 + moment_bytes) * P / S,
         buffers=0.0,
+        sums_fp32=True,
     )
 
 
