@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ def small_clip() -> Any:
             "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
         }
     )
+
+
+def base_ds_config(**sections: dict[str, Any]) -> str:
+    """A file for engine.ds_config that sets these and nothing else."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as f:
+        json.dump(sections, f)
+    return f.name
 
 
 def parser(description: str) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """What crosses the network in one optimizer step, in bytes.
 
-Two ranks over gloo take real steps on DeepSpeed at every ZeRO stage (and on the plain engine), with every
-collective of torch.distributed wrapped: DeepSpeed's own calls end there too. An all-reduce or a broadcast
+Two ranks over gloo take real steps on both engines at every stage (and on the plain engine), with every
+collective of torch.distributed wrapped: DeepSpeed's and FSDP's own calls end there too. An all-reduce or a broadcast
 counts its tensor, an all-gather its output, a reduce-scatter its input: what a rank holds of it, whatever the
 algorithm sends. `P` is the size of the parameters. A control message is one of at most 4 numbers.
 """
@@ -17,18 +17,20 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from common import finish, parser, small_clip
+from common import base_ds_config, finish, parser, small_clip
 from torch import Tensor
 
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
 from clip_train.models import CLIP
+from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
 from clip_train.step import train_step
+from launcher import engines
+from launcher.engines import describe
 from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
 from tests.ranks import run_ranks
 
 SMALL_CLIP = small_clip()
@@ -39,7 +41,8 @@ TARGETS = {
     "features": "2 N D values, once per step, at every k and stage",
     "sums": "N row sums and N column sums of 4 or 8 bytes, once per step",
     "gradients": "P, once per step, at every k; at stages 2 and 3 with engine.reduce_gradients=once, else k P",
-    "parameters": "none at stage 0, P at stages 1 and 2 (after the update); stage 3 is only shown",
+    "parameters": "none at stage 0, P at stages 1 and 2 (once a step); at stage 3 with FSDP P for every forward and every"
+    " backward, with m of k graphs kept (3 k - m) P; ZeRO 3 is only shown",
 }
 
 # The collectives by how many bytes a call moves; what the newest torch calls *_single stands beside its old name.
@@ -95,7 +98,7 @@ class Counting:
 
     @staticmethod
     def _kind(name: str, operands: list[Any]) -> str:
-        """Whose bytes these are: the loss's by who called, DeepSpeed's by what it does."""
+        """Whose bytes these are: the loss's by who called, an engine's by what it does."""
         frame = sys._getframe(2)
         while frame is not None:
             if "clip_train/contrastive/" in frame.f_code.co_filename:
@@ -126,39 +129,58 @@ def share(step: int) -> Batch:
     return Batch(images[own], texts[own], torch.arange(N)[own])
 
 
-def build(stage: int | None, micro: int, once: bool) -> Any:
-    optim = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0)
-    if stage is None:
-        model = make_model()
-        return PlainEngine(model, build_optimizer(optim, model.named_parameters()))
-    from launcher.engines.deepspeed.engine import build_engine
-
-    config = build_ds_config(
-        EngineConfig(zero_stage=stage, reduce_gradients="once" if once else "each_backward"),
-        micro_size=micro,
-        world_size=dist.world_size(),
-        grad_clip_norm=None,
-    )
-    if stage == 3:  # else all of so small a model would stay gathered, as a real one's matrices do not
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return build_engine(make_model, lambda named: build_optimizer(optim, named), config, device=torch.device("cpu"))
-
-
 @dataclass(frozen=True)
 class Case:
-    stage: int | None  # None: the plain engine
+    kind: str  # "": the plain engine
+    stage: int
     k: int
     m: int
     once: bool = True  # engine.reduce_gradients
+
+    @property
+    def engine(self) -> EngineConfig:
+        base = None
+        if self.kind == "deepspeed" and self.stage == 3:  # all of so small a model would stay gathered
+            base = base_ds_config(zero_optimization={"stage3_param_persistence_threshold": 0})
+        reduction: Any = "once" if self.once else "each_backward"
+        return EngineConfig(kind=self.kind, zero_stage=self.stage, reduce_gradients=reduction, ds_config=base)
+
+    @property
+    def where(self) -> str:
+        if not self.kind:
+            return "plain torch"
+        return describe({"kind": self.kind, "zero_stage": self.stage}) + ("" if self.once else ", each backward")
 
     @property
     def reductions(self) -> int:
         """How often the gradients cross the network in a step."""
         return self.k if self.stage in (2, 3) and not self.once else 1
 
+    @property
+    def gathers(self) -> int | None:
+        """How often the parameters do; None: shown only."""
+        if not self.kind or self.stage == 0:
+            return 0
+        if self.stage < 3:
+            return 1  # ZeRO: after the update; FSDP: before a step's first forward
+        # FSDP: for every forward, of which the kept graphs save a second, and for every backward
+        return 2 * self.k - self.m + self.k if self.kind == "fsdp" else None
 
-CASES = [Case(stage, k, m) for stage in (None, 0, 1, 2, 3) for k, m in ((1, 1), (8, 1), (8, 8))]
-CASES += [Case(stage, 8, 1, once=False) for stage in (2, 3)]
+
+def build(case: Case, micro: int) -> Any:
+    optim = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0)
+    if not case.kind:
+        model = make_model()
+        return PlainEngine(model, build_optimizer(optim, model.named_parameters()))
+    cpu = torch.device("cpu")
+    return engines.build(
+        case.engine, make_model, lambda named: build_optimizer(optim, named), device=cpu, micro_size=micro
+    )
+
+
+LAYOUTS = [("", 0), *(("deepspeed", stage) for stage in (0, 1, 2, 3)), *(("fsdp", stage) for stage in (0, 1, 2, 3))]
+CASES = [Case(*layout, k, m) for layout in LAYOUTS for k, m in ((1, 1), (8, 1), (8, 8))]
+CASES += [Case(kind, stage, 8, 1, once=False) for kind in ("deepspeed", "fsdp") for stage in (2, 3)]
 
 
 def count(cases: list[Case]) -> list[tuple[Counter, Counter]]:
@@ -167,12 +189,13 @@ def count(cases: list[Case]) -> list[tuple[Counter, Counter]]:
     out = []
     for case in cases:
         micro = N // dist.world_size() // case.k
-        engine = build(case.stage, micro, case.once)
+        engine = build(case, micro)
+        engine.load_fragments(WholeState(dict(make_model().named_parameters())), {})
         for step in range(3):
             counting.clear()
             train_step(engine, share(step), InfoNCE(), micro_size=micro, kept_graphs=case.m, lr=0.1)
         out.append((Counter(counting.bytes), Counter(counting.calls)))
-        if case.stage is not None:
+        if case.kind:
             engine.close()
     return out
 
@@ -183,25 +206,27 @@ def communication(missed: list[str], cases: list[Case]) -> list[dict[str, Any]]:
     print(f"{W} ranks, N = {N}, D = {D}: features {4 * 2 * N * D} bytes, {2 * N} sums, P = {P} bytes")
     table = []
     for case, (moved, calls) in zip(cases, counted, strict=True):
-        engine = "plain torch" if case.stage is None else f"ZeRO {case.stage}{'' if case.once else ', each backward'}"
-        where = f"{engine}, k = {case.k}, m = {case.m}"
+        where = f"{case.where}, k = {case.k}, m = {case.m}"
         if moved["features"] != 4 * 2 * N * D or not 4 * 2 * N <= moved["sums"] <= 8 * 2 * N:
             missed.append(f"{where}: features {moved['features']}, sums {moved['sums']} bytes")
         if not NEAR_P[0] * P <= moved["gradients"] / case.reductions <= NEAR_P[1] * P:
             missed.append(f"{where}: gradients of {moved['gradients'] / P:.2f} P")
-        low, high = (bound * P if case.stage in (1, 2) else 0 for bound in NEAR_P)
-        if case.stage != 3 and not low <= moved["parameters"] <= high:
+        low, high = (bound * P * (case.gathers or 0) for bound in NEAR_P)
+        if case.gathers is not None and not low <= moved["parameters"] <= high:
             missed.append(f"{where}: parameters of {moved['parameters'] / P:.2f} P")
         table.append(
             {
-                "engine": engine,
+                "engine": case.where,
                 "k": case.k,
                 "kept graphs": case.m,
                 "features, bytes": moved["features"],
                 "sums, bytes": moved["sums"],
                 "gradients, P": moved["gradients"] / P,
+                "formula": case.reductions,
                 "in calls": calls["gradients"],
                 "parameters, P": moved["parameters"] / P,
+                "their formula": "-" if case.gathers is None else case.gathers,
+                "their calls": calls["parameters"],
                 "control, bytes": moved["control"],
             }
         )
@@ -211,7 +236,7 @@ def communication(missed: list[str], cases: list[Case]) -> list[dict[str, Any]]:
 def main() -> int:
     args = parser(__doc__ or "").parse_args()
     missed: list[str] = []
-    cases = [case for case in CASES if case.m == 1 or case.stage in (1, 3)] if args.quick else CASES
+    cases = [case for case in CASES if case.m == 1 and case.stage in (1, 3)] if args.quick else CASES
     table = communication(missed, cases)
     return finish("communication", table, TARGETS, missed, args)
 

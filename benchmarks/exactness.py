@@ -1,7 +1,7 @@
 """The promise of `invariance.py`, for every other objective and way to train: each row against its own oracle.
 
-Each row trains a small CLIP for 5 SGD steps through the real DeepSpeed engine, on 1, 2 and 3 ranks (3 does not
-divide the 64 samples), cut into 1, 3 and 8 micro-batches, at ZeRO stages 0 to 3 in turn. The oracle is the same
+Each row trains a small CLIP for 5 SGD steps through a real engine, DeepSpeed or FSDP2, on 1, 2 and 3 ranks
+(3 does not divide the 64 samples), cut into 1, 3 and 8 micro-batches, at stages 0 to 3 in turn. The oracle is the same
 model in float64, one process, the whole batch at once, the objective's textbook formula, autograd, torch.optim.SGD:
 
     sigmoid         Algorithm 1 of arXiv 2303.15343, over a model with a bias; the row says how texts are exchanged
@@ -23,18 +23,17 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from common import finish, parser, small_clip
-from invariance import assemble, flatten
+from common import base_ds_config, finish, parser, small_clip
+from invariance import assemble, flatten, own_share
 
-from clip_train import dist
 from clip_train.contrastive import ContrastiveLoss, Distillation, InfoNCE, MemoryBank, SigmoidLoss
 from clip_train.models import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import Batch, Features, MicroBatch
 from clip_train.step import train_step
+from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
 from tests.contrastive.oracle import siglip
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.processor import answer
@@ -61,6 +60,7 @@ class Row:
     kept: int  # m
     stage: int
     exchange: str = ""  # of sigmoid
+    engine: str = "deepspeed"
 
     @property
     def precision(self) -> str:
@@ -77,14 +77,17 @@ KINDS = ("sigmoid", "memory bank", "contaccum", "distillation", "batch schedule"
 
 def all_rows() -> list[Row]:
     rows: list[Row] = []
-    for kind in KINDS:
-        for world, micro_sizes in PER_SHARE.items():
-            for i, micro in enumerate(micro_sizes):
-                stage = len(rows) % 4
-                if kind == "fp16":
-                    stage = 1 + len(rows) % 3  # DeepSpeed does not scale the loss at 0
-                exchange = ("gather", "ring")[(world + i) % 2] if kind == "sigmoid" else ""
-                rows.append(Row(kind, world, micro, KEPT[i][world - 1], stage, exchange))
+    for engine, kinds, stages in (("deepspeed", KINDS, (0, 1, 2, 3)), ("fsdp", KINDS[:-1], (0, 2, 3))):
+        of_engine: list[Row] = []
+        for kind in kinds:
+            for world, micro_sizes in PER_SHARE.items():
+                for i, micro in enumerate(micro_sizes):
+                    stage = stages[(len(of_engine) + len(of_engine) // 9) % len(stages)]
+                    if kind == "fp16":
+                        stage = 1 + len(of_engine) % 3  # DeepSpeed does not scale the loss at 0
+                    exchange = ("gather", "ring")[(world + i) % 2] if kind == "sigmoid" else ""
+                    of_engine.append(Row(kind, world, micro, KEPT[i][world - 1], stage, exchange, engine))
+        rows += of_engine
     return rows
 
 
@@ -191,33 +194,20 @@ def objective(row: Row) -> ContrastiveLoss:
     return InfoNCE(tile=TILE)
 
 
-def own_share(batch: Batch) -> Batch:
-    counts = [len(range(r, len(batch), dist.world_size())) for r in range(dist.world_size())]
-    first = sum(counts[: dist.rank()])
-    own = slice(first, first + counts[dist.rank()])
-    tensors = batch.images[own], batch.texts[own], batch.sample_seeds[own]
-    return Batch(*tensors, keys=batch.keys[own], shares=tuple(counts))
-
-
 def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
     """On one rank: losses, norms, this rank's fragments of the master weights, and whether a step was skipped."""
-    from launcher.engines.deepspeed.engine import build_engine
-
+    config = EngineConfig(kind=row.engine, zero_stage=row.stage, precision=row.precision)
     if row.precision == "fp16":
         answer(True, "fp16")  # slow on a processor without it, but the numbers are the same
-    ds_config = build_ds_config(
-        EngineConfig(zero_stage=row.stage, precision=row.precision),
-        micro_size=row.micro,
-        world_size=dist.world_size(),
-        grad_clip_norm=None,
-    )
-    ds_config["fp16"]["initial_scale_power"] = 10  # DeepSpeed's 2^16 overflows, and the first steps would be skipped
+        # DeepSpeed starts at 2^16, which overflows, and the first steps would be skipped.
+        config = config.model_copy(update={"ds_config": base_ds_config(fp16={"initial_scale_power": 10})})
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
-    engine = build_engine(
+    engine = build(
+        config,
         lambda: make_model(row.kind),
         lambda named: build_optimizer(optim, named),
-        ds_config,
         device=torch.device("cpu"),
+        micro_size=row.micro,
     )
     engine.load_fragments(WholeState(dict(make_model(row.kind).named_parameters())), {})
     loss, results = objective(row), []
@@ -246,7 +236,7 @@ def judge(row: Row, ours: list, truth: Truth) -> tuple[dict, list[str]]:
         "ranks": row.world,
         "k": row.chunks,
         "kept graphs": row.kept,
-        "ZeRO": row.stage,
+        "engine": describe({"kind": row.engine, "zero_stage": row.stage}),
         "loss": max(abs(a / b - 1) for a, b in zip(losses, truth.losses, strict=True)),
         "grad norm": max(abs(a / b - 1) for a, b in zip(norms, truth.norms, strict=True)),
         "parameters": (distance / truth.final.norm()).item(),

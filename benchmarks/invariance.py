@@ -1,11 +1,11 @@
 """The promise, measured: how a global batch is computed does not change what is learned.
 
 Each row trains a small CLIP (vision and text transformer, dropout and patch dropout on) for 5 SGD steps on
-a global batch of 64 through the real DeepSpeed engine, and compares it with an oracle: the same model in
-float64, one process, the full batch at once, textbook cross-entropy, autograd, torch.optim.SGD.
+a global batch of 64 through a real engine, DeepSpeed or FSDP2, and compares it with an oracle: the same model
+in float64, one process, the full batch at once, textbook cross-entropy, autograd, torch.optim.SGD.
 
 fp32 targets: parameters within 1e-5, loss within 1e-6 (relative, worst of the 5 steps).
-bf16 targets: the error of the update, beside that of the un-accumulated bf16 step, at most 1.25 times it.
+bf16 targets: the error of the update, beside that of the engine's un-accumulated bf16 step, at most 1.25 times it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
+from launcher.engines import build, package
 from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
 from tests.ranks import run_ranks
 
 SMALL_CLIP = small_clip()
@@ -33,7 +33,7 @@ N, STEPS, LR = 64, 5, 0.2
 TARGETS = {
     "fp32 parameters": "relative error at most 1e-5",
     "fp32 loss": "relative error at most 1e-6",
-    "bf16": "error of the update at most 1.25 x that of the un-accumulated bf16 step",
+    "bf16": "error of the update at most 1.25 x that of the un-accumulated bf16 step on one rank of the same engine",
 }
 
 
@@ -47,10 +47,20 @@ class Row:
     stage: int
     checkpointing: bool = False
     precision: str = "fp32"
+    kind: str = "deepspeed"
+
+    @property
+    def engine(self) -> EngineConfig:
+        return EngineConfig(
+            kind=self.kind,
+            zero_stage=self.stage,
+            precision=self.precision,
+            activation_checkpointing=self.checkpointing,
+        )
 
     @property
     def sizes(self) -> str:
-        n = N // self.world
+        n = -(-N // self.world)
         sizes = [min(self.micro, n - i) for i in range(0, n, self.micro)]
         return f"{self.micro}x{len(sizes)}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
 
@@ -72,7 +82,32 @@ BF16 = [
     Row(1, 24, 2, 3, precision="bf16"), Row(2, 8, 1, 1, precision="bf16"), Row(2, 12, 2, 2, True, precision="bf16"),
     Row(2, 4, 8, 3, precision="bf16"),
 ]  # fmt: skip
-QUICK = [FP32[i] for i in (1, 6, 15, 17, 27, 31)] + [BF16[i] for i in (0, 4)]
+
+
+def fsdp(*row: int | bool, precision: str = "fp32") -> Row:
+    return Row(*row, precision=precision, kind="fsdp")
+
+
+# FSDP's ways are three: whole copies, whole from first forward to last backward, given back after each forward. On
+# three ranks (22, 21 and 21 samples) neither the batch nor most parameters' rows divide.
+FSDP = [
+    fsdp(1, 64, 1, 0), fsdp(1, 16, 1, 0, True), fsdp(1, 8, 8, 0), fsdp(1, 24, 2, 3),
+    fsdp(1, 64, 1, 2, True), fsdp(1, 16, 2, 2), fsdp(1, 8, 1, 3), fsdp(1, 24, 3, 0, True),
+    fsdp(2, 32, 1, 0, True), fsdp(2, 8, 2, 0), fsdp(2, 4, 8, 0), fsdp(2, 12, 1, 0),
+    fsdp(2, 32, 1, 2), fsdp(2, 8, 4, 2, True), fsdp(2, 4, 1, 2), fsdp(2, 12, 2, 2),
+    fsdp(2, 32, 1, 3), fsdp(2, 8, 2, 3, True), fsdp(2, 4, 8, 3), fsdp(2, 12, 1, 3, True),
+    fsdp(3, 22, 1, 0), fsdp(3, 8, 3, 0, True), fsdp(3, 3, 2, 0), fsdp(3, 6, 1, 0),
+    fsdp(3, 22, 1, 2, True), fsdp(3, 8, 1, 2), fsdp(3, 3, 8, 2), fsdp(3, 6, 2, 2, True),
+    fsdp(3, 22, 1, 3), fsdp(3, 8, 2, 3, True), fsdp(3, 3, 1, 3), fsdp(3, 6, 4, 3),
+]  # fmt: skip
+FSDP_BF16 = [
+    fsdp(1, 64, 1, 0, precision="bf16"), fsdp(1, 16, 1, 2, precision="bf16"), fsdp(1, 8, 8, 3, precision="bf16"),
+    fsdp(2, 8, 1, 0, True, precision="bf16"), fsdp(2, 12, 2, 2, precision="bf16"), fsdp(2, 4, 8, 3, precision="bf16"),
+    fsdp(3, 6, 2, 2, True, precision="bf16"), fsdp(3, 8, 1, 3, precision="bf16"),
+]  # fmt: skip
+ALL = FP32 + FSDP + BF16 + FSDP_BF16
+QUICK = [FP32[i] for i in (1, 6, 15, 17, 27, 31)] + [FSDP[i] for i in (7, 14, 29)]
+QUICK += [BF16[i] for i in (0, 4)] + [FSDP_BF16[i] for i in (0, 5)]
 
 
 def make_model(checkpointing: bool = False) -> CLIP:
@@ -112,31 +147,30 @@ def flatten(tensors: dict) -> torch.Tensor:
     return torch.cat([tensors[name].detach().double().flatten() for name in sorted(tensors)])
 
 
+def own_share(batch: Batch) -> Batch:
+    """This rank's of a global batch; the first ranks hold one sample more where it does not divide."""
+    counts = [len(range(r, len(batch), dist.world_size())) for r in range(dist.world_size())]
+    first = sum(counts[: dist.rank()])
+    own = slice(first, first + counts[dist.rank()])
+    tensors = batch.images[own], batch.texts[own], batch.sample_seeds[own]
+    return Batch(*tensors, keys=batch.keys[own], shares=tuple(counts))
+
+
 def run_row(row: Row) -> tuple[list[float], list[float], list]:
     """On one rank: losses, norms, and this rank's fragments of the master weights."""
-    from launcher.engines.deepspeed.engine import build_engine
-
-    ds_config = build_ds_config(
-        EngineConfig(zero_stage=row.stage, precision=row.precision),
-        micro_size=row.micro,
-        world_size=dist.world_size(),
-        grad_clip_norm=None,
-    )
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
-    engine = build_engine(
+    engine = build(
+        row.engine,
         lambda: make_model(row.checkpointing),
         lambda named: build_optimizer(optim, named),
-        ds_config,
         device=torch.device("cpu"),
+        micro_size=row.micro,
     )
-    # The same float32 weights for every row, whatever DeepSpeed did to the model when it took it.
+    # The same float32 weights for every row, whatever the engine did to the model when it took it.
     engine.load_fragments(WholeState(dict(make_model().named_parameters())), {})
     losses, norms = [], []
-    n = N // dist.world_size()
-    own = slice(dist.rank() * n, (dist.rank() + 1) * n)
     for step in range(STEPS):
-        whole = global_batch(step)
-        batch = Batch(whole.images[own], whole.texts[own], whole.sample_seeds[own])
+        batch = own_share(global_batch(step))
         result = train_step(engine, batch, InfoNCE(tile=40), micro_size=row.micro, kept_graphs=row.kept, lr=LR)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -159,16 +193,16 @@ def assemble(per_rank: list[list]) -> torch.Tensor:
 
 def main() -> int:
     args = parser(__doc__ or "").parse_args()
-    rows = QUICK if args.quick else FP32 + BF16
+    rows = QUICK if args.quick else ALL
     losses, norms, final = oracle()
     start = flatten(dict(make_model().named_parameters()))
     outcomes = {}
-    for world in (1, 2):
+    for world in (1, 2, 3):
         chosen = [row for row in rows if row.world == world]
         per_rank = run_ranks(run_rows, world, chosen)
         outcomes.update({row: [results[i] for results in per_rank] for i, row in enumerate(chosen)})
 
-    table, missed, plain_bf16 = [], [], 0.0
+    table, missed, plain_bf16 = [], [], {}
     for row in rows:
         ours = outcomes[row]
         parameters = assemble([r[2] for r in ours])
@@ -176,27 +210,27 @@ def main() -> int:
         norm_error = max(abs(a / b - 1) for a, b in zip(ours[0][1], norms, strict=True))
         error = ((parameters - final).norm() / final.norm()).item()
         update = ((parameters - final).norm() / (final - start).norm()).item()
-        if row == BF16[0]:
-            plain_bf16 = update
+        if row.precision == "bf16":
+            plain_bf16.setdefault(row.kind, update)  # the first row is the un-accumulated one
         table.append(
             {
                 "precision": row.precision,
                 "ranks": row.world,
                 "micro-batches": row.sizes,
                 "kept graphs": row.kept,
-                "ZeRO": row.stage,
+                "engine": package(row.kind).describe(row.engine),
                 "act. ckpt": "on" if row.checkpointing else "off",
                 "loss": loss_error,
                 "grad norm": norm_error,
                 "parameters": error,
                 "update": update,
-                "x un-accumulated bf16": update / plain_bf16 if row.precision == "bf16" else "",
+                "x un-accumulated bf16": update / plain_bf16[row.kind] if row.precision == "bf16" else "",
             }
         )
         if row.precision == "fp32" and (error > 1e-5 or loss_error > 1e-6):
             missed.append(f"{row}: parameters {error:.1e}, loss {loss_error:.1e}")
-        if row.precision == "bf16" and update > 1.25 * plain_bf16:
-            missed.append(f"{row}: update {update:.1e} against {plain_bf16:.1e}")
+        if row.precision == "bf16" and update > 1.25 * plain_bf16[row.kind]:
+            missed.append(f"{row}: update {update:.1e} against {plain_bf16[row.kind]:.1e}")
         if len({tuple(r[0]) for r in ours}) != 1:
             missed.append(f"{row}: the ranks disagree on the loss")
     return finish("invariance", table, TARGETS, missed, args)

@@ -1,10 +1,11 @@
-"""Checkpoints from any layout into any other: ranks x ZeRO stage, through the real files.
+"""Checkpoints from any layout into any other: ranks x engine x stage, through the real files.
 
 A small CLIP trains three AdamW steps in fp32 on each layout, saves, and goes on for five without a break. Every
 checkpoint is then resumed on every layout, and goes on for five. What is compared is the resumed run with the one that
-was never interrupted, both as torch's optimizer (stage 0) and DeepSpeed's accessors (stages 1 to 3) show them, which
-the checkpoints are not made with. Equal to the last bit: every parameter, its copy in the model, both moments, step
-counts, every parameter's hyper-parameters. Near: the next five losses, and the weights after them.
+was never interrupted, both as torch's optimizer (ZeRO 0), DeepSpeed's accessors (ZeRO 1 to 3) and
+torch.distributed.checkpoint.state_dict (FSDP) show them, which the checkpoints are not made with. Equal to the last
+bit: every parameter, its copy in the model, both moments, step counts, every parameter's hyper-parameters. Near: the
+next five losses, and the weights after them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import finish, parser, small_clip
@@ -25,9 +26,23 @@ from clip_train.models import CLIP
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
+from launcher.engines import build, package
 from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
 from tests.ranks import run_ranks
+
+
+class Layout(NamedTuple):
+    world_size: int
+    kind: str
+    stage: int
+
+    @property
+    def engine(self) -> EngineConfig:
+        return EngineConfig(kind=self.kind, zero_stage=self.stage)
+
+    def __str__(self) -> str:
+        return f"{self.world_size} x {package(self.kind).describe(self.engine)}"
+
 
 TARGETS = {
     "state": "parameters, moments, step counts and groups equal exactly (fp32) to the uninterrupted run's",
@@ -35,25 +50,24 @@ TARGETS = {
     "after them": "every weight matrix within 1e-5 (norms) of the uninterrupted run's; bitwise on the same layout",
     "oracle": "what the layouts save is plain torch's state (1 rank, stage 0) to 1e-5 (norms), after 3 steps each",
 }
-LAYOUTS = [(world_size, stage) for world_size in (1, 2) for stage in (0, 1, 2, 3)]
+ENGINES = [("deepspeed", stage) for stage in (0, 1, 2, 3)] + [("fsdp", stage) for stage in (0, 2, 3)]
+LAYOUTS = [Layout(world_size, *engine) for world_size in (1, 2) for engine in ENGINES]
 N, LR, BEFORE, AFTER = 32, 1e-3, 3, 5
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CPU = torch.device("cpu")
 
 
-def make(stage: int) -> Any:
-    from launcher.engines.deepspeed.engine import build_engine
-
+def make(layout: Layout) -> Any:
     torch.manual_seed(5)
-    ds_config = build_ds_config(
-        EngineConfig(zero_stage=stage), micro_size=8, world_size=dist.world_size(), grad_clip_norm=1.0
-    )
     config = OptimConfig(lr=LR, weight_decay=0.1)
-    engine = build_engine(
-        lambda: CLIP(small_clip()), lambda named: build_optimizer(config, named), ds_config, device=CPU
+    return build(
+        layout.engine,
+        lambda: CLIP(small_clip()),
+        lambda named: build_optimizer(config, named),
+        device=CPU,
+        grad_clip_norm=1.0,
+        micro_size=8,
     )
-    engine.set_grad_clip(1.0)
-    return engine
 
 
 def share(step: int) -> Batch:
@@ -76,8 +90,27 @@ def train(engine: Any, first: int, last: int) -> list[float]:
 State = dict[str, torch.Tensor]
 
 
-def state(engine: Any) -> tuple[State, dict[str, Any]]:
+def state(layout: Layout, engine: Any) -> tuple[State, dict[str, Any]]:
     """Every parameter and moment whole; step counts and what each parameter is optimized with."""
+    return fsdp_state(engine) if layout.kind == "fsdp" else deepspeed_state(engine)
+
+
+def fsdp_state(engine: Any) -> tuple[State, dict[str, Any]]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    whole, optimizer = get_state_dict(
+        engine.module, engine.optimizer, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+    )
+    out: State = {}
+    for name, value in whole.items():
+        out |= {f"{name}|model": value.clone(), f"{name}|param": value.clone()}  # fp32: the masters are the model
+        out |= {f"{name}|{slot}": optimizer["state"][name][slot].clone() for slot in MOMENTS}
+    groups = optimizer["param_groups"]
+    used = {name: tuple(g[key] for key in ("weight_decay", "betas", "eps")) for g in groups for name in g["params"]}
+    return out, {"used": used, "steps": {float(each["step"]) for each in optimizer["state"].values()}}
+
+
+def deepspeed_state(engine: Any) -> tuple[State, dict[str, Any]]:
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -110,30 +143,31 @@ def state(engine: Any) -> tuple[State, dict[str, Any]]:
     return whole, {"used": used, "steps": set().union(*dist.gather_objects(counts))}
 
 
-def save(stage: int, folder: str) -> Any:
-    engine = make(stage)
+def save(layout: Layout, folder: str) -> Any:
+    engine = make(layout)
     train(engine, 0, BEFORE)
-    found = state(engine)
+    found = state(layout, engine)
     manager = CheckpointManager(CheckpointConfig(), folder)
     manager.resume()
     told = {"engine": engine.extra_state(), "step": BEFORE}
     assert manager.save(BEFORE, engine.state_fragments(), {}, told, wait=True)
     manager.close()
     losses = train(engine, BEFORE, BEFORE + AFTER)
-    then = state(engine)[0]
+    then = state(layout, engine)[0]
     engine.close()
     return found, losses, then
 
 
-def resume(stage: int, folders: list[str]) -> Any:
+def resume(layout: Layout, folders: list[str]) -> Any:
     """From each of the folders in turn: the state as loaded, the losses that follow, and the state after them."""
     out = []
     for folder in folders:
-        engine = make(stage)
+        engine = make(layout)
         resumed = CheckpointManager(CheckpointConfig(resume="must"), folder).resume()
         assert resumed is not None
         engine.load_fragments(resumed.reader, resumed.state["engine"])
-        out.append((state(engine), train(engine, BEFORE, BEFORE + AFTER), state(engine)[0]))
+        loaded = state(layout, engine)
+        out.append((loaded, train(engine, BEFORE, BEFORE + AFTER), state(layout, engine)[0]))
         engine.close()
     return out
 
@@ -151,12 +185,11 @@ def distance(a: State, b: State, *slots: str) -> float:
     return max(float((a[name] - b[name]).norm() / a[name].norm()) for name in names)
 
 
-def check_oracle(layouts: list[tuple[int, int]], saved: list[Any]) -> list[str]:
+def check_oracle(layouts: list[Layout], saved: list[Any]) -> list[str]:
     """The runs that saved, beside plain torch's on one rank: is what the accessors show the truth?"""
     missed = []
     (reference, told), _, _ = saved[0]
-    for (W, stage), ((tensors, also_told), _, _) in zip(layouts, saved, strict=True):
-        where = f"{W} ranks, ZeRO {stage}"
+    for where, ((tensors, also_told), _, _) in zip(layouts, saved, strict=True):
         off = distance(reference, tensors, "param", "model", *MOMENTS)
         if set(reference) != set(tensors) or off > 1e-5:
             missed.append(f"{where}: after {BEFORE} steps {off:.1e} from plain torch")
@@ -172,32 +205,30 @@ def main() -> int:
     layouts = LAYOUTS[::3] if args.quick else LAYOUTS
     table = []
     with tempfile.TemporaryDirectory() as root:
-        folders = [str(Path(root) / f"{world_size}x{stage}") for world_size, stage in layouts]
-        saved = [run_ranks(save, W, stage, folder)[0] for (W, stage), folder in zip(layouts, folders, strict=True)]
+        folders = [str(Path(root) / str(layout).replace(" ", "")) for layout in layouts]
+        saved = [run_ranks(save, each.world_size, each, to)[0] for each, to in zip(layouts, folders, strict=True)]
         missed = check_oracle(layouts, saved)
-        for W, stage in layouts:
-            row: dict[str, Any] = {"resumed at": f"{W} ranks, ZeRO {stage}"}
-            found = run_ranks(resume, W, stage, folders)[0]
+        for here in layouts:
+            row: dict[str, Any] = {"resumed at": str(here)}
+            found = run_ranks(resume, here.world_size, here, folders)[0]
             furthest = 0.0
             for layout, (then, losses, after), (now, again, after_again) in zip(layouts, saved, found, strict=True):
                 wrong = differences(then, now)
                 off = max(abs(a - b) for a, b in zip(losses, again, strict=True))
-                row[f"{layout[0]} x {layout[1]}"] = off if not wrong else f"{len(wrong)} differ"
+                row[str(layout)] = off if not wrong else f"{len(wrong)} differ"
                 furthest = max(furthest, distance(after, after_again, "param"))
-                where = f"saved at {layout[0]} ranks, ZeRO {layout[1]}, resumed at {W} ranks, ZeRO {stage}"
+                where = f"saved at {layout}, resumed at {here}"
                 if wrong:
                     missed.append(f"{where}: {', '.join(wrong[:4])} are not equal")
                 if off > 1e-6:
                     missed.append(f"{where}: the losses differ by {off:.2g}")
-                if layout == (W, stage) and any(not torch.equal(after[name], after_again[name]) for name in after):
+                if layout == here and any(not torch.equal(after[name], after_again[name]) for name in after):
                     missed.append(f"{where}: after {AFTER} steps on the same layout not every bit is equal")
                 if distance(after, after_again, "param") > 1e-5:
                     missed.append(f"{where}: after {AFTER} steps the weights are {furthest:.1e} apart")
             row["weights after"] = furthest
             table.append(row)
-    print(
-        "each cell: state equal to the last bit, and how far the next 5 losses are off; columns: saved at ranks x ZeRO"
-    )
+    print("each cell: state equal to the last bit, how far the next 5 losses are off; columns: saved at ranks x engine")
     return finish("layouts", table, TARGETS, missed, args)
 
 
