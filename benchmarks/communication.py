@@ -41,8 +41,8 @@ TARGETS = {
     "features": "2 N D values, once per step, at every k and stage",
     "sums": "N row sums and N column sums of 4 or 8 bytes, once per step",
     "gradients": "P, once per step, at every k; at stages 2 and 3 with engine.reduce_gradients=once, else k P",
-    "parameters": "none at stage 0, P at stages 1 and 2 (once a step); at stage 3 with FSDP P for every forward and every"
-    " backward, with m of k graphs kept (3 k - m) P; ZeRO 3 is only shown",
+    "parameters": "none at stage 0, P at stages 1 and 2 (once a step); at stage 3 with FSDP P for every forward and"
+    " every backward, with m of k graphs kept (3 k - m) P; ZeRO 3 is only shown",
 }
 
 # The collectives by how many bytes a call moves; what the newest torch calls *_single stands beside its old name.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 # splitmix64 (Steele, Lea and Flood, 2014), its unsigned constants written as int64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_INVERSE = 0xF1DE83E19937733D - 2**64  # of _GAMMA: their product is 1, modulo 2^64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 
@@ -25,13 +26,14 @@ def splitmix64(x: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-def random_bits(sample_seeds: Tensor, layer_id: int, count: int, first: Tensor | None = None) -> Tensor:
+def random_bits(sample_seeds: Tensor, layer_id: int | Tensor, count: int, first: Tensor | None = None) -> Tensor:
     """int64 [b] -> [b, count] int64, uniform over all 64 bits: from number `first` [b] of each stream on, or 0."""
     key = splitmix64(splitmix64(sample_seeds) + layer_id)  # [b]: one stream for each (sample, layer)
     number = torch.arange(count, device=key.device)
     if first is not None:
         number = first[:, None] + number  # [b, count]
-    return splitmix64(key[:, None] + number * _GAMMA)
+    # key + number * _GAMMA. Written so, inductor would take the product for an index, which must not overflow in C++.
+    return splitmix64(((key * _INVERSE)[:, None] + number) * _GAMMA)
 
 
 def _seeds_for(sample_seeds: Tensor | None, batch: int, what: str) -> Tensor:
@@ -49,13 +51,15 @@ class SampleDropout(nn.Module):
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout must be in [0, 1), not {p}")
-        self.p, self.layer_id = p, layer_id
+        self.p = p
+        # A tensor, for torch.compile would make a graph for each int; not a buffer: it stays on the CPU.
+        self.layer_id = torch.tensor(layer_id, device="cpu")
         self.dropped = min(round(p * 65536), 65535)  # of the 65536 values that 16 bits can have
 
     def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None) -> Tensor:
         """[b, ...], int64 [b] -> [b, ...]. With `token`, int64 [b], x [b, width] is that token alone of each
         sample's [L, width], and gets the mask that it would get among the others."""
-        if not self.training or self.dropped == 0:
+        if self.dropped == 0 or not self.training:
             return x
         seeds = _seeds_for(sample_seeds, len(x), "dropout")
         size = x[0].numel()
@@ -70,7 +74,7 @@ class SampleDropout(nn.Module):
         return torch.where(keep, x * (65536 / (65536 - self.dropped)), 0.0)
 
     def extra_repr(self) -> str:
-        return f"p={self.p}, layer_id={self.layer_id}"
+        return f"p={self.p}, layer_id={self.layer_id.item()}"
 
 
 class PatchDropout(nn.Module):

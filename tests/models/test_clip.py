@@ -232,7 +232,7 @@ def test_dropout_does_not_depend_on_the_micro_batch(cuts: tuple[int, ...]):
 
 def test_every_dropout_of_the_model_has_random_bits_of_its_own():
     model = small_model(dropout=0.2, patch_dropout=0.5)
-    ids = [m.layer_id for m in model.modules() if isinstance(m, (SampleDropout, PatchDropout))]
+    ids = [int(m.layer_id) for m in model.modules() if isinstance(m, (SampleDropout, PatchDropout))]
     assert len(ids) == len(set(ids)) == 2 * 2 * 2 + 1
 
 

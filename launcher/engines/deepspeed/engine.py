@@ -31,7 +31,7 @@ from clip_train.protocols import (
     StepReport,
     Wanted,
 )
-from launcher.engines import compile_units
+from launcher.engines import compile_units, units
 from launcher.engines.deepspeed.shards import OwnedSlice, owned_slices, start_optimizer_state
 from launcher.engines.scalars import Scalars
 
@@ -88,6 +88,9 @@ def build_engine(
         _refuse_scalars(model)
         if compile:
             compile_units(model)
+            if stage == 3 and (kinds := {type(unit) for unit in units(model)}):
+                # its hooks outside of the blocks too, for within them each would break the graph
+                deepspeed.utils.set_z3_leaf_modules(model, [*kinds])
         optimizer = make_optimizer(model.named_parameters())
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     return DeepSpeedEngine(engine, optimizer, device, stage, reduce_once=ds_config["managed_gradient_accumulation"])

@@ -1,0 +1,107 @@
+"""engine.compile against eager, on either engine: the same steps, few graphs, and none given up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from clip_train import dist
+from clip_train.contrastive import InfoNCE
+from clip_train.models import CLIP, Architecture
+from clip_train.models.weights import WholeState
+from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.protocols import Batch, text_lengths
+from clip_train.step import train_step
+from launcher.engines import build
+from launcher.engines.config import EngineConfig
+from tests.covering import pairwise
+from tests.ranks import run_ranks
+from tests.toy import share
+
+pytestmark = pytest.mark.engine
+ARCHITECTURE = Architecture.model_validate(
+    {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 16, "layers": 3, "width": 32, "head_width": 16, "patch_size": 8},
+        "text_cfg": {"context_length": 24, "vocab_size": 32, "width": 32, "heads": 2, "layers": 3},
+    }
+)
+N, LR = 18, 0.1
+
+
+def make_model(checkpointing: bool) -> CLIP:
+    torch.manual_seed(3)
+    return CLIP(ARCHITECTURE, dropout=0.2, patch_dropout=0.25, activation_checkpointing=checkpointing)
+
+
+def batch(step: int) -> Batch:
+    """Texts of other lengths at every step, so that micro-batches have several shapes."""
+    g = torch.Generator().manual_seed(step)
+    texts = torch.randint(1, 31, (N, 24), generator=g)
+    ends = torch.randint(2, 8 * (1 + step % 3), (N,), generator=g)
+    texts[torch.arange(N), ends] = 31
+    texts[torch.arange(24) > ends[:, None]] = 0
+    images = torch.randint(0, 256, (N, 3, 16, 16), generator=g, dtype=torch.uint8)
+    whole = Batch(images, texts, torch.randint(0, 2**62, (N,), generator=g), [str(i) for i in range(N)])
+    own = share(whole, dist.rank(), dist.world_size())
+    own.text_lengths = text_lengths(own.texts)
+    return own
+
+
+def train(kind: str, stage: int, compile: bool, kept: int, checkpointing: bool):
+    """Of four steps losses, norms and evaluation's features; the weights; graphs, frames given up, graph breaks."""
+    config = EngineConfig(kind=kind, zero_stage=stage, compile=compile)
+    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
+    engine = build(
+        config,
+        lambda: make_model(checkpointing),
+        lambda named: build_optimizer(optim, named),
+        device=torch.device("cpu"),
+        micro_size=4,
+    )
+    engine.load_fragments(WholeState(dict(make_model(False).named_parameters())), {})
+    told = []
+    for step in range(4):
+        # 18 samples: on one rank 4+4+4+4+2, on two 4+4+1; the single one at the end too
+        result = train_step(engine, batch(step), InfoNCE(), micro_size=4, kept_graphs=kept, lr=LR)
+        engine.train(False)
+        with torch.no_grad():
+            seen = engine.encode_image(batch(9).images).sum(), engine.encode_text(batch(9).texts).sum()
+        engine.train(True)
+        told += [result.loss, result.grad_norm, *map(float, seen)]
+    weights = [(f.name, f.start, f.tensors["param"].clone()) for f in engine.state_fragments()]
+    engine.close()
+    frames = counters["frames"]
+    return (
+        told,
+        weights,
+        counters["stats"]["unique_graphs"],
+        frames["total"] - frames["ok"],
+        dict(counters["graph_break"]),
+    )
+
+
+@pytest.mark.parametrize(
+    "world_size, layout, kept, checkpointing",
+    [
+        (w, layout, kept, checkpointing)
+        for layout, w, kept, checkpointing in pairwise(
+            (("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 0), ("fsdp", 2), ("fsdp", 3)),
+            (2, 1),
+            (1, 2),
+            (False, True),
+        )
+    ],
+)
+def test_compiled_equals_eager(world_size, layout, kept, checkpointing):
+    compiled = run_ranks(train, world_size, *layout, True, kept, checkpointing)
+    for (told, weights, _, _, _), other in zip(
+        run_ranks(train, world_size, *layout, False, kept, checkpointing), compiled, strict=True
+    ):
+        again, others, graphs, given_up, breaks = other
+        assert again == pytest.approx(told, rel=1e-5, abs=1e-5)
+        for (name, start, value), (name_again, start_again, value_again) in zip(weights, others, strict=True):
+            assert (name, start) == (name_again, start_again)
+            assert (value_again - value).norm() <= 1e-5 * value.norm() + 1e-7, name
+        assert 0 < graphs <= 8 and given_up == 0 and not breaks
