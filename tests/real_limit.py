@@ -1,4 +1,4 @@
-"""A process whose address space ends: `python -m tests.real_limit plain|0|1 [MiB to spare]` prints its curve as JSON.
+"""A process whose address space ends: `python -m tests.real_limit plain|"zero 1" [MiB to spare]` prints its curve.
 
 The limit is set once everything is built and a step is taken, to what the process has then and a little.
 """
@@ -16,7 +16,6 @@ import torch
 from clip_train.batch import BatchPlan
 from clip_train.contrastive import InfoNCE
 from clip_train.models import CLIP, Architecture
-from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
@@ -41,14 +40,9 @@ def make(kind: str):
     if kind == "plain":
         built = model()
         return PlainEngine(built, build_optimizer(optim, built.named_parameters()))
-    from launcher.engines.config import EngineConfig
-    from launcher.engines.deepspeed.config import build_ds_config
-    from launcher.engines.deepspeed.engine import build_engine
+    from tests.engine.layouts import engine_at
 
-    config = build_ds_config(EngineConfig(zero_stage=int(kind)), micro_size=8, world_size=1, grad_clip_norm=None)
-    engine = build_engine(model, lambda named: build_optimizer(optim, named), config, device=torch.device("cpu"))
-    engine.load_fragments(WholeState(dict(model().named_parameters())), {})
-    return engine
+    return engine_at(kind, model, optim)
 
 
 def batch(step: int) -> Batch:

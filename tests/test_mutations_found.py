@@ -18,29 +18,22 @@ from clip_train.checkpoint.lease import Lease
 from clip_train.checkpoint.order import Order
 from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
 from clip_train.contrastive import InfoNCE
-from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.optim import OptimConfig
 from clip_train.step import train_step
 from clip_train.storage import LocalStorage
-from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
+from tests.engine.layouts import engine_at
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, share, toy_batch
 
 TOO_HIGH = 4.9  # ln 100 is 4.605
 
 
-def master_after_a_step(stage: int) -> float:
-    from launcher.engines.deepspeed.engine import build_engine
-
+def master_after_a_step(layout: str) -> float:
     def toy() -> ToyCLIP:
         torch.manual_seed(5)
         return ToyCLIP(logit_scale=TOO_HIGH)
 
-    ds_config = build_ds_config(
-        EngineConfig(zero_stage=stage), micro_size=4, world_size=dist.world_size(), grad_clip_norm=None
-    )
-    optim = OptimConfig(name="sgd", lr=1e-4)
-    engine = build_engine(toy, lambda named: build_optimizer(optim, named), ds_config, device=torch.device("cpu"))
+    engine = engine_at(layout, toy, OptimConfig(name="sgd", lr=1e-4))
     batch = share(toy_batch(8), dist.rank(), dist.world_size())
     train_step(engine, batch, InfoNCE(), micro_size=4, kept_graphs=1, lr=1e-4)
     held = [f.tensors["param"].item() for f in engine.state_fragments() if f.name == "logit_scale"]
@@ -49,10 +42,10 @@ def master_after_a_step(stage: int) -> float:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_master_copy_of_logit_scale_is_clamped(stage):
+@pytest.mark.parametrize("layout", ["zero 1", "zero 2", "zero 3", "fsdp 3"])
+def test_the_master_copy_of_logit_scale_is_clamped(layout):
     """What the next step starts from, and what a checkpoint holds; the model's copy is overwritten by it."""
-    held = [value for value in run_ranks(master_after_a_step, 2, stage) if not math.isnan(value)]
+    held = [value for value in run_ranks(master_after_a_step, 2, layout) if not math.isnan(value)]
     assert held
     assert all(value <= math.log(100) + 1e-6 for value in held)
 

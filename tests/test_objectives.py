@@ -140,21 +140,12 @@ def test_local_accumulation_is_what_its_name_says(world_size, micro_size):
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
 
 
-def on_deepspeed(kind: str, stage: int, micro_size: int):
-    from clip_train.optim import OptimConfig, build_optimizer
-    from launcher.engines.config import EngineConfig
-    from launcher.engines.deepspeed.config import build_ds_config
-    from launcher.engines.deepspeed.engine import build_engine
-    from tests.engine.test_deepspeed import weights
+def on_engine(kind: str, layout: str, micro_size: int):
+    from clip_train.optim import OptimConfig
+    from tests.engine.layouts import engine_at
 
-    ds_config = build_ds_config(
-        EngineConfig(zero_stage=stage), micro_size=micro_size, world_size=dist.world_size(), grad_clip_norm=0.5
-    )
     optim = OptimConfig(name="sgd", lr=0.3, weight_decay=0.1)
-    make_optimizer = lambda named: build_optimizer(optim, named)  # noqa: E731
-    engine = build_engine(lambda: student().float(), make_optimizer, ds_config, device=torch.device("cpu"))
-    engine.set_grad_clip(0.5)
-    engine.load_fragments(weights(student().float()), {})
+    engine = engine_at(layout, lambda: student().float(), optim, clip=0.5)
     loss = objective(kind)
     if kind == "distill":
         loss.teacher.model.float()
@@ -164,8 +155,10 @@ def on_deepspeed(kind: str, stage: int, micro_size: int):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind, stage", [("negatives", 2), ("contaccum", 3), ("distill", 3), ("local", 3)])
-def test_on_deepspeed(kind, stage):
+@pytest.mark.parametrize(
+    "kind, layout", [("negatives", "zero 2"), ("contaccum", "fsdp 3"), ("distill", "zero 3"), ("local", "fsdp 2")]
+)
+def test_on_an_engine(kind, layout):
     _, told = oracle(kind, 2, 8, lr=0.3, decay=0.1, clip=0.5)
-    for ours in run_ranks(on_deepspeed, 2, kind, stage, 8):
+    for ours in run_ranks(on_engine, 2, kind, layout, 8):
         assert [x for pair in ours for x in pair] == pytest.approx([x for pair in told for x in pair], rel=2e-5)

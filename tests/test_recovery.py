@@ -10,14 +10,11 @@ from clip_train.batch import BatchPlan
 from clip_train.contrastive import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.errors import OutOfMemoryError
-from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.plain_engine import PlainEngine
 from clip_train.recovery import halved, is_out_of_memory, recovering_step
 from clip_train.step import train_step
-from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
-from tests.processor import answer
+from tests.engine.layouts import engine_at
 from tests.ranks import RankFailedError, run_ranks
 from tests.toy import ToyCLIP, share, toy_batch
 
@@ -62,23 +59,17 @@ def make(kind: str, precision: str = "fp32"):
     optim = OptimConfig(name="adamw", lr=LR, weight_decay=0.1)
     if kind == "plain":
         return PlainEngine(model, build_optimizer(optim, model.named_parameters()), 0.7), model
-    from launcher.engines.deepspeed.engine import build_engine
+    layout, once, _ = kind.partition(" once")
+    built = []
 
-    stage, once = int(kind[0]), kind.endswith("once")
-    if precision != "fp32":
-        answer(True, precision)
-    config = EngineConfig(zero_stage=stage, precision=precision, reduce_gradients="once" if once else "each_backward")
-    ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=0.7)
-    state = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = build_engine(
-        lambda: FailingCLIP(dropout=0.5),
-        lambda named: build_optimizer(optim, named),
-        ds_config,
-        device=torch.device("cpu"),
-    )
-    engine.set_grad_clip(0.7)
-    engine.load_fragments(WholeState(state), {})
-    return engine, engine.engine.module
+    def make_model():
+        torch.manual_seed(5)
+        built.append(FailingCLIP(dropout=0.5))
+        return built[-1]
+
+    reduction = "once" if once else "each_backward"
+    engine = engine_at(layout, make_model, optim, clip=0.7, precision=precision, reduce_gradients=reduction)
+    return engine, built[0]
 
 
 def run(kind: str, place: str | None, bad_rank: int, precision: str = "fp32"):
@@ -115,8 +106,8 @@ def run_all(kind: str, precision: str, places: list[str]):
 @pytest.mark.parametrize(
     "kind, precision, places",
     [
-        ("plain", "fp32", PLACES), ("0", "fp32", PLACES), ("1", "fp32", PLACES), ("1", "bf16", PLACES),
-        ("2", "fp32", PLACES[:2]), ("2 once", "fp32", PLACES), ("2", "bf16", PLACES[:2]),
+        ("plain", "fp32", PLACES), ("zero 0", "fp32", PLACES), ("zero 1", "fp32", PLACES), ("zero 1", "bf16", PLACES),
+        ("zero 2", "fp32", PLACES[:2]), ("zero 2 once", "fp32", PLACES), ("zero 2", "bf16", PLACES[:2]),
     ],
 )  # fmt: skip
 def test_one_of_two_ranks_runs_out_of_memory(kind, precision, places):
@@ -128,7 +119,7 @@ def test_one_of_two_ranks_runs_out_of_memory(kind, precision, places):
             torch.testing.assert_close(state, expected[3], rtol=1e-6, atol=1e-9, msg=place)
 
 
-@pytest.mark.parametrize("kind", ["plain", "1", "2"])
+@pytest.mark.parametrize("kind", ["plain", "zero 1", "zero 2", "fsdp 0", "fsdp 2", "fsdp 3"])
 def test_a_single_rank_recovers_anywhere(kind):
     ((expected, *others),) = run_ranks(run_all, 1, kind, "fp32", PLACES)
     for place, (told, _, _, state) in zip(PLACES, others, strict=True):
@@ -137,7 +128,13 @@ def test_a_single_rank_recovers_anywhere(kind):
 
 
 @pytest.mark.parametrize(
-    "kind, place, remedy", [("2", PLACES[4], "reduce_gradients=once"), ("3", PLACES[0], "micro_size")]
+    "kind, place, remedy",
+    [
+        ("zero 2", PLACES[4], "reduce_gradients=once"),
+        ("zero 3", PLACES[0], "micro_size"),
+        ("fsdp 0", PLACES[4], "micro_size"),
+        ("fsdp 3", PLACES[0], "micro_size"),
+    ],
 )
 def test_where_others_wait_the_run_ends_with_a_remedy(kind, place, remedy):
     with pytest.raises(RankFailedError) as e:

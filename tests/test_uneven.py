@@ -11,15 +11,14 @@ import torch.nn.functional as F
 
 from clip_train import dist
 from clip_train.contrastive import Distillation, InfoNCE, LocalInfoNCE, MemoryBank, SigmoidLoss
-from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.optim import OptimConfig
 from clip_train.plain_engine import PlainEngine
 from clip_train.step import train_step
-from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise
-from tests.engine.test_deepspeed import assemble, pieces, relative_error, weights
-from tests.engine.test_deepspeed import toy as float_toy
+from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.engine.test_engines import assemble, pieces, relative_error
+from tests.engine.test_engines import toy as float_toy
 from tests.ranks import run_ranks
 from tests.test_objectives import CountingTeacher
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
@@ -140,15 +139,9 @@ def test_ranks_and_micro_batches_that_do_not_divide_are_invisible(kind, world_si
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
 
 
-def on_deepspeed(stage: int, reduce_gradients: str, micro_size: int, kept: int):
-    from launcher.engines.deepspeed.engine import build_engine
-
-    config = EngineConfig(zero_stage=stage, reduce_gradients=reduce_gradients)
-    ds_config = build_ds_config(config, micro_size=micro_size, world_size=dist.world_size(), grad_clip_norm=0.5)
+def on_engine(layout: str, reduce_gradients: str, micro_size: int, kept: int):
     optim = OptimConfig(name="sgd", lr=0.3, weight_decay=0.1)
-    engine = build_engine(float_toy, lambda named: build_optimizer(optim, named), ds_config, device=torch.device("cpu"))
-    engine.set_grad_clip(0.5)
-    engine.load_fragments(weights(float_toy()), {})
+    engine = engine_at(layout, float_toy, optim, clip=0.5, reduce_gradients=reduce_gradients)
     told = steps(engine, InfoNCE(), micro_size, kept, lr=0.3)
     out = told, pieces(engine)
     engine.close()
@@ -157,13 +150,13 @@ def on_deepspeed(stage: int, reduce_gradients: str, micro_size: int, kept: int):
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "stage, reduce_gradients, world_size, micro_size",
+    "layout, reduce_gradients, world_size, micro_size",
     pairwise(
-        (0, 1, 2, 3), ("once", "each_backward"), (2, 3), (5, 1),
-        keep=lambda case: case[0] >= 2 or case[1] == "once",
+        (*ZERO, *FSDP), ("once", "each_backward"), (2, 3), (5, 1),
+        keep=lambda case: case[0][-1] in "23" or case[1] == "once",
     ),
 )  # fmt: skip
-def test_on_deepspeed(stage, reduce_gradients, world_size, micro_size):
+def test_on_an_engine(layout, reduce_gradients, world_size, micro_size):
     model, expected = float_toy().double(), []
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
@@ -177,6 +170,6 @@ def test_on_deepspeed(stage, reduce_gradients, world_size, micro_size):
         loss.backward()
         expected += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()]
         optimizer.step()
-    results = run_ranks(on_deepspeed, world_size, stage, reduce_gradients, micro_size, min(2, micro_size))
+    results = run_ranks(on_engine, world_size, layout, reduce_gradients, micro_size, min(2, micro_size))
     assert all(told == pytest.approx(expected, rel=1e-5) for told, _ in results)
     assert relative_error(assemble([fragments for _, fragments in results]), dict(model.named_parameters())) < 5e-6

@@ -9,17 +9,15 @@ from torch._dynamo.utils import counters
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
 from clip_train.models import CLIP, Architecture
-from clip_train.models.weights import WholeState
-from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.optim import OptimConfig
 from clip_train.protocols import Batch, text_lengths
 from clip_train.step import train_step
-from launcher.engines import build
-from launcher.engines.config import EngineConfig
 from tests.covering import pairwise
+from tests.engine.layouts import engine_at
 from tests.ranks import run_ranks
 from tests.toy import share
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 ARCHITECTURE = Architecture.model_validate(
     {
         "embed_dim": 16,
@@ -49,18 +47,10 @@ def batch(step: int) -> Batch:
     return own
 
 
-def train(kind: str, stage: int, compile: bool, kept: int, checkpointing: bool):
+def train(layout: str, compile: bool, kept: int, checkpointing: bool):
     """Of four steps losses, norms and evaluation's features; the weights; graphs, frames given up, graph breaks."""
-    config = EngineConfig(kind=kind, zero_stage=stage, compile=compile)
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
-    engine = build(
-        config,
-        lambda: make_model(checkpointing),
-        lambda named: build_optimizer(optim, named),
-        device=torch.device("cpu"),
-        micro_size=4,
-    )
-    engine.load_fragments(WholeState(dict(make_model(False).named_parameters())), {})
+    engine = engine_at(layout, lambda: make_model(checkpointing), optim, compile=compile)
     told = []
     for step in range(4):
         # 18 samples: on one rank 4+4+4+4+2, on two 4+4+1; the single one at the end too
@@ -87,7 +77,7 @@ def train(kind: str, stage: int, compile: bool, kept: int, checkpointing: bool):
     [
         (w, layout, kept, checkpointing)
         for layout, w, kept, checkpointing in pairwise(
-            (("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 0), ("fsdp", 2), ("fsdp", 3)),
+            ("zero 1", "zero 3", "fsdp 2", "fsdp 3"),
             (2, 1),
             (1, 2),
             (False, True),
@@ -95,9 +85,9 @@ def train(kind: str, stage: int, compile: bool, kept: int, checkpointing: bool):
     ],
 )
 def test_compiled_equals_eager(world_size, layout, kept, checkpointing):
-    compiled = run_ranks(train, world_size, *layout, True, kept, checkpointing)
+    compiled = run_ranks(train, world_size, layout, True, kept, checkpointing)
     for (told, weights, _, _, _), other in zip(
-        run_ranks(train, world_size, *layout, False, kept, checkpointing), compiled, strict=True
+        run_ranks(train, world_size, layout, False, kept, checkpointing), compiled, strict=True
     ):
         again, others, graphs, given_up, breaks = other
         assert again == pytest.approx(told, rel=1e-5, abs=1e-5)

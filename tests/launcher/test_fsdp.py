@@ -82,3 +82,17 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(recipe, tmp_path):
     assert status != 0 and out.count("error: step") == 1, out
     assert "the last good checkpoint is that of step" in out
     assert read_verdict(tmp_path / "run")[0] == "FATAL"
+
+
+def test_out_of_memory_on_one_rank(recipe, tmp_path):
+    """Others wait within the forward: all end, with the remedy. Alone it goes on with smaller micro-batches."""
+    status, out = finish(start(recipe, FSDP, "run.steps=8", ranks=2, fault="memory:1"))
+    assert status != 0 and "on rank 1" in out and "Set a smaller batch.micro_size" in out, out
+    assert read_verdict(tmp_path / "run")[0] == "FAILED"
+    alone = f"run.dir={tmp_path / 'alone'}"
+    status, out = finish(start(recipe, FSDP, "run.steps=8", alone, fault="memory:0"))
+    assert status == 0 and "batch.micro_size from 12 to 6" in out, out
+    status, out = run(recipe, "run.steps=8", f"run.dir={tmp_path / 'undisturbed'}")
+    assert status == 0, out
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("alone", "undisturbed")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

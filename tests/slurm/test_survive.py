@@ -42,6 +42,21 @@ def test_preemption_with_a_grace(submit, cluster, undisturbed):
     assert all("SIGTERM" in each.end["reason"] for each in story[:-1])
 
 
+def test_preemption_under_fsdp(submit, cluster, undisturbed):
+    """the same, `engine.kind: fsdp`"""
+    job = submit(
+        "1x2", "--partition=low", "--nodelist=n3", hold=True, overrides=("engine.kind=fsdp", "engine.zero_stage=3")
+    )
+    job.wait_for_step(5)
+    cluster.call(
+        "sbatch", "--parsable", "--partition=high", "--nodelist=n3", "--exclusive", "--output=/dev/null", "--wrap=true"
+    )
+    job.wait_for_attempts(1)
+    job.let_go()
+    finished_like(job, undisturbed)  # whose engine is DeepSpeed
+    check_story(job, PREEMPTED, DONE)
+
+
 def test_power_loss_of_a_node(submit, cluster, undisturbed):
     """power loss of a node"""
     job = submit("2x1", "--nodelist=n[2-3]", hold=True)  # the batch script on n2, the other rank on n3

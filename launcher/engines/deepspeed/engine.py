@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from clip_train import dist
+from clip_train.errors import UserError
 from clip_train.plain_engine import LOSS_REMEDY, MAX_LOGIT_SCALE, surrogate
 from clip_train.protocols import (
     FeatureGradients,
@@ -100,8 +101,9 @@ def _refuse_scalars(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if len(getattr(p, "ds_shape", p.shape)) == 0 or not p.is_contiguous():
             # DeepSpeed's _broadcast_model views every parameter as bytes, which such a tensor cannot be.
-            raise ValueError(
-                f"DeepSpeed cannot hold the parameter {name}: it is 0-d or not contiguous; give it shape [1]"
+            raise UserError(
+                f"engine.kind (deepspeed) cannot hold the parameter {name}: it is 0-d or not contiguous; give it shape "
+                "[1], and call contiguous() on it"
             )
 
 
@@ -149,7 +151,7 @@ class DeepSpeedEngine:
         self.slices: list[OwnedSlice] = owned_slices(engine, stage)
         self._low_precision = engine.bfloat16_enabled() or engine.fp16_enabled()
         self._scalars = Scalars()
-        self._reduced = True  # the step's last backward has been seen, or there was none yet
+        self._reduced = False  # the step's last backward has been seen
         self._stage0_norm = math.nan
         if stage == 0:
             optimizer.register_step_pre_hook(self._clip_at_stage_0)
@@ -205,7 +207,6 @@ class DeepSpeedEngine:
         return "Set a smaller batch.micro_size (or auto), or a lower batch.memory_limit where it is auto"
 
     def discard_gradients(self) -> None:
-        self._reduced = True
         self.engine.zero_grad()
         if self.stage == 0:
             return
@@ -234,6 +235,7 @@ class DeepSpeedEngine:
             reduction, self._reduction = self._reduction, None
             reduction.close()  # the gradients cross the network here, once
         self.engine.step()
+        self._reduced = False
         # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to lower.
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
         norm = self._stage0_norm if self.stage == 0 else float(self.engine.get_global_grad_norm())

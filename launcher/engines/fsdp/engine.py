@@ -112,6 +112,7 @@ class FSDPEngine:
         self.optimizer_steps = 0
         self.reduce_once = config.zero_stage < 2 or config.reduce_gradients == "once"
         self._scalars = Scalars()
+        self._reduced = False  # the step's last backward has been seen
 
     # -- computing ----------------------------------------------------------------------------------------
 
@@ -131,6 +132,7 @@ class FSDPEngine:
 
     def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
         """last: no other backward comes before `step`, which refuses gradients that were not reduced."""
+        self._reduced = last
         self.model.set_requires_gradient_sync(last or not self.reduce_once)
         self.model.set_requires_all_reduce(last)  # between copies (2-d mesh): shards are summed first
         self.model.set_is_last_backward(last)  # prefetching goes on from graph to graph until then
@@ -172,7 +174,7 @@ class FSDPEngine:
         return norm
 
     def step(self, lr: float) -> StepReport:
-        if any(s.parameter.grad is None for s in self.shards):
+        if not self._reduced:
             raise RuntimeError("a gradient was not reduced: the step's last backward was not called with last=True")
         norm = self._clip()
         for group in self.optimizer.param_groups:
@@ -183,6 +185,7 @@ class FSDPEngine:
             if shard.name == "logit_scale":
                 shard.local.clamp_(0, MAX_LOGIT_SCALE)  # no other copy: the next forward gathers it
         self.optimizer_steps += 1
+        self._reduced = False
         self._read_scalars()
         return StepReport(norm)
 

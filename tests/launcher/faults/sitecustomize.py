@@ -4,6 +4,7 @@ FAULT=raise:1     rank 1 raises an error of its own in its fifth step
 FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
 FAULT=save:1      the same within its first save, and the others outside of theirs
 FAULT=slow:1      its saves take 13 s
+FAULT=memory:1    it runs out of memory in the first forward of its sixth step, once
 FAULT=hold:0:17   rank 0, also where it is the only one, makes no 18th step; once it is asked to stop it goes on
 
 $FAULT_FILE is made when the rank begins to sleep.
@@ -42,12 +43,24 @@ def sleep():
     time.sleep(1000)
 
 
+def out_of_memory(engine):
+    def forward(micro_batch):
+        import torch
+
+        del engine.forward
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+
+    return forward
+
+
 def plant(trainer):
     next_batch, record, save = trainer._next_batch, trainer._record, trainer._save
 
     def faulty_next_batch(self, batches):
         while fault == "hold" and mine and self.position.step >= step and self.stop.look() is None:
             time.sleep(0.05)
+        if fault == "memory" and mine and self.position.step == step:
+            self.engine.forward = out_of_memory(self.engine)
         return next_batch(self, batches)
 
     def faulty_record(self, *args):

@@ -1,22 +1,24 @@
-"""The DeepSpeed engine against plain full-batch torch, at every ZeRO stage, on one and two ranks."""
+"""Both engines against plain full-batch torch, at every stage, on one, two and three ranks."""
 
 from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
+from clip_train.errors import UserError
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import FeatureGradients, Fragment, Wanted
 from clip_train.step import train_step
+from launcher.engines import build
 from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
 from tests.covering import pairwise
-from tests.processor import answer
+from tests.engine.layouts import FSDP, ZERO, engine_at
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
@@ -54,18 +56,9 @@ def weights(model) -> Source:
     return Source({name: {"param": p.detach().clone()} for name, p in model.named_parameters()})
 
 
-def make(stage: int, precision="fp32", optim="sgd", offload="none", lr=LR, clip: float | None = CLIP, base=None):
-    from launcher.engines.deepspeed.engine import build_engine
-
-    if precision != "fp32":
-        answer(True, precision)  # slow on some processors, but the numbers are the same
-    config = EngineConfig(zero_stage=stage, precision=precision, offload=offload, ds_config=base)
-    ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=clip)
-    optim_config = OptimConfig(name=optim, lr=lr, weight_decay=0.1)
-    engine = build_engine(toy, lambda named: build_optimizer(optim_config, named), ds_config, device=CPU)
-    engine.set_grad_clip(clip)
-    engine.load_fragments(weights(toy()), {})
-    return engine
+def make(layout: str, precision="fp32", optim="sgd", lr=LR, clip: float | None = CLIP, **more):
+    config = OptimConfig(name=optim, lr=lr, weight_decay=0.1)
+    return engine_at(layout, toy, config, clip=clip, precision=precision, **more)
 
 
 def steps(engine, first: int, last: int, micro_size: int, kept: int, lr=LR):
@@ -119,8 +112,8 @@ def oracle(optim: str, num: int, lr=LR, clip=CLIP):
     return dict(named), told
 
 
-def run_case(stage, precision, optim, micro_size, kept, offload="none", lr=LR):
-    engine = make(stage, precision, optim, offload, lr)
+def run_case(layout, precision, optim, micro_size, kept, offload="none", lr=LR, **more):
+    engine = make(layout, precision, optim, lr, offload=offload, **more)
     told = steps(engine, 0, 4, micro_size, kept, lr)
     out = told, pieces(engine), engine.extra_state()
     engine.close()
@@ -134,14 +127,14 @@ def relative_error(state, reference) -> float:
     return ((ours - theirs).norm() / (theirs - start).norm()).item()  # of the update, not of the weights
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
 @pytest.mark.parametrize(
     "world_size, micro_size, kept, optim", [(1, 7, 2, "sgd"), (2, 5, 1, "sgd"), (2, 4, 3, "adamw")]
 )
-def test_fp32_equals_plain_torch(stage, world_size, micro_size, kept, optim):
+def test_fp32_equals_plain_torch(layout, world_size, micro_size, kept, optim):
     lr = 1e-2 if optim == "adamw" else LR
     reference, expected = oracle(optim, 4, lr)
-    results = run_ranks(run_case, world_size, stage, "fp32", optim, micro_size, kept, "none", lr)
+    results = run_ranks(run_case, world_size, layout, "fp32", optim, micro_size, kept, "none", lr)
     for told, _, extra in results:
         assert [t[0] for t in told] == pytest.approx([e[0] for e in expected], rel=2e-6)
         assert [t[1] for t in told] == pytest.approx([e[1] for e in expected], rel=1e-5)
@@ -150,10 +143,10 @@ def test_fp32_equals_plain_torch(stage, world_size, micro_size, kept, optim):
     assert relative_error(assemble([r[1] for r in results]), reference) < (2e-4 if optim == "adamw" else 5e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_is_near_and_keeps_fp32_masters(stage):
+@pytest.mark.parametrize("layout", [*ZERO[1:], *FSDP])
+def test_bf16_is_near_and_keeps_fp32_masters(layout):
     reference, expected = oracle("sgd", 4)
-    results = run_ranks(run_case, 2, stage, "bf16", "sgd", 5, 1)
+    results = run_ranks(run_case, 2, layout, "bf16", "sgd", 5, 1)
     state = assemble([r[1] for r in results])
     assert [t[0] for t in results[0][0]] == pytest.approx([e[0] for e in expected], rel=2e-2)
     assert relative_error(state, reference) < 5e-2
@@ -161,18 +154,18 @@ def test_bf16_is_near_and_keeps_fp32_masters(stage):
     assert not torch.equal(master, master.bfloat16().float())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp16_scales_the_loss_and_unscales_the_norm(stage):
+@pytest.mark.parametrize("layout", ZERO[1:])
+def test_fp16_scales_the_loss_and_unscales_the_norm(layout):
     reference, expected = oracle("sgd", 4)
-    (told, fragments, extra), *_ = run_ranks(run_case, 1, stage, "fp16", "sgd", 5, 1)
+    (told, fragments, extra), *_ = run_ranks(run_case, 1, layout, "fp16", "sgd", 5, 1)
     assert relative_error(assemble([fragments]), reference) < 2e-2
     assert told[0][1] == pytest.approx(expected[0][1], rel=1e-2)
     assert extra["loss_scaler"]["cur_scale"] > 1
 
 
-def growing_scale_case(stage, base, state=None, extra=None):
+def growing_scale_case(layout, base, state=None, extra=None):
     """After three steps, and after six; with `state` from there on."""
-    engine = make(stage, "fp16", lr=0.02, clip=None, base=base)
+    engine = make(layout, "fp16", lr=0.02, clip=None, ds_config=base)
     out = []
     for first in (0, 3):
         if first == 3 and state is not None:
@@ -183,31 +176,31 @@ def growing_scale_case(stage, base, state=None, extra=None):
     return out
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_at_which_the_loss_scale_grows_is_a_whole_step(stage, tmp_path):
+@pytest.mark.parametrize("layout", ZERO[1:])
+def test_a_step_at_which_the_loss_scale_grows_is_a_whole_step(layout, tmp_path):
     base = tmp_path / "grows.json"
     base.write_text(json.dumps({"fp16": {"initial_scale_power": 8, "loss_scale_window": 3}}))
     reference, expected = oracle("sgd", 6, 0.02, math.inf)  # a clip would hide what is halved
-    ((half, end),) = run_ranks(growing_scale_case, 1, stage, str(base))
+    ((half, end),) = run_ranks(growing_scale_case, 1, layout, str(base))
     assert [extra["loss_scaler"]["cur_scale"] for *_, extra in (half, end)] == [256.0, 512.0]
     assert [t[1] for t in half[0] + end[0]] == pytest.approx([e[1] for e in expected], rel=1e-2)
     state = assemble([end[1]])
     assert relative_error(state, reference) < 1e-2
-    ((_, (told, fragments, extra)),) = run_ranks(growing_scale_case, 1, stage, str(base), assemble([half[1]]), half[2])
+    ((_, (told, fragments, extra)),) = run_ranks(growing_scale_case, 1, layout, str(base), assemble([half[1]]), half[2])
     assert (told, extra) == (end[0], end[2])
     resumed = assemble([fragments])
     assert all(torch.equal(state[name]["param"], resumed[name]["param"]) for name in state)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_offloaded_optimizer_gives_the_same(stage):
+@pytest.mark.parametrize("layout", [*ZERO[1:], *FSDP[1:]])
+def test_an_offloaded_optimizer_gives_the_same(layout):
     reference, _ = oracle("adamw", 4, 1e-2)
-    results = run_ranks(run_case, 2, stage, "fp32", "adamw", 5, 1, "optimizer", 1e-2)
+    results = run_ranks(run_case, 2, layout, "fp32", "adamw", 5, 1, "optimizer", 1e-2)
     assert relative_error(assemble([r[1] for r in results]), reference) < 2e-4
 
 
-def save_half(stage, precision):
-    engine = make(stage, precision, "adamw", lr=1e-2)
+def save_half(layout, precision):
+    engine = make(layout, precision, "adamw", lr=1e-2)
     steps(engine, 0, 2, 5, 1, 1e-2)
     half = pieces(engine), engine.extra_state()
     told = steps(engine, 2, 4, 5, 1, 1e-2)
@@ -216,8 +209,8 @@ def save_half(stage, precision):
     return out
 
 
-def go_on(stage, precision, state, extra):
-    engine = make(stage, precision, "adamw", lr=1e-2)
+def go_on(layout, precision, state, extra):
+    engine = make(layout, precision, "adamw", lr=1e-2)
     engine.load_fragments(Source(state), extra)
     told = steps(engine, 2, 4, 5, 1, 1e-2)
     out = told, pieces(engine)
@@ -226,23 +219,27 @@ def go_on(stage, precision, state, extra):
 
 
 @pytest.mark.parametrize(
-    "stage, precision", [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16")]
-)
-def test_resuming_is_bitwise_on_the_same_layout_and_close_on_another(stage, precision):
-    saved = run_ranks(save_half, 2, stage, precision)
+    "layout, precision, other",
+    [
+        ("zero 0", "fp32", "fsdp 3"), ("zero 1", "fp32", "zero 2"), ("zero 2", "fp32", "zero 1"),
+        ("zero 3", "fp32", "zero 1"), ("zero 1", "bf16", "zero 2"), ("zero 3", "bf16", "fsdp 2"),
+        ("fsdp 0", "fp32", "zero 1"), ("fsdp 2", "fp32", "zero 3"), ("fsdp 3", "bf16", "zero 1"),
+    ],
+)  # fmt: skip
+def test_resuming_is_bitwise_on_the_same_layout_and_close_on_another(layout, precision, other):
+    saved = run_ranks(save_half, 2, layout, precision)
     state, extra = assemble([s[0][0] for s in saved]), saved[0][0][1]
     assert set(next(iter(state.values()))) == {"param", "exp_avg", "exp_avg_sq"}
-    resumed = run_ranks(go_on, 2, stage, precision, state, extra)
+    resumed = run_ranks(go_on, 2, layout, precision, state, extra)
     assert [r[0] for r in resumed] == [s[1] for s in saved]
     final, again = assemble([s[2] for s in saved]), assemble([r[1] for r in resumed])
     assert all(torch.equal(final[name][slot], again[name][slot]) for name in final for slot in final[name])
-    other = {0: 3, 1: 2, 2: 1, 3: 1}[stage]
     (told, _), *_ = run_ranks(go_on, 1, other, precision, state, extra)
     assert [t[0] for t in told] == pytest.approx([t[0] for t in saved[0][1]], rel=1e-5 if precision == "fp32" else 5e-3)
 
 
-def clamp_case(stage, precision):
-    engine = make(stage, precision)
+def clamp_case(layout, precision):
+    engine = make(layout, precision)
     engine.load_fragments(with_value("logit_scale", 4.9), {})
     seen = [engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale.item()]
     for s in range(3):
@@ -252,9 +249,15 @@ def clamp_case(stage, precision):
     return seen
 
 
-@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
-def test_the_clamp_of_logit_scale_survives_the_next_step(stage, precision):
-    for before, *after in run_ranks(clamp_case, 2, stage, precision):
+@pytest.mark.parametrize(
+    "layout, precision",
+    [
+        ("zero 0", "fp32"), ("zero 1", "fp32"), ("zero 2", "bf16"), ("zero 3", "fp32"), ("zero 3", "bf16"),
+        ("fsdp 0", "fp32"), ("fsdp 2", "bf16"), ("fsdp 3", "fp32"),
+    ],
+)  # fmt: skip
+def test_the_clamp_of_logit_scale_survives_the_next_step(layout, precision):
+    for before, *after in run_ranks(clamp_case, 2, layout, precision):
         assert before > 120
         assert all(95 < value < 101 for value in after)
 
@@ -265,8 +268,8 @@ def with_value(name, value) -> Source:
     return Source({n: {"param": p} for n, p in filled.items()})
 
 
-def inf_case(stage, precision):
-    engine = make(stage, precision)
+def inf_case(layout, precision):
+    engine = make(layout, precision)
     features = engine.forward(toy_batch(4).micro_batches(4)[0])
     gradients = FeatureGradients(torch.full_like(features.image, torch.inf), features.text.detach(), torch.ones(1))
     engine.backward(features, gradients, True)
@@ -275,40 +278,37 @@ def inf_case(stage, precision):
     return report.grad_norm, report.skipped
 
 
-@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (3, "fp32")])
-def test_a_gradient_that_is_not_finite_is_no_skipped_step(stage, precision):
-    ((norm, skipped),) = run_ranks(inf_case, 1, stage, precision)
+@pytest.mark.parametrize(
+    "layout, precision",
+    [("zero 0", "fp32"), ("zero 1", "fp32"), ("zero 1", "bf16"), ("zero 3", "fp32"), ("fsdp 2", "bf16")],
+)
+def test_a_gradient_that_is_not_finite_is_no_skipped_step(layout, precision):
+    ((norm, skipped),) = run_ranks(inf_case, 1, layout, precision)
     assert not skipped and not math.isfinite(norm)
 
 
-def scale_case(stage):
-    engine = make(stage, "bf16")
+def scale_case(layout):
+    engine = make(layout, "bf16")
     engine.load_fragments(with_value("logit_scale", math.log(99)), {})
     scale = engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale
-    gradient = torch.autograd.grad(scale.sum(), engine.engine.module.logit_scale)[0].item() if stage == 1 else 99.0
+    gradient = (
+        torch.autograd.grad(scale.sum(), engine.engine.module.logit_scale)[0].item() if layout == "zero 1" else 99
+    )
     engine.close()
     return scale.item(), gradient
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_loss_sees_the_fp32_master_of_logit_scale(stage):
+@pytest.mark.parametrize("layout", [*ZERO[1:], *FSDP])
+def test_the_loss_sees_the_fp32_master_of_logit_scale(layout):
     """The bf16 copy of the parameter would give 98.5 or 101.5."""
-    for value, gradient in run_ranks(scale_case, 2, stage):
+    for value, gradient in run_ranks(scale_case, 2, layout):
         assert value == pytest.approx(99.0, rel=1e-5)
         assert gradient == pytest.approx(99.0, rel=5e-3)
 
 
-def varying_case(stage, precision, reduce_gradients):
+def varying_case(layout, precision, **more):
     """k and the kept graphs change from step to step."""
-    from launcher.engines.deepspeed.engine import build_engine
-
-    if precision != "fp32":
-        answer(True, precision)
-    config = EngineConfig(zero_stage=stage, precision=precision, reduce_gradients=reduce_gradients)
-    ds_config = build_ds_config(config, micro_size=8, world_size=dist.world_size(), grad_clip_norm=CLIP)
-    optim_config = OptimConfig(name="sgd", lr=LR, weight_decay=0.1)
-    engine = build_engine(toy, lambda named: build_optimizer(optim_config, named), ds_config, device=CPU)
-    engine.load_fragments(weights(toy()), {})
+    engine = make(layout, precision, **more)
     for s, (micro_size, kept) in enumerate([(12, 1), (5, 1), (3, 4), (2, 2)]):
         steps(engine, s, s + 1, micro_size, kept)
     out = pieces(engine)
@@ -317,10 +317,72 @@ def varying_case(stage, precision, reduce_gradients):
 
 
 @pytest.mark.parametrize(
-    "world_size, stage, precision, reduce_gradients",
-    pairwise((2, 1), (2, 3), ("fp32", "bf16"), ("each_backward", "once")),
+    "world_size, layout, precision, reduce_gradients",
+    pairwise((2, 1, 3), ("zero 2", "zero 3", "fsdp 2", "fsdp 3"), ("fp32", "bf16"), ("each_backward", "once")),
 )
-def test_k_and_the_reduction_are_invisible(world_size, stage, precision, reduce_gradients):
+def test_k_and_the_reduction_are_invisible(world_size, layout, precision, reduce_gradients):
     reference, _ = oracle("sgd", 4)
-    state = assemble(run_ranks(varying_case, world_size, stage, precision, reduce_gradients))
+    state = assemble(run_ranks(partial(varying_case, reduce_gradients=reduce_gradients), world_size, layout, precision))
     assert relative_error(state, reference) < (5e-6 if precision == "fp32" else 5e-2)
+
+
+@pytest.mark.parametrize("layout, ranks", [("fsdp 2", 2), ("fsdp 3", 2), ("fsdp 3", 1)])
+def test_copies_of_the_model_each_shared_out_among_some_ranks(layout, ranks):
+    """The norm and its clip are those of the whole gradient; what the copies save is each element once."""
+    reference, expected = oracle("sgd", 4)
+    results = run_ranks(partial(run_case, shard_ranks=ranks), 4, layout, "fp32", "sgd", 4, 2)
+    for told, _, _ in results:
+        assert [t[0] for t in told] == pytest.approx([e[0] for e in expected], rel=2e-6)
+        assert [t[1] for t in told] == pytest.approx([e[1] for e in expected], rel=1e-5)
+    assert relative_error(assemble([r[1] for r in results]), reference) < 5e-6
+
+
+def unreduced_case(layout):
+    engine = make(layout)
+    for micro_batch in toy_batch(8).micro_batches(4):
+        features = engine.forward(micro_batch)
+        gradients = FeatureGradients(torch.ones_like(features.image), torch.ones_like(features.text), torch.ones(1))
+        engine.backward(features, gradients, False)
+    try:
+        engine.step(0.1)
+    except RuntimeError as e:
+        return str(e)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("layout", ["zero 1", "zero 3", "fsdp 0", "fsdp 3"])
+def test_a_step_without_a_last_backward_is_refused(layout):
+    for message in run_ranks(unreduced_case, 2, layout):
+        assert "a gradient was not reduced" in message
+
+
+class Unusual(ToyCLIP):
+    def __init__(self, what: str):
+        super().__init__()
+        if what == "0-d":
+            self.text.gain = torch.nn.Parameter(torch.tensor(1.0))
+        else:
+            self.text.out.weight = self.visual.out.weight
+
+
+def unusual_case(kind, what):
+    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.1)
+    config = EngineConfig(kind=kind)
+    try:
+        build(config, lambda: Unusual(what), lambda named: build_optimizer(optim, named), device=CPU)
+    except UserError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize(
+    "kind, what, remedy",
+    [
+        ("fsdp", "0-d", "text.gain: it is 0-d; give it shape [1]"),
+        ("fsdp", "shared", "text.out.weight; set engine.kind=deepspeed"),
+        ("deepspeed", "0-d", "text.gain: it is 0-d or not contiguous; give it shape [1]"),
+    ],
+)
+def test_a_parameter_that_cannot_be_held_is_refused_by_name(kind, what, remedy):
+    for message in run_ranks(unusual_case, 2, kind, what):
+        assert message is not None and remedy in message
