@@ -14,6 +14,23 @@ def test_clip_train_runs_without_deepspeed():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_nothing_but_its_own_package_knows_an_engine():
+    """What names DeepSpeed elsewhere tells a user what to write: `engine.kind`, and the keys that are its alone."""
+    named = {}
+    for file in [*(ROOT / "launcher").rglob("*.py"), *(ROOT / "clip_train").rglob("*.py")]:
+        place = file.relative_to(ROOT).as_posix()
+        lines = [line.strip() for line in file.read_text().splitlines() if "deepspeed" in line.lower()]
+        if lines and not place.startswith("launcher/engines/deepspeed/"):
+            named[place] = lines
+    assert set(named) == {
+        "launcher/engines/config.py",
+        "launcher/engines/fsdp/__init__.py",
+        "launcher/engines/fsdp/engine.py",
+    }
+    messages = named["launcher/engines/fsdp/__init__.py"] + named["launcher/engines/fsdp/engine.py"]
+    assert all("engine.kind=deepspeed" in line for line in messages)
+
+
 def test_the_saver_runs_without_torch():
     """It starts beside every run: torch would cost a second of that start, and 200 MiB on each node."""
     code = "import sys; sys.modules['torch'] = None; import clip_train.checkpoint.saver"

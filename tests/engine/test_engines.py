@@ -262,6 +262,24 @@ def test_the_clamp_of_logit_scale_survives_the_next_step(layout, precision):
         assert all(95 < value < 101 for value in after)
 
 
+def load_case(layout):
+    engine = make(layout)
+    micro_batch = toy_batch(4).micro_batches(4)[0]
+    engine.train(False)
+    with torch.no_grad():
+        engine.forward(micro_batch)  # as an evaluation before a resume
+    engine.load_fragments(with_value("logit_scale", 1.5), {})
+    with torch.no_grad():
+        scale = engine.forward(micro_batch).logit_scale.item()
+    engine.close()
+    return scale
+
+
+@pytest.mark.parametrize("layout", ["zero 1", "zero 3", "fsdp 0", "fsdp 2", "fsdp 3"])
+def test_a_load_reaches_the_next_forward(layout):
+    assert run_ranks(load_case, 2, layout) == pytest.approx([math.exp(1.5)] * 2)
+
+
 def with_value(name, value) -> Source:
     """The toy's weights with one of them filled with `value`."""
     filled = {n: torch.full_like(p, value) if n == name else p.detach() for n, p in toy().named_parameters()}
