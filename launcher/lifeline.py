@@ -19,6 +19,7 @@ from typing import Literal
 from clip_train import dist
 from clip_train.errors import RemoteRankError
 from launcher.marks import node_name
+from launcher.meeting import LOOPBACK
 
 HELLO_SECONDS = 60.0  # for all ranks to connect; one may be held up meanwhile
 # A silent node is given up after 5 + 3 x 3 seconds.
@@ -73,7 +74,8 @@ class Lifeline:
             return None
         server, address = None, None
         if dist.is_main():
-            server = socket.create_server(("", 0), backlog=dist.world_size())
+            here = "127.0.0.1" if self._host in LOOPBACK else ""
+            server = socket.create_server((here, 0), backlog=dist.world_size())
             address = (server.getsockname()[1], secrets.token_hex(8))
         port, token = dist.broadcast_object(address)  # type: ignore[misc]
         failed = None
@@ -122,9 +124,12 @@ class Lifeline:
         while len(self._lines) < dist.world_size() - 1:
             server.settimeout(max(0.01, end - time.monotonic()))
             line, _ = server.accept()
-            line.settimeout(max(0.01, end - time.monotonic()))
-            said, _, rank = line.makefile().readline().partition(" ")
-            if said == token:
+            line.settimeout(5)  # a rank sends its line at once; a stranger may send anything, or nothing
+            try:
+                said, _, rank = line.makefile("rb").readline(100).partition(b" ")
+            except OSError:
+                said = b""
+            if said == token.encode():
                 self._keep(int(rank), line)
             else:
                 line.close()

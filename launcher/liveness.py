@@ -7,6 +7,7 @@ thread's stack in the log and a mark that says whether this rank waited for othe
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -176,8 +177,9 @@ class Liveness:
     def _look_for_stop(self) -> None:
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.stop.ask("the job's time, which is nearly over")
-        if self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
-            self.stop.ask(f"the file {self.run_dir / STOP_FILE}")
+        with contextlib.suppress(OSError):  # a disk that does not answer now: at the next look
+            if self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
+                self.stop.ask(f"the file {self.run_dir / STOP_FILE}")
         if self._parent is not None and (os.getppid() != self._parent or is_orphan()):
             self.stop.ask("its launcher's death")
 

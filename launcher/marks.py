@@ -307,8 +307,14 @@ LOST = re.compile(
 )
 
 
+# This rank's own mistakes, which NCCL reports as errors of communication too.
+OWN = re.compile(r"Duplicate GPU detected|no socket interface found|invalid usage", re.IGNORECASE)
+
+
 def is_lost_contact(error: BaseException) -> bool:
     """A collective that failed because another rank has gone: gloo's and NCCL's words for it."""
+    if OWN.search(str(error)):
+        return False
     if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
         return True
     return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None

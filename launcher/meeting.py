@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from launcher.env import RankEnv
 
 GO_ON = "go on"
+LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
 REFUSING_SECONDS = 120.0  # to reach the others, and for them to hear: imports may take one much longer than another
 
@@ -28,6 +30,9 @@ REFUSING_SECONDS = 120.0  # to reach the others, and for them to hear: imports m
 def open_store(env: RankEnv, seconds: float) -> Store:
     """The one through which the process group will form: torchrun's agent holds it, else rank 0."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = None
+    if env.rank == 0 and not agent and env.master_addr in LOOPBACK:  # else it listens on all interfaces
+        listener = socket.create_server(("127.0.0.1", env.master_port)).detach()
     return TCPStore(
         env.master_addr,
         env.master_port,
@@ -35,6 +40,7 @@ def open_store(env: RankEnv, seconds: float) -> Store:
         timeout=datetime.timedelta(seconds=seconds),
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=listener,
     )
 
 

@@ -62,8 +62,11 @@ class SaverClient:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect("\0" + self._address)
-                if peer_of(connection)[0] == self._gone:  # it closes what it holds one by one
+                process, user = peer_of(connection)
+                if process == self._gone:  # it closes what it holds one by one
                     raise ConnectionRefusedError("the last one is still about to end")
+                if user != os.getuid():  # weights are not for whoever was quicker to take the name
+                    raise PermissionError(f"process {process} of another user ({user}) listens in its place")
                 break
             except OSError as e:
                 connection.close()

@@ -197,8 +197,10 @@ class Manifest:
         except (KeyError, TypeError) as e:
             raise ValueError(f"not a manifest: {type(e).__name__} {e}") from e
         for entry in files:
-            if not _FILE_NAME.fullmatch(entry.name):
+            if not isinstance(entry.name, str) or not _FILE_NAME.fullmatch(entry.name):
                 raise ValueError(f"not a file name: {entry.name!r}")
+            if not isinstance(entry.size, int) or (entry.blocks and len(entry.blocks) != -(-entry.size // BLOCK_BYTES)):
+                raise ValueError(f"{entry.name} of {entry.size!r} bytes has {len(entry.blocks)} blocks")
         return manifest
 
 

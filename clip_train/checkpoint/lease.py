@@ -80,15 +80,17 @@ def check(storage: Storage, held: Lease) -> None:
         holder = marks.read_sealed(storage, layout.lease_name(epoch))
     except (FileNotFoundError, ValueError):
         holder = {}
+    except layout.NewerFormatError:
+        holder = {"token": None, "newer": True}
     except OSError:
         if not higher:
             raise
         holder = {}
     if not higher and holder.get("token", held.token) == held.token:
         return
-    who = (
-        f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}" if holder else "another process"
-    )
+    who = "another process" + (", of a newer clip-train," if "newer" in holder else "")
+    if "pid" in holder:
+        who = f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}"
     raise FencedError(
         f"{who} writes to {storage.url} now (its epoch is {epoch}, this process's is {held.epoch}), so this one may "
         "not commit there any more: stop one of the two, or give them different run.name and checkpoint.remote"

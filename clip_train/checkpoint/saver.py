@@ -92,7 +92,18 @@ class _Rank:
                 self._pipeline.cancel(body["prefix"], body["why"])
             case "metric":
                 assert self._pipeline is not None
-                self._pipeline.note_metric(body["name"], CommitRef(body["epoch"], body["step"]), body["values"])
+                ref = CommitRef(body["epoch"], body["step"])
+                # In a thread: a store that answers slowly must not hold up the next save.
+                threading.Thread(
+                    target=self._note_metric, args=(body["name"], ref, body["values"]), daemon=True
+                ).start()
+
+    def _note_metric(self, name: str, ref: CommitRef, values: dict[str, float]) -> None:
+        assert self._pipeline is not None
+        try:
+            self._pipeline.note_metric(name, ref, values)
+        except Exception as e:
+            self._tell({"told": "note", "text": f"the saver: {explain(e)}"})
 
     def _tell(self, body: dict[str, Any]) -> None:
         with self._sending:

@@ -74,6 +74,8 @@ def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder
     path.mkdir(parents=True, exist_ok=True)
     part = path / (WEIGHTS_NAME + ".part")
     save_file(out, part, metadata={"format": "pt"})
+    os.umask(mask := os.umask(0))
+    part.chmod(0o666 & ~mask)  # as any new file: safetensors makes them for their owner alone
     os.replace(part, path / WEIGHTS_NAME)
     part = path / (CONFIG_NAME + ".part")
     part.write_text(json.dumps(config, indent=2) + "\n")

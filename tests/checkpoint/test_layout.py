@@ -82,6 +82,14 @@ def test_a_manifest_cannot_point_elsewhere() -> None:
         Commit.from_bytes(Commit(0, 3, "../ckpt", "ff").to_bytes())
 
 
+@pytest.mark.parametrize("wrong", [{"name": 3}, {"size": "9"}, {"size": 9, "blocks": ["a", "b"]}])
+def test_a_manifest_with_a_wrong_file_is_stepped_over(wrong: dict) -> None:
+    entry = {"name": "rank00000.safetensors", "size": 9, "sha256": "", "rank": 0} | wrong
+    body = json.loads(Manifest(1, 0, 1, [FileEntry(**entry)], {}).to_bytes())
+    with pytest.raises(ValueError, match=r"not a file name|blocks"):
+        Manifest.from_bytes(json.dumps(body).encode())
+
+
 def test_config_checks_itself() -> None:
     config = CheckpointConfig()
     assert (config.every_steps, config.every_minutes, config.keep_last, config.resume) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clip_train.checkpoint import layout, marks
+from clip_train.checkpoint import layout, lease, marks
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.resume import keep_locally
 from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files, verdicts
@@ -71,6 +72,20 @@ def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successo
     apply_retention(Interrupted(tmp_path, call, name, takes_over), zombie)
     assert damaged_in(tmp_path) == [] and {4, 5} <= set(committed(tmp_path)) and under_way.exists()
     assert_is(Run(tmp_path).resume(), 5)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_lease_of_a_newer_version_stops_an_older_writer(tmp_path: Path, epoch: int) -> None:
+    storage = LocalStorage(tmp_path)
+    for _ in range(2):
+        held = lease.acquire(storage)
+    body = json.loads(storage.read_bytes(f"lease/e{held.epoch:06d}.json"))
+    content = {**{k: v for k, v in body.items() if k != "seal"}, "format": 99, "token": "theirs"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    sealed = json.dumps({**content, "seal": hashlib.sha256(canonical).hexdigest()}).encode()
+    (tmp_path / f"lease/e{epoch:06d}.json").write_bytes(sealed)
+    with pytest.raises(lease.FencedError, match="of a newer clip-train, writes to"):
+        lease.check(storage, held)
 
 
 def test_a_marker_that_the_listing_hides_keeps_its_data(tmp_path: Path) -> None:

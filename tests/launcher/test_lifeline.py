@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import socket
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,24 @@ def test_without_a_way_to_rank_0_there_are_no_lines_and_all_know_why():
     # rank 1 as well where it comes late
     assert re.fullmatch(r"rank 0 on \S+: timed out; rank [12] on \S+: .+", said[0]), said
     assert said == said[:1] * 3
+
+
+def a_stranger_comes_first() -> str | None:
+    if dist.rank() == 1:
+        connect = socket.create_connection
+
+        def after_strangers(address: tuple[str, int], **options: float) -> socket.socket:
+            strangers.append(connect(address, **options))  # says nothing, and stays
+            connect(address, **options).sendall(b"\x16\x03\x01\x02\x00\x01\xff\xfe\n")  # TLS
+            return connect(address, **options)
+
+        strangers: list[socket.socket] = []
+        socket.create_connection = after_strangers  # type: ignore[assignment]
+    return Lifeline("127.0.0.1").open()
+
+
+def test_strangers_do_not_keep_ranks_from_each_other():
+    assert run_ranks(a_stranger_comes_first, 2) == [None, None]
 
 
 def rank_0_has_no_file_left() -> str | None:

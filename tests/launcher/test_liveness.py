@@ -61,6 +61,17 @@ def test_the_stop_file_and_progress(tmp_path):
         liveness.close()
 
 
+def test_a_disk_that_does_not_answer_ends_no_watch(tmp_path):
+    beats = []
+    liveness = Liveness(LaunchConfig(), StopRequest(), run_dir=tmp_path / ("x" * 300), environ={})  # ENAMETOOLONG
+    liveness.committed = lambda: beats.append(1) or len(beats)
+    liveness.start()
+    try:
+        assert until(lambda: len(beats) > 2)
+    finally:
+        liveness.close()
+
+
 def test_the_end_of_the_jobs_time_asks_for_a_stop():
     stop = StopRequest()
     liveness = Liveness(LaunchConfig(), stop, environ={"SLURM_JOB_END_TIME": str(int(time.time()))})

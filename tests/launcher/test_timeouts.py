@@ -41,6 +41,18 @@ def test_a_rank_is_given_up_after_the_short_timeout(tmp_path):
     assert run_ranks(late_rank, 2, tmp_path / "awake")[0]
 
 
+@pytest.mark.parametrize(
+    "message, lost",
+    [
+        ("NCCL error: unhandled system error, Connection closed by peer", True),
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000", False),
+        ("ncclInvalidUsage: Bootstrap : no socket interface found", False),
+    ],
+)
+def test_a_ranks_own_mistake_is_no_lost_contact(message, lost):
+    assert is_lost_contact(torch_dist.DistBackendError(message)) == lost
+
+
 def other_recipe(folder: Path) -> str:
     os.environ |= {FOLDER: str(folder), "SLURM_STEP_NUM_TASKS": "3", "SLURMD_NODENAME": f"n{dist.rank()}"}
     try:

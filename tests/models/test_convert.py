@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def test_a_teachers_temperature_keeps_its_digits_in_every_precision(tmp_path: Pa
     assert teacher is not None and teacher.visual.proj.dtype == dtype
     images, texts, _ = inputs(2)
     assert teacher(images, texts)[2].item() == pytest.approx(100, abs=1e-3)
+
+
+def test_an_export_can_be_read_by_all_whom_the_umask_allows(tmp_path: Path):
+    before = os.umask(0o027)
+    try:
+        export_openclip(CLIP(ARCHITECTURE).state_dict(), ARCHITECTURE, tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o640}
 
 
 def test_openclips_training_checkpoints_load(tmp_path: Path):
