@@ -164,6 +164,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     torch.manual_seed((config.run.seed * 1_000_003 + dist.rank()) % 2**63)  # what is random beside counter-based draws
     checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
     checkpoints.preflight()
+    checkpoints.refuse_second_writer()
     resumed = checkpoints.resume()
     notes = [] if resumed is None else compare_with(config, resumed, checked.plan.world_size)
     checkpoints.begin()

@@ -39,6 +39,9 @@ class CheckpointConfig(Settings):
     Another run's is where this run begins: once it has a checkpoint of its own, it goes on from that.
     An older one of this run is gone back to once: the same line again (a requeue) goes on from the newest."""
 
+    takeover: bool = False
+    """Begin although another process of this machine still writes this run's checkpoints; its next save ends it."""
+
     allow_changed_recipe: bool = False
     """Resume although the data, the model or the global batch has changed since: then the curve is another's."""
 

@@ -8,7 +8,8 @@ import socket
 import uuid
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from clip_train.checkpoint import layout, marks
 from clip_train.errors import CheckpointError
@@ -49,6 +50,8 @@ def acquire(storage: Storage, others: Sequence[Storage] = (), *, resume: str = "
         "token": token,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "started": started(os.getpid()),
+        "job": os.environ.get("SLURM_JOB_ID"),
         "resume": resume,
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -60,6 +63,29 @@ def acquire(storage: Storage, others: Sequence[Storage] = (), *, resume: str = "
                     each.put_bytes(name, data)
             return Lease(candidate, token)
     raise CheckpointError(f"{storage.url}: no lease can be taken; {layout.lease_name(epoch)} and all after it exist")
+
+
+def started(pid: int) -> str | None:
+    """When a process of this machine began, in the kernel's ticks: another one may get its number later."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def living_holder(storage: Storage) -> dict[str, Any] | None:
+    """Who holds the newest lease, where that is another process of this machine which still runs, and not one of this
+    Slurm job's earlier attempts. OSError."""
+    found = epochs(storage)
+    try:
+        holder = marks.read_sealed(storage, layout.lease_name(found[-1])) if found else {}
+    except (FileNotFoundError, ValueError, layout.NewerFormatError):
+        return None
+    if holder.get("host") != socket.gethostname() or holder.get("pid") in (None, os.getpid()):
+        return None
+    if holder.get("job") is not None and holder["job"] == os.environ.get("SLURM_JOB_ID"):
+        return None
+    return holder if holder.get("started") and started(holder["pid"]) == holder["started"] else None
 
 
 def resume_of(storage: Storage, epoch: int) -> str | None:

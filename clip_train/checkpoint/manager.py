@@ -17,17 +17,20 @@ from clip_train.checkpoint.client import SaverClient
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.handover import Content, HandOver, StillWritingError
 from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint.lease import living_holder
 from clip_train.checkpoint.opening import Resumed
 from clip_train.checkpoint.order import Settings
 from clip_train.checkpoint.outcomes import LastGood, Outcomes
 from clip_train.checkpoint.preflight import preflight
 from clip_train.checkpoint.retention import Policy
 from clip_train.checkpoint.schedule import Schedule
-from clip_train.errors import CheckpointError
+from clip_train.errors import CheckpointError, UserError
 from clip_train.protocols import Fragment
 from clip_train.storage import LocalStorage, Storage, open_storage
 
 logger = logging.getLogger(__name__)
+
+ENDING_SECONDS = 10.0  # that the process of the last run on this machine may take to be gone
 
 
 class CheckpointManager:
@@ -126,6 +129,25 @@ class CheckpointManager:
             self._outcomes.saved = self._handed_over = resumed.step
         self._outcomes.last_good = LastGood(resumed.step, resumed.path)
         return resumed
+
+    def refuse_second_writer(self) -> None:
+        """UserError on all ranks where another process of this machine writes there; one that is about to end may."""
+
+        def look() -> None:
+            end = time.monotonic() + ENDING_SECONDS
+            for storage in (self.storage, *([self.remote] if self.remote else [])):
+                while (holder := living_holder(storage)) is not None:
+                    if time.monotonic() > end:
+                        raise UserError(
+                            f"process {holder['pid']} on this machine has been writing to {storage.url} since "
+                            f"{holder['since']}: wait for its end, stop it (kill {holder['pid']}), give this run "
+                            "another run.dir and checkpoint.remote, or take over from its last checkpoint with "
+                            "checkpoint.takeover=true"
+                        )
+                    time.sleep(0.2)
+
+        if not self.config.takeover:
+            dist.on_main(look)
 
     def begin(self) -> None:
         """Take the right to write, which an older process of this run loses by it, and start the saver.

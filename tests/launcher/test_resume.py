@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from launcher.verdict import read_verdict
-from tests.launcher.conftest import finish, kill, metrics, run, start, wait_for_step
+from tests.launcher.conftest import ENDLESS, finish, kill, metrics, run, start, wait_for_step
 
 pytestmark = pytest.mark.engine
 SAME = ("step", "loss", "grad_norm", "batch_digest", "lr", "logit_scale", "samples")
@@ -109,3 +109,16 @@ def test_a_loss_that_diverges_stops_all_ranks_and_names_the_last_good_checkpoint
     assert "the last good checkpoint is that of step" in out
     word, why = read_verdict(tmp_path / "run")
     assert word == "FATAL" and "step" in why["reason"]
+
+
+def test_the_same_line_in_a_second_terminal_is_refused(recipe, tmp_path):
+    """And takes over where that is said: then the first ends at its next save."""
+    first = start(recipe, *ENDLESS)
+    wait_for_step(tmp_path / "run", 3, first)
+    status, out = run(recipe, "run.steps=20")
+    assert status == 2 and f"process {first.pid} on this machine has been writing" in out, out
+    assert "checkpoint.takeover=true" in out and first.poll() is None
+    status, out = run(recipe, "run.steps=20", "checkpoint.takeover=true")
+    assert status == 0, out
+    status, out = finish(first)
+    assert status == 1 and "writes to" in out and "stop one of the two" in out, out
