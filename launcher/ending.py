@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 
 from clip_train import dist
@@ -14,13 +15,14 @@ from clip_train.trainer import Trainer
 from launcher import env as ranks
 from launcher.config import RunConfig
 from launcher.lifeline import Lifeline, LostRankError
-from launcher.marks import is_lost_contact
+from launcher.marks import is_lost_contact, node_name
 from launcher.verdict import read_verdict, word_for, write_verdict
 
 # For what became of a rank to be known here. The kernel tells at once, but a rank that ends with an error may have a
 # report to write first, and any thread may be held up; without its word the error would be called a lost contact.
 # All are to have ended 30 s after one has.
 WORD_SECONDS = 25.0
+TOGETHER_SECONDS = 60.0  # for all to meet at an error that they are to have together; rank 0 writes its report before
 
 
 def explain_loss(error: Exception, lifeline: Lifeline) -> Exception:
@@ -51,9 +53,12 @@ def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: Stop
         # Launchers end every rank when the first one has left: rank 0 is to have said all by then.
         if dist.is_main():
             say(f"clip-train: {error}" if isinstance(error, Preempted) else f"clip-train: error: {error}")
-        error.told = True
         report(config, trainer)
-        leave_together(stop, lifeline)
+        if not leave_together(stop, lifeline, TOGETHER_SECONDS) and not dist.is_main():
+            say(f"clip-train: error: [rank {dist.rank()} on {node_name()}] {error}")  # its own alone
+            if trainer is not None:
+                note(config, trainer, "FAILED", str(error))
+        error.told = True
         return
     report(config, trainer)
     if not lost:
@@ -84,13 +89,26 @@ def note_failure(config: RunConfig, trainer: Trainer, why: str) -> None:
         note(config, trainer, "FAILED", why)
 
 
-def leave_together(stop: StopRequest, lifeline: Lifeline) -> None:
-    """All is committed and told; a rank that has died since is no reason to fail."""
+def leave_together(stop: StopRequest, lifeline: Lifeline, seconds: float | None = None) -> bool:
+    """All is committed and told; a rank that has died since is no reason to fail.
+
+    Returns whether the others leave as well within `seconds`.
+    """
     stop.ignore()
-    with contextlib.suppress(RuntimeError):
-        dist.barrier()
-        ranks.stop()
+    together = threading.Event()
+
+    def meet() -> None:
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+            ranks.stop()
+        together.set()
+
+    threading.Thread(target=meet, daemon=True).start()
+    if not together.wait(seconds):
+        lifeline.leave("told")
+        return False
     lifeline.leave("bye")
+    return True
 
 
 def say(message: str) -> None:

@@ -32,6 +32,15 @@ def test_the_error_of_one_rank_is_told_once_and_ends_the_other(recipe, tmp_path)
     assert read_verdict(tmp_path / "run") == ("FAILED", {"step": 5, "reason": "broken on purpose"})
 
 
+@pytest.mark.full
+def test_an_error_that_all_were_to_have_is_printed_where_one_has_it_alone(recipe, tmp_path):
+    process = start(recipe, *ENDLESS, ranks=2, fault="alone:1")
+    status, out = finish(process)
+    assert status == 1
+    assert out.count("its own disk is full") == 1 and "[rank 1 on" in out, out
+    assert read_verdict(tmp_path / "run")[0] == "FAILED"
+
+
 def test_a_rank_outside_of_any_collective_learns_of_a_death(recipe, tmp_path):
     """Nothing tells it but the line to the other rank: no launcher, and it waits for no message."""
     process = start(recipe, *ENDLESS, ranks=2, fault="sleep:1")

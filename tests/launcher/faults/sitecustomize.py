@@ -1,6 +1,7 @@
 """Planted faults, in one rank: Python imports this at its start where this folder is on PYTHONPATH.
 
 FAULT=raise:1     rank 1 raises an error of its own in its fifth step
+FAULT=alone:1     rank 1 raises what all ranks raise together otherwise
 FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
 FAULT=save:1      the same within its first save, and the others outside of theirs
 FAULT=slow:1      its saves take 13 s
@@ -66,6 +67,10 @@ def plant(trainer):
     def faulty_record(self, *args):
         if self.position.step == step and fault == "raise" and mine:
             raise RuntimeError("broken on purpose")
+        if self.position.step == step and fault == "alone" and mine:
+            from clip_train.errors import CheckpointError
+
+            raise CheckpointError("its own disk is full")
         if self.position.step == step and fault == "sleep" and mine:
             sleep()
         record(self, *args)
