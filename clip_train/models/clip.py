@@ -60,7 +60,8 @@ class CLIP(TextTower):
             image_features = F.normalize(at_least_float32(self.visual(images, sample_seeds)), dim=-1)
         if texts is not None:
             text_features = F.normalize(at_least_float32(self._text_features(texts, sample_seeds)), dim=-1)
-        bias = None if self.logit_bias is None else at_least_float32(self.logit_bias)
+        # a copy: an engine may take the parameter itself away when this returns
+        bias = None if self.logit_bias is None else at_least_float32(self.logit_bias.clone())
         return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
 
 

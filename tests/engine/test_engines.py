@@ -12,8 +12,9 @@ import torch
 from clip_train import dist
 from clip_train.contrastive import InfoNCE
 from clip_train.errors import UserError
+from clip_train.models import CLIP, Architecture
 from clip_train.optim import OptimConfig, build_optimizer
-from clip_train.protocols import FeatureGradients, Fragment, Wanted
+from clip_train.protocols import FeatureGradients, Fragment, MicroBatch, Wanted
 from clip_train.step import train_step
 from launcher.engines import build
 from launcher.engines.config import EngineConfig
@@ -278,6 +279,25 @@ def load_case(layout):
 @pytest.mark.parametrize("layout", ["zero 1", "zero 3", "fsdp 0", "fsdp 2", "fsdp 3"])
 def test_a_load_reaches_the_next_forward(layout):
     assert run_ranks(load_case, 2, layout) == pytest.approx([math.exp(1.5)] * 2)
+
+
+def bias_case(layout):
+    tower = {"layers": 1, "width": 16}
+    vision = {**tower, "image_size": 16, "head_width": 16, "patch_size": 8}
+    text = {**tower, "context_length": 8, "vocab_size": 32, "heads": 2}
+    sections = {"embed_dim": 8, "vision_cfg": vision, "text_cfg": text, "init_logit_bias": -10.0}
+    architecture = Architecture.model_validate(sections)
+    engine = engine_at(layout, lambda: CLIP(architecture), OptimConfig())
+    texts = torch.randint(1, 32, (2, 8))
+    features = engine.forward(MicroBatch(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), texts, torch.arange(2)))
+    bias = features.logit_bias.item()
+    engine.close()
+    return bias
+
+
+@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
+def test_the_bias_of_a_sigmoid_loss_outlives_the_forward(layout):
+    assert run_ranks(bias_case, 2, layout) == [-10.0, -10.0]
 
 
 def with_value(name, value) -> Source:

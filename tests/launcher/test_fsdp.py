@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from launcher.verdict import read_verdict
-from tests.launcher.conftest import ENDLESS, RECIPE, finish, kill, metrics, run, start, wait_for_step
+from tests.launcher.conftest import ENDLESS, RECIPE, finish, kill, metrics, run, start, wait_for_commit, wait_for_step
 from tests.launcher.test_resume import told
 
 pytestmark = pytest.mark.engine
@@ -36,6 +36,7 @@ def uninterrupted(tmp_path_factory, data, model):
 def test_killed_and_resumed_on_either_engine(recipe, tmp_path, uninterrupted, ranks, first, then):
     process = start(recipe, "run.steps=24", *first, ranks=ranks, fault="hold:0:16")
     wait_for_step(tmp_path / "run", 9, process)
+    wait_for_commit(tmp_path / "run", process)
     kill(process)
     status, out = run(recipe, "run.steps=24", *then, ranks=2)
     assert status == 0 and "resuming from step" in out, out
