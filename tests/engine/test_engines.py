@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
 pytestmark = pytest.mark.engine
-N, LR, CLIP = 24, 0.3, 0.5
+N, LR, MAX_NORM = 24, 0.3, 0.5
 CPU = torch.device("cpu")
 
 
@@ -57,7 +57,7 @@ def weights(model) -> Source:
     return Source({name: {"param": p.detach().clone()} for name, p in model.named_parameters()})
 
 
-def make(layout: str, precision="fp32", optim="sgd", lr=LR, clip: float | None = CLIP, **more):
+def make(layout: str, precision="fp32", optim="sgd", lr=LR, clip: float | None = MAX_NORM, **more):
     config = OptimConfig(name=optim, lr=lr, weight_decay=0.1)
     return engine_at(layout, toy, config, clip=clip, precision=precision, **more)
 
@@ -92,7 +92,7 @@ def assemble(per_rank: list[list[Fragment]]) -> dict[str, dict[str, torch.Tensor
     return out
 
 
-def oracle(optim: str, num: int, lr=LR, clip=CLIP):
+def oracle(optim: str, num: int, lr=LR, clip=MAX_NORM):
     model = toy().double()
     named = list(model.named_parameters())
     decay = [p for _, p in named if p.ndim >= 2]
