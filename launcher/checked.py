@@ -11,7 +11,7 @@ import torch
 
 from clip_train.batch import BatchPlan, plan_batch
 from clip_train.data import SourceSummary, check_source, resolve_lanes
-from clip_train.errors import UserError
+from clip_train.errors import RankError, UserError
 from clip_train.evaluate import ZeroShotClasses
 from clip_train.models import Architecture
 from launcher.config import RunConfig
@@ -38,12 +38,14 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     is_rank: this process is to train, so its devices have to do for the recipe.
     """
     problems: list[str] = []
+    of_this_rank: list[str] = []
 
     def collect(action: Callable[[], Any]) -> Any:
         try:
             return action()
         except UserError as e:
             problems.append(str(e))
+            of_this_rank.extend([str(e)] * isinstance(e, RankError))
             return None
 
     architecture = collect(config.model.architecture)
@@ -62,7 +64,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     if problems or plan is None:
-        raise UserError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems]))
+        told = problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems])
+        raise RankError(told) if problems == of_this_rank else UserError(told)
     return Checked(plan, architecture, lanes, config.engine, source=source)
 
 

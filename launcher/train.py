@@ -19,7 +19,7 @@ from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.opening import Resumed
 from clip_train.contrastive import ContrastiveLoss, build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader
-from clip_train.errors import CheckpointError, UserError
+from clip_train.errors import CheckpointError, RankError, UserError
 from clip_train.evaluate import evaluate
 from clip_train.metrics import ProgressLine, Sinks
 from clip_train.models import CLIP, Architecture
@@ -37,7 +37,7 @@ from launcher.ending import end, explain_loss, leave_together, note_failure, rep
 from launcher.lifeline import Lifeline
 from launcher.limits import raise_open_files
 from launcher.liveness import Liveness, first_timeout
-from launcher.marks import leave_resumed
+from launcher.marks import leave_resumed, node_name
 from launcher.meeting import refuse
 from launcher.same_run import compare_with
 from launcher.sizing import measure, memory_limit
@@ -143,7 +143,7 @@ def make_run_dir(config: RunConfig) -> None:
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(f"run.dir ({config.run_dir}) cannot be written: {e}; choose another") from e
+        raise RankError(f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another") from e
 
 
 def describe_run_dir(config: RunConfig, checked: Checked) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from clip_train.data import raw
 from clip_train.data.bad_samples import BadSample
@@ -10,7 +12,7 @@ from clip_train.data.config import DataConfig
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.sources import Reading, expand, missing_files, open_shard
 from clip_train.data.tar import RawSample, TarError, iter_samples
-from clip_train.errors import UserError
+from clip_train.errors import RankError, UserError
 from clip_train.storage import StorageConfig, is_remote, local_path
 
 SHARDS_TRIED = 3
@@ -80,6 +82,11 @@ def _existing(spec: str, field: str) -> list[str]:
     """The shards that `spec` names. UserError where one of them is a local file that is not there."""
     shards = expand(spec, field)
     missing = missing_files(shards)
+    if missing and not Path(local_path(missing[0])).parent.is_dir():
+        raise RankError(  # a mount that one node lacks is no mistake of the recipe: another attempt may go elsewhere
+            f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}, nor "
+            f"is their folder: correct the path, or mount it on {socket.gethostname()}"
+        )
     if missing:
         raise UserError(
             f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}; "

@@ -6,7 +6,7 @@ import pytest
 
 from clip_train.data import DataConfig, check_source
 from clip_train.data.sources import expand
-from clip_train.errors import UserError
+from clip_train.errors import RankError, UserError
 from tests.data.shards import jpeg, sample, write_dataset, write_shard
 
 
@@ -124,3 +124,12 @@ def test_remote_urls_are_read_through_the_storage(tmp_path):
     assert check("memory://shards/*.tar").first_key == "a"
     with pytest.raises(UserError, match="cannot be opened"):
         check("memory://shards/999.tar")
+
+
+def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
+    """So a job tries again, perhaps elsewhere; a shard that is missing from its folder is one."""
+    with pytest.raises(RankError, match=r"/unmounted/000000.tar, nor is their folder: .* mount it on \w"):
+        check_source(DataConfig(train=f"{tmp_path}/unmounted/{{000000..000005}}.tar"))
+    with pytest.raises(UserError, match="6 of 6 shards are not there") as e:
+        check_source(DataConfig(train=f"{tmp_path}/{{000..005}}.tar"))
+    assert not isinstance(e.value, RankError)
