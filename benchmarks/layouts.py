@@ -23,6 +23,7 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.contrastive import InfoNCE
 from clip_train.models import CLIP
+from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
@@ -57,17 +58,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CPU = torch.device("cpu")
 
 
-def make(layout: Layout) -> Any:
+def make_model() -> CLIP:
     torch.manual_seed(5)
+    return CLIP(small_clip())
+
+
+def make(layout: Layout) -> Any:
     config = OptimConfig(lr=LR, weight_decay=0.1)
-    return build(
+    engine = build(
         layout.engine,
-        lambda: CLIP(small_clip()),
+        make_model,
         lambda named: build_optimizer(config, named),
         device=CPU,
         grad_clip_norm=1.0,
         micro_size=8,
     )
+    engine.load_fragments(WholeState(dict(make_model().named_parameters())), {})
+    return engine
 
 
 def share(step: int) -> Batch:
