@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clip_train import dist
 from clip_train.errors import UserError
@@ -27,14 +27,13 @@ from clip_train.protocols import (
     Features,
     Fragment,
     FragmentSource,
-    MicroBatch,
     Phase,
     StepReport,
     Wanted,
 )
 from launcher.engines import compile_units, units
 from launcher.engines.deepspeed.shards import OwnedSlice, owned_slices, start_optimizer_state
-from launcher.engines.scalars import Scalars
+from launcher.engines.towers import SCALARS, Towers
 
 
 def _import_deepspeed() -> Any:
@@ -129,7 +128,7 @@ def forget_gradients(optimizer: Any) -> None:
     state.reset_for_new_step()
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Towers):
     """See `clip_train.protocols.Engine`."""
 
     def __init__(
@@ -140,6 +139,8 @@ class DeepSpeedEngine:
         stage: int,
         reduce_once: bool = False,
     ):
+        # Always called through engine(...): engine.module(...) silently loses ZeRO-3's accumulated gradients.
+        super().__init__(engine)
         self.engine = engine
         self.optimizer = optimizer  # torch's own, which DeepSpeed drives on its flat partitions
         self.device = device
@@ -150,7 +151,6 @@ class DeepSpeedEngine:
         self._reduction: contextlib.ExitStack | None = None  # open from a step's first backward to its `step`
         self.slices: list[OwnedSlice] = owned_slices(engine, stage)
         self._low_precision = engine.bfloat16_enabled() or engine.fp16_enabled()
-        self._scalars = Scalars()
         self._reduced = False  # the step's last backward has been seen
         self._stage0_norm = math.nan
         if stage == 0:
@@ -162,21 +162,6 @@ class DeepSpeedEngine:
             engine.optimizer._update_scale = lambda overflow: update_scale(True) if overflow else None
 
     # -- computing ----------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> None:
-        self.engine.train(mode)
-
-    # Always through engine(...): engine.module(...) silently loses ZeRO-3's accumulated gradients.
-    def forward(self, micro_batch: MicroBatch) -> Features:
-        out = Features(*self.engine(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
-        self._scalars.put_into(out)
-        return out
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        return self.engine(images, None)[0]
-
-    def encode_text(self, texts: Tensor) -> Tensor:
-        return self.engine(None, texts)[1]
 
     def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
         self._reduced = last
@@ -252,13 +237,13 @@ class DeepSpeedEngine:
         if not self._low_precision:
             return
         values = {}
-        for name in Scalars.NAMES:
+        for name in SCALARS:
             if getattr(self.engine.module, name, None) is None:
                 continue
             owned = [p.flat.narrow(0, p.offset, 1) for p in self.slices if p.name == name]
             value = owned[0].float().to(self.device) if owned else torch.zeros(1, device=self.device)
             values[name] = dist.all_reduce_sum(value.clone())  # one rank holds it
-        self._scalars.set(values)
+        self.set_masters(values)
 
     @torch.no_grad()
     def _clamp_logit_scale(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,7 +24,6 @@ from clip_train.protocols import (
     Features,
     Fragment,
     FragmentSource,
-    MicroBatch,
     Phase,
     StepReport,
     Wanted,
@@ -32,7 +31,7 @@ from clip_train.protocols import (
 from launcher.engines import MakeOptimizer, compile_units, units
 from launcher.engines.config import EngineConfig
 from launcher.engines.fsdp.shards import find_shards, flat
-from launcher.engines.scalars import Scalars
+from launcher.engines.towers import SCALARS, Towers
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 
@@ -93,7 +92,7 @@ def make_mesh(device_type: str, W: int, ranks: int) -> DeviceMesh:
     return init_device_mesh(device_type, (W // ranks, ranks), mesh_dim_names=("replicate", "shard"))
 
 
-class FSDPEngine:
+class FSDPEngine(Towers):
     """See `clip_train.protocols.Engine`."""
 
     def __init__(
@@ -104,6 +103,7 @@ class FSDPEngine:
         config: EngineConfig,
         grad_clip_norm: float | None,
     ) -> None:
+        super().__init__(model)
         self.model, self.optimizer, self.device, self.config = model, optimizer, device, config
         self.module = cast(nn.Module, model)
         self.grad_clip_norm = grad_clip_norm
@@ -111,24 +111,9 @@ class FSDPEngine:
         self.shards = find_shards(self.module)
         self.optimizer_steps = 0
         self.reduce_once = config.zero_stage < 2 or config.reduce_gradients == "once"
-        self._scalars = Scalars()
         self._reduced = False  # the step's last backward has been seen
 
     # -- computing ----------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
-
-    def forward(self, micro_batch: MicroBatch) -> Features:
-        out = Features(*self.module(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
-        self._scalars.put_into(out)
-        return out
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        return self.module(images, None)[0]
-
-    def encode_text(self, texts: Tensor) -> Tensor:
-        return self.module(None, texts)[1]
 
     def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
         """last: no other backward comes before `step`, which refuses gradients that were not reduced."""
@@ -191,8 +176,8 @@ class FSDPEngine:
 
     def _read_scalars(self) -> None:
         if self.config.precision != "fp32":
-            held = [shard for shard in self.shards if shard.name in Scalars.NAMES]
-            self._scalars.set({s.name: cast(DTensor, s.parameter).full_tensor().to(self.device) for s in held})
+            held = [shard for shard in self.shards if shard.name in SCALARS]
+            self.set_masters({s.name: cast(DTensor, s.parameter).full_tensor().to(self.device) for s in held})
 
     # -- saving and loading -------------------------------------------------------------------------------
 
