@@ -101,15 +101,12 @@ class Ours:
     def _deepspeed(optimizer):
         import torch.distributed as torch_dist
 
+        from launcher.engines import build
         from launcher.engines.config import EngineConfig
-        from launcher.engines.deepspeed.config import build_ds_config
-        from launcher.engines.deepspeed.engine import build_engine
 
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        os.environ["DS_ACCELERATOR"] = "cpu"
         torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
-        config = build_ds_config(EngineConfig(zero_stage=1), micro_size=8, world_size=1, grad_clip_norm=CLIP_NORM)
-        return build_engine(our_model, optimizer, config, device=torch.device("cpu"))
+        config, cpu = EngineConfig(zero_stage=1), torch.device("cpu")
+        return build(config, our_model, optimizer, device=cpu, grad_clip_norm=CLIP_NORM, micro_size=8)
 
     def prepare(self, N: int, k: int) -> Any:
         return global_batch(N)
