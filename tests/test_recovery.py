@@ -119,9 +119,15 @@ def test_one_of_two_ranks_runs_out_of_memory(kind, precision, places):
             torch.testing.assert_close(state, expected[3], rtol=1e-6, atol=1e-9, msg=place)
 
 
-@pytest.mark.parametrize("kind", ["plain", "zero 1", "zero 2", "fsdp 0", "fsdp 2", "fsdp 3"])
-def test_a_single_rank_recovers_anywhere(kind):
-    ((expected, *others),) = run_ranks(run_all, 1, kind, "fp32", PLACES)
+@pytest.mark.parametrize(
+    "kind, precision",
+    [
+        ("plain", "fp32"), ("zero 1", "fp32"), ("zero 2", "fp32"),
+        ("fsdp 0", "fp32"), ("fsdp 0", "bf16"), ("fsdp 2", "fp32"), ("fsdp 3", "fp32"),
+    ],
+)  # fmt: skip
+def test_a_single_rank_recovers_anywhere(kind, precision):
+    ((expected, *others),) = run_ranks(run_all, 1, kind, precision, PLACES)
     for place, (told, _, _, state) in zip(PLACES, others, strict=True):
         assert told == expected[0], place
         torch.testing.assert_close(state, expected[3], rtol=1e-6, atol=1e-9, msg=place)
