@@ -24,7 +24,7 @@ from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
 from tests.ranks import run_ranks
 
-W, N, K = 2, 128, 4
+W, N, K = 2, 64, 4
 LAYOUTS = [("deepspeed", stage) for stage in (0, 1, 2, 3)] + [("fsdp", stage) for stage in (0, 2, 3)]
 DEFAULT = LAYOUTS.index(("deepspeed", 1))
 KEPT = (1, K)
@@ -66,7 +66,7 @@ def one_round(steps: int) -> list[list[tuple[float, float]]]:
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=3)
     args = arguments.parse_args()
     rounds, steps = (2, 2) if args.quick else (args.rounds, args.steps)
     seconds: list[list[list[float]]] = [[[] for _ in KEPT] for _ in LAYOUTS]
