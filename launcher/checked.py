@@ -37,35 +37,34 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
 
     is_rank: this process is to train, so its devices have to do for the recipe.
     """
-    problems: list[str] = []
-    of_this_rank: list[str] = []
+    problems: list[UserError] = []
 
     def collect(action: Callable[[], Any]) -> Any:
         try:
             return action()
         except UserError as e:
-            problems.append(str(e))
-            of_this_rank.extend([str(e)] * isinstance(e, RankError))
+            problems.append(e)
             return None
 
     architecture = collect(config.model.architecture)
     if architecture is not None:
         if (config.loss.kind == "sigmoid") != (architecture.init_logit_bias is not None):
-            problems.append(bias_mistake(config, architecture.init_logit_bias))
+            problems.append(UserError(bias_mistake(config, architecture.init_logit_bias)))
         collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
-    problems += package(config.engine.kind).mistakes(
-        config.engine, engine_facts(config, plan, world_size, on_this_machine=is_rank)
-    )
+    facts = engine_facts(config, plan, world_size, on_this_machine=is_rank)
+    problems += map(UserError, package(config.engine.kind).mistakes(config.engine, facts))
     lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
-        problems.append(no_limit(config))
+        problems.append(UserError(no_limit(config)))
     source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
     if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     if problems or plan is None:
-        told = problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} mistakes", *problems])
-        raise RankError(told) if problems == of_this_rank else UserError(told)
+        if len(problems) == 1:
+            raise problems[0]
+        kind = RankError if all(isinstance(problem, RankError) for problem in problems) else UserError
+        raise kind("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
     return Checked(plan, architecture, lanes, config.engine, source=source)
 
 

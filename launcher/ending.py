@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -53,12 +54,14 @@ def end(config: RunConfig, trainer: Trainer | None, error: Exception, stop: Stop
         # Launchers end every rank when the first one has left: rank 0 is to have said all by then.
         if dist.is_main():
             say(f"clip-train: {error}" if isinstance(error, Preempted) else f"clip-train: error: {error}")
-        report(config, trainer)
-        if not leave_together(stop, lifeline, TOGETHER_SECONDS) and not dist.is_main():
-            say(f"clip-train: error: [rank {dist.rank()} on {node_name()}] {error}")  # its own alone
-            if trainer is not None:
-                note(config, trainer, "FAILED", str(error))
         error.told = True
+        report(config, trainer)
+        alone = threading.Timer(TOGETHER_SECONDS, say_alone, (config, trainer, error, lifeline))
+        alone.daemon = True
+        if not (isinstance(error, Preempted) or dist.is_main()):  # rank 0 has said it; stopping is agreed on
+            alone.start()
+        leave_together(stop, lifeline)
+        alone.cancel()
         return
     report(config, trainer)
     if not lost:
@@ -89,26 +92,22 @@ def note_failure(config: RunConfig, trainer: Trainer, why: str) -> None:
         note(config, trainer, "FAILED", why)
 
 
-def leave_together(stop: StopRequest, lifeline: Lifeline, seconds: float | None = None) -> bool:
-    """All is committed and told; a rank that has died since is no reason to fail.
+def say_alone(config: RunConfig, trainer: Trainer | None, error: ClipTrainError, lifeline: Lifeline) -> None:
+    """From a thread: the others have not come to leave together, so the error is this rank's own. Ends the process."""
+    say(f"clip-train: error: [rank {dist.rank()} on {node_name()}] {error}")
+    if trainer is not None:
+        note_failure(config, trainer, str(error))
+    lifeline.leave("told")
+    os._exit(error.exit_status)
 
-    Returns whether the others leave as well within `seconds`.
-    """
+
+def leave_together(stop: StopRequest, lifeline: Lifeline) -> None:
+    """All is committed and told; a rank that has died since is no reason to fail."""
     stop.ignore()
-    together = threading.Event()
-
-    def meet() -> None:
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
-            ranks.stop()
-        together.set()
-
-    threading.Thread(target=meet, daemon=True).start()
-    if not together.wait(seconds):
-        lifeline.leave("told")
-        return False
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+        ranks.stop()
     lifeline.leave("bye")
-    return True
 
 
 def say(message: str) -> None:

@@ -216,8 +216,7 @@ class Liveness:
         leave_mark("hang", told, waiting=waiting)
         if not waiting or this_rank() == 0:
             self.failed(told)
-        rank = os.environ.get("RANK", "0")
-        print(f"clip-train: [rank {rank} on {node_name()}] {told}", file=sys.stderr, flush=True)
+        print(f"clip-train: [rank {this_rank()} on {node_name()}] {told}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         print(last_collectives(), file=sys.stderr, flush=True)
         time.sleep(5)  # the other ranks have stacks to show too, and end with the first that leaves
