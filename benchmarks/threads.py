@@ -1,7 +1,7 @@
 """A step of the demo alone and beside a process that takes a whole core: as many threads as cores, and ours.
 
 Threads of OpenMP spin while they wait for each other: where one has lost its core to another process, the rest burn
-theirs. So `launcher.env` leaves cores to the loader's workers, and the demo has one worker.
+theirs. So `launcher.runtime.environment` leaves cores to the loader's workers, and the demo has one worker.
 
 Both runs are `clip-train demo` itself on two cores, for which it is sized: endless, and stopped by SIGSTOP but for
 windows of some steps, which they get in turn, alone and beside the busy process. Seconds are what the run says of its

@@ -29,24 +29,25 @@ from clip_train.protocols import Engine, Features, MicroBatch
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
 from launcher import engines
-from launcher import env as ranks
-from launcher.agreement import agree
-from launcher.checked import Checked, check, engine_facts, pays_twice, sized
-from launcher.config import RunConfig
-from launcher.ending import end, explain_loss, leave_together, note_failure, report, say
-from launcher.lifeline import Lifeline
-from launcher.limits import raise_open_files
-from launcher.liveness import Liveness, first_timeout
-from launcher.marks import leave_resumed, node_name
-from launcher.meeting import refuse
-from launcher.same_run import compare_with
-from launcher.sizing import measure, memory_limit
-from launcher.startup import Startup
-from launcher.verdict import clear_verdict, write_verdict
+from launcher.config.memory import measure, memory_limit
+from launcher.config.recipe import RunConfig
+from launcher.config.resume import compare_with
+from launcher.config.validate import Checked, check, engine_facts, pays_twice, sized
+from launcher.runtime import environment as ranks
+from launcher.runtime import rendezvous
+from launcher.runtime.consistency import agree
+from launcher.runtime.error_reports import leave_resumed, node_name
+from launcher.runtime.lifeline import Lifeline
+from launcher.runtime.limits import raise_open_files
+from launcher.runtime.rendezvous import refuse
+from launcher.runtime.shutdown import end, explain_loss, leave_together, note_failure, report, say
+from launcher.runtime.startup import Startup
+from launcher.runtime.verdict import clear_verdict, write_verdict
+from launcher.runtime.watchdog import Liveness, first_timeout
 
 
 def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup | None = None) -> int:
-    """The `train` verb, on every rank; returns the exit status 0 or raises what `launcher.cli` explains.
+    """The `train` verb, on every rank; returns the exit status 0 or raises what `launcher.cli.main` explains.
 
     stop: listening already, since before the imports.
     """
@@ -64,7 +65,7 @@ def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup |
         startup.done("checks")
         if env.rank == 0:
             say(ranks.describe_start(env, device))
-        ranks.start(env, device, timeout_seconds=first_timeout(config.launch))
+        rendezvous.start(env, device, timeout_seconds=first_timeout(config.launch))
         without_lines = lifeline.open()
         if without_lines is not None and dist.is_main():
             told = "ranks cannot reach rank 0 on a port of its choice, so a dead rank is noticed by timeouts only"
@@ -113,7 +114,7 @@ def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Sta
 
     def set_timeout(phase: str, limit: float) -> None:
         # a rank that waits must not give up before the one that hangs has been found out
-        ranks.set_timeout(max(config.launch.timeout_seconds, 2 * limit))
+        rendezvous.set_timeout(max(config.launch.timeout_seconds, 2 * limit))
 
     def first_step() -> None:
         startup.done("first step")

@@ -13,7 +13,7 @@ from clip_train.memory import Profile, Room, choose
 from clip_train.models import CLIP, Architecture
 from clip_train.plain_engine import PlainEngine
 from clip_train.probe import fake_profile, real_profile
-from launcher.sizing import micro_batch
+from launcher.config.memory import micro_batch
 from tests.launcher.conftest import MODEL
 
 CACHE = Profile(forward=2, graph=60, peak=64)

@@ -38,9 +38,9 @@ PRELOAD = [
     "s3fs",
     "clip_train.data.pipeline",
     "launcher.engines.deepspeed.engine",
-    "launcher.inspect_run",
-    "launcher.plan",
-    "launcher.supervise",
+    "launcher.cli.inspect",
+    "launcher.cli.plan",
+    "launcher.slurm.controller",
     "launcher.train",
     "tests.ranks",
     "tests.frozen",
@@ -130,7 +130,7 @@ def _answer(sender: connection.Connection, function: Callable[..., Any], args: S
 class Command:
     """`clip-train ARGUMENTS` in a warm process; what tests use of `subprocess.Popen`, output in a file.
 
-    target: another function of a module to call, `launcher.cli.entry` by default. sys.argv holds the arguments.
+    target: another function of a module to call, `launcher.cli.main.entry` by default. sys.argv holds the arguments.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ def _run(
     from tests.launcher.faults import sitecustomize  # noqa: F401  plants what FAULT asks for
 
     if target is None:
-        from launcher.cli import entry as target
+        from launcher.cli.main import entry as target
     target()
 
 

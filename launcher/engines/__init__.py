@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from clip_train.protocols import Engine
+from launcher.doctor.findings import Check
 from launcher.engines.config import EngineConfig
-from launcher.findings import Check
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 

@@ -10,7 +10,7 @@ from clip_train.checkpoint.opening import open_to_look
 from clip_train.checkpoint.resume import Places
 from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage
-from launcher.checkpoints import print_checkpoints
+from launcher.cli.checkpoints import print_checkpoints
 from tests.checkpoint.parts import bits, rewrite, whole
 from tests.checkpoint.runs import Run, assert_is, data_file, flip
 

@@ -21,9 +21,9 @@ from clip_train.data.index import INDEX_NAME, ShardEntry, ShardIndex, find_index
 from clip_train.data.indexing import BLOCK_BYTES, differences, index_shard, index_shards, write_indexes
 from clip_train.errors import DataError, UserError
 from clip_train.storage import Checksums, StorageConfig, open_read
-from launcher.cli import main
-from launcher.config import load_config
-from launcher.index import run_index
+from launcher.cli.index import run_index
+from launcher.cli.main import main
+from launcher.config.recipe import load_config
 from tests.data.shards import sample, shards_open_as, tar_bytes, write_dataset, write_shard
 
 BLOCK = 4096

@@ -20,7 +20,7 @@ from clip_train.data.indexing import index_shards, write_indexes
 from clip_train.data.lanes import LanePlan
 from clip_train.data.mixture import Mixture
 from clip_train.errors import DataError, UserError
-from launcher.config import check_config
+from launcher.config.recipe import check_config
 from tests.covering import pairwise
 from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
 

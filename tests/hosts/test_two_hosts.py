@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.verdict import read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests.lab import call, lab
 from tests.launcher.conftest import ENDLESS, ROOT, finish, kill, metrics, until, wait_for_step
 

@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from launcher.attempts import History, Limits, Outcome, decide
-from launcher.marks import (
+from launcher.runtime.error_reports import (
     FOLDER,
     Mark,
     find_cause,
@@ -17,6 +16,7 @@ from launcher.marks import (
     read_resumed,
     stopped_early,
 )
+from launcher.slurm.attempts import History, Limits, Outcome, decide
 
 LIMITS = Limits(failures=3, fruitless=5, node_failures=2)
 TWO = ("n1", "n2")

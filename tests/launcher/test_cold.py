@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.limits import OPEN_FILES
-from launcher.verdict import read_verdict
+from launcher.runtime.limits import OPEN_FILES
+from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import (
     ENDLESS,
     PATIENCE,
@@ -41,10 +41,10 @@ from tests.processes import running
 pytestmark = pytest.mark.engine
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launcher")
-OWN_TORCHRUN = ("launcher.torchrun", *TORCHRUN[1:])
+OWN_TORCHRUN = ("launcher.runtime.torchrun", *TORCHRUN[1:])
 LAUNCHERS = {
     "torchrun": (TORCHRUN, ()),
-    "launcher.torchrun": (OWN_TORCHRUN, ()),
+    "launcher.runtime.torchrun": (OWN_TORCHRUN, ()),
     "alone": (("launcher",), ("--ranks=2",)),
 }
 

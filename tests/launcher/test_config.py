@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.cli import main, parse
-from launcher.config import (
+from launcher.cli.main import main, parse
+from launcher.cli.options import EXAMPLES
+from launcher.cli.plan import make_plan
+from launcher.config.recipe import (
     OTHER_NAMES,
     apply_overrides,
     check_config,
@@ -18,8 +20,6 @@ from launcher.config import (
     parse_value,
     read_recipe,
 )
-from launcher.options import EXAMPLES
-from launcher.plan import make_plan
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 MINIMAL = {"run": {"steps": 5000}, "data": {"train": "a.tar"}}

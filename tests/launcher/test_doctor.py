@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from clip_train.data.indexing import index_shards, write_indexes
-from launcher.cli import entry
-from launcher.config import load_config
-from launcher.recipe_checks import check_shards, check_store
+from launcher.cli.main import entry
+from launcher.config.recipe import load_config
+from launcher.doctor.recipe import check_shards, check_store
 from tests.launcher.conftest import clean_environment, finish
 from tests.warm import Command
 

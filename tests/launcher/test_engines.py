@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.cli import main
-from launcher.config import check_config
+from launcher.cli.main import main
+from launcher.config.recipe import check_config
 from launcher.engines import Facts, package
 from launcher.engines.config import EngineConfig
 

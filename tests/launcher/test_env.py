@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from clip_train.errors import UserError
-from launcher import env as env_module
-from launcher.env import detect, first_host
+from launcher.runtime import environment as env_module
+from launcher.runtime.environment import detect, first_host
 
 TORCHRUN = {
     "RANK": "5",

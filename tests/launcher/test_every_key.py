@@ -12,8 +12,8 @@ import pytest
 
 from clip_train.errors import UserError
 from clip_train.settings import LARGEST
-from launcher.checked import check
-from launcher.config import apply_overrides, check_config, known_keys, parse_value
+from launcher.config.recipe import apply_overrides, check_config, known_keys, parse_value
+from launcher.config.validate import check
 from tests.launcher.conftest import run
 
 KEYS = [key for key, _ in known_keys()]

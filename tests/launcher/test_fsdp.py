@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from launcher.verdict import read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import ENDLESS, RECIPE, finish, kill, metrics, run, start, wait_for_commit, wait_for_step
 from tests.launcher.test_resume import told
 

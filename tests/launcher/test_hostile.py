@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.verdict import read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests.data.hostile import Kind, kinds, planted, write_hostile
 from tests.launcher.conftest import metrics, run
 

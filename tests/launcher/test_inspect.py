@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from clip_train.models import CLIP, load_openclip
-from launcher.verdict import read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import clean_environment, finish, metrics, run
 from tests.warm import Command
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from clip_train import dist
-from launcher import lifeline as lifeline_module
-from launcher.lifeline import Lifeline, Loss
+from launcher.runtime import lifeline as lifeline_module
+from launcher.runtime.lifeline import Lifeline, Loss
 from tests.launcher.conftest import until
 from tests.ranks import RankFailedError, run_ranks
 

@@ -20,11 +20,11 @@ from torch.distributed import Store
 
 from clip_train import dist
 from clip_train.stop import StopRequest
-from launcher.env import RankEnv
-from launcher.liveness import LaunchConfig, Liveness, phase_limit, position, stop_time, unfinished
-from launcher.local import run_agent
-from launcher.marks import FOLDER, read_marks
-from launcher.meeting import meet
+from launcher.runtime.environment import RankEnv
+from launcher.runtime.error_reports import FOLDER, read_marks
+from launcher.runtime.launch import run_agent
+from launcher.runtime.rendezvous import meet
+from launcher.runtime.watchdog import LaunchConfig, Liveness, phase_limit, position, stop_time, unfinished
 from tests.launcher.conftest import PATIENCE, ROOT, free_port, until
 
 
@@ -191,7 +191,7 @@ def test_a_collective_that_is_not_finished(entries, told):
 
 def test_the_flight_recorder_of_this_torch_can_be_read():
     code = (
-        "import torch, torch.distributed as d; from launcher.liveness import recorded, unfinished\n"
+        "import torch, torch.distributed as d; from launcher.runtime.watchdog import recorded, unfinished\n"
         "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\n"
         "d.all_reduce(torch.ones(2)); entries, missing = recorded()\n"
         "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), (entries, missing)\n"
@@ -241,7 +241,7 @@ def test_signals_are_flags_and_a_second_term_does_not_kill():
 def test_a_signal_is_seen_while_the_main_thread_is_in_c(tmp_path):
     """A process that never returns to Python, as in a rendezvous whose other ranks are gone."""
     code = (
-        "import ctypes, time; from clip_train.stop import StopRequest; from launcher.liveness import *\n"
+        "import ctypes, time; from clip_train.stop import StopRequest; from launcher.runtime.watchdog import *\n"
         "stop = StopRequest(); stop.listen(); Liveness(LaunchConfig(), stop, environ={}).start()\n"
         "print('up', flush=True)\n"
         "mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock\n"

@@ -11,10 +11,10 @@ import torch.distributed as torch_dist
 from PIL import Image
 
 from clip_train.data import write_shards
-from launcher.checked import check
-from launcher.cli import main
-from launcher.config import load_config
-from launcher.recipe_checks import check_recipe
+from launcher.cli.main import main
+from launcher.config.recipe import load_config
+from launcher.config.validate import check
+from launcher.doctor.recipe import check_recipe
 from tests import warm
 from tests.launcher.conftest import run
 from tests.processor import answer

@@ -8,8 +8,8 @@ import pytest
 
 from clip_train.models import CLIP, load_architecture
 from clip_train.models.convert import export_openclip
-from launcher.config import check_config
-from launcher.plan import make_plan
+from launcher.cli.plan import make_plan
+from launcher.config.recipe import check_config
 from tests.launcher.conftest import metrics, run
 from tests.launcher.test_resume import told
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from launcher.verdict import read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import ENDLESS, finish, kill, metrics, run, start, wait_for_step
 
 pytestmark = pytest.mark.engine

@@ -14,8 +14,8 @@ from clip_train.checkpoint.bring import Brought
 from clip_train.checkpoint.layout import CommitRef
 from clip_train.checkpoint.resume import Skipped
 from clip_train.errors import UserError
-from launcher.config import RunConfig, check_config, known_keys
-from launcher.same_run import CLASSES, SECTIONS, compare_with
+from launcher.config.recipe import RunConfig, check_config, known_keys
+from launcher.config.resume import CLASSES, SECTIONS, compare_with
 from tests.launcher.conftest import MODEL
 
 BASE = {
@@ -40,7 +40,7 @@ def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
 
 
 def test_every_key_of_a_recipe_has_a_class() -> None:
-    """A new key: say in launcher/same_run.py what its change means to a run that goes on."""
+    """A new key: say in launcher/config/resume.py what its change means to a run that goes on."""
     keys = {path for path, _ in known_keys()}
     classed = {path for path in keys if path in CLASSES or path.split(".")[0] in SECTIONS}
     assert keys - classed == set()

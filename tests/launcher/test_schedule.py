@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from clip_train.errors import CheckpointError
-from launcher.checked import check
-from launcher.cli import main
-from launcher.config import load_config
+from launcher.cli.main import main
+from launcher.config.recipe import load_config
+from launcher.config.validate import check
 from launcher.train import build_loader
 from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from launcher.scheduler import NotLeftOut, exclusion
+from launcher.slurm.scheduler import NotLeftOut, exclusion
 
 SHOWN = """JobState=PENDING Partition=gpu
    ReqNodeList={required} ExcNodeList={excluded}

@@ -9,7 +9,7 @@ import pytest
 
 from clip_train.data.indexing import index_shards, write_indexes
 from clip_train.data.sources import expand
-from launcher.cli import main
+from launcher.cli.main import main
 from tests.launcher.conftest import RECIPE, finish, free_port, kill, metrics, run, start
 
 pytestmark = pytest.mark.engine

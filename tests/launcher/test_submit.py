@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from clip_train.errors import UserError
-from launcher.cli import main
-from launcher.config import load_config
-from launcher.site import load_site
-from launcher.submit import absolute, check_slurm, frozen_recipe, make_job, parse_time
+from launcher.cli.main import main
+from launcher.config.recipe import load_config
+from launcher.slurm.profile import load_site
+from launcher.slurm.submit import absolute, check_slurm, frozen_recipe, make_job, parse_time
 from tests.launcher.conftest import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,7 +80,7 @@ def test_what_is_installed(here, tmp_path):
         line, cwd=here, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(built)}
     )
     assert done.returncode == 0, done.stderr
-    assert "exec python -m launcher.supervise" in done.stdout
+    assert "exec python -m launcher.slurm.controller" in done.stdout
 
 
 def test_torchrun_waits_as_long_as_the_site_gives_for_a_save(here, capsys):

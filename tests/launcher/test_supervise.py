@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import launcher.supervise
-from launcher.attempts import History
-from launcher.supervise import copy_lines
-from launcher.verdict import read_verdict, write_verdict
+import launcher.slurm.controller
+from launcher.runtime.verdict import read_verdict, write_verdict
+from launcher.slurm.attempts import History
+from launcher.slurm.controller import copy_lines
 from tests.launcher.conftest import PATIENCE, ROOT
 from tests.launcher.conftest import until as in_time
 from tests.warm import Command
@@ -42,7 +42,7 @@ def bin(tmp_path) -> Path:
 
 def hastily() -> None:
     """It does not wait long for another job."""
-    launcher.supervise.CLAIM_SECONDS = 1.0
+    launcher.slurm.controller.CLAIM_SECONDS = 1.0
     patiently()
 
 
@@ -248,7 +248,7 @@ def test_a_full_disk_does_not_stop_the_ranks(tmp_path):
 
 def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from launcher.verdict import write_verdict\n"
+        "import sys; from pathlib import Path; from launcher.runtime.verdict import write_verdict\n"
         "for step in range(300): write_verdict(Path(sys.argv[1]), 'PREEMPTED', step, 'r')"
     )
     line = [sys.executable, "-c", code, str(tmp_path)]

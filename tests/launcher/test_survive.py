@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.verdict import read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import ENDLESS, finish, free_port, start, wait_for, wait_for_step
 
 pytestmark = pytest.mark.engine

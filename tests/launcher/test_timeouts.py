@@ -10,9 +10,9 @@ import torch
 import torch.distributed as torch_dist
 
 from clip_train import dist
-from launcher.agreement import agree, differences
-from launcher.env import set_timeout
-from launcher.marks import FOLDER, is_lost_contact, read_ranks
+from launcher.runtime.consistency import agree, differences
+from launcher.runtime.error_reports import FOLDER, is_lost_contact, read_ranks
+from launcher.runtime.rendezvous import set_timeout
 from tests.launcher.conftest import until
 from tests.ranks import run_ranks
 

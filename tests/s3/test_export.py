@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 # `clip-train` that says what it has imported
 COMMAND = """
 import sys
-from launcher.cli import main
+from launcher.cli.main import main
 status = main(sys.argv[1:])
 print("deepspeed" if any(name.split(".")[0] == "deepspeed" for name in sys.modules) else "no engine")
 sys.exit(status)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.verdict import read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests import lab
 from tests.launcher.conftest import PATIENCE, ROOT, metrics
 from tests.processes import running

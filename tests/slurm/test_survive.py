@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from launcher.cli import main
+from launcher.cli.main import main
 from tests.slurm.cluster import Job
 from tests.slurm.conftest import MANY_STEPS, OVERRIDES, write_recipe
 from tests.slurm.evidence import ANY, check_story, finished_like

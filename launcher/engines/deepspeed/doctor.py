@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launcher.findings import Finding, error, ok, warning
+from launcher.doctor.findings import Finding, error, ok, warning
 
 OLDEST = (0, 19, 8)
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from clip_train.protocols import Engine
+from launcher.doctor.findings import Check
 from launcher.engines import Facts, MakeOptimizer, Terms
 from launcher.engines.config import EngineConfig
-from launcher.findings import Check
 
 OLDEST = (2, 6)  # has `fully_shard`, and what of it is used here
 OLDEST_WITH_CHECKPOINTING = (2, 13)  # activation checkpointing with several forwards a step (pytorch #171779)

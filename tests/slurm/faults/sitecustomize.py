@@ -20,7 +20,7 @@ if in_rank and fault:
         os._exit(3)
     if fault.startswith("bad:") and socket.gethostname() == fault[4:]:
         from clip_train.errors import RankError
-        from launcher.marks import mark_error
+        from launcher.runtime.error_reports import mark_error
 
         mark_error(RankError("LOCAL_RANK (0) has no GPU: this host shows 0"))
         os._exit(2)
@@ -28,7 +28,7 @@ if in_rank and fault:
 if in_rank and "STEP_SECONDS" in os.environ:
     import time
 
-    from launcher.liveness import Liveness
+    from launcher.runtime.watchdog import Liveness
 
     step_seconds, hold = float(os.environ["STEP_SECONDS"]), Path(os.environ.get("HOLD", "/nowhere"))
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"

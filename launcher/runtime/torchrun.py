@@ -1,4 +1,4 @@
-"""torchrun with its ranks' exit status: `python -m launcher.torchrun --nproc-per-node 8 -m launcher train RECIPE`.
+"""torchrun with its ranks' exit status: `python -m launcher.runtime.torchrun --nproc-per-node 8 -m launcher train R`.
 
 torchrun itself makes 1 of any status but 0, and nothing that a rank does can change that: it ends with an exception
 of its own. USR1 kills it, and it gives its ranks 30 s to save. This is the same program with the same arguments, which
@@ -14,7 +14,7 @@ from clip_train.stop import StopRequest
 
 
 def main(arguments: list[str], stop: StopRequest) -> int:
-    from launcher.local import AGENTS_SIGNALS, SAVE_SECONDS, run_agent
+    from launcher.runtime.launch import AGENTS_SIGNALS, SAVE_SECONDS, run_agent
 
     # torchrun's own names for the defaults of its options: what the command line says still wins
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", AGENTS_SIGNALS)

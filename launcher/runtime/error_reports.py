@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-FOLDER = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, set by launcher.supervise
+FOLDER = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, set by launcher.slurm.controller
 RANKS = "ranks.json"  # in it: the node of each rank
 RESUMED = "resumed"  # in it: the step that the ranks went on from
 TERMINATED = "terminated"  # in it: Slurm has told the batch script to end (TERM)
-END_TIME = "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.supervise for older ones
+END_TIME = "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.slurm.controller for older ones
 
 # In the run directory.
 STOP_FILE = "STOP"  # made by the user: save, stop, and do not requeue
@@ -49,7 +49,7 @@ def attempt_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-# (rank, world) as each launcher says it, in the order in which `launcher.env` believes them
+# (rank, world) as each launcher says it, in the order in which `launcher.runtime.environment` believes them
 SAID = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),

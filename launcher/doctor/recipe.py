@@ -20,12 +20,12 @@ from clip_train.data.tar import iter_samples
 from clip_train.errors import UserError
 from clip_train.models import count_parameters
 from clip_train.storage import StorageConfig, is_remote, open_storage
-from launcher.config import RunConfig
+from launcher.config.recipe import RunConfig
+from launcher.doctor.findings import Finding, error, ok, warning
 from launcher.engines import package
-from launcher.env import detect
-from launcher.findings import Finding, error, ok, warning
-from launcher.marks import STOP_FILE
-from launcher.site import load_site
+from launcher.runtime.environment import detect
+from launcher.runtime.error_reports import STOP_FILE
+from launcher.slurm.profile import load_site
 
 LOOK_AT = 200  # samples of a source's first shard
 LOOK_SECONDS = 3.0  # at all sources together
@@ -155,7 +155,7 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    from launcher.checked import check, engine_facts
+    from launcher.config.validate import check, engine_facts
 
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
     here = engine_facts(config, None, world, on_this_machine=True)

@@ -9,7 +9,8 @@ import time
 import torch
 
 from clip_train import dist
-from launcher import env as ranks
+from launcher.runtime import environment as ranks
+from launcher.runtime import rendezvous
 
 BYTES = 16 * 2**20
 MEETING_SECONDS = 60  # and of a collective
@@ -29,13 +30,13 @@ def measure(action_bytes: int, device: torch.device, repeats: int) -> float:
 def main() -> None:
     env = ranks.detect(os.environ)
     device = ranks.take_device(env)
-    ranks.start(env, device, timeout_seconds=MEETING_SECONDS)
+    rendezvous.start(env, device, timeout_seconds=MEETING_SECONDS)
     latency, seconds = measure(4, device, 20), measure(BYTES, device, 3)
     if dist.is_main():
         found = {"ranks": env.world_size, "device": device.type, "latency": latency, "bandwidth": BYTES / seconds}
         print(json.dumps(found), flush=True)
     dist.barrier()
-    ranks.stop()
+    rendezvous.stop()
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from clip_train.errors import ClipTrainError, Preempted, RemoteRankError
 from clip_train.metrics import write_report
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
-from launcher import env as ranks
-from launcher.config import RunConfig
-from launcher.lifeline import Lifeline, LostRankError
-from launcher.marks import is_lost_contact, node_name
-from launcher.verdict import read_verdict, word_for, write_verdict
+from launcher.config.recipe import RunConfig
+from launcher.runtime import rendezvous
+from launcher.runtime.error_reports import is_lost_contact, node_name
+from launcher.runtime.lifeline import Lifeline, LostRankError
+from launcher.runtime.verdict import read_verdict, word_for, write_verdict
 
 # For what became of a rank to be known here. The kernel tells at once, but a rank that ends with an error may have a
 # report to write first, and any thread may be held up; without its word the error would be called a lost contact.
@@ -106,7 +106,7 @@ def leave_together(stop: StopRequest, lifeline: Lifeline) -> None:
     stop.ignore()
     with contextlib.suppress(RuntimeError):
         dist.barrier()
-        ranks.stop()
+        rendezvous.stop()
     lifeline.leave("bye")
 
 

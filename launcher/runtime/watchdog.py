@@ -25,9 +25,17 @@ from typing import Any
 
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
-from launcher.lifeline import Lifeline
-from launcher.marks import END_TIME, PROGRESS_FILE, STOP_FILE, explain_loss_by, leave_mark, node_name, this_rank
-from launcher.startup import PARENT, is_orphan
+from launcher.runtime.error_reports import (
+    END_TIME,
+    PROGRESS_FILE,
+    STOP_FILE,
+    explain_loss_by,
+    leave_mark,
+    node_name,
+    this_rank,
+)
+from launcher.runtime.lifeline import Lifeline
+from launcher.runtime.startup import PARENT, is_orphan
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
 LOSS_SECONDS = 12.0  # the main thread has this long to notice by itself that another rank has died
@@ -258,7 +266,7 @@ def stop_time(config: LaunchConfig, environ: Mapping[str, str], now: float) -> f
 
 COMMUNICATION = ("/torch/distributed/", "/comm/")  # torch's own, and an engine's layer over it
 # Here a rank stands in the file itself: NCCL's results are waited for where they are read. What these call may hang.
-OUR_COMMUNICATION = ("/clip_train/dist.py", "/launcher/meeting.py")
+OUR_COMMUNICATION = ("/clip_train/dist.py", "/launcher/runtime/rendezvous.py")
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import zlib
@@ -11,10 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as torch_dist
 
 from clip_train.errors import RankError
-from launcher.meeting import meet
 
 SLURM_STEP = "the SLURM step"
 
@@ -220,26 +217,6 @@ def gpu_index(env: RankEnv, visible: int) -> int:
     return env.local_rank
 
 
-def backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def start(env: RankEnv, device: torch.device, *, timeout_seconds: float = 1800.0) -> None:
-    """Meet the other ranks and join the process group. UserError, told already, where one refuses.
-
-    timeout_seconds: of every collective, until `set_timeout`.
-    """
-    store = meet(env, timeout_seconds) if env.world_size > 1 else torch_dist.HashStore()  # alone: no port to lose
-    torch_dist.init_process_group(
-        backend(device),
-        store=store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
-        device_id=device if device.type == "cuda" else None,
-    )
-
-
 def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
     """CPU cores for this rank and its loader workers. srun has not handed --cpus-per-task on since Slurm 22.05 unless
     SRUN_CPUS_PER_TASK says so, but binds the task to its cores then: the smaller of both. `usable` by this process."""
@@ -262,21 +239,11 @@ def has_launcher(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(names.rank for names in MPI)))
 
 
+def backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 def describe_start(env: RankEnv, device: torch.device) -> str:
     """The one line that says what was found, before the others are waited for."""
     through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
     return f"{env.describe()}; {device}, {backend(device)}{through}, {torch.get_num_threads()} threads"
-
-
-def set_timeout(seconds: float) -> None:
-    """Of every collective from now on, in all groups: the first may take long, the later ones may not."""
-    if not torch_dist.is_initialized():
-        return
-    for group in list(torch_dist.distributed_c10d._world.pg_map):
-        torch_dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
-
-
-def stop() -> None:
-    """Leave the process group, if there is one."""
-    if torch_dist.is_initialized():
-        torch_dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from launcher.config import known_keys
+from launcher.config.recipe import known_keys
 
 
 def print_keys() -> int:

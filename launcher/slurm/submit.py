@@ -23,13 +23,13 @@ from clip_train.checkpoint.preflight import preflight
 from clip_train.errors import UserError
 from clip_train.models import count_parameters
 from clip_train.storage import is_remote, local_path, open_storage
-from launcher.agreement import code_version
-from launcher.checked import check
-from launcher.config import RunConfig
-from launcher.local import SAVE_SECONDS
-from launcher.site import Site
+from launcher.config.recipe import RunConfig
+from launcher.config.validate import check
+from launcher.runtime.consistency import code_version
+from launcher.runtime.launch import SAVE_SECONDS
+from launcher.slurm.profile import Site
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FROZEN = ("clip_train", "launcher", "ds_configs")
 TEMPLATES = ("single", "train", "chain", "torchrun")
 

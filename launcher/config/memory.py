@@ -19,7 +19,7 @@ from clip_train.memory import Layout, Profile, Room, choose, gib
 from clip_train.models import CLIP, Architecture, count_parameters
 from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import Engine, MicroBatch
-from launcher.config import RunConfig
+from launcher.config.recipe import RunConfig
 from launcher.engines import Terms, package
 from launcher.engines.config import EngineConfig
 

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from clip_train.errors import UserError
 from clip_train.explain import explain
 from clip_train.settings import Settings
-from launcher.config import read_recipe
+from launcher.config.recipe import read_recipe
 
 ENV = "CLIP_TRAIN_SITE"
 HOME = Path("~/.config/clip-train/site.yaml")

@@ -1,6 +1,6 @@
 """The batch script's other half: runs the ranks of one attempt, and decides by their verdict what comes next.
 
-    python -m launcher.supervise RECIPE [key.path=value ...] -- srun ... python -m launcher train RECIPE ...
+    python -m launcher.slurm.controller RECIPE [key.path=value ...] -- srun ... python -m launcher train RECIPE ...
 
 A batch script runs it in its own shell's place, on the first node of the job, where Slurm's signals arrive:
   USR1 (time limit near)  -> handed to the ranks until they end
@@ -25,8 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from launcher.attempts import Decision, History, Limits, Outcome, decide
-from launcher.marks import (
+from launcher.runtime.error_reports import (
     END_TIME,
     FOLDER,
     PROGRESS_FILE,
@@ -41,8 +40,9 @@ from launcher.marks import (
     stopped_early,
     was_terminated,
 )
-from launcher.scheduler import NotLeftOut, answer, end_time, exclusion, node_names, slurm
-from launcher.verdict import clear_verdict, read_verdict, write_verdict
+from launcher.runtime.verdict import clear_verdict, read_verdict, write_verdict
+from launcher.slurm.attempts import Decision, History, Limits, Outcome, decide
+from launcher.slurm.scheduler import NotLeftOut, answer, end_time, exclusion, node_names, slurm
 
 CLAIM_SECONDS = 60.0  # for a job that has made its attempt's log to begin it; it may be held up in between
 REST_SECONDS = 60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     signals = Signals()
     signals.listen()  # before anything else: Slurm may be in a hurry
     if "--" not in arguments:
-        print("usage: python -m launcher.supervise RECIPE [key.path=value ...] -- srun ...", file=sys.stderr)
+        print("usage: python -m launcher.slurm.controller RECIPE [key.path=value ...] -- srun ...", file=sys.stderr)
         return 2
     split = list(arguments).index("--")
     args, command = parse(arguments[:split]), list(arguments[split + 1 :])
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         say("SLURM_JOB_ID is not set: this belongs in a batch script, see slurm/")
         return 2
     from clip_train.errors import UserError
-    from launcher.config import load_config
+    from launcher.config.recipe import load_config
 
     try:
         config = load_config(args.recipe, args.overrides)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m launcher.supervise")
+    parser = argparse.ArgumentParser(prog="python -m launcher.slurm.controller")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--chain", action="store_true", help="the next job of an array or a singleton goes on")

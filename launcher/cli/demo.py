@@ -9,10 +9,10 @@ from rich.progress import Progress
 
 from clip_train.data.synthetic import SyntheticData, digits, shapes
 from clip_train.evaluate import ZeroShotClasses
-from launcher.config import apply_overrides, check_config, read_recipe
+from launcher.config.recipe import apply_overrides, check_config, read_recipe
 from launcher.train import say, train
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BUILDERS = {"shapes": shapes, "digits": digits}
 
 

@@ -16,10 +16,10 @@ from clip_train.errors import UserError
 from clip_train.metrics import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models import count_parameters, flops_per_sample
-from launcher.checked import check, pays_twice, sized
-from launcher.config import RunConfig
+from launcher.config.memory import estimate_memory, memory_limit, predicted_profile
+from launcher.config.recipe import RunConfig
+from launcher.config.validate import check, pays_twice, sized
 from launcher.engines import package
-from launcher.sizing import estimate_memory, memory_limit, predicted_profile
 
 GIB = 2**30
 

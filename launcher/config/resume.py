@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from clip_train.checkpoint.opening import Resumed
 from clip_train.errors import UserError
-from launcher.config import RunConfig, known_keys
+from launcher.config.recipe import RunConfig, known_keys
 from launcher.engines import describe
 
 # refused: it is another run, whose gradient would not go on as this one's began; unless it is forced

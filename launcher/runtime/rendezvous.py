@@ -11,15 +11,14 @@ import os
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as torch_dist
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from clip_train.errors import ClipTrainError, UserError
-from launcher.marks import node_name
-
-if TYPE_CHECKING:
-    from launcher.env import RankEnv
+from launcher.runtime.environment import RankEnv, backend
+from launcher.runtime.error_reports import node_name
 
 GO_ON = "go on"
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -116,3 +115,33 @@ def _leave(meeting: Store, env: RankEnv) -> None:
             left = meeting.add("left", 0)
     except RuntimeError:
         return
+
+
+def start(env: RankEnv, device: torch.device, *, timeout_seconds: float = 1800.0) -> None:
+    """Meet the other ranks and join the process group. UserError, told already, where one refuses.
+
+    timeout_seconds: of every collective, until `set_timeout`.
+    """
+    store = meet(env, timeout_seconds) if env.world_size > 1 else torch_dist.HashStore()  # alone: no port to lose
+    torch_dist.init_process_group(
+        backend(device),
+        store=store,
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def set_timeout(seconds: float) -> None:
+    """Of every collective from now on, in all groups: the first may take long, the later ones may not."""
+    if not torch_dist.is_initialized():
+        return
+    for group in list(torch_dist.distributed_c10d._world.pg_map):
+        torch_dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()

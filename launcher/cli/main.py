@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from clip_train.errors import ClipTrainError, RemoteRankError, UserError
 from clip_train.stop import StopRequest
-from launcher.marks import is_lost_contact, mark_error, said_rank, this_rank
-from launcher.options import build_parser
-from launcher.startup import Startup
+from launcher.cli.options import build_parser
+from launcher.runtime.error_reports import is_lost_contact, mark_error, said_rank, this_rank
+from launcher.runtime.startup import Startup
 
 
 def entry() -> NoReturn:
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     startup.done("python")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"] and "--keys" in arguments:
-        from launcher.show import print_keys
+        from launcher.cli.keys import print_keys
 
         return print_keys()
     # launchers of ranks may append --local_rank=N; the environment says it already.
@@ -86,19 +86,19 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
     status = _run_without_recipe(args)
     if status is not None:
         return status
-    from launcher.config import load_config
+    from launcher.config.recipe import load_config
 
     try:
         config = load_config(args.recipe, args.overrides)
     except UserError as e:
         if args.verb == "train" and said_rank() is not None:  # the others' recipes may be good
-            from launcher.env import detect
-            from launcher.meeting import refuse
+            from launcher.runtime.environment import detect
+            from launcher.runtime.rendezvous import refuse
 
             refuse(detect(os.environ), e)
         raise
     if args.verb == "train":
-        from launcher.local import launch_local, local_ranks
+        from launcher.runtime.launch import launch_local, local_ranks
 
         ranks = local_ranks(args.ranks, os.environ)
         if ranks > 1:
@@ -107,11 +107,11 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
 
         return train(config, stop, startup)
     if args.verb == "submit":
-        from launcher.site import load_site
-        from launcher.submit import submit
+        from launcher.slurm.profile import load_site
+        from launcher.slurm.submit import submit
 
         return submit(config, vars(args), load_site(args.site), dry_run=args.dry_run, offline=args.offline)
-    from launcher.plan import print_plan
+    from launcher.cli.plan import print_plan
 
     return print_plan(config, args.world_size, args.samples_per_second, as_json=args.json)
 
@@ -119,15 +119,15 @@ def _run(args: argparse.Namespace, arguments: list[str], stop: StopRequest | Non
 def _run_without_recipe(args: argparse.Namespace) -> int | None:
     """The verbs that need none, or can do without; None for the others."""
     if args.verb == "demo":
-        from launcher.demo import run_demo
+        from launcher.cli.demo import run_demo
 
         return run_demo(args.data, args.dir, args.overrides)
     if args.verb == "index":
-        from launcher.index import run_index
+        from launcher.cli.index import run_index
 
         return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
     if args.verb == "doctor":
-        from launcher.doctor import run_doctor
+        from launcher.doctor.command import run_doctor
 
         return run_doctor(args.recipe, args.overrides, as_json=args.json)
     return _run_at_place(args)
@@ -136,15 +136,15 @@ def _run_without_recipe(args: argparse.Namespace) -> int | None:
 def _run_at_place(args: argparse.Namespace) -> int | None:
     """The verbs for which the URL of a run's checkpoints will do; None for the others."""
     if args.verb == "checkpoints":
-        from launcher.checkpoints import print_checkpoints
+        from launcher.cli.checkpoints import print_checkpoints
 
         return print_checkpoints(args.place, args.overrides, verify=args.verify, as_json=args.json)
     if args.verb == "evaluate":
-        from launcher.inspect_run import evaluate_run
+        from launcher.cli.inspect import evaluate_run
 
         return evaluate_run(args.recipe, args.overrides, args.weights)
     if args.verb == "export":
-        from launcher.inspect_run import export_run
+        from launcher.cli.inspect import export_run
 
         return export_run(args.recipe, args.overrides, args.output, args.step)
     return None

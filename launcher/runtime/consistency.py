@@ -12,7 +12,7 @@ from typing import Any
 
 from clip_train import dist
 from clip_train.errors import UserError
-from launcher.marks import leave_ranks, node_name
+from launcher.runtime.error_reports import leave_ranks, node_name
 
 SOURCES = ("clip_train", "launcher")
 
@@ -20,7 +20,7 @@ SOURCES = ("clip_train", "launcher")
 def code_version() -> str:
     """Twelve hex digits over all sources of this project: a git commit does not know of changed files."""
     digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     for package in SOURCES:
         for file in sorted((root / package).rglob("*.py")):
             digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")

@@ -14,10 +14,10 @@ from clip_train.data import SourceSummary, check_source, resolve_lanes
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate import ZeroShotClasses
 from clip_train.models import Architecture
-from launcher.config import RunConfig
+from launcher.config.memory import Decision, decide, no_limit
+from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, package
 from launcher.engines.config import EngineConfig
-from launcher.sizing import Decision, decide, no_limit
 
 
 @dataclass(frozen=True)

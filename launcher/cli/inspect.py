@@ -13,9 +13,10 @@ from clip_train.models.config import ModelConfig
 from clip_train.models.weights import initial_weights
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import FragmentSource
-from launcher import env as ranks
-from launcher.checkpoints import places_of_run, recipe_in
-from launcher.config import RunConfig, apply_overrides, check_config, load_config
+from launcher.cli.checkpoints import places_of_run, recipe_in
+from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
+from launcher.runtime import environment as ranks
+from launcher.runtime import rendezvous
 from launcher.train import evaluation, say
 
 
@@ -31,7 +32,7 @@ def evaluate_run(place: str, overrides: list[str], weights: str | None) -> int:
     """
     env = ranks.detect(os.environ)
     device = ranks.take_device(env)
-    ranks.start(env, device)
+    rendezvous.start(env, device)
     try:
         if weights is not None:
             config = load_config(recipe_in(place) or place, overrides)
@@ -56,7 +57,7 @@ def evaluate_run(place: str, overrides: list[str], weights: str | None) -> int:
                 print(f"{name}: {value:.6g}")
         return 0
     finally:
-        ranks.stop()
+        rendezvous.stop()
 
 
 def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[RunConfig, Resumed]:

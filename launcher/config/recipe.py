@@ -35,7 +35,7 @@ from clip_train.optim import OptimConfig, ScheduleConfig
 from clip_train.settings import LARGEST, Settings
 from clip_train.storage import StorageConfig
 from launcher.engines.config import EngineConfig
-from launcher.liveness import LaunchConfig
+from launcher.runtime.watchdog import LaunchConfig
 
 
 class RunSection(Settings):
@@ -124,7 +124,7 @@ class RunConfig(Settings):
 
     @property
     def chosen(self) -> list[str]:
-        """The keys that say `auto` and are chosen by memory (see `launcher.sizing`)."""
+        """The keys that say `auto` and are chosen by memory (see `launcher.config.memory`)."""
         keys = ("batch.micro_size", "batch.kept_graphs", "engine.activation_checkpointing", "engine.reduce_gradients")
         return [key for key in keys if getattr(getattr(self, key.split(".")[0]), key.split(".")[1]) == "auto"]
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from clip_train.stop import SIGNALS, StopRequest
-from launcher.config import RunConfig
-from launcher.env import detect
-from launcher.limits import raise_open_files
-from launcher.marks import FOLDER, leave_mark, read_marks, read_ranks
-from launcher.verdict import read_verdict
+from launcher.config.recipe import RunConfig
+from launcher.runtime.environment import detect
+from launcher.runtime.error_reports import FOLDER, leave_mark, read_marks, read_ranks
+from launcher.runtime.limits import raise_open_files
+from launcher.runtime.verdict import read_verdict
 
 SAVE_SECONDS = 600  # after a signal the ranks have this long to save
 # What the agent itself is to handle. Each signal that it handles breaks off its wait for the ranks, and the third ends

@@ -18,8 +18,8 @@ from typing import Literal
 
 from clip_train import dist
 from clip_train.errors import RemoteRankError
-from launcher.marks import node_name
-from launcher.meeting import LOOPBACK
+from launcher.runtime.error_reports import node_name
+from launcher.runtime.rendezvous import LOOPBACK
 
 HELLO_SECONDS = 60.0  # for all ranks to connect; one may be held up meanwhile
 # A silent node is given up after 5 + 3 x 3 seconds.

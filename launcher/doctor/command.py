@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clip_train.errors import UserError
-from launcher.findings import Check, Finding, error
+from launcher.doctor.findings import Check, Finding, error
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -27,8 +27,10 @@ def guarded(name: str, check: Check) -> Iterator[Finding]:
 
 def run_doctor(recipe: str | None, overrides: list[str], *, as_json: bool) -> int:
     """Returns 1 if there is an error, else 0."""
-    from launcher import checks, engines, recipe_checks
-    from launcher.config import RunConfig, load_config
+    from launcher import engines
+    from launcher.config.recipe import RunConfig, load_config
+    from launcher.doctor import machine
+    from launcher.doctor import recipe as recipe_checks
     from launcher.engines.config import EngineConfig
 
     config: RunConfig | None = None
@@ -41,7 +43,7 @@ def run_doctor(recipe: str | None, overrides: list[str], *, as_json: bool) -> in
             if not as_json:
                 console.print(line(finding), soft_wrap=True)
 
-    for name, check in checks.MACHINE:
+    for name, check in machine.MACHINE:
         tell(guarded(name, check))
     if recipe is not None:
         try:

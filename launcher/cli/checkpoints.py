@@ -17,7 +17,7 @@ from clip_train.checkpoint.retention import Policy
 from clip_train.checkpoint.survey import Line, survey
 from clip_train.errors import UserError
 from clip_train.storage import LocalStorage, is_remote, open_storage
-from launcher.config import RunConfig, load_config
+from launcher.config.recipe import RunConfig, load_config
 from launcher.engines import describe
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from launcher.agreement import code_version
-from launcher.env import detect, has_launcher
-from launcher.findings import Finding, error, ok, warning
-from launcher.submit import LAUNCHERS, ask, parse_time
+from launcher.doctor.findings import Finding, error, ok, warning
+from launcher.runtime.consistency import code_version
+from launcher.runtime.environment import detect, has_launcher
+from launcher.slurm.submit import LAUNCHERS, ask, parse_time
 
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 
@@ -58,9 +58,9 @@ def check_ranks() -> Iterator[Finding]:
 def check_group() -> Iterator[Finding]:
     """A process group over this machine's devices (two ranks on CPU), in processes of its own."""
     ranks = max(2, torch.cuda.device_count()) if torch.cuda.device_count() != 1 else 1
-    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launcher.group_probe"]
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launcher.doctor.probe"]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    environ["PYTHONPATH"] = f"{Path(__file__).resolve().parent.parent}:{environ.get('PYTHONPATH', '')}"
+    environ["PYTHONPATH"] = f"{Path(__file__).resolve().parents[2]}:{environ.get('PYTHONPATH', '')}"
     remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
     try:
         done = subprocess.run(

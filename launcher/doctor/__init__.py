@@ -1,0 +1,1 @@
+"""`clip-train doctor`: what will go wrong, before it does."""

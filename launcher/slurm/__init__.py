@@ -1,0 +1,1 @@
+"""Jobs that requeue themselves: submitting, and the batch script's half."""
