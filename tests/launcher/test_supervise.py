@@ -47,7 +47,7 @@ def hastily() -> None:
 
 
 def patiently() -> None:
-    sys.exit(launcher.supervise.main(sys.argv[1:]))
+    sys.exit(launcher.slurm.controller.main(sys.argv[1:]))
 
 
 def start(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7", hasty: bool = False) -> Command:
