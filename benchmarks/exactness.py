@@ -26,7 +26,7 @@ import torch
 from common import base_ds_config, finish, parser, small_clip
 from invariance import assemble, flatten, own_share
 
-from clip_train.contrastive import ContrastiveLoss, Distillation, InfoNCE, MemoryBank, SigmoidLoss
+from clip_train.contrastive import Distillation, InfoNCE, MemoryBank, Objective, SigmoidLoss
 from clip_train.models import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim import OptimConfig, build_optimizer
@@ -154,8 +154,8 @@ def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
         return siglip(image, text, scale, bias)
     if kind == "distillation":
         with torch.no_grad():
-            taught = make_teacher().double()(batch.images, batch.texts, batch.sample_seeds)
-        return sum(distill_loss(image, text, scale, *taught[:3]), torch.zeros(()))
+            teacher = make_teacher().double()(batch.images, batch.texts, batch.sample_seeds)
+        return sum(distill_loss(image, text, scale, *teacher[:3]), torch.zeros(()))
     if kind in ("memory bank", "contaccum"):
         known = past[-BANK:] if step >= WARMUP else []
         names = sorted({*batch.keys, *(key for _, _, key in known)})
@@ -181,7 +181,7 @@ class FrozenTeacher:
         return Features(*self.model(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
 
 
-def objective(row: Row) -> ContrastiveLoss:
+def objective(row: Row) -> Objective:
     match row.kind:
         case "sigmoid":
             return SigmoidLoss(tile=TILE, exchange=row.exchange)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ from torch import Tensor
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.contrastive import InfoNCE, SigmoidLoss
 from clip_train.contrastive.tiles import auto_side, tiles
+from clip_train.protocols import Features
 
 try:
     from open_clip.loss import ClipLoss, SigLipLoss
@@ -59,12 +60,12 @@ TARGETS = {
 
 
 def ours(I: Tensor, T: Tensor) -> Outcome:
-    o = InfoNCE()(I, T, torch.tensor([SCALE]))
+    o = InfoNCE()(Features(I, T, torch.tensor([SCALE])))
     return o.loss, o.d_image, o.d_text, o.d_logit_scale
 
 
 def ours_sigmoid(I: Tensor, T: Tensor) -> Outcome:
-    o = SigmoidLoss()(I, T, torch.tensor([SIGMOID_SCALE]), torch.tensor([BIAS]))
+    o = SigmoidLoss()(Features(I, T, torch.tensor([SIGMOID_SCALE]), torch.tensor([BIAS])))
     assert o.d_logit_bias is not None
     return o.loss, o.d_image, o.d_text, o.d_logit_scale, o.d_logit_bias
 

@@ -91,7 +91,7 @@ def learn(
     config = EvaluateConfig(retrieval=False, zero_shot_classes=str(data.classes))
     scores = evaluate(engine, validation(data), config, Tokenizer(ARCHITECTURE.text_cfg.context_length))
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return scores["zero_shot_top1"], state, result.extra, seconds
+    return scores["zero_shot_top1"], state, result.metrics, seconds
 
 
 class Rows:

@@ -17,7 +17,7 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.contrastive import ContrastiveLoss
+from clip_train.contrastive import Objective
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import OutOfMemoryError
 from clip_train.protocols import Batch, Engine, Phase
@@ -49,7 +49,7 @@ class _AttemptFailed(Exception):
 def recovering_step(
     engine: Engine,
     batch: Batch,
-    contrastive: ContrastiveLoss,
+    objective: Objective,
     plan: BatchPlan,
     *,
     lr: float,
@@ -66,7 +66,7 @@ def recovering_step(
             result = train_step(
                 engine,
                 batch,
-                contrastive,
+                objective,
                 micro_size=plan.micro_size,
                 kept_graphs=plan.kept_graphs,
                 lr=lr,

@@ -17,7 +17,7 @@ from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.opening import Resumed
-from clip_train.contrastive import ContrastiveLoss, StatefulLoss
+from clip_train.contrastive import Objective
 from clip_train.contrastive.rng import RngState
 from clip_train.data import BadSampleLog, epoch_of, merge_cursors
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
@@ -58,7 +58,7 @@ class Trainer:
     """Everything a run needs, already built (see `launcher.train`). All ranks make the same calls."""
 
     engine: Engine
-    contrastive: ContrastiveLoss
+    objective: Objective
     batches: Iterable[Batch]  # endless; this rank's shares
     plan: BatchPlan  # of the largest global batch
     sizes: BatchSizes
@@ -87,8 +87,7 @@ class Trainer:
         self.bad_samples = BadSampleLog.load(state)
         if resumed.rank_tensors is not None:
             RngState.from_tensors(resumed.rank_tensors, self.engine.device).restore()
-        if isinstance(self.contrastive, StatefulLoss):
-            self.contrastive.load_state_tensors(resumed.reader.shared_tensors(), self.engine.device)
+        self.objective.load_state_dict(resumed.reader.shared_tensors(), self.engine.device)
 
     def run(self) -> dict[str, float]:
         """Train to the last step; returns the last evaluation's numbers (none: empty).
@@ -140,7 +139,7 @@ class Trainer:
         plan = self.plan.at(self.sizes.at(self.position.step))
         try:
             result, fitting = recovering_step(
-                self.engine, batch, self.contrastive, plan, lr=lr, log=self._tell_of_this_step
+                self.engine, batch, self.objective, plan, lr=lr, log=self._tell_of_this_step
             )
         except DivergedError as e:
             self.checkpoints.settle()
@@ -220,7 +219,7 @@ class Trainer:
             peak_memory_bytes=peak_memory_bytes(self.engine.device),
             batch_digest=digest,
         ).to_dict()
-        record |= result.extra
+        record |= result.metrics
         self._on_this_rank(lambda: record.update(self.checkpoints.poll()))  # what became of earlier saves
         self._on_this_rank(lambda: self.sinks.write(record))
         self.progress.update(record)
@@ -239,7 +238,7 @@ class Trainer:
             "engine": self.engine.extra_state(),
         }
         rng = RngState.capture(self.engine.device).tensors()
-        shared = self.contrastive.state_tensors() if isinstance(self.contrastive, StatefulLoss) else None
+        shared = self.objective.state_dict()
         step, fragments = self.position.step, self.engine.state_fragments()
         return self.checkpoints.save(step, fragments, rng, state, shared, wait=wait)
 

@@ -17,7 +17,7 @@ import torch
 from clip_train import dist
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.opening import Resumed
-from clip_train.contrastive import ContrastiveLoss, build_loss
+from clip_train.contrastive import Objective, build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader
 from clip_train.errors import CheckpointError, RankError, UserError
 from clip_train.evaluate import evaluate
@@ -188,7 +188,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
     )
     trainer = Trainer(
         engine=engine,
-        contrastive=dist.agreed(partial(build_objective, config, device)),
+        objective=dist.agreed(partial(build_objective, config, device)),
         batches=loader,
         plan=checked.plan,
         sizes=sizes,
@@ -282,18 +282,17 @@ def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) 
     )
 
 
-def build_objective(config: RunConfig, device: torch.device) -> ContrastiveLoss:
+def build_objective(config: RunConfig, device: torch.device) -> Objective:
     """The loss; with its frozen teacher, in the engine's precision, where the recipe names one."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.engine.precision]
     teacher = load_teacher(config.model, device, dtype)
 
-    def teach(micro_batch: MicroBatch) -> Features:
+    def teacher_features(micro_batch: MicroBatch) -> Features:
         assert teacher is not None
         return Features(*teacher(micro_batch.images, micro_batch.texts))
 
     local = config.batch.accumulation == "local"
-    teacher_or_none = None if teacher is None else teach
-    return build_loss(config.loss, teacher_or_none, local=local)
+    return build_loss(config.loss, None if teacher is None else teacher_features, local=local)
 
 
 def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) -> Callable[[], dict[str, float]] | None:

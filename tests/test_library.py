@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clip_train.contrastive import LocalInfoNCE, SigmoidLoss
-from clip_train.step import contrastive_step
-from clip_train.user_engine import UserBatch, UserEngine
+from clip_train.library import ModuleEngine, contrastive_step
 from tests import warm
 from tests.ranks import RankFailedError, run_ranks
 
@@ -224,9 +223,9 @@ def test_a_function_around_ddp_is_refused(compiled):
 def test_randomness_is_replayed_on_the_device_of_the_inputs_where_the_model_is_a_function():
     images, texts = (torch.empty(4, 2, device="meta") for _ in range(2))
     for pair in ((images, texts), ({"a": images}, texts), (list(images), list(texts)), (["a"] * 4, {"b": texts})):
-        assert UserEngine(lambda i, t: (i, t), UserBatch(*pair), 2, 1).device.type == "meta"
-    assert UserEngine(lambda i, t: (i, t), UserBatch("abcd", "abcd"), 2, 1).device.type == "cpu"
-    assert UserEngine(Towers(), UserBatch(images, texts), 2, 1).device.type == "cpu"
+        assert ModuleEngine(lambda i, t: (i, t), *pair, 2).device.type == "meta"
+    assert ModuleEngine(lambda i, t: (i, t), "abcd", "abcd", 2).device.type == "cpu"
+    assert ModuleEngine(Towers(), images, texts, 2).device.type == "cpu"
 
 
 def test_mistakes_are_explained():

@@ -1,29 +1,22 @@
-"""The contrastive objective behind one seam, the feature cache, and RNG replay.
+"""The objectives, in closed form over tiles, behind one interface: `Objective`."""
 
-`ContrastiveLoss` is the seam: features in, loss and this rank's share of the gradients out, in closed form.
-"""
-
-from clip_train.contrastive.cache import FeatureCache
 from clip_train.contrastive.config import LossConfig, build_loss
-from clip_train.contrastive.contrast import contrast
-from clip_train.contrastive.distill import Distillation
+from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank, sample_ids
-from clip_train.contrastive.seam import ContrastiveLoss, LossOutcome, StatefulLoss
+from clip_train.contrastive.objective import Context, LossOutput, Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
 
 __all__ = [
-    "ContrastiveLoss",
+    "Context",
     "Distillation",
-    "FeatureCache",
     "InfoNCE",
     "LocalInfoNCE",
     "LossConfig",
-    "LossOutcome",
+    "LossOutput",
     "MemoryBank",
+    "Objective",
     "SigmoidLoss",
-    "StatefulLoss",
     "build_loss",
-    "contrast",
     "sample_ids",
 ]

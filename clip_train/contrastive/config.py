@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, PositiveInt, model_validator
 
-from clip_train.contrastive.distill import Distillation, Teacher
+from clip_train.contrastive.distillation import Distillation, Teacher
 from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.seam import ContrastiveLoss
+from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
 from clip_train.explain import Allowed
@@ -61,7 +61,7 @@ class LossConfig(Settings):
         return self
 
 
-def build_loss(config: LossConfig, teacher: Teacher | None = None, *, local: bool = False) -> ContrastiveLoss:
+def build_loss(config: LossConfig, teacher: Teacher | None = None, *, local: bool = False) -> Objective:
     """The objective of the recipe. local: `batch.accumulation`; RunConfig has checked that they fit together."""
     if local:
         return LocalInfoNCE(tile=config.tile)

@@ -26,9 +26,10 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.contrastive.exchange import Pairs, Shares
 from clip_train.contrastive.info_nce import info_nce
-from clip_train.contrastive.seam import LossOutcome
+from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 from clip_train.contrastive.softmax import Softmaxes
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, add_softmax_gradient, row_dots
+from clip_train.protocols import Features
 
 NO_ID = -1  # of a sample that nobody named; equal to no sample's
 
@@ -62,8 +63,8 @@ class Bank:
         return both[-self.size :].clone()  # a copy: neither the caller's memory nor the dropped rows stay alive
 
 
-class MemoryBank:
-    """The exact InfoNCE of the global batch with `size` past pairs on top; see `ContrastiveLoss`.
+class MemoryBank(Objective):
+    """The exact InfoNCE of the global batch with `size` past pairs on top.
 
     warmup_steps: optimizer steps before the banks count (they fill from the first). Until then, and while the
     banks are empty, this is `InfoNCE`. The banks change in `after_step` only, so that a loss may be computed twice.
@@ -84,29 +85,19 @@ class MemoryBank:
         self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # the global batch, until the step is taken
 
     @torch.no_grad()
-    def __call__(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        *,
-        ids: Tensor | None = None,
-        global_size: int | None = None,
-    ) -> LossOutcome:
-        """ids: int64 [n] from `sample_ids`; without them nothing is known to be the same sample."""
-        if logit_bias is not None:
-            raise ValueError("a memory bank has no logit_bias: its softmax would cancel it")
-        shares, scale = Shares.of(len(image_features), global_size), logit_scale.item()
-        pairs = Pairs.gathered(image_features, text_features, shares)
-        own_ids = torch.full((len(image_features),), NO_ID) if ids is None else ids
-        ids_all = shares.gather(own_ids.to(image_features.device))
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        refuse_bias(features, "a memory bank")
+        n, scale = len(features.image), features.logit_scale.item()
+        shares = Shares.of(n, context.global_size)
+        pairs = Pairs.gathered(features.image, features.text, shares)
+        own_ids = sample_ids(context.keys) if context.keys else torch.full((n,), NO_ID)
+        ids_all = shares.gather(own_ids.to(features.image.device))
         self._seen = pairs.image_all, pairs.text_all, ids_all
         exact = info_nce(pairs, scale, self.tile)
         counts = len(self.bank) > 0 and self.steps >= self.warmup_steps
-        outcome = _Banked(self, pairs, scale, None if ids is None else ids_all).outcome() if counts else exact
-        outcome.extra = {"bank_entries": float(len(self.bank) if counts else 0), **_compared(outcome, exact)}
-        return outcome
+        output = _Banked(self, pairs, scale, ids_all if context.keys else None).output() if counts else exact
+        output.metrics = {"bank_entries": float(len(self.bank) if counts else 0), **_compared(output, exact)}
+        return output
 
     def after_step(self) -> None:
         """The optimizer has stepped: this step's features become past ones. All ranks push the same."""
@@ -115,29 +106,28 @@ class MemoryBank:
         self._seen = None
         self.steps += 1
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint; the same on all ranks, and good on any number of them."""
+    def state_dict(self) -> dict[str, Tensor]:
         out = {"bank.steps": torch.tensor([self.steps])}
         if self.bank.image is not None and self.bank.text is not None and self.bank.ids is not None:
             out |= {"bank.image": self.bank.image, "bank.text": self.bank.text, "bank.ids": self.bank.ids}
         return out
 
-    def load_state_tensors(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Take over what `state_tensors` gave; from a checkpoint without it, start with empty banks."""
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """From a checkpoint without banks: start with empty ones."""
         self.steps = int(tensors["bank.steps"].item()) if "bank.steps" in tensors else 0
         self.bank = Bank(self.bank.size)
         if "bank.image" in tensors:
             self.bank.push(*(tensors[f"bank.{name}"].to(device) for name in ("image", "text", "ids")))
 
 
-def _compared(outcome: LossOutcome, exact: LossOutcome) -> dict[str, float]:
+def _compared(output: LossOutput, exact: LossOutput) -> dict[str, float]:
     """How the gradient with respect to the global batch's features differs from that of the exact loss."""
 
-    def dot(a: LossOutcome, b: LossOutcome) -> float:
+    def dot(a: LossOutput, b: LossOutput) -> float:
         pairs = ((a.d_image, b.d_image), (a.d_text, b.d_text))
         return sum((x.double() * y.double()).sum().item() for x, y in pairs)
 
-    own, other, both = dist.sum_scalars(dot(outcome, outcome), dot(exact, exact), dot(outcome, exact))
+    own, other, both = dist.sum_scalars(dot(output, output), dot(exact, exact), dot(output, exact))
     return {
         "exact_loss": exact.loss.item(),
         "feature_grad_norm": math.sqrt(own),
@@ -147,7 +137,7 @@ def _compared(outcome: LossOutcome, exact: LossOutcome) -> dict[str, float]:
 
 
 class _Banked:
-    """One evaluation with banks that count. Past pairs are dealt to the ranks in contiguous shares.
+    """One evaluation with banks that count. Past pairs are divided among the ranks in contiguous shares.
 
     S has the N current pairs first, then the M past ones.
     """
@@ -163,7 +153,7 @@ class _Banked:
         self.share = slice(min(dist.rank() * share, self.M), min((dist.rank() + 1) * share, self.M))
         self.ids, self.past_ids = ids, bank.ids
 
-    def outcome(self) -> LossOutcome:
+    def output(self) -> LossOutput:
         pairs, own = self.pairs, self.pairs.shares.own
         I, T, dtype = pairs.image, pairs.text, accumulation_dtype(pairs.image, pairs.text)
         rows = self._blocks(I, pairs.text_all, self.past_I, self.past_T)
@@ -172,16 +162,16 @@ class _Banked:
         weight = 1 / (2 * len(softmaxes.positive))
 
         row_lse, col_lse = self._padded(softmaxes.row_lse), self._padded(softmaxes.col_lse)
-        sweep = partial(
+        tiled_pass = partial(
             add_softmax_gradient, scale=self.scale, weight=weight * self.scale, shift=softmaxes.shift, side=self.side
         )
         at_positive = (softmaxes.missing[own, None] * (-weight * self.scale)).to(dtype)  # [n, 1]
         d_image, d_text = T.to(dtype) * at_positive, I.to(dtype) * at_positive
         from_past_images = torch.zeros_like(d_text)
         for d, block in ((d_image, rows[0]), (d_image, rows[1])):
-            sweep(d, None, block, row_lse=row_lse, col_lse=col_lse)
+            tiled_pass(d, None, block, row_lse=row_lse, col_lse=col_lse)
         for d, block in ((d_text, cols[0]), (from_past_images, cols[1])):
-            sweep(d, None, block, row_lse=col_lse, col_lse=row_lse)
+            tiled_pass(d, None, block, row_lse=col_lse, col_lse=row_lse)
         d_text += from_past_images
 
         # S is linear in the scale. <I, dI> counts current rows with all columns; past rows with current
@@ -190,10 +180,10 @@ class _Banked:
         if self.past_are_terms:
             among = rows[3]
             unused = torch.zeros_like(among.A, dtype=dtype)
-            sweep(unused, None, among, row_lse=row_lse, col_lse=col_lse)
+            tiled_pass(unused, None, among, row_lse=row_lse, col_lse=col_lse)
             at_positives = (softmaxes.missing * softmaxes.positive)[among.rows].sum() * weight
             d_scale += row_dots(among.A, unused).sum() - at_positives
-        return LossOutcome(softmaxes.loss(), d_image, d_text, d_scale.div(self.scale).to(dtype).reshape(1))
+        return LossOutput(softmaxes.loss(), d_image, d_text, d_scale.div(self.scale).to(dtype).reshape(1))
 
     def _blocks(self, A: Tensor, B_all: Tensor, past_A: Tensor, past_B: Tensor) -> list[Block]:
         """This rank's rows: its current ones, then its share of the past ones; A is its side [n, D]."""

@@ -3,10 +3,10 @@
     L = 1/N sum_ij softplus(-y_ij z_ij),    z = s I T^T + b,    y_ij = 1 for a pair, -1 for all others
 
 as OpenCLIP defines it: the sum over all N^2 pairs, divided by the N samples. A pair needs nothing of any
-other, so one sweep gives value and gradient. Two ways to let every image meet every text:
+other, so one tiled pass gives value and gradient. Two ways to let every image meet every text:
 
-    gather  2 N D features cross the network once; each rank sweeps its images over all texts and its texts
-            over all images (8 n N D flops). No gradient travels.
+    gather  2 N D features cross the network once; each rank multiplies its images with all texts and its
+            texts with all images (8 n N D flops). No gradient travels.
     ring    texts go round from rank to rank, and the gradient that they collect goes with them and comes
             home after W hops: 6 n N D flops, and no rank ever holds more than two ranks' texts.
 """
@@ -21,62 +21,52 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.contrastive.exchange import Pairs, Shares
-from clip_train.contrastive.seam import LossOutcome
+from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective
 from clip_train.contrastive.softmax import cols_of, rows_of, softplus
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, add_sigmoid_gradient, row_dots
+from clip_train.protocols import Features
 
 
-class SigmoidLoss:
-    """SigLIP's loss; see `ContrastiveLoss` for the contract.
-
-    `tile`: side of the largest piece of the logits that exists at once.
-    """
+class SigmoidLoss(Objective):
+    """SigLIP's loss. tile: side of the largest piece of the logits that exists at once."""
 
     def __init__(self, tile: int = AUTO_SIDE, exchange: Literal["gather", "ring"] = "gather"):
         self.tile = tile
         self.exchange = exchange
 
     @torch.no_grad()
-    def __call__(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        *,
-        global_size: int | None = None,
-    ) -> LossOutcome:
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        I, T, logit_bias = features.image, features.text, features.logit_bias
         if logit_bias is None:
             raise ValueError(
                 "loss.kind (sigmoid) needs a model with a logit_bias, and this one has none; "
                 "set model.init_logit_bias=-10 model.init_logit_scale=2.3026"
             )
-        I, T = image_features, text_features
-        shares = Shares.of(len(I), global_size)
-        N, scale, bias = shares.total, logit_scale.item(), logit_bias.item()
+        shares = Shares.of(len(I), context.global_size)
+        N, scale, bias = shares.total, features.logit_scale.item(), logit_bias.item()
         dtype = accumulation_dtype(I, T)
 
         positive = row_dots(I, T) * scale + bias  # [n], float64
         at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
         along = (at_positive * (scale / N)).to(dtype)[:, None]
-        d_image, d_text = T.to(dtype) * along, I.to(dtype) * along  # the positives' part; the sweeps add to it
-        sweep = partial(add_sigmoid_gradient, scale=scale, bias=bias, weight=scale / N, side=self.tile)
+        d_image, d_text = T.to(dtype) * along, I.to(dtype) * along  # the positives' part; the tiled passes add to it
+        tiled_pass = partial(add_sigmoid_gradient, scale=scale, bias=bias, weight=scale / N, side=self.tile)
         if self.exchange == "ring" or dist.world_size() == 1:
-            value, slope = _round(sweep, I, T, d_image, d_text, shares)
+            value, slope = _round(tiled_pass, I, T, d_image, d_text, shares)
         else:
             pairs = Pairs.gathered(I, T, shares)
-            value, slope = sweep(d_image, None, rows_of(pairs))
-            sweep(d_text, None, cols_of(pairs), with_sums=False)
+            value, slope = tiled_pass(d_image, None, rows_of(pairs))
+            tiled_pass(d_text, None, cols_of(pairs), with_sums=False)
 
         loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
         # z is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
         d_scale = row_dots(I, d_image).sum().div(scale).to(dtype).reshape(1)
         d_bias = ((at_positive.sum() + slope) / N).to(dtype).reshape(1)
-        return LossOutcome(loss, d_image, d_text, d_scale, d_bias)
+        return LossOutput(loss, d_image, d_text, d_scale, d_bias)
 
 
 def _round(
-    sweep: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, shares: Shares
+    tiled_pass: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, shares: Shares
 ) -> tuple[Tensor, Tensor]:
     """Every rank's texts visit this rank's images; `d_text` travels with them, and ends as the gradient of `T`."""
     W, here = dist.world_size(), dist.rank()
@@ -86,7 +76,7 @@ def _round(
         owner = (here - hop) % W
         next_rows = shares.counts[(owner - 1) % W]
         incoming = dist.pass_on(texts, next_rows) if hop < W - 1 else None  # on its way while we compute
-        v, g = sweep(d_image, gradient, Block(I, texts, shares.first(), shares.first(owner)))
+        v, g = tiled_pass(d_image, gradient, Block(I, texts, shares.first(), shares.first(owner)))
         value, slope = value + v, slope + g
         if W > 1:
             gradient = dist.pass_on(gradient, next_rows).wait()  # the last hop brings our own home

@@ -133,10 +133,10 @@ def add_cross_entropy_gradient(
     along = (softmaxes.missing[own, None] * -weight).to(d_image.dtype)  # [n, 1]
     d_image.addcmul_(of.text.to(d_image.dtype), along)
     d_text.addcmul_(of.image.to(d_image.dtype), along)
-    sweep = partial(add_softmax_gradient, scale=softmaxes.scale, weight=weight, shift=softmaxes.shift, side=side)
+    tiled_pass = partial(add_softmax_gradient, scale=softmaxes.scale, weight=weight, shift=softmaxes.shift, side=side)
     row_lse, col_lse = softmaxes.row_lse, softmaxes.col_lse
     if not pairs.shares.divided:  # the same tile serves both sides, 8 N^2 D flops in all
-        sweep(d_image, d_text, rows_of(pairs), row_lse=row_lse, col_lse=col_lse, values=(of.image, of.text))
+        tiled_pass(d_image, d_text, rows_of(pairs), row_lse=row_lse, col_lse=col_lse, values=(of.image, of.text))
     else:  # 10 n N D flops, and no collective
-        sweep(d_image, None, rows_of(pairs), row_lse=row_lse, col_lse=col_lse, values=(of.image, of.text_all))
-        sweep(d_text, None, cols_of(pairs), row_lse=col_lse, col_lse=row_lse, values=(of.text, of.image_all))
+        tiled_pass(d_image, None, rows_of(pairs), row_lse=row_lse, col_lse=col_lse, values=(of.image, of.text_all))
+        tiled_pass(d_text, None, cols_of(pairs), row_lse=col_lse, col_lse=row_lse, values=(of.text, of.image_all))

@@ -1,4 +1,4 @@
-"""Sweeps over the tiles of blocks of `S = scale * A B^T` that never hold more than one tile.
+"""Passes over the tiles of blocks of `S = scale * A B^T` that never hold more than one tile.
 
 Every objective's logits are made here, and nowhere else. Rows of A are usually this rank's side, rows of B the
 other side of the whole global batch. Sums, exponentials and products are in float32 (float64 if a side is),
@@ -77,7 +77,7 @@ def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[Tile]:
 
 
 class TileBuffer:
-    """One allocation that every tile of a sweep is computed into."""
+    """One allocation that every tile of a pass is computed into."""
 
     def __init__(self, n: int, N: int, side: int, like: Tensor, dtype: torch.dtype):
         side = side or auto_side(n, N)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import InfoNCE
+from clip_train.contrastive import Context, InfoNCE
 from clip_train.contrastive.exchange import Pairs, Shares
 from clip_train.contrastive.softmax import Softmaxes
 from clip_train.contrastive.tiles import AUTO_SIDE, TileBuffer, auto_side, tiles
+from clip_train.protocols import Features
 from tests.contrastive.oracle import autograd, features, relative
 from tests.ranks import RankFailedError, run_ranks
 
@@ -19,7 +20,7 @@ from tests.ranks import RankFailedError, run_ranks
 def test_float64_equals_autograd(N, D, tile, scale):
     image, text = features(N, D, torch.float64)
     loss, *gradients = autograd(image, text, scale)
-    outcome = InfoNCE(tile=tile)(image, text, torch.tensor([scale], dtype=torch.float64))
+    outcome = InfoNCE(tile=tile)(Features(image, text, torch.tensor([scale], dtype=torch.float64)))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-12)
     for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
         assert relative(ours, theirs) < 1e-11
@@ -29,7 +30,7 @@ def test_float64_equals_autograd(N, D, tile, scale):
 def test_float32_is_exact_to_rounding(aligned):
     image, text = features(256, 32, torch.float32, aligned)
     loss, *gradients = autograd(image, text, 60.0)
-    outcome = InfoNCE(tile=100)(image, text, torch.tensor([60.0]))
+    outcome = InfoNCE(tile=100)(Features(image, text, torch.tensor([60.0])))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=2e-5)
     for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
         assert relative(ours, theirs) < 2e-5
@@ -40,7 +41,7 @@ def test_logits_so_spread_that_every_exponential_underflows_fall_back_to_a_runni
     image, text = features(40, 8, torch.float32)
     image = image * torch.logspace(-2, 2, 40)[:, None]
     loss, *gradients = autograd(image, text, 30.0)
-    outcome = InfoNCE(tile=16)(image, text, torch.tensor([30.0]))
+    outcome = InfoNCE(tile=16)(Features(image, text, torch.tensor([30.0])))
     assert Softmaxes.of(Pairs.gathered(image, text, Shares.alone(40)), 30.0, 16).shift is None  # the fallback was taken
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
@@ -50,21 +51,21 @@ def test_logits_so_spread_that_every_exponential_underflows_fall_back_to_a_runni
 def test_bfloat16_features_lose_nothing_more_in_the_loss():
     image, text = features(128, 32, torch.bfloat16, aligned=1.0)
     loss, d_image, *_ = autograd(image, text, 50.0)
-    outcome = InfoNCE()(image, text, torch.tensor([50.0]))
+    outcome = InfoNCE()(Features(image, text, torch.tensor([50.0])))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-5)
     assert outcome.d_image.dtype == torch.float32
     assert relative(outcome.d_image, d_image) < 1e-5
 
 
 def test_a_single_pair_has_no_loss_and_no_gradient():
-    outcome = InfoNCE()(*features(1, 8, torch.float32), torch.tensor([10.0]))
+    outcome = InfoNCE()(Features(*features(1, 8, torch.float32), torch.tensor([10.0])))
     assert outcome.loss.item() == 0
     assert outcome.d_image.abs().max() == 0
 
 
 def test_a_bias_is_refused():
     with pytest.raises(ValueError, match="logit_bias"):
-        InfoNCE()(*features(4, 8, torch.float32), torch.ones(1), torch.ones(1))
+        InfoNCE()(Features(*features(4, 8, torch.float32), torch.ones(1), torch.ones(1)))
 
 
 def test_float32_keeps_the_digits_of_a_tiny_loss():
@@ -73,7 +74,7 @@ def test_float32_keeps_the_digits_of_a_tiny_loss():
     truth = autograd(image, text, 19.0)
     assert 5e-5 < truth[0].item() < 2e-4
     theirs = autograd(image, text, 19.0, dtype=torch.float32)
-    outcome = InfoNCE(tile=100)(image, text, torch.tensor([19.0]))
+    outcome = InfoNCE(tile=100)(Features(image, text, torch.tensor([19.0])))
     ours = (outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale)
     for mine, other, exact in zip(ours, theirs, truth, strict=True):
         assert relative(mine, exact) < 3e-6
@@ -95,7 +96,7 @@ def test_the_automatic_tile_gives_the_same_loss():
     image, text = features(n, 8, torch.float64)
     assert len(list(tiles(n, n))) > 1
     loss, d_image, *_ = autograd(image, text, 10.0)
-    outcome = InfoNCE()(image, text, torch.tensor([10.0]).double())
+    outcome = InfoNCE()(Features(image, text, torch.tensor([10.0]).double()))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-12)
     assert relative(outcome.d_image, d_image) < 1e-11
 
@@ -110,7 +111,8 @@ def on_a_rank(dtype, spread, N):
     assert max(counts) - min(counts) <= 1
     calls = count_collectives()
     global_size = N if len(set(counts)) > 1 else None
-    outcome = InfoNCE(tile=7)(image[own], text[own], torch.tensor([20.0], dtype=dtype), global_size=global_size)
+    inputs = Features(image[own], text[own], torch.tensor([20.0], dtype=dtype))
+    outcome = InfoNCE(tile=7)(inputs, Context(global_size=global_size))
     return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale, calls
 
 
@@ -149,7 +151,7 @@ def test_ranks_hold_shares_of_the_gradient_of_the_global_mean(world_size, spread
 
 def with_the_wrong_size():
     n = 3 + dist.rank()  # rank 1 holds the extra sample
-    InfoNCE()(*features(n, 8, torch.float32), torch.ones(1), global_size=7)
+    InfoNCE()(Features(*features(n, 8, torch.float32), torch.ones(1)), Context(global_size=7))
 
 
 @pytest.mark.distributed

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import InfoNCE, MemoryBank, sample_ids
+from clip_train.contrastive import Context, InfoNCE, MemoryBank, sample_ids
+from clip_train.protocols import Features
 from tests.contrastive.oracles import banked_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
 
@@ -19,6 +20,11 @@ NUM_SAMPLES = 30
 def stream(step: int):
     image, text = pairs(N, D, seed=step)
     return image, text, (torch.arange(N) + step * N) % NUM_SAMPLES
+
+
+def named(ids) -> Context:
+    """Equal keys are copies of one sample."""
+    return Context(keys=[f"sample {i}" for i in ids.tolist()])
 
 
 def objective(size=40, warmup=0, mode="negatives", tile=7) -> MemoryBank:
@@ -50,9 +56,9 @@ def run_steps(loss: MemoryBank, first: int, last: int, dtype=torch.float64):
     for step in range(first, last):
         image, text, ids = stream(step)
         scale = torch.tensor([SCALE], dtype=dtype)
-        o = loss(image[own].to(dtype), text[own].to(dtype), scale, ids=ids[own])
+        o = loss(Features(image[own].to(dtype), text[own].to(dtype), scale), named(ids[own]))
         loss.after_step()
-        out.append((o.loss, o.d_image, o.d_text, o.d_logit_scale, o.extra))
+        out.append((o.loss, o.d_image, o.d_text, o.d_logit_scale, o.metrics))
     return out
 
 
@@ -98,7 +104,7 @@ def test_until_it_counts_it_is_the_exact_loss_to_the_bit():
     loss = objective(warmup=2)
     for step, ours in enumerate(run_steps(loss, 0, 2, torch.float32)):
         image, text, _ = stream(step)
-        exact = InfoNCE(tile=7)(image.float(), text.float(), torch.tensor([SCALE]))
+        exact = InfoNCE(tile=7)(Features(image.float(), text.float(), torch.tensor([SCALE])))
         assert torch.equal(ours[1], exact.d_image) and torch.equal(ours[0], exact.loss)
         assert ours[4]["feature_grad_cosine"] == pytest.approx(1)
 
@@ -123,8 +129,8 @@ def test_the_banks_change_only_when_the_step_is_taken():
     loss = objective()
     run_steps(loss, 0, 2)
     image, text, ids = stream(2)
-    once = loss(image, text, torch.tensor([SCALE]).double(), ids=ids)
-    again = loss(image, text, torch.tensor([SCALE]).double(), ids=ids)
+    once = loss(Features(image, text, torch.tensor([SCALE]).double()), named(ids))
+    again = loss(Features(image, text, torch.tensor([SCALE]).double()), named(ids))
     assert torch.equal(once.d_image, again.d_image)
     assert len(loss.bank) == 2 * N
 
@@ -133,7 +139,7 @@ def test_without_ids_nothing_is_left_out():
     loss = MemoryBank(100, tile=7)
     for step in range(2):
         image, text, _ = stream(step)
-        outcome = loss(image, text, torch.tensor([SCALE]).double())
+        outcome = loss(Features(image, text, torch.tensor([SCALE]).double()))
         loss.after_step()
     I, T, s = leaves(image, text, SCALE)
     past_I, past_T, _ = stream(0)
@@ -151,10 +157,10 @@ def test_ids_are_the_same_everywhere_and_different_for_different_samples():
 def test_a_restored_bank_goes_on_to_the_bit(mode):
     loss = objective(mode=mode, warmup=1)
     whole = run_steps(loss, 0, 3, torch.float32)
-    saved = {name: t.clone() for name, t in loss.state_tensors().items()}
+    saved = {name: t.clone() for name, t in loss.state_dict().items()}
     rest = run_steps(loss, 3, 6, torch.float32)
     again = objective(mode=mode, warmup=1)
-    again.load_state_tensors(saved, torch.device("cpu"))
+    again.load_state_dict(saved, torch.device("cpu"))
     resumed = run_steps(again, 3, 6, torch.float32)
     assert len(whole) == 3
     for ours, theirs in zip(rest, resumed, strict=True):
@@ -164,5 +170,5 @@ def test_a_restored_bank_goes_on_to_the_bit(mode):
 def test_from_a_checkpoint_without_banks_it_starts_empty():
     loss = objective()
     run_steps(loss, 0, 2)
-    loss.load_state_tensors({}, torch.device("cpu"))
+    loss.load_state_dict({}, torch.device("cpu"))
     assert len(loss.bank) == 0 and loss.steps == 0

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import LossConfig, SigmoidLoss, build_loss
+from clip_train.contrastive import Context, LossConfig, SigmoidLoss, build_loss
+from clip_train.protocols import Features
 from tests.contrastive.oracle import autograd, features, relative
 from tests.ranks import run_ranks
 
@@ -23,7 +24,7 @@ def parts(outcome):
 @pytest.mark.parametrize("N, D, tile", [(64, 16, 2048), (50, 24, 17), (7, 8, 3), (2, 4, 1), (1, 4, 0)])
 def test_float64_equals_autograd(N, D, tile, scale, bias):
     image, text = features(N, D, torch.float64, aligned=0.3)
-    outcome = SigmoidLoss(tile=tile)(image, text, *scalars(scale, bias, dtype=torch.float64))
+    outcome = SigmoidLoss(tile=tile)(Features(image, text, *scalars(scale, bias, dtype=torch.float64)))
     for ours, theirs in zip(parts(outcome), autograd(image, text, scale, bias), strict=True):
         assert ours.dtype == torch.float64
         assert relative(ours, theirs) < 1e-11
@@ -33,7 +34,7 @@ def test_float64_equals_autograd(N, D, tile, scale, bias):
 @pytest.mark.parametrize("aligned", [0.0, 1.0, 20.0])
 def test_float32_is_exact_to_rounding(aligned, scale, bias):
     image, text = features(256, 32, torch.float32, aligned)
-    outcome = SigmoidLoss(tile=100)(image, text, *scalars(scale, bias))
+    outcome = SigmoidLoss(tile=100)(Features(image, text, *scalars(scale, bias)))
     for ours, theirs in zip(parts(outcome), autograd(image, text, scale, bias), strict=True):
         assert relative(ours, theirs) < 5e-6
 
@@ -42,14 +43,14 @@ def test_float32_keeps_the_digits_of_a_tiny_loss():
     image, text = features(512, 64, torch.float32, aligned=3.0)
     truth = autograd(image, text, 45.0, -29.0)
     assert 5e-5 < truth[0].item() < 5e-4
-    outcome = SigmoidLoss(tile=100)(image, text, *scalars(45.0, -29.0))
+    outcome = SigmoidLoss(tile=100)(Features(image, text, *scalars(45.0, -29.0)))
     for ours, exact in zip(parts(outcome), truth, strict=True):
         assert relative(ours, exact) < 3e-6
 
 
 def test_bfloat16_features_are_multiplied_in_float32():
     image, text = features(128, 32, torch.bfloat16, aligned=1.0)
-    outcome = SigmoidLoss(tile=33)(image, text, *scalars(50.0, -10.0))
+    outcome = SigmoidLoss(tile=33)(Features(image, text, *scalars(50.0, -10.0)))
     assert outcome.d_image.dtype == outcome.d_text.dtype == torch.float32
     for ours, theirs in zip(parts(outcome), autograd(image, text, 50.0, -10.0), strict=True):
         assert relative(ours, theirs) < 1e-5
@@ -57,7 +58,7 @@ def test_bfloat16_features_are_multiplied_in_float32():
 
 def test_a_model_without_a_bias_is_told_what_to_set():
     with pytest.raises(ValueError, match=r"model\.init_logit_bias=-10 model\.init_logit_scale=2\.3026"):
-        SigmoidLoss()(*features(4, 8, torch.float32), torch.ones(1))
+        SigmoidLoss()(Features(*features(4, 8, torch.float32), torch.ones(1)))
 
 
 def test_the_recipe_chooses_the_loss():
@@ -76,7 +77,8 @@ def on_a_rank(N, exchange, dtype):
     first = sum(counts[: dist.rank()])
     own = slice(first, first + counts[dist.rank()])
     loss, global_size = SigmoidLoss(tile=7, exchange=exchange), N if len(set(counts)) > 1 else None
-    return parts(loss(image[own], text[own], *scalars(20.0, -5.0, dtype=dtype), global_size=global_size))
+    inputs = Features(image[own], text[own], *scalars(20.0, -5.0, dtype=dtype))
+    return parts(loss(inputs, Context(global_size=global_size)))
 
 
 @pytest.mark.distributed

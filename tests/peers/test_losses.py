@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_train.contrastive import Distillation
+from clip_train.contrastive import Context, Distillation
 from clip_train.protocols import Features
 from tests.contrastive.oracles import leaves, pairs, relative
 
@@ -26,9 +26,8 @@ def test_distillation_is_openclips():
     I, T, s = leaves(image, text, 15.0)
     clip, distilled = loss_module.DistillClipLoss()(I, T, s, U, V, z)
     (clip + distilled).backward()  # as its training loop adds up the loss's parts
-    ours = Distillation(lambda _: pytest.fail("not run here"), tile=7)(
-        image, text, s.detach(), taught=Features(U, V, z)
-    )
+    loss = Distillation(lambda _: pytest.fail("not run here"), tile=7)
+    ours = loss(Features(image, text, s.detach()), Context(prepared=Features(U, V, z)))
     assert ours.loss.item() == pytest.approx((clip + distilled).item(), rel=1e-12)
     assert relative(ours.d_image, I.grad) < 1e-11
     assert relative(ours.d_text, T.grad) < 1e-11

@@ -1,4 +1,4 @@
-"""CLIP's loss and a frozen teacher's opinion of the same batch: OpenCLIP's `DistillClipLoss`, in closed form.
+"""CLIP's loss and the cross-entropy with a frozen teacher's softmaxes: OpenCLIP's `DistillClipLoss`, in closed form.
 
     L = InfoNCE + 1/(2N) sum_i [ -sum_j q_ij log p_ij ] + [ -sum_j q'_ji log p'_ji ]
 
@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from clip_train.contrastive.exchange import Pairs, Shares
-from clip_train.contrastive.seam import LossOutcome
+from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
 from clip_train.protocols import Features, MicroBatch
@@ -26,35 +25,28 @@ from clip_train.protocols import Features, MicroBatch
 Teacher = Callable[[MicroBatch], Features]
 
 
-class Distillation:
-    """See `ContrastiveLoss`; `teacher` is run once per micro-batch in pass 1, and never in pass 2."""
+class Distillation(Objective):
+    """teacher: its normalised features, of any width, and its factor for a micro-batch; run in the first pass only."""
 
     def __init__(self, teacher: Teacher, tile: int = AUTO_SIDE):
         self.teacher = teacher
         self.tile = tile
 
+    def prepare(self, micro_batch: MicroBatch) -> Features:
+        return self.teacher(micro_batch)
+
     @torch.no_grad()
-    def __call__(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        *,
-        taught: Features | None = None,
-        global_size: int | None = None,
-    ) -> LossOutcome:
-        """taught: the teacher's features of the same samples, and its factor."""
-        if logit_bias is not None:
-            raise ValueError("distillation has no logit_bias: its softmax would cancel it")
-        if taught is None:
-            raise ValueError("distillation needs the teacher's features of the same samples (taught)")
-        I, T, scale, side = image_features, text_features, logit_scale.item(), self.tile
-        shares, dtype = Shares.of(len(I), global_size), accumulation_dtype(I, T)
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        refuse_bias(features, "distillation")
+        target = context.prepared
+        if target is None:
+            raise ValueError("distillation needs the teacher's features of the same samples (context.prepared)")
+        I, T, scale, side = features.image, features.text, features.logit_scale.item(), self.tile
+        shares, dtype = Shares.of(len(I), context.global_size), accumulation_dtype(I, T)
         pairs = Pairs.gathered(I, T, shares)
-        of_teacher = Pairs.gathered(taught.image.to(dtype), taught.text.to(dtype), shares)
+        of_teacher = Pairs.gathered(target.image.to(dtype), target.text.to(dtype), shares)
         student = Softmaxes.of(pairs, scale, side)
-        teacher = Softmaxes.of(of_teacher, taught.logit_scale.item(), side)
+        teacher = Softmaxes.of(of_teacher, target.logit_scale.item(), side)
 
         weight = scale / (2 * shares.total)
         d_image, d_text = torch.zeros_like(I, dtype=dtype), torch.zeros_like(T, dtype=dtype)
@@ -64,5 +56,5 @@ class Distillation:
         distill_loss = clip_loss + shares.sum(row_dots(I, d_image).sum())
         add_cross_entropy_gradient(d_image, d_text, pairs, student, 2 * weight, side)  # of both halves
         d_scale = row_dots(I, d_image).sum().div(scale).to(dtype).reshape(1)
-        extra = {"clip_loss": clip_loss.item(), "distill_loss": distill_loss.item()}
-        return LossOutcome(clip_loss + distill_loss, d_image, d_text, d_scale, extra=extra)
+        metrics = {"clip_loss": clip_loss.item(), "distill_loss": distill_loss.item()}
+        return LossOutput(clip_loss + distill_loss, d_image, d_text, d_scale, metrics=metrics)

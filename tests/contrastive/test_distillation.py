@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import Distillation
+from clip_train.contrastive import Context, Distillation
 from clip_train.protocols import Features
 from tests.contrastive.oracles import distill_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
@@ -23,11 +23,10 @@ def ours(scale, z, tile=10, aligned=0.5, dtype=torch.float64):
     own = slice(dist.rank() * n, (dist.rank() + 1) * n)
     image, text = pairs(N, D, 1, aligned)
     U, V = pairs(N, 2 * D, 2, 1.0)
-    taught = Features(U[own].to(dtype), V[own].to(dtype), torch.tensor([z], dtype=dtype))
-    outcome = Distillation(no_teacher, tile=tile)(
-        image[own].to(dtype), text[own].to(dtype), torch.tensor([scale], dtype=dtype), taught=taught
-    )
-    return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale, outcome.extra
+    teacher = Features(U[own].to(dtype), V[own].to(dtype), torch.tensor([z], dtype=dtype))
+    student = Features(image[own].to(dtype), text[own].to(dtype), torch.tensor([scale], dtype=dtype))
+    out = Distillation(no_teacher, tile=tile)(student, Context(prepared=teacher))
+    return out.loss, out.d_image, out.d_text, out.d_logit_scale, out.metrics
 
 
 def check(results, scale, z, aligned=0.5, tolerance=1e-11):
@@ -65,4 +64,4 @@ def test_ranks_hold_shares_of_the_gradient(world_size):
 def test_it_says_what_is_missing():
     image, text = pairs(4, 8)
     with pytest.raises(ValueError, match="teacher's features"):
-        Distillation(no_teacher)(image, text, torch.ones(1))
+        Distillation(no_teacher)(Features(image, text, torch.ones(1)))

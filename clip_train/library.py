@@ -1,11 +1,11 @@
-"""Somebody else's two-tower module as an engine of the two-pass step: see `clip_train.step.contrastive_step`."""
+"""The two passes over anybody's two-tower module, for a training loop of one's own: see docs/library.md."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,45 +14,73 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from clip_train import dist
+from clip_train.contrastive import Context, InfoNCE, SigmoidLoss
 from clip_train.plain_engine import surrogate
-from clip_train.protocols import Batch, FeatureGradients, Features, MicroBatch
+from clip_train.protocols import FeatureGradients, Features, MicroBatch
+from clip_train.step import two_pass
 
 NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")  # as OpenCLIP's dictionaries have them
 
 
-def _no_seeds() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
+def contrastive_step(
+    model: Callable[..., Any],
+    images: Any,
+    texts: Any,
+    *,
+    micro_size: int,
+    kept_graphs: int = 1,
+    loss: InfoNCE | SigmoidLoss | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Tensor:
+    """Add the gradient of the mean loss over the global batch to `.grad`, however the batch is cut.
+
+    Clearing gradients before and stepping the optimizer afterwards is the caller's. Under DistributedDataParallel
+    `.grad` is then the same on all ranks.
+
+    Args:
+        model: `model(images, texts)` -> (image_features [b, D], text_features [b, D], both normalised, logit_scale:
+            the factor itself[, logit_bias]), or a dict with these names. Its training mode is left as it is.
+        images, texts: this rank's n samples: tensors, sequences, or dicts of them, on the model's device. All ranks
+            need equally many.
+        micro_size: samples that go through the model at once.
+        kept_graphs: micro-batches whose graphs are retained, at least 1; more spare more forwards and need more memory.
+        loss: None is InfoNCE().
+        scaler: gradients are then multiplied by its scale, as `scaler.scale(loss).backward()` would; go on with
+            `scaler.step(optimizer)` and `scaler.update()`.
+
+    Returns:
+        The loss over the global batch, float64 [], detached and not scaled; not checked for being finite.
+
+    Raises:
+        ValueError: inputs that cannot be cut alike; a model that returns something else, or is a function around a
+            DDP module; another kind of loss; a device whose random state cannot be replayed.
+    """
+    objective = InfoNCE() if loss is None else loss
+    if not isinstance(objective, (InfoNCE, SigmoidLoss)):
+        raise ValueError(f"loss must be InfoNCE or SigmoidLoss, not {type(objective).__name__}: others need a trainer")
+    if micro_size < 1:
+        raise ValueError(f"micro_size ({micro_size}) must be at least 1")
+    n, num_texts = num_samples("images", images), num_samples("texts", texts)
+    if n != num_texts or n == 0:
+        raise ValueError(f"images are {n} samples and texts {num_texts}: give equally many, at least one")
+    starts = range(0, n, micro_size)
+    no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
+    micro_batches = [Inputs(cut(images, i, i + micro_size), cut(texts, i, i + micro_size), no_seeds) for i in starts]
+    engine = ModuleEngine(model, images, texts, len(micro_batches), scaler)
+    kept = min(kept_graphs, engine.most_graphs)
+    output, _ = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
+    return output.loss
 
 
 @dataclass
-class UserMicroBatch(MicroBatch):
-    images: Any  # b samples
-    texts: Any  # b samples
-    sample_seeds: Tensor = field(default_factory=_no_seeds)  # the model draws from torch's generators instead
+class Inputs(MicroBatch):
+    """Of any make that can be cut along the first dimension: tensors, sequences, mappings of them."""
+
+    images: Any
+    texts: Any
 
     def __len__(self) -> int:
         return num_samples("images", self.images)
-
-
-@dataclass
-class UserBatch(Batch):
-    """Inputs of any make that can be cut along their first dimension: tensors, sequences, mappings of them."""
-
-    images: Any  # n samples
-    texts: Any  # n samples
-    sample_seeds: Tensor = field(default_factory=_no_seeds)
-
-    def __post_init__(self) -> None:
-        n, texts = len(self), num_samples("texts", self.texts)
-        if n != texts or n == 0:
-            raise ValueError(f"images are {n} samples and texts {texts}: give equally many, at least one")
-
-    def __len__(self) -> int:
-        return num_samples("images", self.images)
-
-    def micro_batches(self, micro_size: int) -> list[MicroBatch]:
-        starts = range(0, len(self), micro_size)
-        return [UserMicroBatch(*(cut(x, i, i + micro_size) for x in (self.images, self.texts))) for i in starts]
 
 
 def num_samples(name: str, inputs: Any) -> int:
@@ -83,31 +111,31 @@ def tensors(inputs: Any) -> Iterator[Tensor]:
         yield from tensors(inputs[0])
 
 
-class UserEngine:
+class ModuleEngine:
     """One step of `model(images, texts)`: k backwards that add to `.grad`, of which DDP sees only the last.
 
     DDP modules may be anywhere in `model`: inside torch.compile's wrapper or an adapter, one for each tower. What
     an adapter has beside them, often `logit_scale`, is summed over ranks here.
 
-    kept_graphs: as many as may be kept of those wanted. DDP hangs its reduction on a forward that is followed by its
-    own backward at once, so one of several micro-batches goes forward again.
+    most_graphs: that can be retained. DDP hangs its reduction on a forward that is followed by its own backward at
+    once, so one of several micro-batches goes forward again.
     """
 
-    def __init__(self, model: Callable[..., Any], batch: UserBatch, micro_size: int, kept_graphs: int):
-        if micro_size < 1:
-            raise ValueError(f"micro_size ({micro_size}) must be at least 1")
+    def __init__(
+        self, model: Callable[..., Any], images: Any, texts: Any, k: int, scaler: torch.amp.GradScaler | None = None
+    ):
         self.model = model
+        self.scaler = scaler
         modules = model.modules() if isinstance(model, nn.Module) else ()
         parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-        held = itertools.chain(parameters, tensors(batch.images), tensors(batch.texts))
+        held = itertools.chain(parameters, tensors(images), tensors(texts))
         self.device = next((x.device for x in held), torch.device("cpu"))
         self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
         inside = {p for m in self.ddp for p in m.parameters()}
         self.outside = [p for p in parameters if p.requires_grad and p not in inside] if self.ddp else []
         self.held_before: list[Tensor | None] = []  # gradients of `outside`, of earlier steps
-        self.backwards_left = -(-len(batch) // micro_size)
-        most = max(1, self.backwards_left - 1) if self.ddp else self.backwards_left
-        self.kept_graphs = min(kept_graphs, most)
+        self.backwards_left = k
+        self.most_graphs = max(1, k - 1) if self.ddp else k
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -122,12 +150,14 @@ class UserEngine:
         with self._quiet(), _looking_for_ddp(self.model):
             features = as_features(self.model(micro_batch.images, micro_batch.texts))
         if not torch.is_grad_enabled():
-            # autocast of older torch (2.6, not 2.13) would hand these casts of the weights, without a graph, to pass 2
+            # autocast of older torch (2.6, not 2.13) would reuse these casts of the weights, without a graph, in pass 2
             torch.clear_autocast_cache()
         return features
 
     def backward(self, features: Features, gradients: FeatureGradients, last: bool = False) -> None:
         total = surrogate(features, gradients)
+        if self.scaler is not None:
+            total = self.scaler.scale(total)
         if self.ddp:
             total = total * dist.world_size()  # DDP averages over ranks, and these are shares of a sum
         if not self.held_before:

@@ -1,0 +1,86 @@
+"""What is minimised over the global batch: `Objective`, the only interface between the step and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from clip_train.protocols import FeatureGradients, Features, MicroBatch
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a loss may need beside this rank's features."""
+
+    global_size: int | None = None  # N, shared so that the first N % W ranks hold one more; None: all hold n
+    keys: Sequence[str] = ()  # n sample keys; empty: no sample is known to be another's copy
+    prepared: Features | None = None  # what `Objective.prepare` returned for the n samples
+
+
+NO_CONTEXT = Context()
+
+
+@dataclass
+class LossOutput:
+    """A global loss, and this rank's share of its gradient.
+
+    Shares sum, over the ranks, to the whole gradient of the mean loss over the global batch: an engine
+    that averages over ranks must undo the division.
+    """
+
+    loss: Tensor  # [], float64: the mean over the global batch, the same on all ranks
+    d_image: Tensor  # [n, D], with respect to this rank's image features
+    d_text: Tensor  # [n, D]
+    d_logit_scale: Tensor  # [1], with respect to the factor exp(logit_scale)
+    d_logit_bias: Tensor | None = None  # [1]
+    metrics: dict[str, float] = field(default_factory=dict)  # what else metrics.jsonl should have of this step
+
+    def split(self, sizes: Sequence[int]) -> list[FeatureGradients]:
+        """The gradients of micro-batches of so many samples each.
+
+        The scalars' gradients are divided equally: under ZeRO-3 a parameter without a gradient in some micro-batch
+        would add to the previous step's.
+        """
+        k, bias = len(sizes), self.d_logit_bias
+        return [
+            FeatureGradients(d_image, d_text, self.d_logit_scale / k, None if bias is None else bias / k)
+            for d_image, d_text in zip(self.d_image.split(sizes), self.d_text.split(sizes), strict=True)
+        ]
+
+
+class Objective:
+    """A contrastive loss in closed form: its gradients need no autograd graph, and no collective after the call.
+
+    All ranks make the same calls. Only `__call__` has to be overridden.
+    """
+
+    per_micro_batch = False
+    """Plain gradient accumulation: called once for each micro-batch, and what it returns are parts of a sum over
+    micro-batches and ranks."""
+
+    def prepare(self, micro_batch: MicroBatch) -> Features | None:
+        """Once for each micro-batch, in the first pass, without grad: a teacher's features."""
+        return None
+
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        """features: of this rank's n samples, detached; row i of image belongs to row i of text."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """For a checkpoint; the same on all ranks, and good on any number of them."""
+        return {}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Take over what `state_dict` gave; it may hold nothing of this objective's."""
+
+
+def refuse_bias(features: Features, what: str) -> None:
+    """ValueError where a loss with a softmax is given a bias."""
+    if features.logit_bias is not None:
+        raise ValueError(f"{what} has no logit_bias: its softmax would cancel it")
