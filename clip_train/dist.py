@@ -1,4 +1,9 @@
-"""Talking to the other ranks. Every function also works without a process group, as a world of one."""
+"""Collectives. Every function also works without a process group, as a world of one.
+
+Tensors travel by the backend of the device they are on; what ranks decide together (`sum_scalars`, `max_scalars`,
+objects, `barrier`) is on the CPU, by gloo, and so never waits for a GPU's queue: a process group on GPUs has to be
+`cpu:gloo,cuda:nccl`.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +35,6 @@ def world_size() -> int:
 
 def is_main() -> bool:
     return rank() == 0
-
-
-def comm_device() -> torch.device:
-    """Where a tensor must lie to be sent: NCCL sends from the GPU, gloo from memory."""
-    if is_active() and torch_dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def all_gather(x: Tensor) -> Tensor:
@@ -71,15 +69,12 @@ def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def all_to_all(x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-    """`send_counts[r]` rows of `x` to each rank r, in order; returns the `receive_counts[r]` rows from each.
-
-    x lies in memory, and so does what is returned, wherever it passes through.
-    """
+    """`send_counts[r]` rows of `x` to each rank r, in order; returns the `receive_counts[r]` rows from each."""
     if world_size() == 1:
         return x
-    out = x.new_empty((sum(receive_counts), *x.shape[1:]), device=comm_device())
-    torch_dist.all_to_all_single(out, x.to(comm_device()), list(receive_counts), list(send_counts))
-    return out.cpu()
+    out = x.new_empty((sum(receive_counts), *x.shape[1:]))
+    torch_dist.all_to_all_single(out, x, list(receive_counts), list(send_counts))
+    return out
 
 
 @dataclass
@@ -121,7 +116,7 @@ def sum_scalars(*values: float) -> list[float]:
     """Sums over ranks, in float64."""
     if world_size() == 1:
         return [float(v) for v in values]
-    return all_reduce_sum(torch.tensor(values, dtype=torch.float64, device=comm_device())).tolist()
+    return all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
 
 def max_scalar(value: float) -> float:
@@ -133,7 +128,7 @@ def max_scalars(*values: float) -> list[float]:
     """The largest of each number over ranks, in float64."""
     if world_size() == 1:
         return [float(v) for v in values]
-    x = torch.tensor(values, dtype=torch.float64, device=comm_device())
+    x = torch.tensor(values, dtype=torch.float64)
     torch_dist.all_reduce(x, op=torch_dist.ReduceOp.MAX)
     return x.tolist()
 
@@ -157,13 +152,13 @@ def broadcast_object(obj: T) -> T:
     if world_size() == 1:
         return obj
     box = [obj]
-    torch_dist.broadcast_object_list(box, src=0, device=comm_device())
+    torch_dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 
 
 def barrier() -> None:
     if world_size() > 1:
-        all_reduce_sum(torch.zeros(1, device=comm_device()))
+        all_reduce_sum(torch.zeros(1))
 
 
 def agreed(action: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ def gather_uneven(x: Tensor) -> Tensor:
     lengths = dist.gather_objects(len(x))
     padded = x.new_zeros((max(lengths), *x.shape[1:]))
     padded[: len(x)] = x
-    parts = dist.all_gather(padded.to(dist.comm_device())).to(x.device).split(max(lengths))
+    parts = dist.all_gather(padded).split(max(lengths))
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 

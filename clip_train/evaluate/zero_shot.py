@@ -121,7 +121,7 @@ def class_embeddings(engine: Engine, tokenize: Tokenize, classes: ZeroShotClasse
     ]
     features = torch.cat(parts).view(per_rank, len(classes.templates), -1)
     embeddings = F.normalize(features.mean(dim=1), dim=-1)
-    return dist.all_gather(embeddings.to(dist.comm_device()))[:num].to(engine.device)
+    return dist.all_gather(embeddings)[:num]
 
 
 def count_hits(features: Tensor, labels: Tensor, embeddings: Tensor) -> tuple[int, int, int]:

@@ -240,7 +240,8 @@ def has_launcher(environ: Mapping[str, str]) -> bool:
 
 
 def backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+    """What ranks decide together goes by gloo even on GPUs: it must not wait for their queues."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def describe_start(env: RankEnv, device: torch.device) -> str:

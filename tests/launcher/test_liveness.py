@@ -138,7 +138,6 @@ def test_a_rank_that_reads_the_result_of_a_collective_waits(wait_in_c, monkeypat
     """NCCL's collectives return at once; the rank stands in .tolist(), outside torch.distributed."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **more: None)
     monkeypatch.setattr(torch, "tensor", lambda *values, **more: SimpleNamespace(tolist=wait_in_c))
     with standing(lambda: dist.max_scalars(1.0), "max_scalars", True) as (told, waiting):

@@ -149,8 +149,8 @@ class FSDPEngine(Towers):
     def _clip(self) -> float:
         """The global norm, in one all-reduce. torch's own clip multiplies DTensors by a DTensor."""
         gradients = [flat(s.parameter.grad) for s in self.shards if s.parameter.grad is not None]
-        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
-        squares = norms.double().square().sum().to(dist.comm_device())
+        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=self.device)
+        squares = norms.double().square().sum()
         mesh = cast(DTensor, self.shards[0].parameter).device_mesh
         torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
         norm, limit = squares.sqrt().item(), self.grad_clip_norm
