@@ -13,7 +13,7 @@ help:
 	@echo "make test        what every change needs, in 10 minutes on 2 cores (WORKERS=1: one after the other)"
 	@echo "make test-all    besides: real Slurm, two hosts, all faults of S3, full products, planted faults; 40 minutes"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
-	@echo "make check       lint, types, import contracts"
+	@echo "make check       lint, types, import contracts, size"
 	@echo "make invariance  the table in README: nothing that should not matter does"
 	@echo "make exactness   the table in docs/numerics.md: every objective against its own oracle"
 	@echo "make peers       the same weights in OpenCLIP (sets up .venv-peers)"
@@ -62,6 +62,8 @@ check: $(READY)
 	$(BIN)/mypy
 	@echo "== import contracts"
 	$(BIN)/lint-imports --no-cache
+	@echo "== size, circles, words"
+	$(BIN)/python scripts/structure.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
