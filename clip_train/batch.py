@@ -1,4 +1,4 @@
-"""The batch arithmetic: the user says `global_size`, everything else is derived here and nowhere else.
+"""The batch arithmetic: the user chooses `global_size`, everything else is derived here and nowhere else.
 
 `G` samples are in the global batch of a step, a function of the step alone (`BatchSizes`). `W` ranks share them
 so that they differ by one at most, and cut their shares into `k` micro-batches, equally many on every rank.
@@ -89,7 +89,7 @@ class BatchConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _graphs_follow_the_size(cls, raw: Any) -> Any:
-        """With a chosen micro-batch the kept graphs are chosen too, unless the recipe says a number."""
+        """With a chosen micro-batch the number of retained graphs is chosen too, unless the recipe has one."""
         if isinstance(raw, dict) and raw.get("micro_size") == "auto":
             return {"kept_graphs": "auto", **raw}
         return raw
@@ -216,12 +216,12 @@ class BatchSizes:
 
     def __str__(self) -> str:
         """Such as `256 to 1024 until step 1000, then 1024`."""
-        told = []
+        stages = []
         for stretch in self.stretches[:-1]:
             assert stretch.steps is not None
             rises = f" to {stretch.size + stretch.rise}" if stretch.rise else ""
-            told.append(f"{stretch.size}{rises} until step {stretch.begin + stretch.steps}, ")
-        return "".join(told) + ("then " if told else "") + str(self.stretches[-1].size)
+            stages.append(f"{stretch.size}{rises} until step {stretch.begin + stretch.steps}, ")
+        return "".join(stages) + ("then " if stages else "") + str(self.stretches[-1].size)
 
     def check_ranks(self, world_size: int) -> None:
         """UserError where some global batch has fewer samples than there are ranks."""

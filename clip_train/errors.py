@@ -25,7 +25,7 @@ class RankError(UserError):
 
 
 class DataError(ClipTrainError):
-    """Shards that cannot be read, or too many bad samples."""
+    """Shards that cannot be read, or too many invalid samples."""
 
 
 class CheckpointError(ClipTrainError):

@@ -1,7 +1,7 @@
-"""Which micro-batch, how many kept graphs: the least work among what fits into memory. Pure arithmetic.
+"""Which micro-batch, how many retained graphs: the least work among what fits into memory. Pure arithmetic.
 
 The same function decides at the start of a run and in `clip-train plan`. `n` samples on a rank go through
-the model in `k` micro-batches of `b`, the graphs of the last `m` are kept.
+the model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Profile:
     peak: float  # at the highest point of a forward with a graph and of its backward
 
     def bytes_for(self, plan: BatchPlan) -> float:
-        """At the highest point of a step: all kept graphs and one micro-batch at work."""
+        """At the highest point of a step: all retained graphs and one micro-batch at work."""
         others = min(plan.kept_graphs - 1, plan.accum_steps - 1) * plan.micro_size
         return others * self.graph + plan.micro_size * max(self.peak, self.forward)
 
@@ -67,7 +67,7 @@ def layouts(
     """Every one worth a look, whether it fits or not. `profiles`: activation checkpointing -> Profile.
 
     Micro-batches of equal size only (up to one sample), and of a user's size or number of graphs where given.
-    With activation checkpointing all graphs are kept: it and the cache would pay for the same forward twice.
+    With activation checkpointing all graphs are retained: it and the cache would pay for the same forward twice.
     """
     sizes = sorted({-(-n // k) for k in range(1, n + 1)}) if micro_size is None else [min(micro_size, n)]
     for b in sizes:
@@ -81,7 +81,7 @@ def layouts(
 def _graph_counts(
     b: int, k: int, checkpointing: bool, room: Room, once: bool, profile: Profile, kept_graphs: int | None
 ) -> set[int]:
-    """Numbers of kept graphs worth a look: more of them are always faster, so one, and the most that fit."""
+    """Numbers of retained graphs worth a look: more of them are always faster, so one, and the most that fit."""
     if checkpointing:
         return {k} if kept_graphs is None or kept_graphs >= k else set()
     if kept_graphs is not None:

@@ -1,4 +1,4 @@
-"""What the rooms of the house say to each other: batches, features, gradients, and the Engine.
+"""The interfaces between packages: batches, features, gradients, and the Engine.
 
 Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` samples on each rank,
 `n` samples on a rank, `N` in the global batch, `D` the width of the features. Where W does not divide N, the
@@ -118,7 +118,7 @@ class FeatureGradients:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the optimizer step tells."""
+    """What the optimizer step reports."""
 
     grad_norm: float  # global, before the clip
     skipped: bool = False  # fp16 only: the gradients overflowed, nothing was updated

@@ -1,7 +1,7 @@
 """Out of memory ends no run: all ranks throw the attempt away, halve the micro-batch, and repeat the same batch.
 
 The result of a step does not depend on how it is cut, so the curve does not show it. Where another rank may
-be waiting inside the part that failed (a collective in it), nothing can be agreed on: the rank says what to
+be waiting inside the part that failed (a collective in it), nothing can be agreed on: the rank prints what to
 do and ends, and with it the run.
 """
 
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 # Of RuntimeErrors: torch's allocator on the CPU, oneDNN's, CUDA's, cuBLAS's, cuDNN's. oneDNN's primitive is what its
 # code or scratch memory had no room for. The last is what is said where no engine's workspace fitted. A processor or
-# GPU that does not support an operation says these two as well: once one sample has failed, so does the run.
-TELLS = (
+# GPU that does not support an operation reports these two as well: once one sample has failed, so does the run.
+OUT_OF_MEMORY = (
     "can't allocate memory", "not enough memory", "out of memory", "could not create a memory object",
     "could not create a primitive", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "unable to find an engine to execute this computation",
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """The one place that knows what running out of memory looks like."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(tell in str(error) for tell in TELLS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 class _AttemptFailed(Exception):
@@ -88,7 +88,7 @@ def recovering_step(
         start.restore()
         release()
         log(
-            f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, kept graphs from "
+            f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, retained graphs from "
             f"{plan.kept_graphs} to {smaller.kept_graphs} from here on; the same global batch again"
         )
         plan = smaller

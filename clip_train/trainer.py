@@ -37,7 +37,7 @@ from clip_train.stop import StopRequest
 
 
 class Boundary(enum.IntEnum):
-    """What a rank has to say at a step boundary; the gravest of all ranks' words holds for all."""
+    """A rank's status at a step boundary; all ranks take the maximum."""
 
     GO_ON = 0
     STOP = 1
@@ -73,11 +73,11 @@ class Trainer:
     log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
     run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
-    phase: Callable[[str], None] = lambda phase: None  # told where the rank is: "step", "save", "evaluate"
+    phase: Callable[[str], None] = lambda phase: None  # is given where the rank is: "step", "save", "evaluate"
     position: Position = field(default_factory=Position)
     bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
     next_epoch: int = 0  # that all lanes have reached behind the batch at hand
-    failure: Exception | None = None  # of this rank alone, to be told to the others at the next boundary
+    failure: Exception | None = None  # of this rank alone; the others learn of it at the next boundary
 
     def resume(self, resumed: Resumed) -> None:
         """Take weights, optimizer, random state and position from a checkpoint."""
@@ -124,9 +124,9 @@ class Trainer:
                 self.failure = DataError("the data has ended, although it should go round")
             except Exception as e:
                 self.failure = e
-        word = Boundary.FAILED if self.failure else Boundary.STOP if self.stop.reason else Boundary.GO_ON
+        status = Boundary.FAILED if self.failure else Boundary.STOP if self.stop.reason else Boundary.GO_ON
         # a lane's epoch ends where its cursor stands in the next; the run's with the slowest lane of all ranks
-        agreed, behind = dist.max_scalars(word, -epoch_of(batch.cursors) if batch is not None else 0)
+        agreed, behind = dist.max_scalars(status, -epoch_of(batch.cursors) if batch is not None else 0)
         if agreed == Boundary.FAILED:
             self.bad_samples.sum()  # for the report
             dist.raise_agreed(self.failure)
@@ -139,7 +139,7 @@ class Trainer:
         plan = self.plan.at(self.sizes.at(self.position.step))
         try:
             result, fitting = recovering_step(
-                self.engine, batch, self.objective, plan, lr=lr, log=self._tell_of_this_step
+                self.engine, batch, self.objective, plan, lr=lr, log=self._log_of_this_step
             )
         except DivergedError as e:
             self.checkpoints.settle()
@@ -161,9 +161,9 @@ class Trainer:
         position.cursors = merge_cursors([position.cursors, batch.cursors])
         self.bad_samples.add(batch.bad_samples)
         self._record(result, lr, plan, timer.finish(), batch)
-        told = self.bad_samples.reached(self.next_epoch, position.step)
-        if told is not None:
-            self.progress.message(told)
+        summary = self.bad_samples.reached(self.next_epoch, position.step)
+        if summary is not None:
+            self.progress.message(summary)
         if position.step == self.steps:
             return  # `run` saves and evaluates at the end
         pause = False
@@ -176,7 +176,7 @@ class Trainer:
         if pause:
             timer.restart()
 
-    def _tell_of_this_step(self, message: str) -> None:
+    def _log_of_this_step(self, message: str) -> None:
         if dist.is_main():
             self.log(f"step {self.position.step + 1}: {message}")
 
@@ -187,8 +187,8 @@ class Trainer:
         evaluated = self.evaluate()
         step = self.position.step
         self._on_this_rank(lambda: self.sinks.write({"step": step, **evaluated}, "eval"))
-        told = "  ".join(f"{name} {value:.4g}" for name, value in evaluated.items())
-        self.progress.message(f"step {step}: {told}")
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in evaluated.items())
+        self.progress.message(f"step {step}: {metrics}")
         self._on_this_rank(lambda: self.checkpoints.note_metrics(step, evaluated))
         return evaluated
 

@@ -1,4 +1,4 @@
-"""The choice of micro-batch and kept graphs, and the count of bytes that it rests on."""
+"""The choice of micro-batch and retained graphs, and the count of bytes that it rests on."""
 
 from __future__ import annotations
 

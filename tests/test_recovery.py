@@ -20,7 +20,7 @@ from tests.toy import ToyCLIP, share, toy_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 N, LR, STEPS, FAILING_STEP = 24, 0.3, 4, 2
-BEFORE, AFTER = (3, 2), (2, 1)  # micro-batch size and kept graphs, before and after
+BEFORE, AFTER = (3, 2), (2, 1)  # micro-batch size and retained graphs, before and after
 PLACES = ["first forward", "kept forward", "replayed forward", "kept backward", "replayed backward"]
 
 

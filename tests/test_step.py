@@ -1,4 +1,4 @@
-"""The two-pass step on the plain engine: micro-batches, kept graphs and ranks are invisible."""
+"""The two-pass step on the plain engine: micro-batches, retained graphs and ranks are invisible."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def auto_side(n: int, N: int) -> int:
 
 
 def _second_level_cache() -> int:
-    """Bytes of one core's second-level cache; 1 MiB where the system does not tell."""
+    """Bytes of one core's second-level cache; 1 MiB where it is not known."""
     try:
         size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -68,8 +68,8 @@ class ZeroShotClasses(BaseModel):
         try:
             return cls.model_validate(content)
         except ValidationError as e:
-            told = [f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip() for error in e.errors()]
-            raise UserError(f"{field}: " + "; ".join(told)) from None
+            mistakes = [f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip() for error in e.errors()]
+            raise UserError(f"{field}: " + "; ".join(mistakes)) from None
 
     def prompts(self, index: int) -> list[str]:
         return [t.replace("{}", self.classnames[index]) for t in self.templates]

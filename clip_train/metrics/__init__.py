@@ -1,4 +1,4 @@
-"""What a run tells while it trains (progress, sinks) and afterwards (report)."""
+"""What a run reports while it trains (progress, sinks) and afterwards (report)."""
 
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.meters import StepRecord, StepTimer, StepTimes, batch_digest, peak_memory_bytes

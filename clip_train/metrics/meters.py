@@ -19,7 +19,7 @@ class StepRecord:
     """One optimizer step, as `metrics.jsonl` has it."""
 
     step: int  # counted from 1
-    samples: int  # seen since the beginning of the run
+    samples: int  # seen since the run began
     loss: float  # of the global batch
     grad_norm: float  # global, before the clip
     logit_scale: float  # its exp: the factor itself

@@ -35,7 +35,7 @@ class ProgressLine:
         self._clock = clock
         self._printed: float | None = None  # when the last plain line was, in seconds
         self._seconds: float | None = None  # per step, smoothed
-        self._saves: dict[str, int] = {}  # what was last heard of checkpoints
+        self._saves: dict[str, int] = {}  # what the last records reported of checkpoints
         self._enabled = enabled
         self._bar: Any = None
         if enabled and self._stream.isatty():
@@ -84,8 +84,8 @@ class ProgressLine:
 
     def _describe_saves(self) -> str:
         saved, failed = (self._saves.get(key) for key in _SAVES)
-        told = f"  saved at {saved}" if saved else ""
-        return told + (f"  {failed} failed save{'s' if failed > 1 else ''}" if failed else "")
+        saves = f"  saved at {saved}" if saved else ""
+        return saves + (f"  {failed} failed save{'s' if failed > 1 else ''}" if failed else "")
 
     def message(self, text: str) -> None:
         """A line of its own, above the bar."""

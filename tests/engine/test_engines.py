@@ -345,7 +345,7 @@ def test_the_loss_sees_the_fp32_master_of_logit_scale(layout):
 
 
 def varying_case(layout, precision, **more):
-    """k and the kept graphs change from step to step."""
+    """k and the retained graphs change from step to step."""
     engine = make(layout, precision, **more)
     for s, (micro_size, kept) in enumerate([(12, 1), (5, 1), (3, 4), (2, 2)]):
         steps(engine, s, s + 1, micro_size, kept)
