@@ -163,7 +163,7 @@ class Case:
             return 0
         if self.stage < 3:
             return 1  # ZeRO: after the update; FSDP: before a step's first forward
-        # FSDP: for every forward, of which the kept graphs save a second, and for every backward
+        # FSDP: for every forward, of which the retained graphs save a second, and for every backward
         return 2 * self.k - self.m + self.k if self.kind == "fsdp" else None
 
 
@@ -218,7 +218,7 @@ def communication(missed: list[str], cases: list[Case]) -> list[dict[str, Any]]:
             {
                 "engine": case.where,
                 "k": case.k,
-                "kept graphs": case.m,
+                "retained graphs": case.m,
                 "features, bytes": moved["features"],
                 "sums, bytes": moved["sums"],
                 "gradients, P": moved["gradients"] / P,

@@ -32,7 +32,7 @@ TARGETS = {"loss": "the same on every engine, to 1e-5"}
 
 
 def one_round(steps: int) -> list[list[tuple[float, float]]]:
-    """On a rank: for each layout and number of kept graphs the mean CPU seconds of a step, and the last loss."""
+    """On a rank: for each layout and number of retained graphs the mean CPU seconds of a step, and the last loss."""
     from invariance import own_share
     from step import global_batch
 

@@ -235,7 +235,7 @@ def judge(row: Row, ours: list, truth: Truth) -> tuple[dict, list[str]]:
         "what": f"{row.kind}, {row.exchange}" if row.exchange else row.kind,
         "ranks": row.world,
         "k": row.chunks,
-        "kept graphs": row.kept,
+        "retained graphs": row.kept,
         "engine": describe({"kind": row.engine, "zero_stage": row.stage}),
         "loss": max(abs(a / b - 1) for a, b in zip(losses, truth.losses, strict=True)),
         "grad norm": max(abs(a / b - 1) for a, b in zip(norms, truth.norms, strict=True)),

@@ -26,7 +26,7 @@ TARGETS = {
     "two passes": "2 - m/k forwards per sample",
     "activation checkpointing": "2 where all graphs are kept; one more than without it elsewhere, and never 3",
 }
-# k micro-batches, m kept graphs, activation checkpointing
+# k micro-batches, m retained graphs, activation checkpointing
 CASES = [
     (1, 1, False), (4, 1, False), (4, 2, False), (4, 4, False), (8, 1, False), (8, 4, False), (8, 8, False),
     (32, 1, False), (1, 1, True), (4, 4, True), (8, 8, True), (32, 32, True), (8, 4, True), (8, 1, True),
@@ -63,7 +63,7 @@ def main() -> int:
         table.append(
             {
                 "k": k,
-                "kept graphs": m,
+                "retained graphs": m,
                 "activation checkpointing": "on" if checkpointing else "off",
                 "forwards per sample": counted,
                 "": "pays for both: keep all graphs instead" if counted > 2 else "",

@@ -217,7 +217,7 @@ def main() -> int:
                 "precision": row.precision,
                 "ranks": row.world,
                 "micro-batches": row.sizes,
-                "kept graphs": row.kept,
+                "retained graphs": row.kept,
                 "engine": package(row.kind).describe(row.engine),
                 "act. ckpt": "on" if row.checkpointing else "off",
                 "loss": loss_error,

@@ -245,7 +245,7 @@ class Worker:
 class Row:
     trainer: str  # plain, deepspeed, openclip
     k: int
-    m: int  # kept graphs
+    m: int  # retained graphs
 
 
 def rows_for(trainers: list[str], ks: list[int]) -> list[Row]:
@@ -330,7 +330,7 @@ def main() -> int:
         cell: dict[str, Any] = {
             "trainer": {"plain": "ours, plain torch", "deepspeed": "ours, ZeRO 1"}.get(row.trainer, "OpenCLIP"),
             "k": row.k,
-            "kept graphs": row.m if ours else "-",
+            "retained graphs": row.m if ours else "-",
             "forwards": 2 - row.m / row.k if ours else (2.0 if row.k > 1 else 1.0),
             "CPU ms per sample": 1000 * statistics.median(seconds[row]) / N,
             "x own k=1": compare(seconds, row, Row(row.trainer, 1, 1)),

@@ -34,7 +34,7 @@ class Memory:
     parameters: float  # a teacher's included, which no stage divides
     gradients: float
     optimizer: float  # fp32 master weights and moments, on the CPU if offloaded
-    activations: float  # of the kept graphs, and of the micro-batch at work
+    activations: float  # of the retained graphs, and of the micro-batch at work
     buffers: float  # of the engine: gradients and parameters on their way
     features: float  # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
 

@@ -172,7 +172,7 @@ class DeepSpeedEngine(Towers):
             self._reduction.enter_context(self.engine.coalesce_grad_reduction())
         self.engine.backward(loss, scale_wrt_gas=False)  # and never divide by accumulation steps
         if self.stage:
-            # DeepSpeed does this at the next forward. With kept graphs there is none between two backwards,
+            # DeepSpeed does this at the next forward. With retained graphs there is none between two backwards,
             # and ZeRO-3 would overwrite the first one's gradient with the second's, silently.
             self.engine.optimizer.clear_backward_seen_flag()
 
