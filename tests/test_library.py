@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clip_train.contrastive import LocalInfoNCE, SigmoidLoss
+from clip_train.contrastive.rng import RngState
 from clip_train.library import ModuleEngine, contrastive_step
 from tests import warm
 from tests.ranks import RankFailedError, run_ranks
@@ -226,6 +227,53 @@ def test_randomness_is_replayed_on_the_device_of_the_inputs_where_the_model_is_a
         assert ModuleEngine(lambda i, t: (i, t), *pair, 2).device.type == "meta"
     assert ModuleEngine(lambda i, t: (i, t), "abcd", "abcd", 2).device.type == "cpu"
     assert ModuleEngine(Towers(), images, texts, 2).device.type == "cpu"
+
+
+@pytest.mark.parametrize("micro_size, kept", [(2, 1), (6, 1), (4, 2)])
+def test_a_gradient_scaler_multiplies_the_gradients_and_not_the_loss(micro_size, kept):
+    plain, scaled = Towers(), Towers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    losses = [
+        contrastive_step(plain, *samples(6), micro_size=micro_size, kept_graphs=kept),
+        contrastive_step(scaled, *samples(6), micro_size=micro_size, kept_graphs=kept, scaler=scaler),
+    ]
+    assert losses[0] == losses[1]
+    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad * 1024, rtol=1e-12, atol=0)
+    scaler.step(torch.optim.SGD(scaled.parameters(), lr=0.1))  # finds nothing infinite, and divides by the scale
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-14)
+
+
+class OtherDevice:
+    """A device type whose module has a generator of its own, as torch.xpu and torch.mps have."""
+
+    def __init__(self):
+        self.state = 1
+
+    def get_rng_state(self, *device):
+        self.asked = device
+        return torch.tensor([self.state])
+
+    def set_rng_state(self, state, *device):
+        self.state = int(state)
+
+
+@pytest.mark.parametrize("kind, asked", [("xpu", (torch.device("xpu", 1),)), ("mps", ())])
+def test_the_generator_of_any_device_is_replayed(monkeypatch, kind, asked):
+    module = OtherDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    before = RngState.capture(torch.device(kind, 1 if kind == "xpu" else 0))
+    module.state = 2
+    before.restore()
+    assert (module.state, module.asked) == (1, asked)
+
+
+def test_a_device_whose_generator_cannot_be_read_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    with pytest.raises(ValueError, match=r"torch\.xpu has no get_rng_state"):
+        RngState.capture(torch.device("xpu", 0))
 
 
 def test_mistakes_are_explained():
