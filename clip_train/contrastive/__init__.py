@@ -1,6 +1,7 @@
 """The objectives, in closed form over tiles, behind one interface: `Objective`."""
 
-from clip_train.contrastive.config import LossConfig, build_loss
+from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank, sample_ids

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-AUTO_SIDE = 0
+from clip_train.contrastive.config import AUTO_SIDE
+
 GPU_SIDE = 4096  # 64 MiB of logits: enough work to hide a kernel's launch, small beside a model
 
 

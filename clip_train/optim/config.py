@@ -1,15 +1,11 @@
-"""The `optim` section of the recipe, and the torch optimizer it describes."""
+"""The `optim` section of the recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
-from torch import nn
 
-from clip_train.optim.groups import decay_groups
 from clip_train.settings import Settings
 
 
@@ -48,11 +44,3 @@ class OptimConfig(Settings):
         """`lr` scaled to a global batch of `global_size` samples."""
         ratio = global_size / (self.reference_batch or global_size)
         return self.lr * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.lr_scaling]
-
-
-def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """`parameters`: (name, parameter) pairs, as from `named_parameters()`."""
-    groups = decay_groups(parameters, config.weight_decay)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)

@@ -1,10 +1,13 @@
-"""OpenCLIP's two groups of parameters: those that decay and those that do not."""
+"""The torch optimizer that the `optim` section describes, over OpenCLIP's two groups of parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
+
+from clip_train.optim.config import OptimConfig
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -22,3 +25,11 @@ def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: f
         {"params": [p for name, p in trainable if decays(name, p)], "weight_decay": weight_decay},
     ]
     return [group for group in groups if group["params"]]
+
+
+def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """`parameters`: (name, parameter) pairs, as from `named_parameters()`."""
+    groups = decay_groups(parameters, config.weight_decay)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
