@@ -170,8 +170,8 @@ def test_what_is_frozen_and_sent(here, tmp_path, monkeypatch, capsys):
     assert json.loads((folder / "submit.json").read_text())["job"] == "4711"
     frozen = load_config(str(folder / "recipe.yaml"))
     assert frozen.run_dir == here / "here"
-    assert (folder / "code" / "launcher" / "supervise.py").read_text() == (
-        ROOT / "launcher" / "supervise.py"
+    assert (folder / "code" / "launcher" / "slurm" / "controller.py").read_text() == (
+        ROOT / "launcher" / "slurm" / "controller.py"
     ).read_text()
     done = subprocess.run(
         [sys.executable, "-c", "import launcher, clip_train; print(launcher.__file__, clip_train.__file__)"],
