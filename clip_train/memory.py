@@ -14,6 +14,7 @@ from clip_train.errors import UserError
 
 GIB = 2**30
 BACKWARD = 2.0  # forwards that a backward costs
+RECOMPUTED = 0.7  # of a forward, by activation checkpointing: each block's last product is not needed again
 CALL = 1.0  # a call of the model costs about as much as one more sample: launches, small products
 REDUCTION = 16.0  # and one more reduction of the gradients over ranks, partly hidden, about as 16 samples
 
@@ -25,6 +26,14 @@ class Profile:
     forward: float  # at the highest point of a forward without a graph
     graph: float  # held between forward and backward
     peak: float  # at the highest point of a forward with a graph and of its backward
+
+    def plus(self, more: Profile, less: Profile, times: int) -> Profile:
+        """This, and `times` the difference between two others."""
+        return Profile(
+            self.forward + times * (more.forward - less.forward),
+            self.graph + times * (more.graph - less.graph),
+            self.peak + times * (more.peak - less.peak),
+        )
 
     def bytes_for(self, plan: BatchPlan) -> float:
         """At the highest point of a step: all retained graphs and one micro-batch at work."""
@@ -44,7 +53,7 @@ class Layout:
 
     @property
     def forwards_per_sample(self) -> float:
-        return self.plan.forwards_per_sample + self.activation_checkpointing
+        return self.plan.forwards_per_sample + RECOMPUTED * self.activation_checkpointing
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ def _graph_counts(
 def _layout(plan: BatchPlan, checkpointing: bool, once: bool, room: Room, profile: Profile) -> Layout:
     n, k = plan.per_rank, plan.accum_steps
     calls = k + k + (k - min(plan.kept_graphs, k))  # forwards, backwards, and forwards again
-    cost = n * (plan.forwards_per_sample + checkpointing + BACKWARD) + CALL * calls
+    cost = n * (plan.forwards_per_sample + RECOMPUTED * checkpointing + BACKWARD) + CALL * calls
     if room.each_backward_costs and not once:
         cost += REDUCTION * (k - 1)
     need = room.fixed + profile.bytes_for(plan) + (room.whole_gradient if once else 0.0)

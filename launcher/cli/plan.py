@@ -13,6 +13,7 @@ from rich.table import Table
 
 from clip_train.data import times_read
 from clip_train.errors import UserError
+from clip_train.memory import RECOMPUTED
 from clip_train.metrics import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models import count_parameters, flops_per_sample
@@ -44,7 +45,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
     profile = predicted_profile(config, architecture, checkpointing)
     memory = estimate_memory(config, engine, plan, architecture, profile)
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
-    recomputed = int(checkpointing)
+    recomputed = RECOMPUTED * checkpointing
     forwards = 1 if config.batch.accumulation == "local" else plan.forwards_per_sample
     teacher = config.model.teacher_architecture()
     taught = flops_per_sample(teacher) if teacher else 0

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan, parse_bytes
-from clip_train.contrastive.tiles import auto_side
+from clip_train.contrastive.tiles import GPU_SIDE
 from clip_train.errors import UserError
 from clip_train.memory import Layout, Profile, Room, choose, gib
 from clip_train.models import CLIP, Architecture, count_parameters
@@ -62,7 +63,7 @@ def estimate_memory(
         activations=profile.bytes_for(plan) if profile else 0.0,
         buffers=held.buffers,
         features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked(config))
-        + 8 * (config.loss.tile or auto_side(plan.per_rank, plan.global_size)) ** 2
+        + 8 * min(config.loss.tile or GPU_SIDE, plan.global_size) ** 2  # on whatever it will run, at most
         + sample * plan.per_rank,
     )
 
@@ -87,9 +88,31 @@ def micro_batch(architecture: Architecture, device: torch.device, size: int) -> 
     )
 
 
+SHALLOW = 3  # blocks of a tower; every further one takes as much as the third
+
+
 @cache
 def _profile(architecture_json: str, precision: str, dropout: float, checkpointing: bool) -> Profile:
+    """Of shallow towers, and what one block more takes of either: fake blocks of a large model take half a minute."""
     architecture = Architecture.model_validate_json(architecture_json)
+    sections: dict[str, Any] = {"vision_cfg": architecture.vision_cfg, "text_cfg": architecture.text_cfg}
+    base: dict[str, Any] = {
+        name: section.model_copy(update={"layers": min(section.layers, SHALLOW)}) for name, section in sections.items()
+    }
+
+    def profile(more: dict[str, Any]) -> Profile:
+        return _full_profile(architecture.model_copy(update=base | more), precision, dropout, checkpointing)
+
+    total = shallow = profile({})
+    for name, section in sections.items():
+        if section.layers > SHALLOW:
+            deeper = profile({name: section.model_copy(update={"layers": SHALLOW + 1})})
+            total = total.plus(deeper, shallow, section.layers - SHALLOW)
+    return total
+
+
+def _full_profile(architecture: Architecture, precision: str, dropout: float, checkpointing: bool) -> Profile:
+    """By fake tensors."""
 
     def make_model() -> CLIP:
         usual = torch.get_default_dtype()

@@ -13,6 +13,7 @@ from clip_train.batch import BatchPlan, plan_batch
 from clip_train.data import SourceSummary, check_source, resolve_lanes
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate import ZeroShotClasses
+from clip_train.memory import RECOMPUTED
 from clip_train.models import Architecture
 from launcher.config.memory import Decision, decide, no_limit
 from launcher.config.recipe import RunConfig
@@ -98,10 +99,10 @@ def bias_mistake(config: RunConfig, bias: float | None) -> str:
 
 
 def pays_twice(plan: BatchPlan) -> str:
-    """Activation checkpointing and the cache recompute the same forward: together they cost nearly three."""
+    """Activation checkpointing and the cache recompute the same forward: together they cost 2.7 forwards."""
     return (
         f"warning: engine.activation_checkpointing with batch.kept_graphs {plan.kept_graphs} of {plan.accum_steps} "
-        f"pays for the same forward twice ({plan.forwards_per_sample + 1:.2f} forwards per sample): set "
+        f"pays for the same forward twice ({plan.forwards_per_sample + RECOMPUTED:.2f} forwards per sample): set "
         "batch.kept_graphs=all, or engine.activation_checkpointing=false with a smaller batch.micro_size, "
         "or auto for both"
     )

@@ -80,10 +80,11 @@ def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> 
     word = 4 if config.precision == "fp32" else 2
     accumulation = 4 if config.precision == "bf16" else word
     whole_gradient = stage < 2 or reduces_once(config)
+    unsummed = word if stage == 1 and accumulation > word else 0  # what a backward leaves, beside the fp32 sum
     master = 0 if stage == 0 else 4
     return Terms(
         parameters=word * P / (W if stage == 3 else 1),
-        gradients=accumulation * P / (1 if whole_gradient else W),
+        gradients=accumulation * P / (1 if whole_gradient else W) + unsummed * P,
         optimizer=0 if config.offload == "optimizer" else (master + moment_bytes) * P / (W if stage >= 1 else 1),
         buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(config),
         sums_fp32=config.precision == "fp32",
