@@ -25,7 +25,7 @@ class EngineConfig(Settings):
     """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always. A run on a CPU that
     lacks it (fp16 needs AVX512-FP16 or AMX-FP16) is refused, and fp16 with engine.kind=fsdp."""
     activation_checkpointing: bool | Literal["auto"] = False
-    """Recompute every block's activations in the backward: a third more arithmetic, a fraction of the memory.
+    """Recompute every block's activations in the backward: a quarter more arithmetic, a fraction of the memory.
     auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
