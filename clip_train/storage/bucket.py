@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
+_SLOWER = 4  # times
+_LONGEST_SECONDS = 900.0  # of one request
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,23 @@ class Bucket:
         """
         if kind == "elsewhere":
             helps = self._region is None and not renewed
-        elif renewed:  # whoever renews the credentials may be a little late
-            helps = kind == "expired" and self.worked and not from_environment()
+        elif renewed:  # whoever renews the credentials may be a little late, or just writing the file
+            helps = self.worked and not from_environment() and (kind == "expired" or self._stores is None)
         else:
             helps = kind in ("denied", "expired")
         if helps and self.generation == generation:
-            self.generation += 1
             self._is_elsewhere = self._is_elsewhere or kind == "elsewhere"
-            self._stores = None
+            self._close()
         return helps
+
+    def give_more_time(self) -> None:
+        """To each request of an upload from now on: the link is slow."""
+        self._upload_seconds = min(_SLOWER * self._upload_seconds, _LONGEST_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
+        self.generation += 1
+        self._stores = None
 
     def _open(self) -> Stores:
         from obstore.store import S3Store
@@ -88,9 +98,9 @@ class Bucket:
         client: ClientConfig = {"allow_http": True, "connect_timeout": datetime.timedelta(seconds=10)}
         if bundle := session.get_config_variable("ca_bundle"):  # AWS_CA_BUNDLE
             client["root_certificate"] = Path(bundle).read_bytes()
-        # doubling waits that add up to the patience; and a silent request is repeated at least once
+        # doubling waits that add up to the patience; a silent request is repeated once
         retries = int(math.log2(1 + self._patience_seconds / _FIRST_BACKOFF_SECONDS))
-        longest = self._patience_seconds + 1.5 * self._upload_seconds
+        longest = 1.5 * self._upload_seconds
         return Stores(
             single=S3Store(
                 self.name,

@@ -35,6 +35,7 @@ _NO_CREDENTIALS = {
     "LoginRefreshRequired", "LoginTokenLoadError",
 }  # fmt: skip
 _STILL_EXPIRED = "refreshed credentials are still expired"  # botocore's RuntimeError
+_TIMEOUT = "kind: Timeout"  # obstore's
 _LOG_IN = "log in, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret; for a public bucket AWS_SKIP_SIGNATURE=true"
 _WRONG_KEY = "correct the credentials (AWS_PROFILE, ~/.aws, or AWS_ACCESS_KEY_ID and its secret)"
 _REMEDY_OF_CODE = {
@@ -185,5 +186,10 @@ def _response_in(text: str, kind: str) -> tuple[int | None, str, str]:
     ):  # the text alone says little: "Generic S3 error: Error performing ... - HTTP error: error sending request"
         kind, inner = "", re.search(r'(?:message|error): "([^"]+)"', details)
         text = re.sub(r".* - |Generic S3 error: |HTTP error: ", "", text, flags=re.DOTALL)
-        text = f"{text}{f': {inner[1]}' if inner else ''}"
+        text = f"{text}{f': {inner[1]}' if inner else ': no answer in time' if _TIMEOUT in details else ''}"
     return None, kind, text
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether obstore gave a request up that took too long."""
+    return _TIMEOUT in str(error)

@@ -21,7 +21,7 @@ import obstore
 
 from clip_train.storage.base import Entry
 from clip_train.storage.bucket import Bucket
-from clip_train.storage.errors import TakenError, TransferError, meaning, storage_error
+from clip_train.storage.errors import TakenError, TransferError, is_timeout, meaning, storage_error
 from clip_train.storage.retry import Retry, run, within
 
 T = TypeVar("T")
@@ -147,7 +147,12 @@ class ObjectStorage:
 
         async def put() -> None:
             uploads, parallel = (await self._bucket.stores()).uploads, self._parallel
-            await obstore.put_async(uploads, key, Path(local_path), chunk_size=part_bytes, max_concurrency=parallel)
+            try:
+                await obstore.put_async(uploads, key, Path(local_path), chunk_size=part_bytes, max_concurrency=parallel)
+            except Exception as e:
+                if is_timeout(e):
+                    self._bucket.give_more_time()
+                raise
 
         run(self._retry(f"writing {name}", put, self._bucket))
         if (stored := self.size(name)) != size:
@@ -193,8 +198,13 @@ class ObjectStorage:
 
     def _ask(self, what: str, call: Callable[[Any], Awaitable[T]], seconds: float | None) -> T:
         async def ask() -> T:
+            nonlocal seconds
             store = (await self._bucket.stores()).single
-            return await within(seconds, call(store))
+            try:
+                return await within(seconds, call(store))
+            except TransferError:
+                seconds = None if seconds is None else min(4 * seconds, 900.0)  # the link may be slow
+                raise
 
         return run(self._retry(what, ask, self._bucket))
 
