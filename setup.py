@@ -15,7 +15,8 @@ INSTALL = [
     "webdataset>=1.0.2",
     "braceexpand",
     "fsspec",
-    "s3fs>=2026.2",
+    "obstore>=0.11",
+    "botocore>=1.34",
     "pyyaml",
     "pydantic>=2.7",
     "simplejpeg>=1.8",
@@ -63,7 +64,7 @@ setup(
         "test": TEST,
         # Measured against, in an environment of their own (scripts/setup_peers.sh): torchvision has no CPU build.
         "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
-        "bench": ["obstore>=0.8"],  # another S3 client, for benchmarks/checkpoint.py
+        "bench": ["s3fs>=2026.2"],  # another S3 client, for benchmarks/checkpoint.py
         "wandb": ["wandb"],
     },
     entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},

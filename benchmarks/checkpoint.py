@@ -3,8 +3,9 @@
 About 1 GB of state on one rank. `stall` is the time that `save` keeps the loop waiting, against one copy of the same
 bytes by torch within memory, both into memory that has been touched before; the first save, which allocates, stands
 beside a copy into fresh memory and has no target. The upload goes to a real S3 server (LocalStack, from
-scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway) and is compared with the clients that are there:
-s3fs's own `put`, and obstore where it is installed (`pip install -e .[bench]`); each in turn, the medians are compared.
+scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway) and is compared with obstore's own `put`, which it
+uses; s3fs's stands beside them where it is installed (`pip install -e .[bench]`). Each in turn; the medians are
+compared.
 Absolute figures are this machine's and this server's.
 """
 
@@ -26,14 +27,14 @@ from common import finish, parser
 
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.protocols import Fragment
-from clip_train.storage.s3 import S3Storage
+from clip_train.storage.object_store import ObjectStorage
 from tests.s3.bucket import Bucket
 from tests.s3.server import chosen
 
 TARGETS = {
     "stall": "a save keeps the loop waiting for at most 1.3 x one memory copy of the snapshot",
     "memory": "the saver's resident memory grows by at most 300 MiB while it writes and uploads",
-    "upload": "at least 80% of the rate of the fastest client measured beside it",
+    "upload": "at least 95% of the rate of obstore alone",
 }
 SLOTS = ("param", "exp_avg", "exp_avg_sq")
 TENSORS = 64
@@ -121,20 +122,20 @@ def measure_memory(folder: Path, url: str, fragments: list[Fragment]) -> tuple[d
 
 def clients(path: Path, bucket: str) -> dict[str, Callable[[], Any]]:
     """name -> an upload of `path`."""
-    import s3fs
+    import obstore
 
-    ours = S3Storage(f"s3://{bucket}/ours")
-    fs = s3fs.S3FileSystem(skip_instance_cache=True)
+    ours = ObjectStorage(f"s3://{bucket}/ours")
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    store = obstore.store.S3Store(bucket, endpoint=endpoint, client_options={"allow_http": True})
     out: dict[str, Callable[[], Any]] = {
         "clip_train": lambda: ours.put_file(path, "file"),
-        "s3fs.put": lambda: fs.put_file(str(path), f"{bucket}/s3fs", chunksize=16 << 20, max_concurrency=4),
+        "obstore": lambda: obstore.put(store, "obstore", path, chunk_size=16 << 20, max_concurrency=8),
     }
-    if find_spec("obstore"):
-        import obstore
+    if find_spec("s3fs"):
+        import s3fs
 
-        endpoint = os.environ["AWS_ENDPOINT_URL"]
-        store = obstore.store.S3Store(bucket, endpoint=endpoint, client_options={"allow_http": True})
-        out["obstore"] = lambda: obstore.put(store, "obstore", path, chunk_size=16 << 20, max_concurrency=8)
+        fs = s3fs.S3FileSystem(skip_instance_cache=True)
+        out["s3fs"] = lambda: fs.put_file(str(path), f"{bucket}/s3fs", chunksize=16 << 20, max_concurrency=4)
     return out
 
 
@@ -164,17 +165,14 @@ def main() -> int:
     finally:
         server.stop()
     medians = {name: statistics.median(each) for name, each in rates.items()}
-    fastest = max(rate for name, rate in medians.items() if name != "clip_train")
-    share = medians["clip_train"] / fastest
+    share = medians["clip_train"] / medians["obstore"]
     rows = [{"what": name, "value": value} for name, value in saves.items()]
     rows += [{"what": f"upload, {name}, MB/s", "value": rate} for name, rate in medians.items()]
-    rows += [{"what": "upload, share of the fastest other", "value": share}]
-    if "obstore" not in medians:
-        rows += [{"what": "obstore", "value": "not installed: pip install -e .[bench]"}]
+    rows += [{"what": "upload, share of obstore", "value": share}]
     for name, value, most in (
         ("stall / copy", saves["stall / copy"], 1.3),
         ("saver MiB", saves["saver MiB"], 300),
-        ("fastest other upload / ours", 1 / share, 1 / 0.8),
+        ("obstore / ours", 1 / share, 1 / 0.95),
     ):
         if value > most:
             missed.append(f"{name}: {value:.2f}, at most {most:g}")

@@ -16,7 +16,7 @@ from typing import Any
 from common import finish, parser
 
 from clip_train.errors import ClipTrainError
-from tests.s3.conftest import forget_file_systems
+from tests.s3.conftest import forget_buckets
 from tests.s3.epochs import FAST, NEED_AN_INDEX, SURVIVED, epoch_digests, make_shards, retries, upload
 from tests.s3.proxy import Fault, FaultyProxy, fresh
 from tests.s3.server import Server, chosen
@@ -138,7 +138,7 @@ class Bench:
                     "same digests" if found == self.expected[index] else f"{same} of {len(found)} batches the same"
                 )
         self.proxy.faults = []
-        forget_file_systems()
+        forget_buckets()
         return outcome, sum(fault.fired for fault in faults), len(lines)
 
     def add(self, name: str, index: bool, outcome: str, hits: int, attempts: int) -> None:

@@ -35,7 +35,7 @@ PRELOAD = [
     "torch.utils.tensorboard",
     "deepspeed",
     "matplotlib.pyplot",
-    "s3fs",
+    "clip_train.storage.other",
     "clip_train.data.pipeline",
     "launcher.engines.deepspeed.engine",
     "launcher.cli.inspect",

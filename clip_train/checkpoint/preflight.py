@@ -106,7 +106,7 @@ class _Attempt:
         told = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
         if not isinstance(e, PermissionError) and e.errno not in _LASTING:
             return told, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", False
-        head, _, remedy = told.rpartition("; ")  # S3Storage ends its refusals with the remedy
+        head, _, remedy = told.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
         if not head:
             return told, "mend its permissions, or choose another place", True
         return head, f"{remedy} ({_RIGHTS[self.doing]})" if "the right" in remedy else remedy, True

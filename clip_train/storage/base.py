@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True, order=True)
@@ -21,17 +21,13 @@ class Storage(Protocol):
     """Files by name under one root. Names are relative, with "/", without "..".
 
     Two answers are kept apart everywhere: *it is not there* (`FileNotFoundError`, `False`, an empty list)
-    and *it cannot be told* (permission, network, a broken disk), which always raises another `OSError`.
+    and *it cannot be known* (permission, network, a broken disk), which always raises another `OSError`.
     So a store that cannot be read is never taken for an empty one. A name that leaves the root is a
     programmer's mistake: `ValueError`. Writing to a read-only store is a `UserError`.
     All calls may be made from several threads.
     """
 
     url: str  # where the root is, for messages
-
-    def open_read(self, name: str) -> BinaryIO:
-        """A seekable stream. FileNotFoundError; OSError."""
-        ...
 
     def read_bytes(self, name: str) -> bytes:
         """The whole of a small file. FileNotFoundError; OSError."""
@@ -70,7 +66,7 @@ class Storage(Protocol):
         ...
 
     def exists(self, name: str) -> bool:
-        """False only if it is certainly not there; OSError where that cannot be told."""
+        """False only if it is certainly not there; OSError where that cannot be known."""
         ...
 
     def delete(self, name: str) -> None:
@@ -82,7 +78,7 @@ class Storage(Protocol):
         ...
 
     def clock(self) -> float:
-        """The store's time, in seconds since the epoch: what `Entry.modified` is told in. OSError."""
+        """The store's time, in seconds since the epoch: the clock of `Entry.modified`. OSError."""
         ...
 
     def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:

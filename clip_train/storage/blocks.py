@@ -9,19 +9,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from clip_train.storage.errors import ReadError
+
 SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents and not against forgers
-
-
-class ReadError(OSError):
-    """Final: it has been tried as often as is worth it. Names the file, the bytes and the attempt."""
-
-
-class MissingError(ReadError, FileNotFoundError):
-    """The server says that there is no such file."""
-
-
-class DeniedError(ReadError, PermissionError):
-    """The server refuses, with fresh credentials too."""
 
 
 @dataclass(frozen=True)

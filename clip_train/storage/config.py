@@ -19,7 +19,7 @@ class StorageConfig(Settings):
     """The wait before the second try; doubled by each one up to 20 s, half of it random."""
 
     patience_seconds: Seconds = 10.0
-    """How long an answer may take to begin, and how often the rate of what arrives is looked at."""
+    """How long an answer may take to begin; from then on `min_rate` counts."""
 
     min_rate: Annotated[int, Field(ge=0)] = 65_536
     """Bytes per second below which a transfer is given up and tried again; 0 accepts any but none."""

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from clip_train.storage.base import Entry
 
@@ -38,9 +37,6 @@ class LocalStorage:
         if pure.is_absolute() or ".." in pure.parts:
             raise ValueError(f"storage name must be relative and without '..': {name!r}")
         return self.root / pure
-
-    def open_read(self, name: str) -> BinaryIO:
-        return self.path(name).open("rb")
 
     def read_bytes(self, name: str) -> bytes:
         return self.path(name).read_bytes()
@@ -161,16 +157,13 @@ class LocalStorage:
                 part.unlink(missing_ok=True)
 
     def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
-        parts = [Path(item.path) for item in self._files(prefix) if _is_part(item.name)]
-        found = ((path, path.relative_to(self.root)) for path in parts)
-        old = [
-            path
-            for path, name in found
-            if _modified(path) < older_than and not spare((name.parent / _written_name(path)).as_posix())
-        ]
-        for path in old:
-            path.unlink(missing_ok=True)
-        return len(old)
+        count = 0
+        for path in (Path(item.path) for item in self._files(prefix) if _is_part(item.name)):
+            written = path.with_name(path.name[1:].rsplit(".", 2)[0]).relative_to(self.root)
+            if _modified(path) < older_than and not spare(written.as_posix()):
+                path.unlink(missing_ok=True)
+                count += 1
+        return count
 
 
 def _modified(path: Path) -> float:
@@ -182,10 +175,6 @@ def _modified(path: Path) -> float:
 
 def _part_beside(target: Path) -> Path:
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
-
-
-def _written_name(part: Path) -> str:
-    return part.name[1:].rsplit(".", 2)[0]
 
 
 def _is_part(name: str) -> bool:

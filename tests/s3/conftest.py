@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import uuid
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from clip_train.storage import Storage
-from clip_train.storage.s3 import S3Storage
+from clip_train.storage.bucket import shared_bucket
+from clip_train.storage.object_store import ObjectStorage
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.runs import RUNS
@@ -26,9 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/s3/" in item.nodeid]
     for item in here:
         item.add_marker(pytest.mark.s3)
-        # What s3fs, when it renews a session, leaves of the old one to the garbage collector.
-        item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
-        item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
     if here and (missing := chosen().missing()):
         for item in here:
             item.add_marker(pytest.mark.skip(reason=missing))
@@ -36,15 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    gc.collect()
-    gc.freeze()  # all that was imported: else `forget_file_systems` goes through it for each test
     try:
         up = chosen()().start()
     except RuntimeError:  # another process may have taken the port in the meantime
         up = chosen()().start()
     yield up
     up.stop()
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -56,22 +50,12 @@ def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyPro
         for name, value in server.environment(proxy.url).items():
             monkeypatch.setenv(name, value)
         yield proxy
-        forget_file_systems()
-        gc.freeze()  # what s3fs never gives back: the next test's collector need not look at it
+        forget_buckets()
 
 
-def forget_file_systems() -> None:
-    """fsspec keeps them by their arguments, and the endpoint is not among those."""
-    import s3fs
-    from fsspec.asyn import sync
-
-    # also those that are not kept, as a storage's: what is still held by a test that has ended is in no cache
-    for fs in [each for each in gc.get_objects() if type(each) is s3fs.S3FileSystem]:
-        client = sync(fs.loop, fs.get_s3)
-        if client is not None:  # left to the collector, it would have a tenth of a second, and on any thread's loop
-            sync(fs.loop, client.close, timeout=120)
-    s3fs.S3FileSystem.clear_instance_cache()
-    gc.collect()
+def forget_buckets() -> None:
+    """They are kept by their names, and the endpoint is not among those."""
+    shared_bucket.cache_clear()
 
 
 @pytest.fixture
@@ -99,19 +83,19 @@ def url(view: Bucket) -> str:
 @pytest.fixture
 def storage(url: str) -> Storage:
     """It waits for every answer, and asks again for as long as it takes."""
-    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
+    return ObjectStorage(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
 
 
 @pytest.fixture
 def hasty(url: str) -> Storage:
     """It soon gives up a request, and asks again for as long as it takes."""
-    return S3Storage(url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600)
+    return ObjectStorage(url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600)
 
 
 @pytest.fixture
 def impatient(url: str) -> Storage:
     """It waits for every answer, and soon asks no more."""
-    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
+    return ObjectStorage(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ class Fault:
     code: int = 503
     s3code: str = "SlowDown"
     access_key: str = ""  # only of requests that are signed with a key that begins so
+    region: str = ""  # only of requests that are signed for this one
     hidden: str = ""
     seconds: float = 0.05
     rate: int = 1 << 20  # bytes per second
@@ -68,6 +69,8 @@ class Fault:
         if method not in self.method.split("|") or not re.search(self.key, path) or not re.search(self.query, query):
             return False
         if self.access_key and f"Credential={self.access_key}".encode() not in headers:
+            return False
+        if self.region and f"/{self.region}/s3/".encode() not in headers:
             return False
         self.seen += 1
         if not self.left:
@@ -313,8 +316,9 @@ def _in_pages(head: bytes) -> bytes:
     """The request for a listing, asking for two entries at most: the query stays sorted, as signatures want it."""
     method, target, rest = head.split(b" ", 2)
     path, _, query = target.partition(b"?")
-    pairs = [pair for pair in query.split(b"&") if not pair.startswith(b"max-keys=")]
-    return b" ".join([method, path + b"?" + b"&".join(sorted([*pairs, b"max-keys=2"])), rest])
+    limit = b"max-uploads=" if query.startswith(b"uploads") or b"&uploads" in query else b"max-keys="
+    pairs = [pair for pair in query.split(b"&") if not pair.startswith(limit)]
+    return b" ".join([method, path + b"?" + b"&".join(sorted([*pairs, limit + b"2"])), rest])
 
 
 def _reset(writer: asyncio.StreamWriter) -> bool:

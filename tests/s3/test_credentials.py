@@ -260,6 +260,21 @@ def test_a_run_on_a_role_and_nothing_secret_is_left(
     assert grep(["expired"], tmp_path)  # it would have been found
 
 
+def test_a_public_bucket_needs_no_credentials(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, bucket: str, server: Server
+) -> None:
+    server.put(f"{bucket}/shard.tar", DATA)
+    server.make_public(bucket)
+    server.make_public(f"{bucket}/shard.tar")
+    for name in NAMES:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
+        assert shard.read() == DATA
+    assert [entry.name for entry in open_storage(f"s3://{bucket}").list()] == ["shard.tar"]
+    assert {answer.access_key for answer in proxy.answers} == {""}
+
+
 def test_what_cannot_be_read_says_who_is_refused(storage: Storage, proxy: FaultyProxy, bucket: str) -> None:
     for code, advice in (("AccessDenied", "the right to do it"), ("SignatureDoesNotMatch", "correct the credentials")):
         proxy.faults = [Fault("status", key="", method=ANY, code=403, s3code=code)]

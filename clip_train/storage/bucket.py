@@ -1,0 +1,188 @@
+"""A bucket of S3 as this user may see it: opened with the settings of AWS, and anew when credentials are refused.
+
+obstore makes the requests. botocore finds what it cannot: profiles, SSO, credentials that refresh themselves; and it
+lists unfinished uploads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import functools
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clip_train.storage.errors import Meaning, from_environment
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
+
+_FIRST_BACKOFF_SECONDS = 0.1  # obstore's
+_SLOWER = 4  # times
+_LONGEST_SECONDS = 900.0  # of one request
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The same bucket, for what is retried here (`single`) and by obstore itself (`uploads`: each part on its own)."""
+
+    single: Any
+    uploads: Any
+
+
+class Bucket:
+    """Opened by the first request. To be used on the event loop."""
+
+    def __init__(self, name: str, *, upload_seconds: float = 180.0, patience_seconds: float = 60.0) -> None:
+        """upload_seconds: what a request of an upload may take. patience_seconds: how long it is repeated."""
+        self.name, self._upload_seconds, self._patience_seconds = name, upload_seconds, patience_seconds
+        self._stores: Stores | None = None
+        self._region: str | None = None  # where it is not the one of the settings
+        self._is_elsewhere = False
+        self.generation = 0  # how often it was opened anew
+        self.worked = False  # ever
+        self._opening = asyncio.Lock()
+
+    async def stores(self) -> Stores:
+        """ValueError, or an error of botocore, where the settings make no sense."""
+        async with self._opening:
+            if self._stores is None:
+                self._stores = await asyncio.to_thread(self._open)
+            return self._stores
+
+    def client(self) -> Any:
+        """botocore's, whose calls block; it takes 20 MiB."""
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        signed = {"signature_version": UNSIGNED} if _is_public() else {}
+        config = Config(connect_timeout=10, read_timeout=60, retries={"total_max_attempts": 1}, **signed)
+        return _session().create_client("s3", region_name=self._region, config=config)
+
+    def renew(self, kind: Meaning, generation: int, renewed: bool) -> bool:
+        """Open it anew for the next attempt where that may help; whether it may.
+
+        kind: what the error meant. generation: at the attempt, since another one may have done it meanwhile.
+        renewed: it was done for this operation already.
+        """
+        if kind == "elsewhere":
+            helps = self._region is None and not renewed
+        elif renewed:  # whoever renews the credentials may be a little late, or just writing the file
+            helps = self.worked and not from_environment() and (kind == "expired" or self._stores is None)
+        else:
+            helps = kind in ("denied", "expired")
+        if helps and self.generation == generation:
+            self._is_elsewhere = self._is_elsewhere or kind == "elsewhere"
+            self._close()
+        return helps
+
+    def give_more_time(self) -> None:
+        """To each request of an upload from now on: the link is slow."""
+        self._upload_seconds = min(_SLOWER * self._upload_seconds, _LONGEST_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
+        self.generation += 1
+        self._stores = None
+
+    def _open(self) -> Stores:
+        from obstore.store import S3Store
+
+        session = _session()
+        if self._is_elsewhere and self._region is None:
+            self._region = _region_of(self.client(), self.name)
+        options = _options(session, self.name, self._region)
+        client: ClientConfig = {"allow_http": True, "connect_timeout": datetime.timedelta(seconds=10)}
+        if bundle := session.get_config_variable("ca_bundle"):  # AWS_CA_BUNDLE
+            client["root_certificate"] = Path(bundle).read_bytes()
+        # doubling waits that add up to the patience; a silent request is repeated once
+        retries = int(math.log2(1 + self._patience_seconds / _FIRST_BACKOFF_SECONDS))
+        longest = 1.5 * self._upload_seconds
+        return Stores(
+            single=S3Store(
+                self.name,
+                **options,
+                client_options={**client, "timeout": datetime.timedelta(days=1)},  # whoever asks has a limit
+                retry_config={"max_retries": 0},
+            ),
+            uploads=S3Store(
+                self.name,
+                **options,
+                checksum_algorithm="sha256",
+                client_options={**client, "timeout": datetime.timedelta(seconds=self._upload_seconds)},
+                retry_config={"max_retries": retries, "retry_timeout": datetime.timedelta(seconds=longest)},
+            ),
+        )
+
+
+@functools.lru_cache
+def shared_bucket(name: str) -> Bucket:
+    """The one of this process for all that is read from it."""
+    return Bucket(name)
+
+
+def _session() -> Any:
+    """With what files and environment say now."""
+    from botocore.session import Session
+
+    return Session()
+
+
+def _options(session: Any, bucket: str, region: str | None) -> dict[str, Any]:
+    """What obstore must know of the user's settings."""
+    from botocore.configprovider import ConfiguredEndpointProvider
+
+    scoped = session.get_scoped_config()
+    options: dict[str, Any] = {"disable_bulk_delete": True}  # which other servers may not know
+    options["region"] = region or session.get_config_variable("region") or "us-east-1"
+    endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
+    virtual = (scoped.get("s3") or {}).get("addressing_style") == "virtual"
+    if endpoint is not None:
+        scheme, found, host = endpoint.partition("://")
+        if not found or scheme not in ("http", "https"):
+            raise ValueError(f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, or http://host")
+        options["endpoint"] = f"{scheme}://{bucket}.{host}" if virtual else endpoint
+    if virtual:
+        options["virtual_hosted_style_request"] = True
+    if _is_public():
+        return options | {"skip_signature": True}
+    return options | {"credential_provider": _provider(session)}
+
+
+def _is_public() -> bool:
+    """No credentials are needed, or wanted."""
+    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
+
+
+def _provider(session: Any) -> Any:
+    """For each request the credentials of the default chain, which botocore refreshes. NoCredentialsError."""
+    from botocore.exceptions import NoCredentialsError
+
+    held = session.get_credentials()
+    if held is None:
+        raise NoCredentialsError
+
+    def credentials() -> dict[str, Any]:
+        found = held.get_frozen_credentials()
+        return {
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
+            "expires_at": datetime.datetime.now(datetime.timezone.utc),  # so botocore is asked again
+        }
+
+    return credentials
+
+
+def _region_of(client: Any, bucket: str) -> str | None:
+    """Where the bucket is, by a header that refusals have as well."""
+    from botocore.exceptions import ClientError
+
+    try:
+        answer = client.head_bucket(Bucket=bucket)
+    except ClientError as e:
+        answer = e.response
+    return answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")

@@ -1,0 +1,195 @@
+"""What an error of a remote store means, how it is reported, and what to do about it: for reads and writes alike.
+
+It reads the errors of obstore (S3), botocore (credentials, settings) and the file systems of fsspec (any other URL).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+from typing import Literal
+
+# again: nothing says that another attempt would be in vain; expired: credentials that were valid once; denied: ones
+# that are not, or none; taken: there is something by that name; elsewhere: in another region; final: refused for good.
+Meaning = Literal["missing", "no bucket", "taken", "changed", "denied", "expired", "elsewhere", "final", "again"]
+
+_BY_CODE: dict[str, Meaning] = {  # whatever the status: many of these are a 400
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), "expired"),
+    **dict.fromkeys(("BadDigest", "IncompleteBody", "RequestTimeout", "Throttling", "NoSuchUpload"), "again"),
+    **dict.fromkeys(("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), "again"),
+    "NoSuchBucket": "no bucket",
+    "RequestExpired": "expired",
+    "RequestTimeTooSkewed": "final",
+    "AuthorizationHeaderMalformed": "elsewhere",
+}
+_BY_STATUS: dict[int, Meaning] = {
+    301: "elsewhere", 307: "elsewhere", 401: "denied", 403: "denied", 404: "missing", 412: "taken", 416: "changed",
+    408: "again", 409: "again", 425: "again", 429: "again",
+}  # fmt: skip
+# What botocore raises before it asks. (A credentials file that is just being rewritten is a ConfigParseError or a
+# PartialCredentialsError: those are tried again.)
+_NO_CREDENTIALS = {
+    "NoCredentialsError", "ProfileNotFound", "SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError",
+    "LoginRefreshRequired", "LoginTokenLoadError",
+}  # fmt: skip
+_STILL_EXPIRED = "refreshed credentials are still expired"  # botocore's RuntimeError
+_TIMEOUT = "kind: Timeout"  # obstore's
+_LOG_IN = "log in, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret; for a public bucket AWS_SKIP_SIGNATURE=true"
+_WRONG_KEY = "correct the credentials (AWS_PROFILE, ~/.aws, or AWS_ACCESS_KEY_ID and its secret)"
+_REMEDY_OF_CODE = {
+    "NoSuchBucket": "create the bucket, or correct the URL",
+    "RequestTimeTooSkewed": "set this machine's clock (NTP)",
+    "InvalidAccessKeyId": _WRONG_KEY,
+    "SignatureDoesNotMatch": _WRONG_KEY,
+}
+
+
+class ReadError(OSError):
+    """Final: it has been tried as often as is worth it. Names the file, the bytes and the attempt."""
+
+
+class MissingError(ReadError, FileNotFoundError):
+    """The server says that there is no such file."""
+
+
+class DeniedError(ReadError, PermissionError):
+    """The server refuses, with fresh credentials too."""
+
+
+class TransferError(OSError):
+    """An answer that is not what was asked for, or comes too slowly: worth another attempt."""
+
+
+class ChangedError(OSError):
+    """The object is another one than when it was opened."""
+
+
+class TakenError(OSError):
+    """There is something by that name already."""
+
+
+def read_error(kind: Meaning, message: str) -> OSError:
+    """The final error of a reader, for an error that means `kind`."""
+    if kind in ("missing", "no bucket"):
+        return MissingError(message)
+    return DeniedError(message) if kind in ("denied", "expired") else ReadError(message)
+
+
+def storage_error(kind: Meaning, message: str) -> OSError:
+    """The final error of a `Storage`, for an error that means `kind`; its errno says whether it may pass (EIO)."""
+    if kind == "taken":
+        return TakenError(errno.EEXIST, message)
+    if kind == "missing":
+        return FileNotFoundError(errno.ENOENT, message)
+    if kind in ("denied", "expired"):
+        return PermissionError(errno.EACCES, message)
+    lasting = {"no bucket": errno.ENXIO, "final": errno.EPERM, "elsewhere": errno.EPERM}
+    return OSError(lasting.get(kind, errno.EIO), message)
+
+
+def meaning(error: BaseException) -> Meaning:
+    """What the error of one attempt says about the next one."""
+    if isinstance(error, ChangedError):
+        return "changed"
+    status, code, message = _response(error)
+    if (status == 400 and not code) or _STILL_EXPIRED in message:  # an answer to HEAD has no body to give a code in
+        return "expired"
+    if status is not None:
+        return _BY_CODE.get(code) or _BY_STATUS.get(status) or ("final" if 400 <= status < 500 else "again")
+    if isinstance(error, PermissionError) or code in _NO_CREDENTIALS:
+        return "denied"
+    if isinstance(error, FileNotFoundError) and not _of_network(error.__cause__):
+        return "missing"
+    mistaken = isinstance(error, TypeError | ValueError) and not isinstance(error, UnicodeError)
+    return "final" if mistaken or code == "ParamValidationError" else "again"
+
+
+def _of_network(cause: BaseException | None) -> bool:
+    """fsspec's HTTP calls every look-up that failed a FileNotFoundError: what caused it tells them apart."""
+    if isinstance(cause, FileNotFoundError):
+        return False
+    return isinstance(cause, OSError | asyncio.TimeoutError) or type(cause).__module__.startswith("aiohttp")
+
+
+def describe(error: BaseException) -> str:
+    """One line: of a server's answer its status, code and message; and what to do, where that is known."""
+    if isinstance(error, TransferError | ChangedError):
+        return str(error)
+    status, code, message = _response(error)
+    head = code if status is None else f"HTTP {status} {code}".strip()
+    text = " ".join(message.split()) or ("no reason given" if status is None else "")
+    advice = remedy(error)
+    return f"{head}{': ' * bool(head and text)}{text}{'; ' * bool(advice)}{advice}"
+
+
+def remedy(error: BaseException) -> str:
+    """What the user can do about it; "" where this cannot tell."""
+    kind, (status, code, _) = meaning(error), _response(error)
+    if kind == "elsewhere":
+        return "set AWS_REGION to the one of the bucket"
+    if kind == "denied" and code not in _REMEDY_OF_CODE:
+        known = status is not None and (code or isinstance(error, PermissionError))
+        return "give these credentials the right to do it" if known else _LOG_IN
+    if kind != "expired":
+        return _REMEDY_OF_CODE.get(code, "")
+    if not from_environment():
+        return "the credentials have expired: renew them where they come from (AWS_PROFILE, ~/.aws, a role)"
+    until = os.environ.get("AWS_CREDENTIAL_EXPIRATION")
+    return (
+        f"the AWS_SESSION_TOKEN that this process was started with has expired{f' at {until}' if until else ''}, and "
+        "nothing can renew it: start again with a new one or, better, with AWS_PROFILE or a role, which are renewed"
+    )
+
+
+def from_environment() -> bool:
+    """Whether the credentials are temporary ones that came with the process: those stay what they are."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    tokens = ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN")
+    return all(map(os.environ.get, names)) and any(map(os.environ.get, tokens))
+
+
+def _response(error: BaseException) -> tuple[int | None, str, str]:
+    """(HTTP status, the server's code, its message) of an error, or of one that caused it.
+
+    Without an answer: None, the kind of error, its text.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):  # botocore's
+            answer = response.get("Error", {})
+            status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), str(answer.get("Code") or "")
+            return status, "" if code == str(status) else code, str(answer.get("Message") or "")
+        module = type(cause).__module__.partition(".")[0]
+        number = str(getattr(cause, {"aiohttp": "status", "gcsfs": "code"}.get(module, "-"), None))
+        if number.isdigit():
+            return int(number), "", str(cause)
+        cause = cause.__cause__
+    return _response_in(str(error), type(error).__name__)
+
+
+def _response_in(text: str, kind: str) -> tuple[int | None, str, str]:
+    """The same from the text of an obstore error, which is all that it has."""
+    text, _, details = text.partition("\n\nDebug source:")
+    code, message = (re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
+    status = re.search(r"status code: (\d{3})", text)
+    if status or code:  # a code without a status: an error in the body of a 200
+        return int(status[1]) if status else 200, code[1] if code else "", message[1] if message else ""
+    if "redirect without LOCATION" in text:
+        return 301, "", "the bucket is in another region"
+    if provider := re.search(r"credential provider: (\w+): (.*)", text, re.DOTALL):
+        return None, provider[1], provider[2]
+    if (
+        details
+    ):  # the text alone says little: "Generic S3 error: Error performing ... - HTTP error: error sending request"
+        kind, inner = "", re.search(r'(?:message|error): "([^"]+)"', details)
+        text = re.sub(r".* - |Generic S3 error: |HTTP error: ", "", text, flags=re.DOTALL)
+        text = f"{text}{f': {inner[1]}' if inner else ': no answer in time' if _TIMEOUT in details else ''}"
+    return None, kind, text
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether obstore gave a request up that took too long."""
+    return _TIMEOUT in str(error)

@@ -1,0 +1,93 @@
+"""An attempt at a remote store, repeated until it succeeds, is refused for good, or patience is over.
+
+What it is about: whatever a client lets through (a short body, a lost answer, a refused digest, an expired token).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from clip_train.storage.bucket import Bucket
+from clip_train.storage.errors import Meaning, TransferError, describe, meaning
+
+T = TypeVar("T")
+LONGEST_BACKOFF_SECONDS = 20.0
+LOUD_ATTEMPT = 3  # failures up to here are everyday life on S3
+_log = logging.getLogger("clip_train.storage")
+_random = random.Random()  # of its own: jitter must not shift anybody else's draws
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How patiently `url` is asked: `attempts` at least, and as many as `seconds` have room for."""
+
+    url: str
+    error: Callable[[Meaning, str], OSError]  # the final one
+    attempts: int
+    seconds: float = 0.0
+    backoff_seconds: float = 0.2  # doubled by each attempt
+    counted: bool = True  # whether messages name the attempt
+
+    async def __call__(self, what: str, action: Callable[[], Awaitable[T]], bucket: Bucket | None) -> T:
+        """What `action` gives at last; `error` with `url`, `what`, the reason and the remedy.
+
+        bucket: where it asks, if it is one, whose credentials may be renewed.
+        """
+        end, renewed = time.monotonic() + self.seconds, False
+        for attempt in itertools.count(1):
+            generation = bucket.generation if bucket else 0
+            try:
+                done = await action()
+            except Exception as e:
+                kind, left = meaning(e), end - time.monotonic()
+                count = f", attempt {attempt} of {self.attempts}" if self.counted else ""
+                message = f"{self.url}: {what}{count}: {describe(e)}"
+                renew = bucket is not None and bucket.renew(kind, generation, renewed)
+                if not (renew or kind == "again") or (attempt >= self.attempts and left <= 0):
+                    raise self.error(kind, message) from e
+                _log.log(logging.WARNING if attempt >= LOUD_ATTEMPT else logging.INFO, "%s; trying again", message)
+            else:
+                if bucket is not None:
+                    bucket.worked = True
+                return done
+            renewed = renewed or renew
+            pause = backoff(attempt, self.backoff_seconds)
+            await asyncio.sleep(min(pause, left) if left > 0 else pause)  # the last one is at the end of the patience
+        raise AssertionError("unreachable")
+
+
+def backoff(attempt: int, first_seconds: float) -> float:
+    """Seconds to wait after a failed attempt (from 1): doubling, half of it random, so that workers do not march."""
+    longest = min(LONGEST_BACKOFF_SECONDS, first_seconds * 2.0 ** min(attempt - 1, 64))
+    return _random.uniform(longest / 2, longest)
+
+
+async def within(seconds: float | None, answer: Awaitable[T], reason: str = "") -> T:
+    """The answer; TransferError with the reason where it does not come in time."""
+    try:
+        return await asyncio.wait_for(answer, seconds)
+    except (asyncio.TimeoutError, TimeoutError) as e:
+        raise TransferError(reason or f"no answer within {seconds:.3g} s") from e
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """fsspec's, in a thread of its own."""
+    from fsspec.asyn import get_loop
+
+    return get_loop()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """From any thread but the loop's; a signal's handler can run meanwhile."""
+    future = asyncio.run_coroutine_threadsafe(work, event_loop())
+    try:
+        return future.result()
+    finally:
+        future.cancel()  # where a handler has raised
