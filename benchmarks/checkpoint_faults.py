@@ -135,7 +135,7 @@ def successor_unseen(life: Life) -> None:
     life.proxy.faults = [Fault("reset", method=ALL, key="")]
 
 
-def kill_saver(life: Life) -> None:
+def kill_the_writer(life: Life) -> None:
     """While it has step 2 in hand."""
     life.proxy.faults = [Fault("hang", method=WRITES, key="ckpt")]
     life.save(2, wait=False)
@@ -184,7 +184,7 @@ CASES: dict[str, tuple[Callable, Callable, str]] = {
     "no fault": (nothing, nothing, "fine"),
     "503 bursts": (bursts, nothing, "fine"),
     "reset: data": (fault(Fault("reset", times=2, method=WRITES, key="safetensors")), nothing, "fine"),
-    "reset: rank's word": (fault(Fault("reset", times=2, method="PUT", key="_rank")), nothing, "fine"),
+    "reset: rank's manifest": (fault(Fault("reset", times=2, method="PUT", key="_rank")), nothing, "fine"),
     "reset: manifest": (fault(Fault("reset", times=2, method="PUT", key="_MANIFEST")), nothing, "fine"),
     "reset: commit": (fault(Fault("reset", times=2, method="PUT", key="run/commit")), nothing, "fine"),
     "reset: lease": (fault(Fault("reset", times=2, method="PUT", key="run/lease")), nothing, "fine"),
@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Callable, Callable, str]] = {
     "expired token": (nothing, fault(Fault("expired", method=ALL, key="")), "told"),
     "two writers": (nothing, successor, "refused"),
     "two writers, the first cut off from the store": (nothing, successor_unseen, "refused"),
-    "saver killed": (nothing, kill_saver, "told"),
+    "writer killed": (nothing, kill_the_writer, "told"),
     "conditional writes ignored": (fault(Fault("unconditional", method="PUT", key="")), nothing, "told"),
     "clock an hour off": (fault(Fault("skew", method="GET", key="", seconds=-3600)), nothing, "told"),
     "clock refused": (

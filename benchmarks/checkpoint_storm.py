@@ -4,8 +4,8 @@ A small CLIP trains with DeepSpeed and `checkpoint.remote=s3://...` on a real S3
 scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway). Each life goes on from where the last one was
 killed (`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the
 server tell: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes get SIGKILL;
-sometimes the saver alone, or rank 1 alone. A third of the kills keep the layout; in the others ranks and ZeRO stage
-change every time. Some lives begin on an empty disk.
+sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others ranks and ZeRO
+stage change every time. Some lives begin on an empty disk.
 
 After every kill the bucket and the disk are read by code that is not the package's; before every life it tells which
 checkpoint must be resumed from.
@@ -42,7 +42,7 @@ TARGETS = {
     "resumed": "every life goes on from the newest commit of disk and bucket; nine of ten have one to go on from",
     "commits": "every commit in the bucket and on the disk is whole after every kill",
     "orphans": "nothing in the bucket or on the disk but what a commit names, when the grace has passed",
-    "saver alone": "the run goes on and commits again; rank 1 alone: the run ends by itself",
+    "writer alone": "the run goes on and commits again; rank 1 alone: the run ends by itself",
 }
 LAYOUTS = [(2, 3), (1, 3), (2, 1), (1, 0), (2, 2), (1, 1), (2, 3), (1, 2), (2, 0)]  # (ranks, ZeRO stage)
 GRACE_MINUTES = 0.05
@@ -55,7 +55,7 @@ MOMENTS = {  # what the run asks of the server then: (weight, expression); None:
     "fetching": (2, r"GET \S+\.safetensors"),
     "any": (2, None),
 }
-VICTIMS = {"all": 7, "saver": 2, "rank 1": 2}
+VICTIMS = {"all": 7, "writer": 2, "rank 1": 2}
 MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
@@ -137,16 +137,18 @@ class Storm:
         """Only a part of it; what is left has to do the right thing."""
         if victim == "all":
             return
-        doomed = [pid for pid in family(process) if self.is_a(pid, victim)]
+        doomed = sorted(pid for pid in family(process) if self.is_a(pid, victim))
+        if victim == "writer" and doomed:
+            doomed = [self.rng.choice(doomed)]  # each rank has one
         commits = self.asked(MOMENTS["committing"][1])
         for pid in doomed:
             os.kill(pid, signal.SIGKILL)
         if len(doomed) != 1:
             self.wrong.append(f"{self.name}: {len(doomed)} processes are {victim}")
-        elif victim == "saver":
+        elif victim == "writer":
             self.wait(process, lambda: self.asked(MOMENTS["committing"][1]) > commits)
             if self.asked(MOMENTS["committing"][1]) == commits:
-                self.wrong.append(f"{self.name}: no commit after its saver was killed")
+                self.wrong.append(f"{self.name}: no commit after a checkpoint writer was killed")
         else:
             self.wait(process, lambda: False)
             if process.poll() in (None, 0):
@@ -159,8 +161,8 @@ class Storm:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             return False
-        saver = b"clip_train.checkpoint.saver" in line
-        return saver if victim == "saver" else b"RANK=1" in environment and not saver
+        writer = b"clip_train.checkpoint.writer" in line
+        return writer if victim == "writer" else b"RANK=1" in environment and not writer
 
     def is_at(self, moment: str, done: int) -> bool:
         if moment == "writing":
@@ -217,7 +219,7 @@ class Storm:
         """sha256 of the data of the newest commit in the bucket."""
         (*_, marker) = self.bucket.commits("run").values()
         manifest = json.loads(self.bucket.get(f"run/{marker['prefix']}/_MANIFEST.json"))
-        return [f"{marker['step']}", *(entry["sha256"] for entry in manifest["files"])]
+        return [f"{marker['step']}", *(digest for entry in manifest["files"] for digest in entry["blocks"])]
 
     # -- all of it
 
@@ -265,7 +267,7 @@ def judge(run: Storm, whole: Storm, counted: dict[str, int], name: str) -> tuple
     kills = sum(counted[each] for each in VICTIMS if each in counted)
     row = {
         "layouts": name, "kills": kills,
-        "of the saver / rank 1": f"{counted.get('saver', 0)} / {counted.get('rank 1', 0)}",
+        "of a writer / rank 1": f"{counted.get('writer', 0)} / {counted.get('rank 1', 0)}",
         " / ".join(MOMENTS): " / ".join(str(counted.get(moment, 0)) for moment in MOMENTS),
         "resumed": f"{run.resumed} of {run.lives}", "same batches": str(same), "worst loss": worst, "last loss": last,
         "last files": "the same" if same_files else "others", "wrong": len(run.wrong), "orphans": len(orphans),

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager
-from clip_train.checkpoint.opening import Resumed
+from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive import Objective
 from clip_train.contrastive.rng import RngState
 from clip_train.data import BadSampleLog, epoch_of, merge_cursors
@@ -77,6 +78,7 @@ class Trainer:
     position: Position = field(default_factory=Position)
     bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
     next_epoch: int = 0  # that all lanes have reached behind the batch at hand
+    saves_prepared: bool = False  # there is memory for the first snapshot
     failure: Exception | None = None  # of this rank alone; the others learn of it at the next boundary
 
     def resume(self, resumed: Resumed) -> None:
@@ -164,6 +166,9 @@ class Trainer:
         summary = self.bad_samples.reached(self.next_epoch, position.step)
         if summary is not None:
             self.progress.message(summary)
+        if not self.saves_prepared:  # now that the optimizer has its state
+            self.saves_prepared = True
+            self._on_this_rank(lambda: self.checkpoints.prepare(self.engine.state_fragments(), *self._rank_state()))
         if position.step == self.steps:
             return  # `run` saves and evaluates at the end
         pause = False
@@ -237,10 +242,13 @@ class Trainer:
             **self.bad_samples.state(),
             "engine": self.engine.extra_state(),
         }
-        rng = RngState.capture(self.engine.device).tensors()
-        shared = self.objective.state_dict()
+        rng, shared = self._rank_state()
         step, fragments = self.position.step, self.engine.state_fragments()
         return self.checkpoints.save(step, fragments, rng, state, shared, wait=wait)
+
+    def _rank_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a checkpoint holds beside the engine's fragments: this rank's random state; the objective's, alike on all."""
+        return RngState.capture(self.engine.device).tensors(), self.objective.state_dict()
 
     def _end_preempted(self) -> None:
         reasons = ", ".join(dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None))

@@ -16,7 +16,7 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint.manager import CheckpointManager
-from clip_train.checkpoint.opening import Resumed
+from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive import Objective, build_loss
 from clip_train.data import Tokenizer, TrainLoader, ValLoader
 from clip_train.errors import CheckpointError, RankError, UserError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, layout
-from clip_train.checkpoint.committing import Committer, put_word
-from clip_train.checkpoint.disk import write_snapshot
-from clip_train.checkpoint.lease import Lease
-from clip_train.checkpoint.order import Order
-from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
+from clip_train.checkpoint import CheckpointConfig, CheckpointManager, manifest
+from clip_train.checkpoint.commit import SaveRequest, commit, put_rank_manifest
+from clip_train.checkpoint.snapshot import SharedMemory, plan_file
+from clip_train.checkpoint.transfer import write_snapshot
 from clip_train.contrastive import InfoNCE
 from clip_train.optim import OptimConfig
 from clip_train.step import train_step
@@ -73,7 +71,7 @@ class DyingStorage(LocalStorage):
         self.left -= 1
 
 
-@pytest.mark.parametrize("writes", [0, 1, 2, 3])
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
 def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: Path, writes: int):
     """The marker comes last. Random kills (checkpoint/test_kill.py) seldom hit the moment before it."""
     first = CheckpointManager(CheckpointConfig(), tmp_path)
@@ -82,14 +80,16 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     storage = DyingStorage(tmp_path)
     storage.left = writes
     plan = plan_file(0, [], {"rng": torch.zeros(3)})
-    buffer = SharedBuffer(plan.num_bytes, pin=False)
-    buffer.fill(plan)
-    order = Order(2, layout.new_prefix(1, 2), 1, 0, 1, plan.num_bytes, {})
+    memory = SharedMemory()
+    memory.reserve(plan.num_bytes, pin=False)
+    memory.fill(plan)
+    request = SaveRequest(2, manifest.attempt_prefix(1, 2), 1, 0, 1, plan.num_bytes, plan.fragments, {})
     with pytest.raises(Killed):
-        order.entry = write_snapshot(storage, buffer.fd, order)
-        put_word(storage, order, {"files": [asdict(order.entry)]})
-        Committer(None, Lease(1, ""), 60.0, print).commit(storage, order)
-    buffer.close()
+        request.entry = write_snapshot(storage, memory.fd, request)
+        put_rank_manifest(storage, request)
+        end = time.monotonic() + 60
+        commit(storage, request, lambda: None, "", end=end, newer_since=lambda: None, note=print)
+    memory.close()
     resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()
     assert resumed is not None
     assert (resumed.step, resumed.skipped) == (1, [])

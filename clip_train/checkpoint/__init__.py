@@ -1,7 +1,7 @@
 """Checkpoints that are either whole or do not exist, and that any number of ranks can resume from.
 
-Start reading at `manager.py`, which is what the trainer calls; `layout.py` names every file. What runs in
-the saver's process (`saver.py`, `pipeline.py` and what they import) does not import torch.
+Start reading at `manager.py`, which is what the trainer calls; `manifest.py` names every file. What runs in the
+checkpoint writer's process (`writer.py` and what it imports) does not import torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clip_train.checkpoint.config import CheckpointConfig
     from clip_train.checkpoint.manager import CheckpointManager
-    from clip_train.checkpoint.opening import Resumed
-    from clip_train.checkpoint.outcomes import LastGood
-    from clip_train.checkpoint.reader import FragmentReader
+    from clip_train.checkpoint.restore import Resumed
+    from clip_train.checkpoint.snapshot import FragmentReader
+    from clip_train.checkpoint.status import LastGood
 
 __all__ = ["CheckpointConfig", "CheckpointManager", "FragmentReader", "LastGood", "Resumed"]
 
-_HOME = {"CheckpointConfig": "config", "FragmentReader": "reader", "LastGood": "outcomes", "Resumed": "opening"}
+_HOME = {"CheckpointConfig": "config", "FragmentReader": "snapshot", "LastGood": "status", "Resumed": "restore"}
 
 
 def __getattr__(name: str) -> Any:
-    """On demand, so that the saver's process starts in a tenth of a second and stays small."""
+    """On demand, so that the checkpoint writer starts in a tenth of a second and stays small."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clip_train.checkpoint import layout, marks
-from clip_train.errors import CheckpointError
+from clip_train.checkpoint import manifest
+from clip_train.checkpoint.commit import FencedError, list_commits, read_checked
+from clip_train.errors import CheckpointError, UserError
 from clip_train.storage import Storage
-
-
-class FencedError(CheckpointError):
-    """Another process has taken over this run's checkpoints."""
 
 
 def epochs(storage: Storage) -> list[int]:
     """Of all leases, ascending. OSError."""
-    found = (layout.parse_lease(entry.name) for entry in storage.list("lease"))
+    found = (manifest.parse_lease(entry.name) for entry in storage.list("lease"))
     return sorted(epoch for epoch in found if epoch is not None)
+
+
+ENDING_SECONDS = 10.0  # that the process of the last run on this machine may take to be gone
 
 
 class Lease(NamedTuple):
@@ -43,7 +44,7 @@ def acquire(storage: Storage, others: Sequence[Storage] = (), *, resume: str = "
     taken = [-1]
     for each in (storage, *others):
         taken += epochs(each)
-        taken += [ref.epoch for ref in marks.list_commits(each)]
+        taken += [ref.epoch for ref in list_commits(each)]
     epoch = max(taken) + 1
     token = uuid.uuid4().hex
     body = {
@@ -56,13 +57,13 @@ def acquire(storage: Storage, others: Sequence[Storage] = (), *, resume: str = "
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     for candidate in range(epoch, epoch + 1000):
-        name, data = layout.lease_name(candidate), layout.seal({**body, "epoch": candidate})
+        name, data = manifest.lease_name(candidate), manifest.add_checksum({**body, "epoch": candidate})
         if storage.put_bytes(name, data, if_absent=True):
             for each in others:
                 with contextlib.suppress(OSError):
                     each.put_bytes(name, data)
             return Lease(candidate, token)
-    raise CheckpointError(f"{storage.url}: no lease can be taken; {layout.lease_name(epoch)} and all after it exist")
+    raise CheckpointError(f"{storage.url}: no lease can be taken; {manifest.lease_name(epoch)} and all after it exist")
 
 
 def started(pid: int) -> str | None:
@@ -78,8 +79,8 @@ def living_holder(storage: Storage) -> dict[str, Any] | None:
     Slurm job's earlier attempts. OSError."""
     found = epochs(storage)
     try:
-        holder = marks.read_sealed(storage, layout.lease_name(found[-1])) if found else {}
-    except (FileNotFoundError, ValueError, layout.NewerFormatError):
+        holder = read_checked(storage, manifest.lease_name(found[-1])) if found else {}
+    except (FileNotFoundError, ValueError, manifest.FormatError):
         return None
     if holder.get("host") != socket.gethostname() or holder.get("pid") in (None, os.getpid()):
         return None
@@ -88,25 +89,39 @@ def living_holder(storage: Storage) -> dict[str, Any] | None:
     return holder if holder.get("started") and started(holder["pid"]) == holder["started"] else None
 
 
+def refuse_second_writer(storages: Sequence[Storage]) -> None:
+    """UserError where another process of this machine writes there; one that is about to end may. OSError."""
+    end = time.monotonic() + ENDING_SECONDS
+    for storage in storages:
+        while (holder := living_holder(storage)) is not None:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"process {holder['pid']} on this machine has been writing to {storage.url} since "
+                    f"{holder['since']}: wait for its end, stop it (kill {holder['pid']}), give this run another "
+                    "run.dir and checkpoint.remote, or take over from its last checkpoint with checkpoint.takeover=true"
+                )
+            time.sleep(0.2)
+
+
 def resume_of(storage: Storage, epoch: int) -> str | None:
     """The `checkpoint.resume` of the process that took this epoch; None where nobody knows. OSError."""
     try:
-        return marks.read_sealed(storage, layout.lease_name(epoch)).get("resume")
-    except (FileNotFoundError, ValueError, layout.NewerFormatError):
+        return read_checked(storage, manifest.lease_name(epoch)).get("resume")
+    except (FileNotFoundError, ValueError, manifest.FormatError):
         return None
 
 
 def check(storage: Storage, held: Lease) -> None:
     """FencedError if somebody has taken a higher epoch, or, where a server ignores If-None-Match, the same; OSError."""
     higher = [each for each in epochs(storage) if each > held.epoch]
-    if not higher and storage.exists(layout.lease_name(held.epoch + 1)):  # a listing may hide the newest
+    if not higher and storage.exists(manifest.lease_name(held.epoch + 1)):  # a listing may hide the newest
         higher = [held.epoch + 1]
     epoch = higher[-1] if higher else held.epoch
     try:
-        holder = marks.read_sealed(storage, layout.lease_name(epoch))
+        holder = read_checked(storage, manifest.lease_name(epoch))
     except (FileNotFoundError, ValueError):
         holder = {}
-    except layout.NewerFormatError:
+    except manifest.FormatError:
         holder = {"token": None, "newer": True}
     except OSError:
         if not higher:
@@ -126,4 +141,4 @@ def check(storage: Storage, held: Lease) -> None:
 def forget_old(storage: Storage, epoch: int, keep: int = 20) -> None:
     """Remove all but the newest leases, lest there be one for each requeue. OSError."""
     for old in [each for each in epochs(storage) if each < epoch][:-keep]:
-        storage.delete(layout.lease_name(old))
+        storage.delete(manifest.lease_name(old))

@@ -1,36 +1,32 @@
-"""What the trainer calls: is a save due, save, hear what became of it, resume."""
+"""What the trainer calls: is a save due, save, what has become of it, resume."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint.beginning import all_ranks_see, policy_of, take_lease
-from clip_train.checkpoint.choice import choose
-from clip_train.checkpoint.client import SaverClient
-from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.handover import Content, HandOver, StillWritingError
-from clip_train.checkpoint.layout import CommitRef
-from clip_train.checkpoint.lease import living_holder
-from clip_train.checkpoint.opening import Resumed
-from clip_train.checkpoint.order import Settings
-from clip_train.checkpoint.outcomes import LastGood, Outcomes
-from clip_train.checkpoint.preflight import preflight
-from clip_train.checkpoint.retention import Policy
-from clip_train.checkpoint.schedule import Schedule
-from clip_train.errors import CheckpointError, UserError
+from clip_train.checkpoint import lease, manifest
+from clip_train.checkpoint.commit import SaveRequest, explain
+from clip_train.checkpoint.config import CheckpointConfig, preflight, ranks_of_folder, writable
+from clip_train.checkpoint.restore import Log, Resumed, Selection, select
+from clip_train.checkpoint.retention import Policy, check_space, free_bytes
+from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
+from clip_train.checkpoint.status import LastGood, Saves, Schedule
+from clip_train.checkpoint.transfer import Settings
+from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
 from clip_train.storage import LocalStorage, Storage, open_storage
 
 logger = logging.getLogger(__name__)
-
-ENDING_SECONDS = 10.0  # that the process of the last run on this machine may take to be gone
 
 
 class CheckpointManager:
@@ -38,7 +34,7 @@ class CheckpointManager:
 
     `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
-    folder: `<run.dir>/checkpoints`. log: told of what became of saves and of damaged checkpoints, on rank 0.
+    folder: `<run.dir>/checkpoints`. log: takes what has become of saves, and damaged checkpoints, on rank 0.
     clock: the seconds by which saves are due and have waited too long.
     """
 
@@ -47,7 +43,7 @@ class CheckpointManager:
         config: CheckpointConfig,
         folder: Path | str,
         *,
-        log: Callable[[str], None] | None = None,
+        log: Log | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -56,46 +52,47 @@ class CheckpointManager:
         self.remote: Storage | None = open_storage(config.remote) if config.remote else None
         self._log = log or logger.warning
         self._schedule = Schedule(config, clock)
-        self._outcomes = Outcomes(config.max_failed_saves, self._log)
+        self._saves = Saves(config.max_failed_saves, self._log)
         self._shared: bool | None = None  # all ranks see `folder`; None: not looked yet
-        self._policy: Policy | None = None  # once `begin` has taken a lease
-        self._saver: SaverClient | None = None
-        self._hand_over: HandOver | None = None
-        self._handed_over: int | None = None  # the last step given to the saver, or resumed from: on all ranks alike
-        self._protect: set[CommitRef] = set()
-        self._damaged: set[CommitRef] = set()
+        self._selection = Selection()
+        self._settings: Settings | None = None  # once `begin` has taken a lease
+        self._memory: SharedMemory | None = None
+        self._preparing: threading.Thread | None = None
+        self._snapshot = (
+            -1,
+            0,
+        )  # the last one submitted, or resumed from: step, and how many of it; on all ranks alike
         self._abandoned = False  # the last save did not make it within the grace
         self._grace_left: float | None = None  # seconds, of the last save if it was waited for
 
     @property
     def last_good(self) -> LastGood | None:
         """The newest checkpoint that this process has committed or resumed from."""
-        return self._outcomes.last_good
+        return self._saves.last_good
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` (counted from 1): the same answer on all ranks, once per step.
 
-        A save that is due while the disk still takes the previous snapshot is put off until it has it. That is no
-        failure; but one that is put off for `checkpoint.save_timeout_minutes` counts as one.
+        A save that is due while the disk still takes the previous snapshot is deferred until it has it. That is no
+        failure; but one that is deferred for `checkpoint.save_timeout_minutes` counts as one.
         """
-        self._hear(0.0)
-        schedule, before = self._schedule, self._schedule.put_off
-        due = schedule.due(step, busy=self._outcomes.writing is not None)
+        self._saves.poll(0.0)
+        schedule, before = self._schedule, self._schedule.deferred
+        due = schedule.due(step, busy=self._saves.writing is not None)
         if before is None:
-            self._tell_put_off()
-        if dist.is_main() and schedule.put_off_for() > 60 * self.config.save_timeout_minutes:
-            schedule.wait_anew()
+            self._report_deferred()
+        if dist.is_main() and schedule.deferred_for() > 60 * self.config.save_timeout_minutes:
+            schedule.defer_anew()
             why = f"for {self.config.save_timeout_minutes:g} minutes {self._still_writing()}"
-            self._outcomes.count_failure([schedule.put_off or step], why)
+            self._saves.fail(schedule.deferred or step, why)
         return due
 
-    def _tell_put_off(self) -> None:
-        if self._schedule.put_off is not None:
-            step = self._schedule.put_off
-            self._outcomes.say(f"checkpoint of step {step} is put off: {self._still_writing()}")
+    def _report_deferred(self) -> None:
+        if self._schedule.deferred is not None:
+            self._saves.report(f"checkpoint of step {self._schedule.deferred} is deferred: {self._still_writing()}")
 
     def _still_writing(self) -> str:
-        return f"step {self._handed_over} is still being written to {self.folder}"
+        return f"step {self._snapshot[0]} is still being written to {self.folder}"
 
     # -- begin
 
@@ -111,66 +108,84 @@ class CheckpointManager:
                 if dist.is_main():
                     self._log(f"warning: {warning}")
 
+    def refuse_second_writer(self) -> None:
+        """UserError on all ranks where another process of this machine writes there; one that is about to end may."""
+
+        if not self.config.takeover:
+            dist.on_main(lambda: lease.refuse_second_writer([self.storage, *([self.remote] if self.remote else [])]))
+
     def resume(self) -> Resumed | None:
         """What `checkpoint.resume` asks for; None for a fresh start. All ranks get the same checkpoint.
 
         CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for
         a path that holds no checkpoints.
         """
-        choice = choose(
-            self.config.resume, self.storage, self.remote, all_see_folder=self._all_see_folder, log=self._log
+        self._selection = select(
+            self.config.resume, self.storage, self.remote, together=self._ranks_of_folder, log=self._log
         )
-        self._damaged = set(choice.damaged)
-        resumed = choice.resumed
-        if resumed is None:
-            return None
-        self._protect = set(choice.protect)
-        if choice.saved:
-            self._outcomes.saved = self._handed_over = resumed.step
-        self._outcomes.last_good = LastGood(resumed.step, resumed.path)
+        resumed = self._selection.resumed
+        if resumed is not None:
+            if self._selection.saved:
+                self._saves.saved, self._snapshot = resumed.step, (resumed.step, 0)
+            self._saves.last_good = LastGood(resumed.step, resumed.path)
         return resumed
 
-    def refuse_second_writer(self) -> None:
-        """UserError on all ranks where another process of this machine writes there; one that is about to end may."""
-
-        def look() -> None:
-            end = time.monotonic() + ENDING_SECONDS
-            for storage in (self.storage, *([self.remote] if self.remote else [])):
-                while (holder := living_holder(storage)) is not None:
-                    if time.monotonic() > end:
-                        raise UserError(
-                            f"process {holder['pid']} on this machine has been writing to {storage.url} since "
-                            f"{holder['since']}: wait for its end, stop it (kill {holder['pid']}), give this run "
-                            "another run.dir and checkpoint.remote, or take over from its last checkpoint with "
-                            "checkpoint.takeover=true"
-                        )
-                    time.sleep(0.2)
-
-        if not self.config.takeover:
-            dist.on_main(look)
-
     def begin(self) -> None:
-        """Take the right to write, which an older process of this run loses by it, and start the saver.
+        """Take the right to write, which an older process of this run loses by it, and start the checkpoint writer.
 
         Once, after `resume`; `save` does it if need be. CheckpointError.
         """
-        if self._policy is not None:
+        if self._settings is not None:
             return
+        main = self.remote or self.storage
         others: list[Storage] = [self.storage] if self.remote is not None else []
-        held = take_lease(self.remote or self.storage, others, self.config.resume)
-        self._policy = policy_of(self.config, held, self._protect, self._damaged)
-        shared = self._all_see_folder()
-        settings = Settings(
-            str(self.folder), self.config.remote, shared, 60 * self.config.save_timeout_minutes, self._policy
+        held = dist.on_main(lambda: writable(main, lambda: lease.acquire(main, others, resume=self.config.resume)))
+        policy = Policy(
+            keep_last=self.config.keep_last,
+            keep_every=self.config.keep_every,
+            keep_best=self.config.keep_best,
+            orphan_grace_seconds=60 * self.config.orphan_grace_minutes,
+            epoch=held.epoch,
+            token=held.token,
+            protect=set(self._selection.protect),
+            damaged=set(self._selection.damaged),
         )
-        self._saver = SaverClient(settings)
-        self._hand_over = HandOver(self.folder, self._saver, held.epoch, self._outcomes, shared_disk=shared)
+        timeout = 60 * self.config.save_timeout_minutes
+        settings = Settings(str(self.folder), self.config.remote, self._all_see_folder(), timeout, policy)
+        self._memory = SharedMemory()
+        fd = self._memory.fd
+        dist.agreed(lambda: self._saves.start(settings, fd))
+        self._settings = settings
+
+    def prepare(
+        self,
+        fragments: Iterable[Fragment],
+        rank_tensors: dict[str, Tensor],
+        shared_tensors: dict[str, Tensor] | None = None,
+    ) -> None:
+        """On this rank, after `begin` and the first step: what `save` will be given. Its memory is allocated and
+        touched while training goes on, so that the first save costs no more than the others."""
+        memory = self._memory
+        if memory is None or self._preparing is not None:
+            return
+        plan = plan_file(dist.rank(), fragments, rank_tensors, shared_tensors)
+        size, pin = plan.num_bytes, _on_gpu(plan)
+
+        def reserve() -> None:
+            with contextlib.suppress(Exception):  # the save says why
+                memory.reserve(size, pin=pin)
+
+        self._preparing = threading.Thread(target=reserve, daemon=True)
+        self._preparing.start()
 
     def _all_see_folder(self) -> bool:
-        """Without a remote store they must."""
+        """Collective, once. Without a remote store they must."""
         if self._shared is None:
-            self._shared = self.remote is None or all_ranks_see(self.storage)
+            self._shared = self.remote is None or len(self._ranks_of_folder()) == dist.world_size()
         return self._shared
+
+    def _ranks_of_folder(self) -> list[int]:
+        return ranks_of_folder(self.storage)
 
     # -- save
 
@@ -186,156 +201,191 @@ class CheckpointManager:
     ) -> bool:
         """Make a checkpoint of the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
 
-        Returns when the snapshot is taken; `poll` hears the rest. shared_tensors: the same on all ranks; rank
+        Returns when the snapshot is taken; `poll` reports the rest. shared_tensors: the same on all ranks; rank
         0's are written. wait: return when it is committed, or after `checkpoint.grace_seconds`.
 
         True: it is on its way (wait: it is committed). False: it is not, on any rank; rank 0 has logged why and
         training may go on. CheckpointError after `max_failed_saves` failures in a row, or when another process
-        has taken over. A step that is saved already is not again. Where a rank's buffer is not free (`due` does
-        not ask for a save then) it is put off, or waited for.
+        has taken over. A step that is saved already is not again. Where a rank's memory is not free (`due` does
+        not ask for a save then) it is deferred, or waited for.
         """
         self.begin()
-        assert self._hand_over is not None
-        self._hear(0.0)
-        outcomes = self._outcomes
-        outcomes.saver_died = self._abandoned = False
-        self._grace_left = None
+        self._saves.poll(0.0)
+        saves = self._saves
+        self._abandoned, self._grace_left = False, None
         end = time.monotonic() + self.config.grace_seconds
-        if self._handed_over == step and dist.broadcast_object(outcomes.saved == step or step in outcomes.pending):
+        if self._snapshot[0] == step and dist.broadcast_object(saves.saved == step or step in saves.pending):
             if not wait or self._finish(step, end):
                 return True
             if self._abandoned:
                 return False  # else it has failed, and there is time to try again
-        if wait and not self._buffers_free(step, end):
+        if wait and not self._wait_until_free(step, end):
             return False
+        request: SaveRequest | None = None
+        error: str | None = None
         try:
-            self._hand_over.save(Content(step, fragments, rank_tensors, shared_tensors, state))
-        except StillWritingError:
-            self._schedule.postpone(step)
-            self._tell_put_off()
-            return False
+            if saves.writing is None:
+                request = self._take(step, plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), state)
+        except Exception as e:
+            error = explain(e)
+        try:
+            busy = self._vote(request, error)
         except CheckpointError as e:
             self._schedule.saved(step)
-            return self._refused(step, e)
-        if self._schedule.put_off is not None:
-            outcomes.number("checkpoint_late_steps", step - self._schedule.put_off)
-        self._schedule.saved(step)
-        self._handed_over = step
-        return not wait or self._finish(step, end) or self._once_more(step, end)
-
-    def _refused(self, step: int, why: CheckpointError) -> bool:
-        """It could not be handed over, on all ranks alike: a failure like any other."""
-        if dist.is_main():
-            self._outcomes.count_failure([step], str(why))
-        self._outcomes.agree()
-        if self._outcomes.fatal is not None:
-            raise CheckpointError(self._outcomes.fatal) from why
-        return False
-
-    def _once_more(self, step: int, end: float) -> bool:
-        """A save that is waited for is lost with a saver, but what it was to write is still in the buffers."""
-        assert self._hand_over is not None
-        if self._abandoned or not self._outcomes.saver_died or not self._buffers_free(step, end):
+            if dist.is_main():
+                saves.fail(step, str(e))
+            saves.share()
+            if saves.fatal is not None:
+                raise CheckpointError(saves.fatal) from e
             return False
+        if busy:
+            self._schedule.defer(step)
+            self._report_deferred()
+            return False
+        if self._schedule.deferred is not None:
+            saves.number("checkpoint_late_steps", step - self._schedule.deferred)
+        self._schedule.saved(step)
+        assert request is not None
+        self._snapshot = (step, self._snapshot_number(step))
+        saves.submit(request)
+        return not wait or self._finish(step, end)
+
+    def _snapshot_number(self, step: int) -> int:
+        """Of snapshots of this step: an attempt's folder is never written with other bytes."""
+        return self._snapshot[1] + 1 if self._snapshot[0] == step else 1
+
+    def _take(self, step: int, plan: Plan, state: dict[str, Any]) -> SaveRequest:
+        """The copy. Anything may go wrong."""
+        assert self._memory is not None and self._settings is not None
+        rank, epoch = dist.rank(), self._settings.policy.epoch
+        encoded = manifest.encode_state(state) if rank == 0 else None
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        self._memory.reserve(plan.num_bytes, pin=_on_gpu(plan))
+        self._memory.fill(plan)
+        notes, self._saves.notes = self._saves.notes, []
+        return SaveRequest(
+            step=step,
+            prefix=manifest.attempt_prefix(epoch, step, self._snapshot_number(step)),
+            epoch=epoch,
+            rank=rank,
+            world_size=dist.world_size(),
+            size=plan.num_bytes,
+            fragments=plan.fragments,
+            state=encoded,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            notes=notes,
+        )
+
+    def _vote(self, request: SaveRequest | None, error: str | None) -> bool:
+        """Collective: whether a rank is busy with its last snapshot. CheckpointError, on all, where one cannot save.
+
+        What is sent has the same size for any number of ranks.
+        """
+        saves, free, size = self._saves, 0, request.size if request is not None else 0
         try:
-            self._hand_over.again()
-        except CheckpointError as e:
-            return self._refused(step, e)
-        return self._finish(step, end)
+            free = free_bytes(self.folder)
+            if not self._shared:
+                check_space(self.folder, size, free)
+        except (OSError, CheckpointError) as e:
+            error = error or explain(e)
+        failed, busy, fatal, least = dist.max_scalars(
+            error is not None, saves.writing is not None, dist.is_main() and saves.fatal is not None, -free
+        )
+        (total,) = dist.sum_scalars(size)
+        if fatal:
+            saves.share()
+            raise CheckpointError(str(saves.fatal))
+        if failed:
+            everyone = enumerate(dist.gather_objects(error))
+            errors = [f"rank {rank}: {each}" for rank, each in everyone if each is not None]
+            more = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
+            raise CheckpointError("; ".join(errors[:3]) + more)
+        if not busy and self._shared:
+            check_space(self.folder, int(total), int(-least))
+        return bool(busy)
+
+    def note_metrics(self, step: int, values: dict[str, float]) -> None:
+        """The evaluation's results at `step`, for `checkpoint.keep_best`."""
+        if self.config.keep_best is None or not dist.is_main() or self._settings is None:
+            return
+        name = self.config.keep_best.removeprefix("-")
+        if name not in values:
+            self._log(f"checkpoint.keep_best ({name}): no such number; the evaluation has {', '.join(sorted(values))}")
+        else:
+            self._saves.note_metrics(step, {name: values[name]})
 
     def poll(self) -> dict[str, float]:
         """At every step: what has become of earlier saves, without waiting; numbers for the step's record.
 
         CheckpointError, on rank 0, after too many failures in a row, or when another process has taken over.
         """
-        self._hear(0.0)
-        if self._outcomes.fatal is not None and dist.is_main():
-            raise CheckpointError(self._outcomes.fatal)
-        return self._outcomes.take_numbers()
-
-    def note_metrics(self, step: int, values: dict[str, float]) -> None:
-        """What the evaluation at `step` came to, for `checkpoint.keep_best`."""
-        if self.config.keep_best is None or not dist.is_main() or self._hand_over is None or self._policy is None:
-            return
-        name = self.config.keep_best.removeprefix("-")
-        if name not in values:
-            self._log(f"checkpoint.keep_best ({name}): no such number; the evaluation has {', '.join(sorted(values))}")
-        else:
-            body = {"do": "metric", "epoch": self._policy.epoch, "step": step, "values": {name: values[name]}}
-            self._hand_over.note(f"metric of step {step}", body)
-
-    def _hear(self, timeout: float) -> None:
-        if self._hand_over is not None:
-            self._hand_over.hear(timeout)
+        self._saves.poll(0.0)
+        if self._saves.fatal is not None and dist.is_main():
+            raise CheckpointError(self._saves.fatal)
+        return self._saves.take_numbers()
 
     # -- end
 
     def _wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
-        assert self._hand_over is not None
-        in_time = self._hand_over.wait_together(waiting, end)
+        in_time = self._saves.wait_together(waiting, end)
         self._grace_left = max(end - time.monotonic(), 0.0)
         return in_time
 
-    def _buffers_free(self, step: int, end: float) -> bool:
-        """Wait until no rank's last snapshot is being written any more. Collective."""
-        free = self._wait_together(lambda: self._outcomes.writing is not None, end)
+    def _wait_until_free(self, step: int, end: float) -> bool:
+        """Until no rank's last snapshot is being written any more. Collective."""
+        free = self._wait_together(lambda: self._saves.writing is not None, end)
         if not free:
             self._abandon(step, f"; {self._still_writing()}")
         return free
 
     def _finish(self, step: int, end: float) -> bool:
-        """Wait until `step` is decided, which rank 0 hears first, or until `end`. Collective."""
-        outcomes = self._outcomes
-        if step in outcomes.pending and self.remote is not None:
+        """Wait until `step` is committed or has failed, which rank 0 learns first, or until `end`. Collective."""
+        saves = self._saves
+        if step in saves.pending and self.remote is not None:
             left = max(end - time.monotonic(), 0.0)
-            outcomes.say(f"waiting up to {left:.0f} s for step {step} to be committed at {self.remote.url}")
-        decided = self._wait_together(lambda: dist.is_main() and step in outcomes.pending, end)
-        outcomes.agree()
-        if outcomes.saved == step:
-            outcomes.pending.clear()  # what is older has been overtaken
+            saves.report(f"waiting up to {left:.0f} s for step {step} to be committed at {self.remote.url}")
+        in_time = self._wait_together(lambda: dist.is_main() and step in saves.pending, end)
+        saves.share()
+        if saves.saved == step:
+            saves.pending.clear()  # what is older has been superseded
             return True
-        if outcomes.fatal is not None:
-            raise CheckpointError(outcomes.fatal)
-        if not decided:
+        if saves.fatal is not None:
+            raise CheckpointError(saves.fatal)
+        if not in_time:
             self._abandon(step)
         return False
 
     def _abandon(self, step: int, why: str = "") -> None:
         self._abandoned = True
-        seconds, outcomes = self.config.grace_seconds, self._outcomes
-        outcomes.pending.clear()
-        outcomes.say(f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {outcomes.fallback()}")
+        seconds, saves = self.config.grace_seconds, self._saves
+        saves.pending.clear()
+        saves.report(f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {saves.fallback()}")
 
     def settle(self, seconds: float = 20.0) -> None:
         """Wait until the newest save is committed somewhere or has failed, so that `last_good` is up to date."""
         end = time.monotonic() + min(seconds, self.config.grace_seconds)
-        newest = max(self._outcomes.pending, default=0)
-        while newest in self._outcomes.pending and time.monotonic() < end:
+        newest = max(self._saves.pending, default=0)
+        while newest in self._saves.pending and time.monotonic() < end:
             if self.last_good is not None and self.last_good.step == newest:
                 return
-            self._hear(min(0.2, max(end - time.monotonic(), 0.0)))
+            self._saves.poll(min(0.2, max(end - time.monotonic(), 0.0)))
 
     def close(self) -> None:
-        """The saver finishes what is under way within `checkpoint.grace_seconds`, or abandons it, and says which.
-
-        What a last save has waited counts. Every rank for itself: nothing here waits for another one.
+        """The checkpoint writer finishes what is under way within `checkpoint.grace_seconds`, or abandons it, and the
+        log says which. What a last save has waited counts. Every rank for itself: nothing here waits for another one.
         """
-        if self._saver is None or self._hand_over is None:
-            return
-        outcomes, grace = self._outcomes, self.config.grace_seconds
-        grace = grace if self._grace_left is None else min(grace, self._grace_left)
-        end = time.monotonic() + grace
-        waiting = sorted(outcomes.pending)
-        if waiting:
-            outcomes.say(f"finishing the checkpoint of step {waiting[-1]} (up to {grace:.0f} s)")
-        while (outcomes.pending or (outcomes.tidying and not self._abandoned)) and time.monotonic() < end:
-            if not self._saver.connected:
-                break
-            self._hear(min(1.0, max(end - time.monotonic(), 0.0)))
-        if waiting and not outcomes.pending and outcomes.saved == waiting[-1]:
-            outcomes.say(f"step {waiting[-1]} is committed ({outcomes.fallback()})")
-        elif outcomes.pending:
-            outcomes.say(f"abandoned the checkpoint of step {max(outcomes.pending)}; {outcomes.fallback()}")
-        self._saver.close()
-        self._hand_over.close()
-        self._saver, self._hand_over, self._policy = None, None, None
+        grace = self.config.grace_seconds
+        self._saves.close(
+            grace if self._grace_left is None else min(grace, self._grace_left), finish=not self._abandoned
+        )
+        if self._preparing is not None:
+            self._preparing.join()
+        if self._memory is not None:
+            self._memory.close()
+        self._memory, self._preparing, self._settings = None, None, None
+
+
+def _on_gpu(plan: Plan) -> bool:
+    return any(tensor.is_cuda for _, tensor in plan.places)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clip_train.checkpoint import layout, marks
 from clip_train.checkpoint import lease as leases
-from clip_train.checkpoint.layout import CommitRef
+from clip_train.checkpoint import manifest
+from clip_train.checkpoint.commit import list_commits, prefix_of, read_checked
+from clip_train.checkpoint.manifest import CommitRef, attempt_of, parse_prefix
+from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage, Storage
 
+HEADROOM = 64 << 20  # bytes left free beside a checkpoint: manifests, and whoever else writes there
 SWEEP_RIGHT = "s3:ListBucketMultipartUploads"
 SWEEP_REMEDY = "or let a lifecycle rule of the bucket end incomplete uploads: their parts cost, and are not listed"
 
@@ -86,7 +90,7 @@ def read_metrics(storage: Storage, commits: Collection[CommitRef], name: str | N
         if ref.metric_name not in there:
             continue
         try:
-            value = marks.read_sealed(storage, ref.metric_name)["values"].get(name.removeprefix("-"))
+            value = read_checked(storage, ref.metric_name)["values"].get(name.removeprefix("-"))
         except (FileNotFoundError, ValueError):
             continue
         if value is not None:
@@ -108,7 +112,7 @@ def apply_retention(
     broken checkpoint. What has a higher epoch than this writer's is never touched: it may have slept since it
     asked for its lease.
     """
-    commits = marks.list_commits(storage)
+    commits = list_commits(storage)
     if not any(ref not in policy.damaged for ref in commits):
         return []
     leases.check(storage, policy.lease)
@@ -133,12 +137,12 @@ def _remove_orphans(
     attempts = own()  # after the listing: what is in it and has begun since is known to be in flight
     newest: dict[str, float] = {}  # attempt -> when it was last written to, by the store's clock
     for entry in files:
-        attempt = _attempt_of(entry.name)
+        attempt = attempt_of(entry.name)
         newest[attempt] = max(newest.get(attempt, 0.0), entry.modified)
-    named = {ref: marks.prefix_of(storage, ref) for ref in kept}
+    named = {ref: prefix_of(storage, ref) for ref in kept}
     now = storage.clock()
     for attempt, modified in sorted(newest.items()):
-        ref = layout.parse_prefix(attempt)
+        ref = parse_prefix(attempt)
         if ref is None or _is_anothers(attempt, policy, attempts):
             continue
         # a marker that makes no sense could mean any attempt of its epoch and step: leave them all
@@ -160,7 +164,7 @@ def _sweep(storage: Storage, policy: Policy, own: Callable[[], Attempts], note: 
     try:
         storage.sweep(
             now - max(policy.orphan_grace_seconds, 1.0),
-            lambda name: _is_anothers(_attempt_of(name), policy, spared),
+            lambda name: _is_anothers(attempt_of(name), policy, spared),
             # a bucket may be others' as well, and only data are large enough for an upload in parts
             prefix="" if isinstance(storage, LocalStorage) else "ckpt",
         )
@@ -169,25 +173,21 @@ def _sweep(storage: Storage, policy: Policy, own: Callable[[], Attempts], note: 
         note(f"unfinished uploads under {storage.url} cannot be listed: {type(e).__name__}: {e}{remedy}")
 
 
-def _attempt_of(name: str) -> str:
-    return "/".join(name.split("/")[:3])
-
-
 def _is_anothers(attempt: str, policy: Policy, own: Attempts) -> bool:
     """Still to be committed by this process or by its successor."""
-    ref = layout.parse_prefix(attempt)
+    ref = parse_prefix(attempt)
     return attempt in own.in_flight or (ref is not None and ref.epoch > policy.epoch)
 
 
 def _is_named(storage: Storage, ref: CommitRef, attempt: str) -> bool:
-    return storage.exists(ref.name) and marks.prefix_of(storage, ref) in (attempt, None)
+    return storage.exists(ref.name) and prefix_of(storage, ref) in (attempt, None)
 
 
 def _remove_small_orphans(storage: Storage, policy: Policy, own: Callable[[], Attempts]) -> None:
     """What preflights and evaluations of runs that were killed have left behind."""
     found = [*storage.list("preflight"), *storage.list("metric")]
     attempts, now = own(), storage.clock()
-    under_way = {layout.parse_prefix(attempt) for attempt in attempts.in_flight}
+    under_way = {parse_prefix(attempt) for attempt in attempts.in_flight}
     for entry in found:
         ref = CommitRef.of_metric(entry.name)
         if now - entry.modified < max(policy.orphan_grace_seconds, attempts.patience_seconds) or ref in under_way:
@@ -209,7 +209,7 @@ def _tidy_folders(storage: LocalStorage, older_than: float, own: Callable[[], At
 def _remove_empty_folders(storage: LocalStorage, newest: CommitRef) -> None:
     """Not of what is newer: another rank may be about to write there. What is older all ranks have written."""
     for folder in storage.path("ckpt").glob("s*/e*"):
-        ref = layout.parse_prefix(folder.relative_to(storage.root).as_posix())
+        ref = parse_prefix(folder.relative_to(storage.root).as_posix())
         if ref is not None and ref <= newest:
             _remove_if_empty(folder)
     for folder in storage.path("ckpt").glob("s*"):
@@ -225,9 +225,9 @@ def _remove_if_empty(folder: Path) -> None:
 def remove_own_files(storage: LocalStorage, rank: int, policy: Policy, in_flight: Collection[str]) -> None:
     """Where ranks do not share the disk, each clears up after itself: all but its newest files go, and halves.
     Of what was there before this process no rank has any more use: it may be of ranks that are elsewhere now."""
-    own = re.compile(r"(ckpt/s\d+/e\d+-[0-9a-f]+)/(?:rank|_rank)(\d+)\.(?:safetensors|json)")
+    own = re.compile(r"(ckpt/s\d+/e\d+-[0-9a-f]+)/_?rank(\d+)\.(?:safetensors|json)")
     found = [match for entry in storage.list("ckpt") if (match := own.fullmatch(entry.name))]
-    attempts = {match[1]: layout.parse_prefix(match[1]) for match in found}
+    attempts = {match[1]: parse_prefix(match[1]) for match in found}
     newest = sorted((ref for ref in attempts.values() if ref is not None), reverse=True)[: policy.keep_last]
     for match in found:
         ref = attempts[match[1]]
@@ -235,12 +235,12 @@ def remove_own_files(storage: LocalStorage, rank: int, policy: Policy, in_flight
         if mine and ref not in newest and match[1] not in in_flight:
             storage.delete(match[0])
     for left in storage.path("tmp").glob("ckpt+*"):
-        attempt = _attempt_of(left.name.replace("+", "/"))
-        ref = layout.parse_prefix(attempt)
-        mine = left.name.endswith(f"+{layout.rank_file(rank)}") or (ref is not None and ref.epoch < policy.epoch)
+        attempt = attempt_of(left.name.replace("+", "/"))
+        ref = parse_prefix(attempt)
+        mine = left.name.endswith(f"+{manifest.rank_file(rank)}") or (ref is not None and ref.epoch < policy.epoch)
         if mine and attempt not in in_flight:
             left.unlink(missing_ok=True)
-    storage.sweep(storage.clock() - max(policy.orphan_grace_seconds, 1.0), lambda name: _attempt_of(name) in in_flight)
+    storage.sweep(storage.clock() - max(policy.orphan_grace_seconds, 1.0), lambda name: attempt_of(name) in in_flight)
     if newest:
         _remove_empty_folders(storage, newest[0])
 
@@ -250,3 +250,21 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return math.inf  # gone since
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space on the disk of `folder`, which need not exist yet."""
+    folder = folder.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def check_space(folder: str | Path, needed: int, free: int) -> None:
+    """CheckpointError when `needed` bytes will not fit into `free`."""
+    if needed + HEADROOM > free:
+        raise CheckpointError(
+            f"not enough space for a checkpoint at {folder}: {needed / 1e9:.3f} GB needed "
+            f"(and {HEADROOM / 1e9:.3f} GB to spare), {free / 1e9:.3f} GB free; make room, or lower "
+            "checkpoint.keep_last"
+        )

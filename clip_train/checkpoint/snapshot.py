@@ -1,24 +1,31 @@
-"""The only thing the training loop waits for: a copy of the state, in memory that the saver can read.
+"""A rank's state as a safetensors file: planned, copied to memory that the checkpoint writer reads, and read back.
 
-The copy is laid out as the safetensors file that it becomes, so the saver just writes bytes.
+The copy is the only thing that the training loop waits for. It is laid out as the file that it becomes, in memory that
+is allocated, touched and pinned before the first save. Any cut is read back at any other, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from clip_train.checkpoint import layout
-from clip_train.protocols import Fragment
+from clip_train.checkpoint import manifest
+from clip_train.checkpoint.fetch import Block, CheckpointFiles, blocks_of
+from clip_train.errors import CheckpointError
+from clip_train.protocols import Fragment, Wanted
 
 DTYPES = {
     torch.float64: "F64",
@@ -34,6 +41,10 @@ DTYPES = {
 }
 
 
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+SPARE_BYTES = 1 << 20  # beside what is needed: a later header may be longer
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a file will hold and where; nothing is copied yet."""
@@ -41,6 +52,7 @@ class Plan:
     head: bytes  # the file's beginning, its length a multiple of 8
     places: list[tuple[int, Tensor]]  # byte offset in the file -> tensor, still the training's own
     num_bytes: int  # of the file
+    fragments: dict[str, Any]  # for the rank's manifest: `shapes`, `rows` of fragments, other `tensors`
 
 
 def plan_file(
@@ -55,21 +67,32 @@ def plan_file(
     """
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    held: list[tuple[str, int, int, list[str]]] = []
     for fragment in fragments:
         shape = tuple(int(n) for n in fragment.shape)
         if shapes.setdefault(fragment.name, shape) != shape:
             raise ValueError(f"{fragment.name}: two shapes, {shapes[fragment.name]} and {shape}")
         _check_lengths(fragment, shape)
+        numel = next((tensor.numel() for tensor in fragment.tensors.values()), 0)
+        held.append((fragment.name, fragment.start, numel, list(fragment.tensors)))
         for slot, tensor in fragment.tensors.items():
-            key = layout.fragment_key(fragment.name, slot, fragment.start)
+            key = manifest.fragment_key(fragment.name, slot, fragment.start)
             if key in tensors:
                 raise ValueError(f"{fragment.name}: two fragments start at {fragment.start}")
             tensors[key] = tensor.detach()
     for name, tensor in rank_tensors.items():
-        tensors[layout.rank_tensor_key(name)] = tensor.detach()
+        tensors[manifest.RANK_KEY + name] = tensor.detach()
     for name, tensor in (shared_tensors or {}).items() if rank == 0 else ():
-        tensors[layout.shared_tensor_key(name)] = tensor.detach()
-    return lay_out(tensors, {"shapes": json.dumps(shapes)})
+        tensors[manifest.SHARED_KEY + name] = tensor.detach()
+    plan = lay_out(tensors, {"shapes": json.dumps(shapes)})
+    for name, start, numel, slots in held:
+        keys = {slot: manifest.fragment_key(name, slot, start) for slot in slots}
+        kept = [(slot, *plan.fragments["tensors"].pop(key)) for slot, key in keys.items()]
+        if numel:
+            row = (name, start, numel, [(slot, dtype, offset) for slot, dtype, _, offset in kept])
+            plan.fragments["rows"].append(row)
+    plan.fragments["shapes"] = shapes
+    return plan
 
 
 def _check_lengths(fragment: Fragment, shape: tuple[int, ...]) -> None:
@@ -98,25 +121,41 @@ def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
         tensor = tensors[key]
         offsets[key], at = at, at + tensor.numel() * tensor.element_size()
         header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offsets[key], at]}
+    known = {key: (value["dtype"], value["shape"]) for key, value in header.items() if key != "__metadata__"}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     head = len(encoded).to_bytes(8, "little") + encoded
-    return Plan(head, [(len(head) + offsets[key], tensors[key]) for key in order], len(head) + at)
+    places = [(len(head) + offsets[key], tensors[key]) for key in order]
+    where = {key: (*known[key], len(head) + offsets[key]) for key in order}
+    return Plan(head, places, len(head) + at, {"shapes": {}, "rows": [], "tensors": where})
 
 
-class SharedBuffer:
-    """Host memory behind a file descriptor, which the saver is given; kept from save to save.
+class SharedMemory:
+    """Host memory behind a file descriptor that the checkpoint writer has too; kept from save to save, it only grows.
 
-    Anonymous: nothing of it is left when both processes have gone, however they went. Pinned where the
-    state lies on a GPU, so that the copy runs at the bus's speed.
+    Anonymous: nothing of it is left when both processes have gone, however they went. Pinned where the state lies on a
+    GPU, so that the copy runs at the bus's speed.
     """
 
-    def __init__(self, num_bytes: int, *, pin: bool) -> None:
-        """OSError or MemoryError where the machine does not have it."""
-        self.capacity = max(num_bytes, mmap.PAGESIZE)
-        self.fd = _anonymous_file(self.capacity)
-        self._map = mmap.mmap(self.fd, self.capacity)
+    def __init__(self) -> None:
+        self.fd = _anonymous_file()
+        self.capacity = 0  # bytes
+        self._map = memoryview(b"")
+        self._view = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    def reserve(self, num_bytes: int, *, pin: bool) -> None:
+        """Allocate, touch and pin. OSError or MemoryError where the machine does not have it."""
+        if num_bytes <= self.capacity:
+            return
+        self._unpin()
+        size = -(-(num_bytes + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self.fd, size)
+        # a new mapping: the old one goes with the last tensor over it
+        self._map = memoryview(mmap.mmap(self.fd, size))
         self._view = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._view[:: mmap.PAGESIZE] = 0  # a page fault costs more than copying the page
+        self.capacity = size
         self._pinned = pin and _register(self._view)
 
     def fill(self, plan: Plan) -> None:
@@ -134,21 +173,22 @@ class SharedBuffer:
             torch.cuda.synchronize()
 
     def close(self) -> None:
+        self._unpin()
+        self.capacity = 0
+        os.close(self.fd)
+
+    def _unpin(self) -> None:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._view.data_ptr())
             self._pinned = False
-        os.close(self.fd)  # the mapping goes with the last tensor over it
 
 
-def _anonymous_file(num_bytes: int) -> int:
-    """Not in /dev/shm, which containers keep small."""
+def _anonymous_file() -> int:
+    """Empty. Not in /dev/shm, which containers keep small."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("clip-train-snapshot", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as f:
-            fd = os.dup(f.fileno())
-    os.ftruncate(fd, num_bytes)
-    return fd
+        return os.memfd_create("clip-train-snapshot", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as f:
+        return os.dup(f.fileno())
 
 
 def _register(view: Tensor) -> bool:
@@ -162,3 +202,129 @@ def _register(view: Tensor) -> bool:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
     return status == 0
+
+
+class FragmentReader:
+    """A `FragmentSource` over the files of one checkpoint, of which only those with something to read are opened.
+
+    layout: LAYOUT. files: those that it names, in its order. where: for messages.
+    """
+
+    def __init__(self, layout: bytes, files: CheckpointFiles, where: str = "the checkpoint") -> None:
+        """CheckpointError if the layout is not readable."""
+        self._files, self._where = files, where
+        try:
+            data = zlib.decompress(layout)
+            begin = 8 + int.from_bytes(data[:8], "little")
+            head = json.loads(data[8:begin])
+            self._shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in head["params"]}
+            self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
+            self._slots = [slot for slot, _ in head["kinds"]]
+            self._tensors: list[dict[str, Any]] = head["tensors"]
+            self._names: list[str] = head["files"]
+            self._rows = np.frombuffer(data, np.int64, 6 * head["rows"], begin).reshape(6, -1)
+        except (ValueError, KeyError, TypeError, zlib.error) as e:
+            raise CheckpointError(f"{where}: its layout is not readable: {type(e).__name__}: {e}") from e
+        slots = np.array([self._slots.index(slot) for slot in self._slots], np.int64)
+        groups = self._rows[0] * (len(slots) + 1) + slots[self._rows[1]] if len(slots) else self._rows[0]
+        cuts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), self._rows.shape[1]]
+        names = list(self._shapes)
+        self._range: dict[tuple[str, str], tuple[int, int]] = {}  # (name, slot) -> its rows, by start
+        for first, end in itertools.pairwise(cuts):
+            if first < end:
+                key = names[self._rows[0, first]], self._slots[self._rows[1, first]]
+                self._range[key] = (first, end)
+
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter in the checkpoint with its shape."""
+        return dict(self._shapes)
+
+    def slots(self) -> set[str]:
+        """What is stored per parameter: "param" and the optimizer's slots."""
+        return set(self._slots)
+
+    def _pieces(self, name: str, slot: str, start: int, end: int) -> Iterator[tuple[int, int, int, int, torch.dtype]]:
+        """What overlaps elements `[start, end)`: first element, the one after the last, file, byte offset, dtype."""
+        low, high = self._range.get((name, slot), (0, 0))
+        starts = self._rows[2, low:high]
+        first = max(low, low + int(np.searchsorted(starts, start, side="right")) - 1)
+        for row in range(first, low + int(np.searchsorted(starts, end, side="left"))):
+            _, kind, begin, numel, file, offset = map(int, self._rows[:, row])
+            lower, upper = max(start, begin), min(end, begin + numel)
+            if lower < upper:
+                dtype = self._dtypes[kind]
+                yield lower, upper, file, offset + (lower - begin) * dtype.itemsize, dtype
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """Collective: what this rank is going to read is verified and fetched now. CheckpointError, on all ranks."""
+        blocks: set[Block] = set()
+        for name, slot, start, numel in wanted:
+            for lower, upper, file, at, dtype in self._pieces(name, slot, start, start + numel):
+                blocks |= self._blocks(file, at, at + (upper - lower) * dtype.itemsize)
+        self._files.prepare(blocks)
+
+    def prepare_named(self, rank: int | None) -> None:
+        """The same for `rank_tensors(rank)` (None: of no rank) and `shared_tensors()`."""
+        blocks: set[Block] = set()
+        for file, prefix in ((0, manifest.SHARED_KEY), (rank, manifest.RANK_KEY)):
+            if file is not None:
+                for _, at, end, _, _ in self._named_places(file, prefix):
+                    blocks |= self._blocks(file, at, end)
+        self._files.prepare(blocks)
+
+    def _blocks(self, file: int, start: int, end: int) -> set[Block]:
+        return {(file, number) for number in blocks_of(self._files.entries[file], start, end)}
+
+    def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
+        """Elements `[start, start + numel)` of the flattened parameter, [numel], in host memory.
+
+        CheckpointError if the checkpoint has no such parameter or slot, or lacks a part of the range.
+        """
+        if name not in self._shapes:
+            raise CheckpointError(f"{self._where}: no parameter {name!r} in this checkpoint")
+        parts: list[Tensor] = []
+        done, end = start, start + numel  # [start, done) is in `parts`
+        for lower, upper, file, at, dtype in self._pieces(name, slot, start, end):
+            if lower != done:
+                break
+            parts.append(self._files.read(file, at, at + (upper - lower) * dtype.itemsize).view(dtype))
+            done = upper
+        if done < end:
+            raise CheckpointError(
+                f"{self._where}: {slot!r} of {name} {list(self._shapes[name])} lacks element {done}; "
+                f"[{start}, {end}) was asked for, the checkpoint has {sorted(self.slots())}"
+            )
+        if not parts:
+            return torch.empty(0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Every parameter whole, as in the model's state dict (fp32): for export and evaluation."""
+        self.prepare(Wanted(name, "param", 0, math.prod(shape)) for name, shape in self._shapes.items())
+        return {
+            name: self.read(name, "param", 0, math.prod(shape)).reshape(shape) for name, shape in self._shapes.items()
+        }
+
+    def rank_tensors(self, rank: int) -> dict[str, Tensor]:
+        """What rank `rank` saved for itself (its random state)."""
+        return self._named(rank, manifest.RANK_KEY)
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """What was the same on all ranks (memory banks); readable on any number of them."""
+        return self._named(0, manifest.SHARED_KEY)
+
+    def _named_places(self, file: int, prefix: str) -> Iterator[tuple[str, int, int, torch.dtype, list[int]]]:
+        """name, the bytes' begin and end, dtype, shape"""
+        if file >= len(self._tensors):
+            raise CheckpointError(f"{self._where}: no file {manifest.rank_file(file)} in this checkpoint")
+        for key, (dtype, shape, at) in self._tensors[file].items():
+            if key.startswith(prefix):
+                kind = _TORCH[dtype]
+                yield key.removeprefix(prefix), at, at + math.prod(shape) * kind.itemsize, kind, shape
+
+    def _named(self, file: int, prefix: str) -> dict[str, Tensor]:
+        # copies: the caller may keep them for long, and write to them
+        return {
+            name: self._files.read(file, at, end).view(dtype).reshape(shape).clone()
+            for name, at, end, dtype, shape in self._named_places(file, prefix)
+        }

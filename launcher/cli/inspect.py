@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from clip_train import dist
-from clip_train.checkpoint.opening import Resumed, open_to_look, places_of
+from clip_train.checkpoint.inspect import open_to_look, places_of
+from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from clip_train.models import CLIP, Architecture, export_openclip
 from clip_train.models.config import ModelConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from clip_train.checkpoint.opening import Resumed
+from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from launcher.config.recipe import RunConfig, known_keys
 from launcher.engines import describe

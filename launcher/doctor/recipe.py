@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from clip_train.checkpoint.preflight import try_all
+from clip_train.checkpoint.config import try_all
 from clip_train.data import DataConfig, check_source
 from clip_train.data.bad_samples import BadSample
 from clip_train.data.check import SourceSummary

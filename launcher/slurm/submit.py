@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from clip_train.checkpoint.preflight import preflight
+from clip_train.checkpoint.config import preflight
 from clip_train.errors import UserError
 from clip_train.models import count_parameters
 from clip_train.storage import is_remote, local_path, open_storage

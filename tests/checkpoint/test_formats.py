@@ -1,13 +1,14 @@
 """Checkpoints of other versions of this program, and the listing of whatever may lie in a folder."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from clip_train.checkpoint.opening import open_to_look
-from clip_train.checkpoint.resume import Places
+from clip_train.checkpoint.inspect import open_to_look
+from clip_train.checkpoint.restore import Places
 from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage
 from launcher.cli.checkpoints import print_checkpoints
@@ -15,26 +16,27 @@ from tests.checkpoint.parts import bits, rewrite, whole
 from tests.checkpoint.runs import Run, assert_is, data_file, flip
 
 
-def test_format_1_is_resumed_and_verified(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_format_is_no_fresh_start(tmp_path: Path, version: int) -> None:
+    """clip-train 0.1's checkpoints are not read any more; nor are they taken for damage."""
     Run(tmp_path).save(1, 2)
-    for step in (1, 2):
-        rewrite(tmp_path, step, 1)
-    assert assert_is(Run(tmp_path).resume(), 2).skipped == []
-    flip(data_file(tmp_path, 2))
-    (skipped,) = assert_is(Run(tmp_path).resume(), 1).skipped
-    assert "does not have its sha256" in skipped.reason
-    assert print_checkpoints(str(tmp_path), [], verify=True) == 1
+    rewrite(tmp_path, 2, version)
+    with pytest.raises(CheckpointError, match=f"format {version}, .* reads format 3: .*model.init_from"):
+        Run(tmp_path).resume()
+    assert_is(Run(tmp_path / "new", resume=str(next((tmp_path / "commit").glob("*-s0000000001.json")))).resume(), 1)
 
 
 @pytest.mark.parametrize("where", ["marker", "manifest"])
 def test_a_newer_format_names_version_and_remedy(tmp_path: Path, where: str, capsys: pytest.CaptureFixture) -> None:
     Run(tmp_path).save(1, 2)
-    rewrite(tmp_path, 2, 3)
+    rewrite(tmp_path, 2, 4)
     if where == "manifest":  # the marker could be the same as ever
         (marker,) = (tmp_path / "commit").glob("*-s0000000002.json")
-        commit = json.loads(marker.read_text())
-        marker.write_text(json.dumps({key: commit[key] for key in commit if key != "seal"} | {"format": 1}))
-    says = r"format 3, and this clip-train reads formats up to 2: update clip-train, or name an older checkpoint"
+        commit = {**json.loads(marker.read_text()), "format": 3}
+        del commit["sha256"]
+        body = json.dumps(commit, sort_keys=True, separators=(",", ":")).encode()
+        marker.write_text(json.dumps({**commit, "sha256": hashlib.sha256(body).hexdigest()}))
+    says = r"format 4, and this clip-train reads format 3: update clip-train, or name an older checkpoint"
     with pytest.raises(CheckpointError, match=says):
         Run(tmp_path).resume()
     older = Run(tmp_path / "new", resume=str(next((tmp_path / "commit").glob("*-s0000000001.json"))))
@@ -42,7 +44,7 @@ def test_a_newer_format_names_version_and_remedy(tmp_path: Path, where: str, cap
     # the listing is not stopped by it, and an older program's retention leaves it alone
     assert print_checkpoints(str(tmp_path), [], verify=False, as_json=True) == 1
     newest, oldest = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert "format 3" in newest["problem"] and oldest["problem"] is None
+    assert "format 4" in newest["problem"] and oldest["problem"] is None
     fresh = Run(tmp_path, resume="never", keep_last=1)
     fresh.save(3)
     fresh.manager.close()
@@ -108,7 +110,7 @@ def test_looking_writes_nothing_and_takes_the_copy_that_is_whole(tmp_path: Path)
         before = sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*"))
         remote = Counting(store)
         found = open_to_look(Places(LocalStorage(here), remote, LocalStorage(here)))
-        assert found.step == 2 and found.fetched == 0
+        assert found.step == 2
         for key, tensor in found.reader.full_state().items():
             assert bits(tensor) == bits(whole(2)[key, "param"])
         assert sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*")) == before

@@ -202,20 +202,20 @@ def test_leftovers_of_killed_saves_go_after_a_grace(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_last=2, orphan_grace_minutes=10.0)
     assert_is(run.resume(), 10)
     for prefix, minutes in (
-        ("s0000000005/e000000-aaaaaaaa", 11),
-        ("s0000000010/e000000-bbbbbbbb", 11),
-        ("s0000000099/e000000-cccccccc", 11),
-        ("s0000000099/e000000-dddddddd", 2),  # its writer may not know yet that it has lost the lease
+        ("s0000000005/e000000-1", 11),
+        ("s0000000010/e000000-2", 11),
+        ("s0000000099/e000000-1", 11),
+        ("s0000000099/e000000-2", 2),  # its writer may not know yet that it has lost the lease
     ):
         (tmp_path / "ckpt" / prefix).mkdir(parents=True, exist_ok=True)
         age(tmp_path / "ckpt" / prefix / "rank00000.safetensors", minutes)
-    age(tmp_path / "tmp" / "ckpt+s0000000005+e000000-aaaaaaaa+rank00000.safetensors", 11)
-    age(tmp_path / "ckpt/s0000000010/e000000-bbbbbbbb/._MANIFEST.json.0123.part", 11)
+    age(tmp_path / "tmp" / "ckpt+s0000000005+e000000-1+rank00000.safetensors", 11)
+    age(tmp_path / "ckpt/s0000000010/e000000-2/._MANIFEST.json.0123.part", 11)
     age(tmp_path / "tmp" / "somebody's file", 11)
     run.save(20)
     kept = {p.parent.relative_to(tmp_path).as_posix() for p in (tmp_path / "ckpt").glob("*/*/*")}
     whole_ones = {p.relative_to(tmp_path).as_posix() for p in committed(tmp_path).values()}
-    assert kept == whole_ones | {"ckpt/s0000000099/e000000-dddddddd"}
+    assert kept == whole_ones | {"ckpt/s0000000099/e000000-2"}
     assert set(committed(tmp_path)) == {10, 20}
     assert not (tmp_path / "ckpt/s0000000005").exists()
     assert [p.name for p in (tmp_path / "tmp").iterdir()] == ["somebody's file"]
@@ -278,6 +278,20 @@ def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
     assert set(committed(tmp_path)) == {1, 3}
 
 
+def test_a_second_snapshot_of_a_step_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """The first one may be committed after all: its folder is never written with other bytes."""
+    run = Run(tmp_path, orphan_grace_minutes=60.0)
+    run.save(1)
+    obstacle = tmp_path / "commit/e000000-s0000000002.json"
+    obstacle.mkdir()
+    assert not run.start(2, wait=True)
+    first = data_file(tmp_path, 2)
+    content = first.read_bytes()
+    obstacle.rmdir()
+    assert run.start(2, wait=True, padding=torch.zeros(7))
+    assert committed(tmp_path)[2] != first.parent and first.read_bytes() == content
+
+
 def test_the_outcome_is_heard_at_a_later_step(tmp_path: Path) -> None:
     run = Run(tmp_path, max_failed_saves=1)
     assert run.start(1)
@@ -305,13 +319,13 @@ def test_a_snapshot_is_not_overwritten_while_it_is_written(tmp_path: Path) -> No
         assert_holds(resumed, step)
 
 
-def test_a_saver_that_dies_is_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_writer_that_dies_is_replaced(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
     kill_writer()
     run.save(2)
     (line,) = run.said
-    assert line == "the process that writes checkpoints has ended (signal 9); the next save starts another"
+    assert line == "the checkpoint writer has ended (signal 9); another one is started"
     assert_is(Run(tmp_path).resume(), 2)
 
 

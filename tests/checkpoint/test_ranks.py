@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import time
 from collections import Counter
 from pathlib import Path
@@ -40,7 +39,6 @@ def let_writer_write(most: int) -> None:
 def life(folder: Path) -> dict[str, Any]:
     """On two ranks: saves that succeed, saves that fail on one rank only, a resume past damage."""
     rank, world_size = dist.rank(), dist.world_size()
-    socket.gethostname = lambda: f"host{rank}"  # each rank has a checkpoint writer
     said: list[str] = []
     seen: dict[str, Any] = {"said": said}
     manager = CheckpointManager(CheckpointConfig(max_failed_saves=3), folder, log=said.append)
@@ -174,10 +172,10 @@ def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:
 BANK = 40_000  # floats, of rank 0's file alone, and needed by all
 
 
-def saved_apart(root: Path, bank: int, *steps: int, one_disk: bool) -> None:
-    """Two ranks save, each on a disk of its own or both on rank 0's."""
+def saved_apart(root: Path, disks: list[int], bank: int, *steps: int) -> None:
+    """disks: by rank, the disk that it sees."""
     rank, world_size = dist.rank(), dist.world_size()
-    disk = root / f"disk{0 if one_disk else rank}"
+    disk = root / f"disk{disks[rank]}"
     said: list[str] = []
     manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), disk, log=said.append)
     for step in steps:
@@ -188,28 +186,28 @@ def saved_apart(root: Path, bank: int, *steps: int, one_disk: bool) -> None:
     dist.barrier()
 
 
-def resumed_apart(root: Path, bank: int) -> dict[str, Any]:
-    """A rank with a disk of its own, and a store that counts what is read from it, and goes away after the resume."""
+def resumed_apart(root: Path, disks: list[int], bank: int) -> dict[str, Any]:
+    """A store that counts what is read from it, and goes away when what this rank needs is here."""
     rank, world_size = dist.rank(), dist.world_size()
-    said: list[str] = []
-    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), root / f"disk{rank}", log=said.append)
-    remote, read = manager.remote, Counter[str]()
+    disk, said = root / f"disk{disks[rank]}", []
+    manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), disk, log=said.append)
+    remote, read = manager.remote, Counter[tuple[str, int]]()
     assert isinstance(remote, LocalStorage)
     whole_range = remote.read_range
 
     def counted(name: str, start: int, end: int) -> bytes:
-        read[name.rsplit("/", 1)[-1]] += end - start
+        read[name.rsplit("/", 1)[-1], start] += end - start
         return whole_range(name, start, end)
 
     def gone(name: str, start: int, end: int) -> bytes:
-        raise AssertionError("it is here already, or on another rank's disk")
+        raise AssertionError("it is on this rank's disk already")
 
     remote.read_range = counted  # type: ignore[method-assign]
     resumed = manager.resume()
     assert resumed is not None
-    remote.read_range = gone  # type: ignore[method-assign]
     mine = cut(whole(resumed.step), rank, world_size)
     resumed.reader.prepare(Wanted(f.name, slot, f.start, t.numel()) for f in mine for slot, t in f.tensors.items())
+    remote.read_range = gone  # type: ignore[method-assign]
     same = all(
         bits(resumed.reader.read(f.name, slot, f.start, t.numel())) == bits(t)
         for f in mine
@@ -217,61 +215,85 @@ def resumed_apart(root: Path, bank: int) -> dict[str, Any]:
     )
     same &= bits(resumed.reader.shared_tensors()["bank"]) == bits(torch.arange(float(bank)))
     own = resumed.rank_tensors and resumed.rank_tensors["rng"].tolist()
-    seen = {"step": resumed.step, "same": same, "own": own, "read": dict(read)}
-    return {**seen, "fetched": resumed.fetched, "said": said}
+    return {"step": resumed.step, "same": same, "own": own, "read": read, "fetched": resumed.fetched, "said": said}
 
 
-def fetched_twice(root: Path, bank: int) -> list[dict[str, Any]]:
-    """Onto empty disks, and then onto those that have it."""
-    saved_apart(root, bank, 1, one_disk=False)
-    shutil.rmtree(root / f"disk{dist.rank()}")
+def fetched_twice(root: Path, disks: list[int], bank: int) -> list[dict[str, Any]]:
+    """Onto empty disks, and then onto those that have what each rank has saved."""
+    saved_apart(root, disks, bank, 1)
+    kept = root / f"kept{disks[dist.rank()]}"
+    if disks.index(disks[dist.rank()]) == dist.rank():
+        (root / f"disk{disks[dist.rank()]}").rename(kept)
     dist.barrier()
-    return [resumed_apart(root, bank), resumed_apart(root, bank)]
+    empty = resumed_apart(root, disks, bank)
+    dist.barrier()
+    if disks.index(disks[dist.rank()]) == dist.rank():
+        shutil.rmtree(root / f"disk{disks[dist.rank()]}")
+        kept.rename(root / f"disk{disks[dist.rank()]}")
+    dist.barrier()
+    return [empty, resumed_apart(root, disks, bank)]
 
 
 @pytest.mark.parametrize(
-    "bank", [BANK, pytest.param(20_000_000, id="more than is sent at once", marks=pytest.mark.full)]
+    ("disks", "bank"),
+    [
+        ([0, 0], BANK),
+        ([0, 1], BANK),
+        pytest.param([0, 0, 1], BANK, marks=pytest.mark.full),
+        pytest.param([0, 0, 1], 20_000_000, id="several blocks", marks=pytest.mark.full),
+    ],
 )
-def test_ranks_give_each_other_what_they_have_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bank: int
-) -> None:
-    fetched, again = zip(*run_ranks(fetched_twice, 2, tmp_path, bank), strict=True)
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "store").rglob("*.safetensors")}
+def test_ranks_on_one_disk_fetch_a_block_once(tmp_path: Path, disks: list[int], bank: int) -> None:
+    world_size = len(disks)
+    empty, again = zip(*run_ranks(fetched_twice, world_size, tmp_path, disks, bank), strict=True)
+    store = tmp_path / "store"
+    sizes = {path.name: path.stat().st_size for path in store.rglob("*.safetensors")}
+    for each in empty:
+        assert each["same"] and each["own"] == [empty.index(each), 7], each
+    everything: Counter[tuple[str, int]] = Counter()
+    for disk in set(disks):
+        on_it = sum((seen["read"] for seen, its in zip(empty, disks, strict=True) if its == disk), Counter())
+        assert all(count <= min(sizes[name] - start, 16 << 20) for (name, start), count in on_it.items()), on_it
+        everything |= on_it
+    assert everything.total() == sum(sizes.values())  # every block has been verified by somebody
+    if len(set(disks)) == 1:
+        assert all(each["fetched"] == sum(sizes.values()) for each in empty)
+    # each rank's own file is there: of that nothing is fetched
+    for rank, each in enumerate(again):
+        assert each["same"] and not any(name == f"rank{rank:05d}.safetensors" for name, _ in each["read"]), each
+    if len(set(disks)) == 1:
+        assert not any(each["read"] for each in again)
 
-    def check(seen: tuple[dict[str, Any], ...]) -> None:
-        assert all(each["same"] and each["fetched"] == sum(sizes.values()) for each in seen), seen
-        assert sum((Counter(each["read"]) for each in seen), Counter()) == sizes  # every byte once, by somebody
-        assert [each["own"] for each in seen] == [[r, 7] if len(seen) == 2 else None for r in range(len(seen))]
 
-    check(fetched)
-    assert all(each["same"] and each["read"] == {} and each["fetched"] == 0 for each in again)
-    for folder in tmp_path.glob("disk*"):
-        shutil.rmtree(folder)
-    check(tuple(run_ranks(resumed_apart, 3, tmp_path, bank)))
+def test_a_long_fetch_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_apart(tmp_path, [0], 5_000_000, 1)
     shutil.rmtree(tmp_path / "disk0")
     minutes = itertools.count(0.0, 60.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(minutes))  # each block takes that long
-    alone = resumed_apart(tmp_path, bank)
+    alone = resumed_apart(tmp_path, [0], 5_000_000)
     monkeypatch.undo()
-    check((alone,))
+    assert alone["same"] and alone["fetched"] > 20_000_000
     assert "fetching the checkpoint of step 1: " in alone["said"][0]  # while it has not all of it
 
 
-def newest_on_one_disk(root: Path) -> list[dict[str, Any]]:
-    saved_apart(root, BANK, 1, 2, one_disk=True)
+def newest_on_one_disk(root: Path) -> None:
+    saved_apart(root, [0, 0], BANK, 1, 2)
     if dist.is_main():
         (root / "store" / "latest.json").unlink()
         (root / "store" / "commit" / "e000000-s0000000002.json").unlink()
+        shutil.rmtree(root / "store" / "ckpt" / "s0000000002")
     dist.barrier()
-    return [resumed_apart(root, BANK)]
 
 
 def test_the_newest_lies_on_rank_0s_disk_alone(tmp_path: Path) -> None:
-    """One node had it there, and no time to upload it; the next start has several nodes."""
-    two = [seen for (seen,) in run_ranks(newest_on_one_disk, 2, tmp_path)]
-    for seen in [*two, *run_ranks(resumed_apart, 3, tmp_path, BANK)]:
-        assert (seen["step"], seen["same"], seen["read"], seen["fetched"]) == (2, True, {}, 0)
-    data = committed(tmp_path / "disk0")[2] / "rank00001.safetensors"
+    """One node had it there, and no time to upload it; the next start has several nodes: its upload is completed."""
+    run_ranks(newest_on_one_disk, 2, tmp_path)
+    shutil.copytree(tmp_path, tmp_path.with_name("damaged"))
+    for seen in run_ranks(resumed_apart, 2, tmp_path, [0, 1], BANK):
+        assert (seen["step"], seen["same"]) == (2, True)
+    assert set(committed(tmp_path / "store")) == {1, 2} == set(committed(tmp_path / "disk0"))
+    data = committed(tmp_path.with_name("damaged") / "disk0")[2] / "rank00001.safetensors"
     data.write_bytes(data.read_bytes()[:-1] + b"\0")
-    for seen in run_ranks(resumed_apart, 2, tmp_path, BANK):
+    for seen in run_ranks(resumed_apart, 2, tmp_path.with_name("damaged"), [0, 1], BANK):
         assert (seen["step"], seen["same"]) == (1, True)  # which the store has, too
+    assert set(committed(tmp_path.with_name("damaged") / "store")) == {1}

@@ -1,10 +1,10 @@
 """Any cut is read back at any other cut, bitwise."""
 
 import hashlib
-import os
 import random
 import resource
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,38 +13,54 @@ import safetensors.torch
 import torch
 
 from clip_train.checkpoint import FragmentReader
-from clip_train.checkpoint.disk import copy_hashed
-from clip_train.checkpoint.layout import BLOCK_BYTES
-from clip_train.checkpoint.local_file import LocalFile
-from clip_train.checkpoint.snapshot import Plan, SharedBuffer, lay_out, plan_file
+from clip_train.checkpoint.commit import Found
+from clip_train.checkpoint.fetch import CheckpointFiles
+from clip_train.checkpoint.manifest import BLOCK_BYTES, Commit, FileEntry, Manifest, build_layout
+from clip_train.checkpoint.snapshot import Plan, SharedMemory, lay_out, plan_file
+from clip_train.checkpoint.transfer import copy_hashed
 from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
+from clip_train.storage import LocalStorage
 from tests.checkpoint.parts import SHAPES, SLOTS, bits, cut, whole
 
+PREFIX = "ckpt/s0000000001/e000000-1"
 
-def write_file(path: Path, plan: Plan) -> None:
-    """As the saver does: through the shared buffer."""
-    buffer = SharedBuffer(plan.num_bytes, pin=False)
-    buffer.fill(plan)
-    path.parent.mkdir(exist_ok=True)
-    sha256, blocks = copy_hashed(buffer.fd, path, plan.num_bytes)
-    buffer.close()
+
+def write_file(path: Path, plan: Plan) -> list[str]:
+    """As the checkpoint writer does: through the shared memory."""
+    memory = SharedMemory()
+    memory.reserve(plan.num_bytes, pin=False)
+    memory.fill(plan)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    blocks = copy_hashed(memory.fd, path, plan.num_bytes)
+    memory.close()
     content = path.read_bytes()
-    assert sha256 == hashlib.sha256(content).hexdigest()
     cuts = range(0, len(content), BLOCK_BYTES)
     assert blocks == [hashlib.sha256(content[at : at + BLOCK_BYTES]).hexdigest() for at in cuts]
+    return blocks
 
 
-def read(folder: Path, *names: str) -> FragmentReader:
-    return FragmentReader({name: LocalFile(folder / name) for name in names})
+def reader_of(folder: Path, plans: dict[str, Plan]) -> FragmentReader:
+    entries = []
+    for rank, (name, plan) in enumerate(plans.items()):
+        blocks = write_file(folder / PREFIX / name, plan)
+        entries.append(FileEntry(name, plan.num_bytes, blocks, rank))
+    found = Found(Commit(0, 1, PREFIX, ""), Manifest(1, 0, len(plans), entries, "", {}))
+    layout = build_layout([plan.fragments for plan in plans.values()], [*plans])
+    return FragmentReader(layout, CheckpointFiles(found, LocalStorage(folder), None))
+
+
+def plans(seed: int, ranks: Iterable[int], world_size: int) -> dict[str, Plan]:
+    return {
+        f"rank{rank:05d}.safetensors": plan_file(
+            rank, cut(whole(seed), rank, world_size), {"cpu": torch.tensor([rank, 255], dtype=torch.uint8)}
+        )
+        for rank in ranks
+    }
 
 
 def write(folder: Path, seed: int, world_size: int) -> FragmentReader:
-    for rank in range(world_size):
-        own = {"cpu": torch.tensor([rank, 255], dtype=torch.uint8)}
-        plan = plan_file(rank, cut(whole(seed), rank, world_size), own)
-        write_file(folder / "data" / f"rank{rank:05d}.safetensors", plan)
-    return read(folder / "data", *sorted(path.name for path in (folder / "data").iterdir()))
+    return reader_of(folder, plans(seed, range(world_size), world_size))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -81,8 +97,7 @@ def test_rank_tensors_are_each_ranks_own(tmp_path: Path) -> None:
 
 
 def test_a_gap_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path, 1, 3)
-    reader = read(tmp_path / "data", "rank00000.safetensors", "rank00002.safetensors")
+    reader = reader_of(tmp_path, plans(1, (0, 2), 3))
     with pytest.raises(CheckpointError, match=r"'param' of visual.conv1.weight \[5, 3, 2, 2\] lacks element 33"):
         reader.read("visual.conv1.weight", "param", 0, 60)
     assert reader.read("visual.conv1.weight", "param", 0, 33).numel() == 33
@@ -96,13 +111,15 @@ def test_a_gap_is_an_error(tmp_path: Path) -> None:
 
 def test_a_snapshot_is_a_copy(tmp_path: Path) -> None:
     state = whole(1)
-    buffer = SharedBuffer(1 << 20, pin=False)
+    memory = SharedMemory()
+    memory.reserve(1 << 20, pin=False)
     plan = plan_file(0, cut(state, 0, 1), {})
-    buffer.fill(plan)
+    memory.fill(plan)
     state["logit_scale", "param"].fill_(9)
-    copy_hashed(buffer.fd, tmp_path / "f", plan.num_bytes)
-    buffer.close()
-    assert read(tmp_path, "f").read("logit_scale", "param", 0, 1).item() == whole(1)["logit_scale", "param"].item()
+    copy_hashed(memory.fd, tmp_path / "f", plan.num_bytes)
+    memory.close()
+    with safetensors.safe_open(tmp_path / "f", framework="pt") as f:
+        assert f.get_tensor("param|0|logit_scale").item() == whole(1)["logit_scale", "param"].item()
     assert plan.num_bytes - len(plan.head) == sum(t.numel() * 4 for t in state.values())
 
 
@@ -138,10 +155,16 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
         assert f.metadata() == {"key": "value"}
 
 
-def test_we_read_the_librarys_files(tmp_path: Path) -> None:
-    tensors = {"param|0|w": torch.arange(3.0), "param|3|w": torch.arange(3.0, 6.0)}
-    safetensors.torch.save_file(tensors, tmp_path / "f", {"shapes": '{"w": [2, 3]}'})
-    assert read(tmp_path, "f").full_state()["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+def test_the_layout_says_where_the_library_finds_it(tmp_path: Path) -> None:
+    """A byte offset of the layout against the library's slice of the same file."""
+    reader = write(tmp_path, 3, 2)
+    for rank in range(2):
+        with safetensors.safe_open(tmp_path / PREFIX / f"rank{rank:05d}.safetensors", framework="pt") as f:
+            for key in f.keys():  # noqa: SIM118
+                if not key.startswith("@"):
+                    slot, start, name = key.split("|", 2)
+                    tensor = f.get_slice(key)[:]
+                    assert bits(reader.read(name, slot, int(start), len(tensor))) == bits(tensor)
 
 
 @pytest.fixture
@@ -154,29 +177,52 @@ def may_open_1024() -> Iterator[None]:
 
 @pytest.mark.usefixtures("may_open_1024")
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
-    """As many as there were ranks."""
-    for i in range(1050):
-        (tmp_path / str(i)).write_bytes(b"%d" % i)
-    files = [LocalFile(tmp_path / str(i)) for i in range(1050)]
-    for i in range(1050):
-        (tmp_path / str(i)).unlink()  # as retention may
-    assert [bytes(file.read(0, file.size)) for file in files] == [b"%d" % i for i in range(1050)]
+    """As many as there were ranks. Retention may remove those that are open."""
+    piece = torch.arange(3.0)
+    many = {
+        f"rank{rank:05d}.safetensors": plan_file(
+            rank, [Fragment("w", (3 * 1050,), 3 * rank, {"param": piece + rank})], {}
+        )
+        for rank in range(1050)
+    }
+    reader = reader_of(tmp_path, many)
+    expected = torch.cat([piece + rank for rank in range(1050)])
+    assert torch.equal(reader.read("w", "param", 0, 3 * 1050), expected)
+    for path in (tmp_path / PREFIX).iterdir():
+        path.unlink()
+    assert torch.equal(reader.read("w", "param", 0, 3 * 1050), expected)
 
 
-def test_a_local_file_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"0123")
+def test_only_the_files_with_something_to_read_are_opened(tmp_path: Path) -> None:
+    reader = write(tmp_path, 1, 3)
+    for rank in (1, 2):
+        (tmp_path / PREFIX / f"rank{rank:05d}.safetensors").unlink()
+    assert reader.read("visual.conv1.weight", "param", 0, 33).numel() == 33
+    with pytest.raises(CheckpointError, match=r"rank00001\.safetensors"):
+        reader.read("visual.conv1.weight", "param", 0, 34)
+
+
+def test_a_byte_that_has_changed_is_not_given_out(tmp_path: Path) -> None:
+    reader = write(tmp_path, 1, 1)
+    path = tmp_path / PREFIX / "rank00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not have its sha256"):
+        reader.read("logit_scale", "param", 0, 1)
+
+
+def test_what_is_read_can_be_written_to_and_the_file_stays(tmp_path: Path) -> None:
+    reader = write(tmp_path, 1, 1)
+    path = tmp_path / PREFIX / "rank00000.safetensors"
     path.chmod(0o400)
-    data = LocalFile(path).read(1, 3)
-    torch.frombuffer(data, dtype=torch.uint8).zero_()
-    assert bytes(data) == b"\0\0" and path.read_bytes() == b"0123"
-    empty = tmp_path / "empty"
-    empty.touch()
-    assert LocalFile(empty).size == 0 and bytes(LocalFile(empty).read(0, 0)) == b""
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/absent: FileNotFoundError"):
-        LocalFile(tmp_path / "absent")
-    longer = os.stat_result((0, 0, 0, 0, 0, 0, 5, 0, 0, 0))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", lambda fd: longer)  # cut since then
-        with pytest.raises(CheckpointError, match="size <4> is smaller"):
-            LocalFile(path)
+    before = path.read_bytes()
+    reader.read("ln.weight", "param", 0, 7).zero_()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("data", [b"", b"no zlib", zlib.compress(b""), zlib.compress(bytes([255] * 8) + b"{}")])
+def test_a_layout_that_makes_no_sense_is_an_error(tmp_path: Path, data: bytes) -> None:
+    found = Found(Commit(0, 1, PREFIX, ""), Manifest(1, 0, 0, [], "", {}))
+    with pytest.raises(CheckpointError, match="its layout is not readable"):
+        FragmentReader(data, CheckpointFiles(found, LocalStorage(tmp_path), None))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clip_train.checkpoint import layout, lease
-from clip_train.checkpoint.layout import Commit, CommitRef
+from clip_train.checkpoint import lease, manifest
+from clip_train.checkpoint.manifest import Commit, CommitRef
 from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files
 from clip_train.storage import LocalStorage
 
@@ -28,7 +28,7 @@ def test_a_rank_with_a_disk_of_its_own_leaves_no_halves_there(tmp_path: Path) ->
         for name in ("rank00001.safetensors", "_rank00001.json"):
             storage.put_bytes(f"{prefix}/{name}", b"1")
     storage.put_bytes(f"{older}/rank00000.safetensors", b"another rank of this node")
-    storage.path(attempt(1, "d")).mkdir()  # of a saver that was killed before it wrote
+    storage.path(attempt(1, "d")).mkdir()  # of a checkpoint writer that was killed before it wrote
     storage.path(attempt(4, "e")).mkdir(parents=True)  # another rank is about to write there
     halves = {
         (prefix, rank): f"tmp/{prefix.replace('/', '+')}+rank0000{rank}.safetensors"
@@ -56,7 +56,7 @@ def test_what_was_never_committed_leaves_no_metric(tmp_path: Path) -> None:
         storage.put_bytes(f"{prefix}/rank00000.safetensors", b"1")
         storage.put_bytes(CommitRef(0, step).name, Commit(0, step, prefix, "0" * 64).to_bytes())
     for step in (1, 2, 3, 4):
-        metric = layout.seal({"step": step, "values": {"top1": 0.1}})
+        metric = manifest.add_checksum({"step": step, "values": {"top1": 0.1}})
         storage.put_bytes(CommitRef(0, step).metric_name, metric)
     storage.path(attempt(1, "c")).mkdir()
     storage.path(attempt(3, "d")).mkdir(parents=True)

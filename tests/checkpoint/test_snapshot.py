@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clip_train.checkpoint.snapshot import SharedBuffer, plan_file
+from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 
 
 class FakeCuda:
@@ -42,10 +42,29 @@ def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch, "zeros", cuda.zeros)
     plan = plan_file(0, [], {"rng": torch.arange(7)})
-    buffer = SharedBuffer(plan.num_bytes, pin=True)
+    memory = SharedMemory()
+    memory.reserve(plan.num_bytes, pin=True)
     assert cuda.last_error == 0 and (cuda.registered, cuda.kernels) == ((1, 0) if status == 0 else (0, 1))
-    buffer.fill(plan)
+    memory.fill(plan)
     ((at, tensor),) = plan.places
-    assert os.pread(buffer.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()
-    buffer.close()
+    assert os.pread(memory.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()
+    memory.close()
     assert cuda.registered == 0
+
+
+def test_it_is_there_before_the_first_save_and_only_grows() -> None:
+    memory = SharedMemory()
+    plan = plan_file(0, [], {"rng": torch.arange(70_000)})
+    memory.reserve(plan.num_bytes, pin=False)
+    held, blocks = memory.capacity, os.fstat(memory.fd).st_blocks
+    assert held >= plan.num_bytes and 512 * blocks >= held, "its pages are allocated"
+    memory.fill(plan)
+    assert os.fstat(memory.fd).st_blocks == blocks
+    memory.reserve(10, pin=False)
+    assert memory.capacity == held
+    larger = plan_file(0, [], {"rng": torch.arange(700_000)})
+    memory.reserve(larger.num_bytes, pin=False)
+    memory.fill(larger)
+    ((at, tensor),) = larger.places
+    assert os.pread(memory.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()
+    memory.close()

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from clip_train.checkpoint import Resumed
-from clip_train.checkpoint.bring import Brought
-from clip_train.checkpoint.layout import CommitRef
-from clip_train.checkpoint.resume import Skipped
+from clip_train.checkpoint.manifest import CommitRef
+from clip_train.checkpoint.restore import Fetched, Skipped
 from clip_train.errors import UserError
 from launcher.config.recipe import RunConfig, check_config, known_keys
 from launcher.config.resume import CLASSES, SECTIONS, compare_with
@@ -50,8 +49,7 @@ def test_every_key_of_a_recipe_has_a_class() -> None:
 def test_the_whole_message() -> None:
     """Step, source, what was passed over, layout, samples seen."""
     older = Skipped(CommitRef(0, 60), "rank00001.safetensors is missing")
-    brought = Brought(fetched=[1_000_000, 2_000_000], seconds=0.25)
-    found = replace(resumed(2), skipped=[older], brought=brought)
+    found = replace(resumed(2), skipped=[older], fetch=Fetched(3_000_000, 0.25, 2))
     config = recipe(engine={"zero_stage": 3, "precision": "bf16"}, optim={"lr": 0.5})
     assert "\n".join([found.describe(), *compare_with(config, found, 1)]) == (
         "resuming from step 40\n"

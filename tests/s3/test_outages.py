@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import threading
 import time
 from pathlib import Path
@@ -42,14 +41,14 @@ def test_a_store_that_is_down_does_not_hold_up_training(tmp_path: Path, url: str
 
 
 @pytest.mark.full
-def test_a_newer_save_overtakes_one_that_cannot_be_uploaded(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_a_newer_save_supersedes_one_that_cannot_be_uploaded(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
     run = Run(tmp_path, url)
     run.manager.begin()
     proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/s0000000001")]
     assert run.save(1, wait=False)
     run.until(lambda: any("trying again" in line for line in run.said))
     assert run.save(2)
-    assert any("step 1 failed (1 in a row)" in line and "overtaken by step 2" in line for line in run.said)
+    assert any("step 1 failed (1 in a row)" in line and "superseded by step 2" in line for line in run.said)
     assert [marker["step"] for marker in view.commits("run").values()] == [2]
     assert_is(Run(tmp_path / "b", url).resume(), 2)
 
@@ -97,7 +96,6 @@ def test_at_the_end_it_waits_no_longer_than_the_grace(tmp_path: Path, url: str, 
 def killed_in_the_upload(folder: Path, url: str, hung: Path, victim: int) -> dict[str, Any]:
     """Each rank has a checkpoint writer of its own; one is killed while it uploads its part of step 2."""
     rank = dist.rank()
-    socket.gethostname = lambda: f"node{rank}"  # ranks of one node share their writer
     said: list[str] = []
     config = CheckpointConfig(remote=url, grace_seconds=120.0, orphan_grace_minutes=0.0)
     manager = CheckpointManager(config, folder, log=said.append)
@@ -144,10 +142,9 @@ def test_a_writer_that_is_killed_in_the_upload(tmp_path: Path, url: str, view: B
         over.set()
         watcher.join()
     assert hang.fired > 0 and zero["saved"] and one["saved"]
-    (told,) = zero["said"]
-    assert "step 2 failed (1 in a row): " in told and "has ended (signal 9); training goes on, the last good" in told
-    assert "s0000000002" in told and one["said"] == []  # it is on the disk
-    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
+    assert not any("failed" in line for line in zero["said"]) and one["said"] == []
+    assert victim == 1 or "has ended (signal 9); another one repeats step 2" in zero["said"][0]
+    assert [marker["step"] for marker in view.commits("run").values()] in ([1, 3], [1, 2, 3])
     assert view.orphans("run") == [] and view.incomplete("run") == []
     assert set(committed(folder)) == {1, 2, 3}
 
@@ -158,7 +155,7 @@ def test_what_an_evaluation_came_to_survives_an_outage(tmp_path: Path, url: str,
     assert run.save(1)
     proxy.faults = [Fault("status", method="PUT", key="metric/")]
     run.manager.note_metrics(1, {"top1": 0.9})
-    run.until(lambda: any("the saver: " in line for line in run.said))
+    run.until(lambda: any("the metrics could not be written" in line for line in run.said))
     assert run.save(2)
     run.until(lambda: any("could not be removed" in line for line in run.said))  # what is best is not known there
     proxy.faults = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.checkpoint import layout, marks
+from clip_train.checkpoint import commit, manifest
 from clip_train.errors import CheckpointError
 from clip_train.storage import open_storage
 from tests.checkpoint.parts import committed
@@ -120,17 +120,17 @@ def test_uploads_under_way_are_not_swept(tmp_path: Path, url: str, view: Bucket)
     for name in ("ckpt/s0000000002/e000000-0123abcd/x", "ckpt/s0000000002/e000007-0123abcd/x", "ckpt/s1/old"):
         view.begin_upload(f"run/{name}")
     storage = open_storage(url)
-    under_way = lambda name: layout.parse_prefix(name.rsplit("/", 1)[0]) is not None  # noqa: E731
+    under_way = lambda name: manifest.parse_prefix(name.rsplit("/", 1)[0]) is not None  # noqa: E731
     swept = storage.sweep(storage.clock() + 60, under_way)
     assert swept == 1 and len(view.unfinished_uploads()) == 2
-    assert [ref.step for ref in marks.list_commits(storage)] == [1]
+    assert [ref.step for ref in commit.list_commits(storage)] == [1]
 
 
 @pytest.mark.full
 def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The upload goes on, slowly; those that wait are overtaken before they begin, and the run lives."""
+    """The upload goes on, slowly; those that wait are superseded before they begin, and the run lives."""
     monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "600")
     run = Run(tmp_path, url, max_failed_saves=2, keep_last=9)  # none is removed while its file is read here
     run.manager.begin()
@@ -143,16 +143,15 @@ def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     run.until(lambda: len(view.commits("run")) == 2)
     run.manager.close()
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 6]
-    overtaken = [line for line in run.said if "overtaken" in line]
-    assert len(overtaken) == 4 and "step 2 is not uploaded: overtaken by step 3" in overtaken[0]
+    superseded = [line for line in run.said if "superseded" in line]
+    assert len(superseded) == 4 and "step 2 is not uploaded: superseded by step 3" in superseded[0]
     assert run.manager.poll().get("checkpoint_failures", 0) == 0
 
 
 @pytest.mark.full
-def test_a_writer_that_dies_is_one_failure(
+def test_what_a_writer_had_in_hand_the_next_one_uploads(
     tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it had in hand."""
     monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "600")  # until then no upload fails
     run = Run(tmp_path, url, max_failed_saves=2)
     run.manager.begin()
@@ -163,6 +162,8 @@ def test_a_writer_that_dies_is_one_failure(
     kill_writer()
     proxy.faults = []
     assert run.save(3)
-    assert [marker["step"] for marker in view.commits("run").values()] == [3]
-    (told,) = [line for line in run.said if "has ended" in line]
-    assert "steps 1, 2 failed (1 in a row)" in told
+    run.manager.close()
+    steps = [marker["step"] for marker in view.commits("run").values()]
+    assert steps in ([1, 3], [1, 2, 3])  # 2 waits while 1 is uploaded, and 3 may take its place
+    (ended,) = [line for line in run.said if "has ended" in line]
+    assert "another one repeats step 1 and step 2" in ended and not any("failed" in line for line in run.said)

@@ -12,7 +12,7 @@ import torch
 from clip_train import dist
 from clip_train.checkpoint import CheckpointConfig, CheckpointManager
 from clip_train.errors import CheckpointError, UserError
-from tests.checkpoint.parts import bits, committed, cut, rewrite, whole
+from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.checkpoint.runs import flip
 from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
@@ -112,23 +112,6 @@ def test_resume_from_a_url(tmp_path: Path, url: str, view: Bucket) -> None:
     assert view.keys("run/") == before and [m["step"] for m in view.commits("other").values()] == [3]
     with pytest.raises(UserError, match="holds no checkpoints"):
         Run(tmp_path / "x", other, resume=f"{view.url}/nothing").resume()
-
-
-@pytest.mark.full
-def test_format_1_comes_back_from_the_store(tmp_path: Path, url: str, view: Bucket) -> None:
-    run = Run(tmp_path / "a", url)
-    assert run.save(1)
-    run.manager.close()
-    rewrite(tmp_path / "a", 1, 1)
-    for path in (tmp_path / "a").rglob("*.json"):
-        view.put(f"run/{path.relative_to(tmp_path / 'a').as_posix()}", path.read_bytes())
-    assert assert_is(Run(tmp_path / "b", url).resume(), 1).fetched > 0
-    for seen in run_ranks(on_its_own_disk, 2, tmp_path / "c", url, 2):  # one file, which cannot be cut, for two
-        assert (seen["resumed"], seen["same"], seen["saved"]) == (1, True, True)
-    key = data_key(view, 1)
-    view.flip(key)
-    with pytest.raises(CheckpointError, match="does not have its sha256"):
-        Run(tmp_path / "d", url, resume=f"{url}/{next(iter(view.commits('run'))).removeprefix('run/')}").resume()
 
 
 def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:

@@ -4,15 +4,15 @@ import math
 import pytest
 
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.layout import (
+from clip_train.checkpoint.manifest import (
     Commit,
     CommitRef,
     FileEntry,
+    FormatError,
     Manifest,
-    NewerFormatError,
+    attempt_prefix,
     decode_state,
     encode_state,
-    new_prefix,
     parse_prefix,
 )
 
@@ -21,8 +21,9 @@ def test_names() -> None:
     assert CommitRef(0, 1200).name == "commit/e000000-s0000001200.json"
     assert CommitRef.parse("commit/e000007-s0000001200.json") == CommitRef(7, 1200)
     assert CommitRef.parse("commit/.e000007-s0000001200.json.part") is None
-    assert parse_prefix(new_prefix(7, 1200)) == CommitRef(7, 1200)
-    assert new_prefix(7, 1200) != new_prefix(7, 1200)
+    assert parse_prefix(attempt_prefix(7, 1200)) == CommitRef(7, 1200)
+    assert attempt_prefix(7, 1200) == attempt_prefix(7, 1200) != attempt_prefix(7, 1200, 2)
+    assert parse_prefix(attempt_prefix(7, 1200, 12)) == CommitRef(7, 1200)
     assert CommitRef(1, 10) > CommitRef(0, 99)
 
 
@@ -48,34 +49,36 @@ def test_state_that_json_cannot_hold(value: object) -> None:
 
 
 def test_manifest_and_commit_come_back() -> None:
-    manifest = Manifest(3, 0, 2, [FileEntry("rank00000.safetensors", 7, "ab", 0)], {"cursors": {0: 1}}, "now")
+    manifest = Manifest(3, 0, 2, [FileEntry("rank00000.safetensors", 7, ["ab"], 0)], "cd", {"cursors": {0: 1}}, "now")
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-    commit = Commit(0, 3, new_prefix(0, 3), "ff")
+    commit = Commit(0, 3, attempt_prefix(0, 3), "ff", "token")
     assert Commit.from_bytes(commit.to_bytes()) == commit
 
 
-@pytest.mark.parametrize("data", [b"", b"\0", b"[]", b"{}", b'{"format": 1}', b'{"format": 1, "files": [{}]}'])
+@pytest.mark.parametrize("data", [b"", b"\0", b"[]", b"{}", b'{"format": 3}', b'{"format": 3, "files": [{}]}'])
 def test_rubbish_is_a_value_error(data: bytes) -> None:
     for kind in (Manifest, Commit):
         with pytest.raises(ValueError):
             kind.from_bytes(data)
 
 
-def test_a_newer_format_is_not_rubbish() -> None:
-    with pytest.raises(NewerFormatError, match="format 3"):
-        Commit.from_bytes(b'{"format": 3}')
+@pytest.mark.parametrize("version, remedy", [(1, "the clip-train that wrote it"), (2, "export"), (4, "update")])
+def test_another_versions_format_is_not_rubbish(version: int, remedy: str) -> None:
+    for kind in (Manifest, Commit):
+        with pytest.raises(FormatError, match=f"format {version}.*{remedy}"):
+            kind.from_bytes(b'{"format": %d}' % version)
 
 
 def test_a_bit_that_flips_on_the_way_is_seen() -> None:
-    data = Commit(0, 3, new_prefix(0, 3), "ff").to_bytes()
+    data = Commit(0, 3, attempt_prefix(0, 3), "ff", "token").to_bytes()
     for at in range(len(data)):
         flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        with pytest.raises((ValueError, NewerFormatError)):
+        with pytest.raises((ValueError, FormatError)):
             Commit.from_bytes(flipped)
 
 
 def test_a_manifest_cannot_point_elsewhere() -> None:
-    evil = Manifest(3, 0, 1, [FileEntry("../../etc/passwd", 7, "ab", 0)], {})
+    evil = Manifest(3, 0, 1, [FileEntry("../../etc/passwd", 7, ["ab"], 0)], "", {})
     with pytest.raises(ValueError, match="not a file name"):
         Manifest.from_bytes(evil.to_bytes())
     with pytest.raises(ValueError, match="names the folder"):
@@ -84,8 +87,8 @@ def test_a_manifest_cannot_point_elsewhere() -> None:
 
 @pytest.mark.parametrize("wrong", [{"name": 3}, {"size": "9"}, {"size": 9, "blocks": ["a", "b"]}])
 def test_a_manifest_with_a_wrong_file_is_stepped_over(wrong: dict) -> None:
-    entry = {"name": "rank00000.safetensors", "size": 9, "sha256": "", "rank": 0} | wrong
-    body = json.loads(Manifest(1, 0, 1, [FileEntry(**entry)], {}).to_bytes())
+    entry = {"name": "rank00000.safetensors", "size": 9, "blocks": ["a"], "rank": 0} | wrong
+    body = json.loads(Manifest(1, 0, 1, [FileEntry(**entry)], "", {}).to_bytes())
     with pytest.raises(ValueError, match=r"not a file name|blocks"):
         Manifest.from_bytes(json.dumps(body).encode())
 

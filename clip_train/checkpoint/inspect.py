@@ -1,20 +1,30 @@
-"""All there is of a run's checkpoints, for a person to look at: whole or why not, and what retention will do."""
+"""Looking at checkpoints without changing anything: what there is, whole or why not; or one, to export or evaluate."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clip_train.checkpoint import layout, marks
-from clip_train.checkpoint.files import PARALLEL_BLOCKS, DamagedBlockError, fetch_block
-from clip_train.checkpoint.layout import BLOCK_BYTES, CommitRef, FileEntry
-from clip_train.checkpoint.marks import DamagedError, Found, readable
-from clip_train.checkpoint.resume import Places
+from clip_train import dist
+from clip_train.checkpoint.commit import (
+    DamagedError,
+    Found,
+    check_sizes,
+    in_parallel,
+    list_commits,
+    prefix_of,
+    read_found,
+    read_layout,
+    readable,
+)
+from clip_train.checkpoint.config import locate
+from clip_train.checkpoint.fetch import PARALLEL_BLOCKS, fetch_block
+from clip_train.checkpoint.manifest import CommitRef, FileEntry, FormatError, attempt_of, parse_prefix
+from clip_train.checkpoint.restore import Places, Resumed, list_places, resolve
 from clip_train.checkpoint.retention import Policy, read_metrics, verdicts
-from clip_train.storage import Storage
+from clip_train.errors import UserError
+from clip_train.storage import LocalStorage, Storage, open_storage
 
 
 @dataclass(frozen=True)
@@ -33,19 +43,19 @@ class Line:
     future: str  # what the next save's retention does with it, and why
 
 
-def survey(places: Places, policy: Policy, *, verify: bool) -> list[Line]:
+def list_checkpoints(places: Places, policy: Policy, *, verify: bool) -> list[Line]:
     """Newest first, of both stores; those without a commit last. verify: read every byte. CheckpointError, OSError."""
     by_ref: dict[CommitRef, Line] = {}
-    strays: list[Line] = []
+    orphans: list[Line] = []
     for name, storage in (("local", places.local), ("remote", places.remote)):
         if storage is None:
             continue
         lines, uncommitted = readable(storage, lambda storage, name=name: _one_store(storage, name, policy, verify))  # type: ignore[misc]
-        strays += uncommitted
+        orphans += uncommitted
         for ref, line in lines.items():
             other = by_ref.get(ref)
             by_ref[ref] = line if other is None else _both(other, line)
-    return [by_ref[ref] for ref in sorted(by_ref, reverse=True)] + strays
+    return [by_ref[ref] for ref in sorted(by_ref, reverse=True)] + orphans
 
 
 def _both(local: Line, remote: Line) -> Line:
@@ -60,16 +70,16 @@ def _both(local: Line, remote: Line) -> Line:
 
 
 def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tuple[dict[CommitRef, Line], list[Line]]:
-    commits = marks.list_commits(storage)
+    commits = list_commits(storage)
     found: dict[CommitRef, Found] = {}
     problems: dict[CommitRef, str] = {}
     for ref in commits:
         try:
-            found[ref] = marks.read_found(storage, ref)
-            marks.check_sizes(storage, found[ref])
+            found[ref] = read_found(storage, ref)
+            check_sizes(storage, found[ref])
             if verify:
                 _verify(storage, found[ref])
-        except (DamagedError, layout.NewerFormatError) as e:
+        except (DamagedError, FormatError) as e:
             problems[ref] = str(e)
     policy = replace(policy, damaged=set(problems))
     kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
@@ -89,22 +99,22 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tup
             problem=problems.get(ref),
             future=f"stays: {kept[ref]}" if ref in kept else "goes at the next save",
         )
-    named = {ref: marks.prefix_of(storage, ref) for ref in commits}
-    return lines, _strays(storage, name, named, policy)
+    named = {ref: prefix_of(storage, ref) for ref in commits}
+    return lines, _orphans(storage, name, named, policy)
 
 
-def _strays(storage: Storage, name: str, named: dict[CommitRef, str | None], policy: Policy) -> list[Line]:
+def _orphans(storage: Storage, name: str, named: dict[CommitRef, str | None], policy: Policy) -> list[Line]:
     """Attempts that no marker names: under way, or left behind. One that makes no sense may mean any of its step."""
     sizes: dict[str, int] = defaultdict(int)
     newest: dict[str, float] = defaultdict(float)
     for entry in storage.list("ckpt"):
-        attempt = "/".join(entry.name.split("/")[:3])
+        attempt = attempt_of(entry.name)
         sizes[attempt] += entry.size
         newest[attempt] = max(newest[attempt], entry.modified)
     now = storage.clock() if sizes else 0.0
     out = []
     for attempt in sorted(sizes):
-        ref = layout.parse_prefix(attempt)
+        ref = parse_prefix(attempt)
         if ref is not None and not (ref in named and named[ref] in (attempt, None)):
             age = now - newest[attempt]
             old = age >= policy.orphan_grace_seconds
@@ -116,24 +126,43 @@ def _strays(storage: Storage, name: str, named: dict[CommitRef, str | None], pol
 
 def _verify(storage: Storage, found: Found) -> None:
     """Every byte. DamagedError; OSError."""
-    for entry in found.manifest.files:
-        name = f"{found.commit.prefix}/{entry.name}"
-        try:
-            _verify_file(storage, name, entry)
-        except FileNotFoundError:
-            raise DamagedError(f"{name} is missing") from None
-        except DamagedBlockError as e:
-            raise DamagedError(str(e)) from None
+    read_layout(storage, found)
+    blocks = [(entry, number) for entry in found.manifest.files for number in range(len(entry.blocks))]
+
+    def check(block: tuple[FileEntry, int]) -> None:
+        fetch_block(storage, f"{found.commit.prefix}/{block[0].name}", *block)
+
+    for _ in in_parallel(check, blocks, PARALLEL_BLOCKS):
+        pass
 
 
-def _verify_file(storage: Storage, name: str, entry: FileEntry) -> None:
-    if entry.blocks:
+# -- one checkpoint
 
-        def check(i: int) -> None:
-            fetch_block(storage, name, entry, i)
 
-        with ThreadPoolExecutor(PARALLEL_BLOCKS) as pool:
-            for _ in pool.map(check, range(math.ceil(entry.size / BLOCK_BYTES))):
-                pass
-    elif layout.sha256_of(storage.read_bytes(name)) != entry.sha256:
-        raise DamagedBlockError(f"{name} does not have its sha256")
+def open_to_look(places: Places, step: int | None = None, only: CommitRef | None = None) -> Resumed:
+    """The newest committed checkpoint, or that of `step`, to export or evaluate; the run's folders stay as they are.
+
+    Only what is read is verified, and of a remote one fetched. UserError, CheckpointError.
+    """
+    where = " or ".join(each.url for each in places[:2] if each is not None)
+    if step is not None:
+        known = dist.on_main(lambda: list_places(places))
+        refs = sorted(set(known[0]) | set(known[1]), reverse=True)
+        only = next((ref for ref in refs if ref.step == step), None)
+        if only is None:
+            there = sorted({ref.step for ref in refs})
+            raise UserError(f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}")
+    answer = resolve(places, only)
+    if answer.resumed is None:
+        reasons = "".join(f"\n  {each}" for each in answer.skipped)
+        raise UserError(f"there is no whole checkpoint under {where}{reasons}; train first, or correct the place")
+    return answer.resumed
+
+
+def places_of(place: str) -> tuple[Places, CommitRef | None]:
+    """What a folder or a URL means, to look at it. UserError where there are no checkpoints."""
+    root, only = dist.on_main(lambda: locate(place))
+    storage = open_storage(root)
+    if isinstance(storage, LocalStorage):
+        return Places(storage, None, storage), only
+    return Places(None, storage, None), only

@@ -1,0 +1,346 @@
+"""From "every rank's file is there" to "it is a checkpoint", and the reading of what is committed. No torch.
+
+Ranks learn of each other's files through their manifests in the store, never through the training's collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from clip_train.checkpoint import manifest
+from clip_train.checkpoint.manifest import Commit, CommitRef, FileEntry, FormatError, Manifest
+from clip_train.errors import CheckpointError
+from clip_train.storage import Storage
+
+T = TypeVar("T")
+READS = 3  # of what does not have its sha256: the bit may have flipped on the way
+_PARALLEL_READS = 32  # of rank manifests
+_POLL_SECONDS = (0.05, 2.0)  # between looks for the other ranks' manifests: at first, at most
+_UNLISTED = 8  # ranks that are asked for in a look, in turn, though no listing shows their manifests
+_LATE_SECONDS = 30.0  # for a manifest to show after all ranks have written it: NFS caches what is not there
+
+
+class DamagedError(Exception):
+    """A committed checkpoint that is not whole; says what is wrong."""
+
+
+class RefusedError(CheckpointError):
+    """This save has failed for good."""
+
+
+class FencedError(CheckpointError):
+    """Another process has taken over this run's checkpoints."""
+
+
+class SupersededError(RefusedError):
+    """This save was never uploaded: a newer one took its place."""
+
+
+def explain(e: BaseException) -> str:
+    return str(e) if isinstance(e, CheckpointError) else f"{type(e).__name__}: {e}"
+
+
+# -- saving
+
+
+@dataclass
+class SaveRequest:
+    """One rank's part of one save."""
+
+    step: int
+    prefix: str  # the attempt's folder
+    epoch: int
+    rank: int
+    world_size: int
+    size: int  # bytes, at the beginning of the shared memory: a safetensors file as it will be
+    fragments: dict[str, Any]  # what it holds and where: `snapshot.Plan.fragments`
+    state: Any = None  # rank 0: the trainer's, encoded
+    created: str = ""  # ISO 8601, UTC: the same bytes whoever repeats it
+    notes: list[str] = field(default_factory=list)  # what rank 0 should report of this rank
+    in_memory: bool = True  # False: a repeated one, which the disk has
+    repeated: bool = False
+    since: float = field(default_factory=time.monotonic)  # it came, by the writer's clock
+    entry: FileEntry | None = None  # once written
+    committed: str = ""  # rank 0: the attempt that is; an earlier one of this process may have been first
+    files: tuple[bytes, bytes] | None = None  # rank 0: manifest and layout, made once
+
+    @property
+    def ref(self) -> CommitRef:
+        return CommitRef(self.epoch, self.step)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _OF_THE_WRITER}
+
+
+_OF_THE_WRITER = ("since", "entry", "committed", "files")
+
+
+def put_rank_manifest(store: Storage, request: SaveRequest, error: str = "", superseded: bool = False) -> None:
+    """This rank's manifest: its file and fragments, or why there is none. OSError."""
+    body: dict[str, Any] = {"rank": request.rank, "step": request.step, "notes": request.notes}
+    if error:
+        body |= {"error": error, "superseded": superseded}
+    else:
+        assert request.entry is not None
+        body |= {"file": asdict(request.entry), "fragments": request.fragments}
+    store.put_bytes(manifest.rank_manifest_name(request.prefix, request.rank), manifest.add_checksum(body))
+
+
+def written_before(store: Storage, request: SaveRequest) -> FileEntry | None:
+    """The file of an attempt that is repeated, where the writer before has finished it. OSError."""
+    try:
+        body = read_checked(store, manifest.rank_manifest_name(request.prefix, request.rank))
+        entry = FileEntry.from_json(body["file"])
+        return entry if store.size(f"{request.prefix}/{entry.name}") == entry.size else None
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+
+
+def commit(
+    store: Storage,
+    request: SaveRequest,
+    check_fence: Callable[[], None],
+    token: str,
+    *,
+    end: float,
+    newer_since: Callable[[], float | None],
+    note: Callable[[str], None],
+) -> None:
+    """Rank 0, when all ranks' manifests are there: layout, manifest, fence check, marker, latest pointer.
+
+    check_fence: FencedError where another process has taken over. end, newer_since: as for `_rank_manifests`.
+    note: takes what a user should read. FencedError, RefusedError; OSError or CheckpointError for what may go better
+    the next time.
+    """
+    found = _rank_manifests(store, request, end, newer_since)
+    sizes = {entry.name: entry.size for entry in store.list(request.prefix)}
+    for entry in found.files:
+        name = f"{request.prefix}/{entry.name}"
+        size = sizes[name] if name in sizes else store.size(name)
+        if size != entry.size:
+            raise CheckpointError(f"{store.url}/{name} has {size} bytes instead of {entry.size}")
+    if request.files is None:
+        layout = manifest.build_layout(found.fragments, [entry.name for entry in found.files])
+        state = manifest.decode_state(request.state)
+        whole = Manifest(
+            request.step, request.epoch, request.world_size, found.files, manifest.sha256_of(layout), state,
+            request.created,
+        )  # fmt: skip
+        request.files = (whole.to_bytes(), layout)
+        for text in found.notes:
+            note(text)
+    data, layout = request.files
+    store.put_bytes(f"{request.prefix}/{manifest.LAYOUT}", layout)
+    store.put_bytes(f"{request.prefix}/{manifest.MANIFEST}", data)
+    check_fence()
+    marker = Commit(request.epoch, request.step, request.prefix, manifest.sha256_of(data), token)
+    request.committed = request.prefix
+    if not store.put_bytes(request.ref.name, marker.to_bytes(), if_absent=True):
+        there = read_commit(store, request.ref)
+        if there.token != token:
+            raise FencedError(f"{store.url}/{request.ref.name} has been committed by another process")
+        request.committed = there.prefix
+    try:
+        store.put_bytes(manifest.LATEST, manifest.add_checksum({"commit": request.ref.name}))
+    except OSError as e:  # nothing relies on it alone
+        note(f"{store.url}/{manifest.LATEST} could not be written: {explain(e)}")
+
+
+@dataclass
+class _RankManifests:
+    """All ranks', in their order."""
+
+    files: list[FileEntry]
+    fragments: list[dict[str, Any]]
+    notes: list[str]
+
+
+def _rank_manifests(
+    store: Storage, request: SaveRequest, end: float, newer_since: Callable[[], float | None]
+) -> _RankManifests:
+    """RefusedError where a rank has failed, or has written none in time; OSError.
+
+    end: when to give up (`time.monotonic`). newer_since: since when all ranks have been done with this save, as a newer
+    one is there; None while that is not known.
+    """
+    found: dict[int, dict[str, Any]] = {}
+
+    def read(rank: int) -> None:
+        try:
+            body = read_checked(store, manifest.rank_manifest_name(request.prefix, rank))
+        except FileNotFoundError:
+            return
+        except ValueError as e:
+            raise CheckpointError(f"the manifest of rank {rank} is not readable: {e}") from e
+        if "error" in body:
+            raise (SupersededError if body["superseded"] else RefusedError)(f"rank {rank}: {body['error']}")
+        found[rank] = body
+
+    missing = list(range(request.world_size))
+    pause, most = _POLL_SECONDS
+    while True:
+        done_since = newer_since()
+        listed = {entry.name for entry in store.list(request.prefix)} if len(missing) > _UNLISTED else set()
+        shown = [rank for rank in missing if manifest.rank_manifest_name(request.prefix, rank) in listed]
+        hidden = [rank for rank in missing if rank not in shown]  # a listing may hide the newest
+        for _ in in_parallel(read, shown + hidden[:_UNLISTED], _PARALLEL_READS):
+            pass
+        missing = [rank for rank in hidden[_UNLISTED:] + shown + hidden[:_UNLISTED] if rank not in found]
+        if not missing:
+            ordered = [found[rank] for rank in range(request.world_size)]
+            files = [FileEntry.from_json(body["file"]) for body in ordered]
+            notes = [f"rank {rank}: {text}" for rank, body in enumerate(ordered) for text in body["notes"] if rank]
+            return _RankManifests(files, [body["fragments"] for body in ordered], notes)
+        now = time.monotonic()
+        if now > end or (done_since is not None and now > done_since + _LATE_SECONDS):
+            ranks = ", ".join(map(str, sorted(missing)[:8]))
+            raise RefusedError(
+                f"no manifest of ranks {ranks} under {store.url}/{request.prefix}: is it a place that all ranks share?"
+            )
+        time.sleep(pause)
+        pause = min(1.5 * pause, most)
+
+
+# -- reading
+
+
+def readable(storage: Storage, action: Callable[[Storage], T]) -> T:
+    """`action(storage)`; CheckpointError where it cannot be found out what is there."""
+    try:
+        return action(storage)
+    except FormatError as e:
+        raise CheckpointError(f"the newest checkpoint under {storage.url} is not for this version: {e}") from e
+    except OSError as e:
+        raise CheckpointError(
+            f"cannot read the checkpoints under {storage.url}: {type(e).__name__}: {e}. This is not taken "
+            "for a damaged or missing checkpoint; mend it, or set checkpoint.resume"
+        ) from e
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint as its small files describe it."""
+
+    commit: Commit
+    manifest: Manifest
+
+
+def list_commits(storage: Storage) -> list[CommitRef]:
+    """All commit markers, newest first; also the one that the latest pointer names, should the listing hide it.
+    OSError."""
+    refs = {CommitRef.parse(entry.name) for entry in storage.list("commit")}
+    try:
+        latest = CommitRef.parse(str(read_checked(storage, manifest.LATEST).get("commit")))
+    except (FileNotFoundError, ValueError, FormatError):
+        latest = None
+    if latest is not None and latest not in refs and storage.exists(latest.name):
+        refs.add(latest)
+    return sorted((ref for ref in refs if ref is not None), reverse=True)
+
+
+def read_checked(storage: Storage, name: str) -> dict[str, Any]:
+    """A small JSON file. FileNotFoundError; ValueError where it is damaged; FormatError; OSError."""
+    return _read_again(storage, name, manifest.parse_checked)
+
+
+def _read_again(storage: Storage, name: str, parse: Callable[[bytes], T]) -> T:
+    for tries in itertools.count(1):
+        try:
+            return parse(storage.read_bytes(name))
+        except ValueError:
+            if tries >= READS:
+                raise
+    raise AssertionError("unreachable")
+
+
+def read_commit(storage: Storage, ref: CommitRef) -> Commit:
+    """What the marker `ref` says. DamagedError, FormatError, OSError."""
+    try:
+        found = _read_again(storage, ref.name, Commit.from_bytes)
+    except FileNotFoundError:
+        raise DamagedError(f"{ref.name} is gone") from None
+    except ValueError as e:
+        raise DamagedError(f"{ref.name} is not readable: {e}") from e
+    if found.ref != ref:
+        raise DamagedError(f"{ref.name} is the marker of epoch {found.epoch}, step {found.step}")
+    return found
+
+
+def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
+    """The folder that a marker names; None if the marker is not readable by this version. OSError."""
+    try:
+        return read_commit(storage, ref).prefix
+    except (DamagedError, FormatError):
+        return None
+
+
+def read_found(storage: Storage, ref: CommitRef) -> Found:
+    """The marker and the manifest that it vouches for. DamagedError, FormatError, OSError."""
+    marker = read_commit(storage, ref)
+    name = f"{marker.prefix}/{manifest.MANIFEST}"
+    data = read_with_sha256(storage, name, marker.manifest_sha256, "in its commit marker")
+    try:
+        return Found(marker, Manifest.from_bytes(data))
+    except ValueError as e:
+        raise DamagedError(f"{name}: {e}") from e
+
+
+def read_layout(storage: Storage, found: Found) -> bytes:
+    """LAYOUT as it was written. DamagedError, OSError."""
+    name = f"{found.commit.prefix}/{manifest.LAYOUT}"
+    return read_with_sha256(storage, name, found.manifest.layout_sha256, "in the manifest")
+
+
+def read_with_sha256(storage: Storage, name: str, sha256: str, where: str) -> bytes:
+    """The whole of a small file. DamagedError, OSError."""
+
+    def verified(data: bytes) -> bytes:
+        if manifest.sha256_of(data) != sha256:
+            raise ValueError(f"does not have the sha256 {where}")
+        return data
+
+    try:
+        return _read_again(storage, name, verified)
+    except FileNotFoundError:
+        raise DamagedError(f"{name} is missing") from None
+    except ValueError as e:
+        raise DamagedError(f"{name}: {e}") from e
+
+
+def copy_commit(source: Storage, target: Storage, found: Found) -> None:
+    """When `target` has all files of a checkpoint of `source`: commit it there too. DamagedError, OSError."""
+    prefix, of = found.commit.prefix, found.commit
+    target.put_bytes(f"{prefix}/{manifest.LAYOUT}", read_layout(source, found))
+    name = f"{prefix}/{manifest.MANIFEST}"
+    target.put_bytes(name, read_with_sha256(source, name, of.manifest_sha256, "in its commit marker"))
+    target.put_bytes(of.ref.name, of.to_bytes())
+
+
+def check_sizes(storage: Storage, found: Found) -> None:
+    """DamagedError for the first file that is not there in its size; OSError."""
+    sizes = {entry.name: entry.size for entry in storage.list(found.commit.prefix)}
+    for entry in found.manifest.files:
+        name = f"{found.commit.prefix}/{entry.name}"
+        size = sizes.get(name)
+        if size is None:  # a listing may hide a file
+            try:
+                size = storage.size(name)
+            except FileNotFoundError:
+                raise DamagedError(f"{name} is missing") from None
+        if size != entry.size:
+            raise DamagedError(f"{name} has {size} bytes instead of {entry.size}")
+
+
+def in_parallel(action: Callable[[T], object], jobs: Sequence[T], workers: int) -> Iterator[T]:
+    """Each job when it is done, in their order, `workers` at a time; the first error ends it."""
+    pool = ThreadPoolExecutor(min(workers, max(len(jobs), 1)))
+    try:
+        for job, _ in zip(jobs, pool.map(action, jobs), strict=True):
+            yield job
+    finally:
+        pool.shutdown(cancel_futures=True)

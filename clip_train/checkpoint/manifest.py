@@ -1,0 +1,337 @@
+"""The names and the small files of a checkpoint, and nothing that touches a disk. No torch.
+
+    lease/e000007.json                                  who writes with epoch 7: put if absent
+    ckpt/s0000001200/e000007-1/rank00000.safetensors    one rank's fragments, and its random state
+                              /_rank00000.json          that rank's manifest: its file's checksums and fragments
+                              /_LAYOUT.bin              which fragment lies where, in the files of all ranks
+                              /_MANIFEST.json           all ranks' files, and the trainer's state
+    commit/e000007-s0000001200.json                     written last: without it there is no checkpoint
+    metric/e000007-s0000001200.json                     the evaluation's results at that step
+    latest.json                                         a pointer for when a listing hides the newest
+
+The folder of an attempt follows from its step, the writer's epoch and the number of the snapshot of that step, so a
+checkpoint writer that died is replaced by one that repeats the same attempt, byte by byte. Every process that is going
+to write takes the next epoch, and a writer whose epoch is no longer the highest may not commit. The newest checkpoint
+is the one with the highest (epoch, step).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+FORMAT_VERSION = 3  # 1 and 2 were clip-train 0.1's: a file named its fragments in its own header only
+BLOCK_BYTES = 16 << 20  # what is fetched and verified at once
+
+_LEASE_NAME = re.compile(r"lease/e(\d{6,})\.json")
+_COMMIT_NAME = re.compile(r"commit/e(\d{6,})-s(\d{10,})\.json")
+_PREFIX = re.compile(r"ckpt/s(\d{10,})/e(\d{6,})-[0-9a-f]+")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+MANIFEST = "_MANIFEST.json"
+LAYOUT = "_LAYOUT.bin"
+LATEST = "latest.json"
+
+# -- names
+
+
+class CommitRef(NamedTuple):
+    """A commit marker by its name; they sort by age."""
+
+    epoch: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        return f"commit/e{self.epoch:06d}-s{self.step:010d}.json"
+
+    @property
+    def metric_name(self) -> str:
+        return f"metric/e{self.epoch:06d}-s{self.step:010d}.json"
+
+    @classmethod
+    def parse(cls, name: str) -> CommitRef | None:
+        """None for a file that is no commit marker."""
+        match = _COMMIT_NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+    @classmethod
+    def of_metric(cls, name: str) -> CommitRef | None:
+        """None for a file that holds no metric."""
+        return cls.parse(f"commit/{name.removeprefix('metric/')}") if name.startswith("metric/") else None
+
+
+def attempt_prefix(epoch: int, step: int, number: int = 1) -> str:
+    """The folder of the `number`th snapshot that one process has taken of a step."""
+    return f"ckpt/s{step:010d}/e{epoch:06d}-{number}"
+
+
+def parse_prefix(prefix: str) -> CommitRef | None:
+    """Which commit an attempt's folder is meant for; None if it is no such folder."""
+    match = _PREFIX.fullmatch(prefix)
+    return CommitRef(int(match[2]), int(match[1])) if match else None
+
+
+def attempt_of(name: str) -> str:
+    """The attempt's folder that a file lies in."""
+    return "/".join(name.split("/")[:3])
+
+
+def staged_name(prefix: str, file: str) -> str:
+    """A file of an attempt while it is written or fetched."""
+    return f"tmp/{prefix.replace('/', '+')}+{file}"
+
+
+def lease_name(epoch: int) -> str:
+    return f"lease/e{epoch:06d}.json"
+
+
+def parse_lease(name: str) -> int | None:
+    """The epoch; None for a file that is no lease."""
+    match = _LEASE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
+def rank_manifest_name(prefix: str, rank: int) -> str:
+    return f"{prefix}/_rank{rank:05d}.json"
+
+
+# -- tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for what belongs to the rank,
+# "@shared|name" in rank 0's for what is the same on all of them
+
+RANK_KEY = "@rank|"
+SHARED_KEY = "@shared|"
+
+
+def fragment_key(name: str, slot: str, start: int) -> str:
+    if "|" in slot or slot.startswith("@"):
+        raise ValueError(f"an optimizer slot cannot be called {slot!r}")
+    return f"{slot}|{start}|{name}"
+
+
+# -- small files
+
+
+def add_checksum(body: dict[str, Any]) -> bytes:
+    """JSON that carries its own sha256, so that a bit that flips on the way is noticed and the file read again."""
+    body = {**body, "format": FORMAT_VERSION}
+    return json.dumps({**body, "sha256": sha256_of(_canonical(body))}, sort_keys=True).encode()
+
+
+def parse_checked(data: bytes) -> dict[str, Any]:
+    """The inverse of `add_checksum`. ValueError for anything else; FormatError for another version's."""
+    body = json.loads(data)  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    if not isinstance(body, dict):
+        raise ValueError("not a JSON object")
+    digest = body.pop("sha256", None) or body.pop("seal", None)  # the name that format 2 gave it
+    if digest is None and body.get("format") == FORMAT_VERSION:
+        raise ValueError("it names no sha256")
+    if digest not in (None, sha256_of(_canonical(body))):  # before its format is believed
+        raise ValueError("it does not have the sha256 that it names")
+    return _check_format(body)
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class FormatError(Exception):
+    """Written by another version of this program: no damage, and not to be stepped over."""
+
+
+def _check_format(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise ValueError("not a JSON object")
+    version = body.get("format")
+    if not isinstance(version, int) or version < 1:
+        raise ValueError(f"format {version!r}")
+    if version > FORMAT_VERSION:
+        raise FormatError(
+            f"format {version}, and this clip-train reads format {FORMAT_VERSION}: update clip-train, or name an "
+            "older checkpoint (checkpoint.resume=<its commit/*.json>)"
+        )
+    if version < FORMAT_VERSION:
+        raise FormatError(
+            f"format {version}, and this clip-train reads format {FORMAT_VERSION}: go on with the clip-train that "
+            "wrote it, or export its weights there (clip-train export) and start from them in another run.dir and "
+            "checkpoint.remote (model.init_from=<the export>)"
+        )
+    return body
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file must be."""
+
+    name: str  # within the attempt's folder
+    size: int  # bytes
+    blocks: list[str]  # sha256 of every BLOCK_BYTES bytes
+    rank: int  # who wrote it
+
+    @classmethod
+    def from_json(cls, body: Any) -> FileEntry:
+        """ValueError for anything but one file in the attempt's own folder."""
+        try:
+            entry = cls(body["name"], body["size"], body["blocks"], int(body["rank"]))
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a file's entry: {type(e).__name__} {e}") from e
+        if not isinstance(entry.name, str) or not _FILE_NAME.fullmatch(entry.name):
+            raise ValueError(f"not a file name: {entry.name!r}")
+        if not isinstance(entry.size, int) or len(entry.blocks) != num_blocks(entry.size):
+            raise ValueError(f"{entry.name} of {entry.size!r} bytes has {len(entry.blocks)} blocks")
+        return entry
+
+
+def num_blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint consists of."""
+
+    step: int
+    epoch: int
+    world_size: int
+    files: list[FileEntry]  # one of each rank, in their order
+    layout_sha256: str  # of LAYOUT
+    state: dict[str, Any]  # the trainer's: counters, data position, recipe, ...
+    created: str = ""  # ISO 8601, UTC
+
+    def to_bytes(self) -> bytes:
+        body = {**asdict(self), "format": FORMAT_VERSION, "state": encode_state(self.state)}
+        return json.dumps(body, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """ValueError for anything but a manifest of this format."""
+        body = _check_format(json.loads(data))
+        try:
+            return cls(
+                step=int(body["step"]),
+                epoch=int(body["epoch"]),
+                world_size=int(body["world_size"]),
+                files=[FileEntry.from_json(entry) for entry in body["files"]],
+                layout_sha256=str(body["layout_sha256"]),
+                state=decode_state(body["state"]),
+                created=str(body["created"]),
+            )
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a manifest: {type(e).__name__} {e}") from e
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a commit marker says."""
+
+    epoch: int
+    step: int
+    prefix: str
+    manifest_sha256: str
+    token: str = ""  # of the lease under which it was written
+
+    @property
+    def ref(self) -> CommitRef:
+        return CommitRef(self.epoch, self.step)
+
+    def to_bytes(self) -> bytes:
+        return add_checksum(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Commit:
+        """ValueError for anything but a commit marker of this format."""
+        body = parse_checked(data)
+        try:
+            commit = cls(
+                epoch=int(body["epoch"]),
+                step=int(body["step"]),
+                prefix=str(body["prefix"]),
+                manifest_sha256=str(body["manifest_sha256"]),
+                token=str(body["token"]),
+            )
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a commit marker: {type(e).__name__} {e}") from e
+        if parse_prefix(commit.prefix) != commit.ref:
+            raise ValueError(f"it names the folder {commit.prefix!r}")
+        return commit
+
+
+def build_layout(fragments: Sequence[dict[str, Any]], files: Sequence[str]) -> bytes:
+    """LAYOUT: where every fragment of every rank lies. fragments: of each file (`snapshot.Plan.fragments`).
+
+    Zlib over: 8 bytes of the header's length, the header (JSON), and six columns of int64, sorted by parameter, slot
+    and start: parameter, kind (slot and dtype), start, numel, file, byte offset in the file.
+    """
+    params: dict[str, list[int]] = {}
+    kinds: dict[tuple[str, str], int] = {}
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    numbers: dict[str, int] = {}
+    for file, part in enumerate(fragments):
+        for name, shape in part["shapes"].items():
+            numbers.setdefault(name, len(numbers))
+            if params.setdefault(name, shape) != shape:
+                raise ValueError(f"{name} has shape {shape} on rank {file}, and {params[name]} elsewhere")
+        for name, start, numel, slots in part["rows"]:
+            for slot, dtype, offset in slots:
+                kind = kinds.setdefault((slot, dtype), len(kinds))
+                rows.append((numbers[name], kind, start, numel, file, offset))
+    slot_numbers = {slot: i for i, slot in enumerate(dict.fromkeys(slot for slot, _ in kinds))}
+    of_kind = [slot_numbers[slot] for slot, _ in kinds]
+    rows.sort(key=lambda row: (row[0], of_kind[row[1]], row[2]))
+    head = {
+        "params": list(params.items()),
+        "kinds": list(kinds),
+        "files": list(files),
+        "rows": len(rows),
+        "tensors": [part["tensors"] for part in fragments],
+    }
+    columns = [array("q", column).tobytes() for column in zip(*rows, strict=True)]
+    encoded = json.dumps(head).encode()
+    return zlib.compress(b"".join([len(encoded).to_bytes(8, "little"), encoded, *columns]), 1)
+
+
+# -- the trainer's state
+
+_INT_KEYS = "__int_keys__"
+
+
+def encode_state(value: Any, where: str = "state") -> Any:
+    """`value` as JSON can hold it, deeply copied. Tuples become lists; a dict whose keys are all integers is tagged,
+    so that `decode_state` gives integers back. TypeError for anything else."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [encode_state(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        if value and all(isinstance(key, int) and not isinstance(key, bool) for key in value):
+            return {_INT_KEYS: {str(key): encode_state(item, f"{where}[{key}]") for key, item in value.items()}}
+        for key in value:
+            if not isinstance(key, str) or key == _INT_KEYS:
+                raise TypeError(f"{where}: a key must be a string, or all of them integers: {key!r}")
+        return {key: encode_state(item, f"{where}.{key}") for key, item in value.items()}
+    raise TypeError(f"{where}: cannot be kept as JSON: {type(value).__name__}")
+
+
+def decode_state(value: Any) -> Any:
+    """The inverse of `encode_state`."""
+    if isinstance(value, list):
+        return [decode_state(item) for item in value]
+    if isinstance(value, dict):
+        if set(value) == {_INT_KEYS}:
+            return {int(key): decode_state(item) for key, item in value[_INT_KEYS].items()}
+        return {key: decode_state(item) for key, item in value.items()}
+    return value

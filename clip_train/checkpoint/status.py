@@ -1,0 +1,290 @@
+"""One rank's saves: when one is due, what has become of the last ones, and the process that writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from clip_train import dist
+from clip_train.checkpoint.commit import SaveRequest, explain, put_rank_manifest
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.transfer import Settings
+from clip_train.checkpoint.writer import Message, WriterProcess
+from clip_train.errors import CheckpointError
+from clip_train.storage import LocalStorage
+
+logger = logging.getLogger(__name__)
+
+MOST_STARTS = 3  # of checkpoint writers for one save
+
+
+class Schedule:
+    """When a save is due: the same answers on all ranks, which ask together after every step.
+
+    A save that is due while a rank's last snapshot is still being written is deferred to the first step at which no
+    rank's is: there is one memory for it. clock: seconds, of which rank 0's count.
+    """
+
+    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._every_steps = config.every_steps
+        self._every_minutes = config.every_minutes
+        self._since = self._clock()  # seconds; of the last save
+        self._since_step: int | None = None  # step at which the clock started
+        self._next_look = 0  # step at which the clock is looked at again
+        self.deferred: int | None = None  # the step at which a save was due that is still to be taken
+        self._deferred_since = 0.0  # seconds
+
+    def due(self, step: int, *, busy: bool) -> bool:
+        """Whether to save after `step`, counted from 1. busy: this rank's memory is not free."""
+        if self.deferred is None and not self._due_by_steps(step) and not self._due_by_time(step):
+            return False
+        if not dist.any_rank(busy):
+            return True
+        self.defer(step)
+        return False
+
+    def defer(self, step: int) -> None:
+        """The save that is due at `step` cannot be taken yet."""
+        if self.deferred is None:
+            self.deferred, self._deferred_since = step, self._clock()
+
+    def deferred_for(self) -> float:
+        """Seconds since a save was deferred, or since the last call of `defer_anew`; 0 where none is."""
+        return 0.0 if self.deferred is None else self._clock() - self._deferred_since
+
+    def defer_anew(self) -> None:
+        self._deferred_since = self._clock()
+
+    def saved(self, step: int) -> None:
+        """A save has been tried: the minutes begin anew, and nothing is deferred any more."""
+        self._since, self._since_step, self._next_look = self._clock(), step, 0
+        self.deferred = None
+
+    def _due_by_steps(self, step: int) -> bool:
+        return self._every_steps is not None and step > 0 and step % self._every_steps == 0
+
+    def _due_by_time(self, step: int) -> bool:
+        """Rank 0's clock decides. It also says when to ask again, so that most steps cost no message."""
+        if self._every_minutes is None:
+            return False
+        if self._since_step is None:
+            self._since_step = step - 1
+        if step < self._next_look:
+            return False
+        passed = self._clock() - self._since
+        left = 60 * self._every_minutes - passed  # seconds
+        # half of the steps that fit into the time left at the present rate, lest steps become slower
+        steps_left = left * (step - self._since_step) / max(passed, 1e-9)
+        due, self._next_look = dist.broadcast_object((left <= 0, step + max(1, int(min(steps_left, 2e6) / 2))))
+        return due
+
+
+class LastGood(NamedTuple):
+    """The checkpoint that a failing run can go back to."""
+
+    step: int
+    path: str
+
+
+class Saves:
+    """What this rank's checkpoint writer does, and what has become of it. Rank 0's saves decide for the run.
+
+    log: takes what a user should read, on rank 0.
+    """
+
+    def __init__(self, max_failed_saves: int, log: Callable[[str], None]) -> None:
+        self._max_failed = max_failed_saves
+        self._log = log
+        self.last_good: LastGood | None = None
+        self.saved: int | None = None  # rank 0: the step last committed in the main store, or resumed from there
+        self.failures = 0  # saves in a row
+        self.fatal: str | None = None  # why the run must stop
+        self.pending: dict[int, SaveRequest] = {}  # step -> submitted, not yet committed or failed
+        self.writing: SaveRequest | None = None  # it still needs the memory
+        self.failed: tuple[int, str] | None = None  # not on rank 0: a step, and why
+        self.notes: list[str] = []  # for rank 0, in this rank's next manifest
+        self._numbers: dict[str, float] = {}
+        self._metrics: dict[int, dict[str, float]] = {}  # of rank 0, by step
+        self._starts = 0  # of checkpoint writers since a save was committed
+        self._writer: WriterProcess | None = None
+        self._settings: Settings | None = None
+        self._memory_fd = -1
+
+    # -- the checkpoint writer
+
+    def start(self, settings: Settings, memory_fd: int) -> None:
+        """CheckpointError where no process can be started."""
+        self._settings, self._memory_fd = settings, memory_fd
+        try:
+            self._writer = WriterProcess(settings.to_json(), memory_fd)
+        except OSError as e:
+            raise CheckpointError(f"no process to write checkpoints can be started: {explain(e)}") from e
+
+    def submit(self, request: SaveRequest) -> None:
+        self.pending[request.step] = self.writing = request
+        self._send({"do": "save", **request.to_json()})
+
+    def note_metrics(self, step: int, values: dict[str, float]) -> None:
+        self._metrics[step] = values
+        assert self._settings is not None
+        epoch = self._settings.policy.epoch
+        self._send({"do": "metric", "epoch": epoch, "step": step, "values": values})
+
+    def _send(self, message: Message) -> None:
+        if self._writer is not None:
+            self._writer.send(message)
+
+    def poll(self, timeout: float = 0.0) -> None:
+        """The checkpoint writer's messages; waits up to `timeout` seconds for the first. One that has died is
+        replaced."""
+        if self._writer is not None:
+            for message in self._writer.receive(timeout):
+                self._receive(message)
+            if self._writer.ended is not None:
+                self._replace_writer(self._writer.ended)
+
+    def _replace_writer(self, how: str) -> None:
+        """Another one repeats what is pending: the same bytes to the same names, from the memory or from the disk."""
+        assert self._writer is not None and self._settings is not None
+        self._writer.close()
+        self._writer = None
+        self._starts += 1
+        if self._starts > MOST_STARTS:
+            self._starts = 0
+            for request in list(self.pending.values()):
+                why = f"{how}, {MOST_STARTS} times in a row"
+                self.fail(request.step, why)
+                with contextlib.suppress(OSError):  # rank 0's checkpoint writer waits for this rank's manifest
+                    put_rank_manifest(LocalStorage(self._settings.folder), request, error=why)
+            self.writing = None
+        requests = [self.pending[step] for step in sorted(self.pending)]
+        steps = " and ".join(f"step {request.step}" for request in requests)
+        text = f"{how}; another one repeats {steps}" if steps else f"{how}; another one is started"
+        self.report(text)
+        (requests[0].notes if requests else self.notes).append(text)
+        self.start(self._settings, self._memory_fd)
+        for step, values in self._metrics.items():
+            self.note_metrics(step, values)
+        for request in requests:
+            self._send({"do": "save", **dataclasses.replace(request, repeated=True).to_json()})
+
+    def close(self, grace: float, *, finish: bool) -> None:
+        """finish: what is under way, for up to `grace` seconds. Then the checkpoint writer ends."""
+        if self._writer is None:
+            return
+        end = time.monotonic() + grace
+        waiting = max(self.pending, default=None)
+        if waiting is not None:
+            self.report(f"finishing the checkpoint of step {waiting} (up to {grace:.0f} s)")
+        if finish:
+            self._send({"do": "finish"})
+        while finish and self._writer.ended is None and time.monotonic() < end:
+            for message in self._writer.receive(min(1.0, max(end - time.monotonic(), 0.0))):
+                self._receive(message)
+        if waiting is not None and not self.pending and self.saved == waiting:
+            self.report(f"step {waiting} is committed ({self.fallback()})")
+        elif self.pending:
+            self.report(f"abandoned the checkpoint of step {max(self.pending)}; {self.fallback()}")
+        self._writer.close()
+        self._writer = None
+
+    def wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
+        """Until no rank is `waiting`; False if `end` comes first, by rank 0's clock. Collective.
+
+        No rank sits in a collective for longer than a second, and what fails on one fails on rank 0 at once.
+        """
+        while True:
+            self.poll(min(1.0, max(end - time.monotonic(), 0.0)) if waiting() else 0.0)
+            over = dist.is_main() and time.monotonic() >= end
+            still, expired, failed = dist.max_scalars(waiting(), over, self.failed is not None)
+            if failed:
+                for rank, each in enumerate(dist.gather_objects(self.failed)):
+                    if dist.is_main() and each is not None and each[0] in self.pending:
+                        self.fail(each[0], f"rank {rank}: {each[1]}")
+                self.failed = None
+            elif not still or expired:
+                return not still
+
+    # -- what has become of it
+
+    def _receive(self, message: Message) -> None:
+        """One message of the checkpoint writer."""
+        if message["event"] == "note":
+            self.report(message["text"])
+            return
+        step = message["step"]
+        request = self.pending.get(step)
+        if message["event"] == "written":
+            if self.writing is not None and self.writing.prefix == message["prefix"]:
+                self.writing.in_memory, self.writing = False, None
+        elif message["event"] == "committed" and not message["final"]:
+            self._good(message)
+        elif request is None or request.prefix != message["prefix"]:
+            return  # of an earlier attempt that nobody waits for any more
+        elif message["event"] == "committed":
+            del self.pending[step]
+            self._starts = 0
+            self._committed(message)
+        elif message["event"] == "failed":
+            del self.pending[step]
+            if message["fatal"]:
+                self.fatal = message["why"]
+            elif message["superseded"]:
+                self.report(f"checkpoint of step {step} is not uploaded: {message['why']}")
+            else:
+                self.fail(step, message["why"])
+
+    def _good(self, message: Message) -> None:
+        if self.last_good is None or message["step"] >= self.last_good.step:
+            self.last_good = LastGood(message["step"], message["where"])
+
+    def _committed(self, message: Message) -> None:
+        """On rank 0 it is a checkpoint; elsewhere this rank's part is where it belongs."""
+        if not dist.is_main():
+            return
+        self.failures, self.saved = 0, message["step"]
+        self._good(message)
+        seconds, size = message["seconds"], message["bytes"]
+        self._numbers |= {"checkpoint_step": message["step"], "checkpoint_seconds": seconds, "checkpoint_failures": 0}
+        logger.info("checkpoint of step %d committed after %.1f s (%d bytes on rank 0)", message["step"], seconds, size)
+
+    def fail(self, step: int, why: str) -> None:
+        """One save has failed. Too many in a row, on rank 0, are fatal."""
+        self.pending.pop(step, None)
+        if not dist.is_main():
+            self.failed = (step, why)
+            return
+        if self.fatal is not None:
+            return
+        self.failures += 1
+        self._numbers |= {"checkpoint_failures": self.failures}
+        message = f"checkpoint of step {step} failed ({self.failures} in a row): {why}"
+        if self.failures >= self._max_failed:
+            self.fatal = f"{message}; {self.fallback()}"
+        else:
+            self.report(f"{message}; training goes on, {self.fallback()}")
+
+    def fallback(self) -> str:
+        return f"the last good one is {self.last_good.path}" if self.last_good else "there is no good one yet"
+
+    def report(self, text: str) -> None:
+        if dist.is_main():
+            self._log(text)
+
+    def number(self, name: str, value: float) -> None:
+        """For the next step's record."""
+        self._numbers[name] = value
+
+    def take_numbers(self) -> dict[str, float]:
+        numbers, self._numbers = self._numbers, {}
+        return numbers
+
+    def share(self) -> None:
+        """Collective: what rank 0 knows of commits and failures, on all ranks."""
+        shared = dist.broadcast_object((self.saved, self.last_good, self.failures, self.fatal))
+        self.saved, self.last_good, self.failures, self.fatal = shared

@@ -1,0 +1,106 @@
+"""How rank 0 learns that the others' parts are there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clip_train.checkpoint import lease, manifest
+from clip_train.checkpoint.commit import FencedError, RefusedError, SaveRequest, commit, put_rank_manifest
+from clip_train.checkpoint.manifest import FileEntry
+from clip_train.storage import LocalStorage
+from clip_train.storage.base import Entry
+
+WORLD_SIZE = 200
+
+
+class Shop(LocalStorage):
+    """Counts what is asked of it, never lists the manifests of the ranks 40 to 59, and has the later half's at the
+    third look."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.looks, self.asked = 0, Counter[str]()
+        self.third_look: Callable[[], None] = lambda: None
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        self.looks += prefix.startswith("ckpt/")
+        if self.looks == 3:
+            self.third_look()
+        return [
+            each for each in super().list(prefix) if "/_rank0004" not in each.name and "/_rank0005" not in each.name
+        ]
+
+    def read_bytes(self, name: str) -> bytes:
+        if "/_rank" in name:
+            self.asked[name] += 1
+        return super().read_bytes(name)
+
+
+def request(rank: int) -> SaveRequest:
+    prefix, name = manifest.attempt_prefix(0, 7), manifest.rank_file(rank)
+    empty: dict[str, Any] = {"shapes": {}, "rows": [], "tensors": {}}
+    out = SaveRequest(7, prefix, 0, rank, WORLD_SIZE, 3, empty, {"step": 7}, "now")
+    out.entry = FileEntry(name, 3, ["0" * 64], rank)
+    return out
+
+
+def put(storage: LocalStorage, ranks: range) -> None:
+    for rank in ranks:
+        storage.put_bytes(f"{request(rank).prefix}/{manifest.rank_file(rank)}", b"abc")
+        put_rank_manifest(storage, request(rank))
+
+
+def test_of_many_ranks_only_the_manifests_that_are_there_are_asked_for(tmp_path: Path) -> None:
+    storage = Shop(tmp_path)
+    held = lease.acquire(storage)
+    put(storage, range(100))
+    storage.third_look = lambda: put(storage, range(100, WORLD_SIZE))
+    mine, end = request(0), time.monotonic() + 3600.0
+    commit(storage, mine, lambda: lease.check(storage, held), held.token, end=end, newer_since=lambda: None, note=print)
+    assert storage.exists(mine.ref.name) and len(storage.asked) == WORLD_SIZE
+    # each manifest once when it is there, and in each look eight that may not be
+    assert storage.asked.total() <= WORLD_SIZE + 8 * storage.looks
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_rank_whose_manifest_never_comes_is_named(tmp_path: Path, newer: bool) -> None:
+    """When a newer save is there all ranks have written this one; else the timeout ends the waiting."""
+    storage = LocalStorage(tmp_path)
+    put(storage, range(WORLD_SIZE - 1))
+    long_ago, never = time.monotonic() - 60.0, time.monotonic() + 3600.0
+    with pytest.raises(RefusedError, match=f"no manifest of ranks {WORLD_SIZE - 1} under {tmp_path}"):
+        commit(
+            storage, request(0), lambda: None, "", end=never if newer else long_ago,
+            newer_since=lambda: long_ago if newer else None, note=print,
+        )  # fmt: skip
+    assert not storage.exists(request(0).ref.name)
+
+
+def test_another_ranks_error_is_named(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    put(storage, range(WORLD_SIZE - 1))
+    put_rank_manifest(storage, request(WORLD_SIZE - 1), error="no space")
+    with pytest.raises(RefusedError, match=f"rank {WORLD_SIZE - 1}: no space"):
+        commit(storage, request(0), lambda: None, "", end=time.monotonic() + 60, newer_since=lambda: None, note=print)
+
+
+@pytest.mark.parametrize("token, fenced", [("mine", False), ("theirs", True)])
+def test_the_marker_of_an_earlier_attempt_of_ones_own_is_no_other_process(
+    tmp_path: Path, token: str, fenced: bool
+) -> None:
+    """A checkpoint writer committed it, and died before it could say so; its rank has taken another snapshot since."""
+    storage = LocalStorage(tmp_path)
+    earlier = manifest.attempt_prefix(0, 7, 2)
+    put(storage, range(WORLD_SIZE))
+    storage.put_bytes(request(0).ref.name, manifest.Commit(0, 7, earlier, "0" * 64, token).to_bytes())
+    mine, end = request(0), time.monotonic() + 60
+    with pytest.raises(FencedError) if fenced else contextlib.nullcontext():
+        commit(storage, mine, lambda: None, "mine", end=end, newer_since=lambda: None, note=print)
+    assert mine.committed == (mine.prefix if fenced else earlier)
