@@ -247,7 +247,7 @@ class Trainer:
         return self.checkpoints.save(step, fragments, rng, state, shared, wait=wait)
 
     def _rank_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What a checkpoint holds beside the engine's fragments: this rank's random state; the objective's, alike on all."""
+        """What a checkpoint holds beside the fragments: this rank's random state; the objective's, alike on all."""
         return RngState.capture(self.engine.device).tensors(), self.objective.state_dict()
 
     def _end_preempted(self) -> None:
