@@ -152,11 +152,11 @@ def open_to_look(places: Places, step: int | None = None, only: CommitRef | None
         if only is None:
             there = sorted({ref.step for ref in refs})
             raise UserError(f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}")
-    answer = resolve(places, only)
-    if answer.resumed is None:
-        reasons = "".join(f"\n  {each}" for each in answer.skipped)
+    found, skipped = resolve(places, only)
+    if found is None:
+        reasons = "".join(f"\n  {each}" for each in skipped)
         raise UserError(f"there is no whole checkpoint under {where}{reasons}; train first, or correct the place")
-    return answer.resumed
+    return found
 
 
 def places_of(place: str) -> tuple[Places, CommitRef | None]:

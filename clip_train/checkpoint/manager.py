@@ -58,10 +58,7 @@ class CheckpointManager:
         self._settings: Settings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._preparing: threading.Thread | None = None
-        self._snapshot = (
-            -1,
-            0,
-        )  # the last one submitted, or resumed from: step, and how many of it; on all ranks alike
+        self._snapshot = (-1, 0)  # the last submitted, or resumed from: step, how many of it; alike on all ranks
         self._abandoned = False  # the last save did not make it within the grace
         self._grace_left: float | None = None  # seconds, of the last save if it was waited for
 
@@ -110,7 +107,6 @@ class CheckpointManager:
 
     def refuse_second_writer(self) -> None:
         """UserError on all ranks where another process of this machine writes there; one that is about to end may."""
-
         if not self.config.takeover:
             dist.on_main(lambda: lease.refuse_second_writer([self.storage, *([self.remote] if self.remote else [])]))
 

@@ -78,6 +78,8 @@ class Resumed:
     rank_tensors: dict[str, Tensor] | None  # this rank's; None if the number of ranks has changed
     world_size: int  # of the run that wrote it
     path: str  # where it lies: a folder or a URL
+    ref: CommitRef  # its marker
+    in_remote: bool = False  # it is committed in the remote store
     skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole, and why
     fetch: Fetched = NOTHING
 
@@ -94,16 +96,6 @@ class Resumed:
             got += f" by {self.fetch.num_ranks} ranks" if dist.world_size() > 1 or self.fetch.num_ranks > 1 else ""
         passed = [f"  passed over    {each}" for each in self.skipped] or ["  passed over    nothing"]
         return "\n".join([f"resuming from step {self.step}", f"  source         {self.path} ({got})", *passed])
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """What was found, the same on all ranks."""
-
-    resumed: Resumed | None = None
-    ref: CommitRef | None = None  # its
-    skipped: list[Skipped] = field(default_factory=list)
-    in_remote: bool = False  # it is committed in the remote store
 
 
 @dataclass(frozen=True)
@@ -158,13 +150,13 @@ def select(
                         f"checkpoint.resume ({mode}): this run has gone back there before, and goes on from its newest "
                         "checkpoint; to go back once more, name it in the other way (its commit/*.json, its ckpt/*/*)"
                     )
-    answer = resolve(places, only, together=together, log=log)
-    damaged = frozenset(each.ref for each in answer.skipped) if own else frozenset()
-    if answer.resumed is None or answer.ref is None:
-        _nothing_found(mode, places, answer.skipped, log)
+    found, skipped = resolve(places, only, together=together, log=log)
+    damaged = frozenset(each.ref for each in skipped) if own else frozenset()
+    if found is None:
+        _nothing_found(mode, places, skipped, log)
         return Selection(damaged=damaged)
-    protect = named | {answer.ref} if own else named
-    return Selection(answer.resumed, protect, own and (remote is None or answer.in_remote), damaged)
+    protect = named | {found.ref} if own else named
+    return Selection(found, protect, own and (remote is None or found.in_remote), damaged)
 
 
 def _gone_back_already(mode: str, places: Places) -> bool:
@@ -199,40 +191,41 @@ def resolve(
     *,
     together: Callable[[], list[int]] | None = None,
     log: Log = lambda text: None,
-) -> Resolution:
-    """Called by all ranks: rank 0 looks, all ranks share hashing and fetching, all get the same answer.
+) -> tuple[Resumed | None, list[Skipped]]:
+    """Called by all ranks: rank 0 looks, all ranks share hashing and fetching, all get the same answer: it, and
+    the newer ones that are not whole.
 
     only: consider this checkpoint alone. together: the ranks that see this rank's `places.cache`, to which a remote one
     is fetched; None: nothing is written there, and each block is verified when it is read. CheckpointError, on all
     ranks, where one cannot read.
     """
     for _ in range(_LISTINGS):
-        answer = _resolve_listed(places, only, together, log)
-        passed_over = {each.ref for each in answer.skipped}
+        found, skipped = _resolve_listed(places, only, together, log)
+        passed_over = {each.ref for each in skipped}
         if not passed_over or passed_over <= set(dist.on_main(lambda: list(itertools.chain(*list_places(places))))):
             break  # else a process that still runs has removed one while we looked, and there are newer ones
-    return answer
+    return found, skipped
 
 
 def _resolve_listed(
     places: Places, only: CommitRef | None, together: Callable[[], list[int]] | None, log: Log
-) -> Resolution:
+) -> tuple[Resumed | None, list[Skipped]]:
     """Among the commits that are there now."""
     known = dist.on_main(lambda: list_places(places))
     skipped: list[Skipped] = []
     for ref in sorted(set(known[0]) | set(known[1]), reverse=True):
         if only is None or ref == only:
             try:
-                return _open(places, ref, ref in known[0], ref in known[1], together, log, skipped)
+                return _open(places, ref, ref in known[0], ref in known[1], together, log, skipped), skipped
             except DamagedError as e:  # on all ranks
                 skipped.append(Skipped(ref, str(e)))
-    return Resolution(skipped=skipped)
+    return None, skipped
 
 
 def _open(
     places: Places, ref: CommitRef, in_local: bool, in_remote: bool, together: Callable[[], list[int]] | None,
     log: Log, skipped: list[Skipped],
-) -> Resolution:  # fmt: skip
+) -> Resumed:  # fmt: skip
     """One checkpoint, all of it verified unless it is only looked at. Collective; DamagedError, CheckpointError, on all
     ranks."""
     world_size = dist.world_size()
@@ -261,17 +254,18 @@ def _open(
     same_world = found.manifest.world_size == world_size
     reader = dist.agreed(lambda: FragmentReader(layout, files, where))
     reader.prepare_named(dist.rank() if same_world else None)
-    resumed = Resumed(
+    return Resumed(
         step=found.manifest.step,
         state=found.manifest.state,
         reader=reader,
         rank_tensors=dist.agreed(lambda: reader.rank_tensors(dist.rank()) if same_world else None),
         world_size=found.manifest.world_size,
         path=where,
+        ref=ref,
+        in_remote=in_remote,
         skipped=skipped,
         fetch=Fetched(*files.total_fetched()),
     )
-    return Resolution(resumed, ref, skipped, in_remote)
 
 
 def _read_small_files(

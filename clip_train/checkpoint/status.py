@@ -127,7 +127,10 @@ class Saves:
 
     def submit(self, request: SaveRequest) -> None:
         self.pending[request.step] = self.writing = request
-        self._send({"do": "save", **request.to_json()})
+        if self._writer is None:
+            self._start_anew("the last checkpoint writer has ended")
+        else:
+            self._send({"do": "save", **request.to_json()})
 
     def note_metrics(self, step: int, values: dict[str, float]) -> None:
         self._metrics[step] = values
@@ -142,36 +145,46 @@ class Saves:
     def poll(self, timeout: float = 0.0) -> None:
         """The checkpoint writer's messages; waits up to `timeout` seconds for the first. One that has died is
         replaced."""
-        if self._writer is not None:
-            for message in self._writer.receive(timeout):
-                self._receive(message)
-            if self._writer.ended is not None:
-                self._replace_writer(self._writer.ended)
+        if self._writer is None:
+            return
+        for message in self._writer.receive(timeout):
+            self._receive(message)
+        if self._writer.ended is not None:
+            how = self._writer.ended
+            self._writer.close()
+            self._writer = None
+            self._starts += 1
+            if self._starts <= MOST_STARTS:
+                self._start_anew(how)
+            else:
+                self._give_up(f"{how}, {MOST_STARTS} times in a row")
 
-    def _replace_writer(self, how: str) -> None:
+    def _start_anew(self, how: str) -> None:
         """Another one repeats what is pending: the same bytes to the same names, from the memory or from the disk."""
-        assert self._writer is not None and self._settings is not None
-        self._writer.close()
-        self._writer = None
-        self._starts += 1
-        if self._starts > MOST_STARTS:
-            self._starts = 0
-            for request in list(self.pending.values()):
-                why = f"{how}, {MOST_STARTS} times in a row"
-                self.fail(request.step, why)
-                with contextlib.suppress(OSError):  # rank 0's checkpoint writer waits for this rank's manifest
-                    put_rank_manifest(LocalStorage(self._settings.folder), request, error=why)
-            self.writing = None
+        assert self._settings is not None
         requests = [self.pending[step] for step in sorted(self.pending)]
         steps = " and ".join(f"step {request.step}" for request in requests)
         text = f"{how}; another one repeats {steps}" if steps else f"{how}; another one is started"
         self.report(text)
         (requests[0].notes if requests else self.notes).append(text)
-        self.start(self._settings, self._memory_fd)
+        try:
+            self.start(self._settings, self._memory_fd)
+        except CheckpointError as e:
+            self._give_up(str(e))
+            return
         for step, values in self._metrics.items():
             self.note_metrics(step, values)
         for request in requests:
             self._send({"do": "save", **dataclasses.replace(request, repeated=True).to_json()})
+
+    def _give_up(self, why: str) -> None:
+        """Until the next save, which starts another one."""
+        self._starts, self.writing = 0, None
+        assert self._settings is not None
+        for request in list(self.pending.values()):
+            self.fail(request.step, why)
+            with contextlib.suppress(OSError):  # rank 0's checkpoint writer waits for this rank's manifest
+                put_rank_manifest(LocalStorage(self._settings.folder), request, error=why)
 
     def close(self, grace: float, *, finish: bool) -> None:
         """finish: what is under way, for up to `grace` seconds. Then the checkpoint writer ends."""

@@ -31,7 +31,7 @@ def recipe(**sections: dict) -> RunConfig:
 
 def resumed(world_size: int = 1, **state: Any) -> Resumed:
     state = {"recipe": recipe().model_dump(mode="json"), "samples": 2500, "step": 40, **state}
-    return Resumed(40, state, None, None, world_size, "s3://bucket/run/ckpt/x")  # type: ignore[arg-type]
+    return Resumed(40, state, None, None, world_size, "s3://bucket/run/ckpt/x", CommitRef(0, 40))  # type: ignore[arg-type]
 
 
 def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
