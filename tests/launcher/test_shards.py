@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.data.indexing import index_shards, write_indexes
-from clip_train.data.sources import expand
+from clip_train.data.inspect import index_shards, write_indexes
+from clip_train.data.shards import expand
 from launcher.cli.main import main
 from tests.launcher.conftest import RECIPE, finish, free_port, kill, metrics, run, start
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.engine
 def test_changed_shards_are_noticed_at_resume(tmp_path: Path, data, model, capsys) -> None:
     shards = tmp_path / "shards"
     shards.mkdir()
-    for path in expand(data.train):
+    for path in expand(data.train)[0]:
         shutil.copy(path, shards)
     first = sorted(shards.iterdir())[0]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(run_dir=tmp_path / "run", train=shards / "*.tar", model=model))
     write_indexes(index_shards([str(path) for path in shards.glob("*.tar")], workers=1))
-    lanes = "data.lanes=64"  # a step, of 32 samples, reaches half of them: the others' cursors must follow as well
+    lanes = "data.lanes=64"  # a step, of 32 samples, reaches half of them
 
     status, out = run(recipe, lanes, "run.steps=8")
     assert status == 0, out
@@ -46,7 +46,7 @@ def test_a_node_without_the_validation_set_ends_all_with_its_reason(
     tmp_path: Path, recipe: Path, data, on_the_second: int
 ) -> None:
     """Two nodes: a relative path, of which each rank sees what its own folder has."""
-    shards = expand(data.val)
+    shards = expand(data.val)[0]
     nodes = []
     port = free_port()
     for rank in range(2):
