@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from clip_train import dist
+from clip_train.data import DataConfig
 from clip_train.data.inspect import index_shards, write_indexes
 from clip_train.data.shards import expand
+from clip_train.storage import StorageConfig
 from launcher.cli.main import main
+from launcher.train import shared_index
 from tests.launcher.conftest import RECIPE, finish, free_port, kill, metrics, run, start
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -39,6 +46,20 @@ def test_changed_shards_are_noticed_at_resume(tmp_path: Path, data, model, capsy
         status, out = run(recipe, lanes, f"run.steps={steps}", "data.allow_changed_shards=true")
         assert status == 0, out
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
+
+
+def seen_by_a_rank(folder: Path) -> list[str]:
+    os.chdir(folder / f"rank{dist.rank()}")  # where a pattern matches something else
+    config = SimpleNamespace(data=DataConfig(train="*.tar"), storage=StorageConfig())
+    return shared_index(config, "data.train", "*.tar").shards  # type: ignore[arg-type]
+
+
+@pytest.mark.distributed
+def test_one_rank_of_a_node_lists_the_shards_for_all(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank{rank}").mkdir()
+        (tmp_path / f"rank{rank}" / f"{rank}.tar").touch()
+    assert run_ranks(seen_by_a_rank, 3, tmp_path) == [["0.tar"]] * 3
 
 
 @pytest.mark.parametrize("on_the_second", [0, 1], ids=["no shard", "another shard"])
