@@ -105,7 +105,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model.json").write_text(json.dumps(MODEL))
-        from clip_train.data.synthetic import shapes
+        from clip_train.demo.datasets import shapes
 
         data = shapes(folder / "shapes", 600, per_shard=150).train
         runs = [

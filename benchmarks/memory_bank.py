@@ -29,7 +29,7 @@ from common import finish, parser
 from clip_train.contrastive import InfoNCE, LocalInfoNCE, MemoryBank
 from clip_train.data import Tokenizer, TrainLoader, ValLoader
 from clip_train.data.config import DataConfig
-from clip_train.data.synthetic import SyntheticData, shapes
+from clip_train.demo.datasets import SyntheticData, shapes
 from clip_train.evaluate import EvaluateConfig, evaluate
 from clip_train.models import CLIP, load_architecture
 from clip_train.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate

@@ -2,8 +2,8 @@
 
 Makes two sources of unequal shards, of weights 2 and 1, the second resampled, and runs each layout as real
 processes, one for each rank. A digest covers a batch's samples in their order: key, seed, pixels, tokens. Then runs
-are killed by SIGKILL at a random step and resumed on another layout, from the cursors that the last batch
-before carried. Last, with an index, three epochs are counted sample by sample.
+are killed by SIGKILL at a random step and resumed on another layout, by the number of that step alone. Last, three
+epochs are counted sample by sample.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 from common import ROOT, finish, parser
 
-from clip_train.data import DataConfig, TrainLoader, merge_cursors, write_shards
-from clip_train.data import lanes as lanes_module
+from clip_train.data import DataConfig, TrainLoader, write_shards
+from clip_train.data import reader as reader_module
 from clip_train.data.index import MARK_EVERY
-from clip_train.data.indexing import index_shards, write_indexes
+from clip_train.data.inspect import index_shards, write_indexes
 
 TARGETS = {
     "layouts": "the batch digests of all steps are equal",
     "kill and resume": "equal from there, on another layout",
-    "resume": "reads at most the block that each lane was in again",
+    "resume": "reads at most the block that each stream was in again",
     "epochs": "every sample of an indexed set exactly once in each of three epochs of the stream",
 }
 LAYOUTS = [(1, 0), (1, 3), (2, 0), (2, 2), (4, 1)]  # ranks, workers of each
@@ -60,10 +60,10 @@ def write_source(folder: Path, name: str, sizes: list[int]) -> str:
     return f"{folder}/*.tar"
 
 
-def loader(config: dict[str, Any], rank: int = 0, world_size: int = 1, cursors: Any = None) -> TrainLoader:
+def loader(config: dict[str, Any], rank: int = 0, world_size: int = 1, step: int = 0) -> TrainLoader:
     return TrainLoader(
         DataConfig(**config), image_size=16, context_length=16, global_size=GLOBAL, seed=SEED, rank=rank,
-        world_size=world_size, cursors=cursors,
+        world_size=world_size, step=step,
     )  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def loader(config: dict[str, Any], rank: int = 0, world_size: int = 1, cursors: 
 
 
 def one_rank(told: dict[str, Any]) -> None:
-    """A line for each step: a hash of every sample, and the cursors behind it."""
-    with loader(told["config"], told["rank"], told["world_size"], told["cursors"]) as batches:
+    """A line for each step: a hash of every sample."""
+    with loader(told["config"], told["rank"], told["world_size"], told["begin"]) as batches:
         for _ in range(told["steps"]):
             batch = next(batches)
             seeds = batch.sample_seeds.tolist()
@@ -81,7 +81,7 @@ def one_rank(told: dict[str, Any]) -> None:
                 hashlib.sha256(f"{key} {seed}".encode() + image.tobytes() + text.tobytes()).hexdigest()[:16]
                 for key, seed, image, text in parts
             ]
-            print(json.dumps([hashes, batch.cursors]), flush=True)
+            print(json.dumps(hashes), flush=True)
 
 
 # -- in the parent
@@ -89,12 +89,12 @@ def one_rank(told: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def ranks(
-    config: dict[str, Any], world_size: int, steps: int, cursors: Any
+    config: dict[str, Any], world_size: int, steps: int, begin: int
 ) -> Iterator[tuple[Any, list[subprocess.Popen]]]:
     """(an iterator over the steps: what each rank said of it; the processes)."""
     processes = []
     for rank in range(world_size):
-        told = {"config": config, "rank": rank, "world_size": world_size, "steps": steps, "cursors": cursors}
+        told = {"config": config, "rank": rank, "world_size": world_size, "steps": steps, "begin": begin}
         processes.append(
             subprocess.Popen(
                 [sys.executable, __file__, "--rank", json.dumps(told)],
@@ -115,17 +115,15 @@ def ranks(
 
 
 def digests(
-    config: dict[str, Any], layout: tuple[int, int], steps: int, cursors: Any = None, kill_after: int | None = None
-) -> tuple[list[str], dict[int, Any]]:
-    """Of each step until the end, or until the ranks are killed; and the position behind the last of them."""
+    config: dict[str, Any], layout: tuple[int, int], steps: int, begin: int = 0, kill_after: int | None = None
+) -> list[str]:
+    """Of each of `steps` steps from `begin` on, or until the ranks are killed."""
     world_size, workers = layout
     out: list[str] = []
-    position = cursors or {}
-    with ranks({**config, "workers": workers}, world_size, steps, cursors) as (said, _):
+    with ranks({**config, "workers": workers}, world_size, steps, begin) as (said, _):
         for step in itertools.islice(said, kill_after):
-            out.append(hashlib.sha256("".join(h for hashes, _ in step for h in hashes).encode()).hexdigest()[:8])
-            position = merge_cursors([position, *(behind for _, behind in step)])
-    return out, position
+            out.append(hashlib.sha256("".join(h for hashes in step for h in hashes).encode()).hexdigest()[:8])
+    return out
 
 
 def first_difference(a: list[str], b: list[str]) -> int | None:
@@ -137,27 +135,27 @@ def first_difference(a: list[str], b: list[str]) -> int | None:
 def epoch_row(train: str, sizes: list[int], lanes: int) -> dict[str, Any]:
     """Counts the first three epochs of the stream, sample by sample."""
     total = sum(sizes)
-    by_lane: dict[int, list[str]] = {lane: [] for lane in range(lanes)}
+    by_stream: dict[int, list[str]] = {stream: [] for stream in range(lanes)}
     with loader({"train": train, "lanes": lanes, "workers": 0, "shuffle_block": 32}) as batches:
         for start in range(0, EPOCHS * total, GLOBAL):
             positions = sorted(range(start, start + GLOBAL), key=lambda p: (p % lanes, p))
             for p, key in zip(positions, next(batches).keys, strict=True):
-                by_lane[p % lanes].append(key)
-    stream = [by_lane[p % lanes][p // lanes] for p in range(EPOCHS * total)]
+                by_stream[p % lanes].append(key)
+    stream = [by_stream[p % lanes][p // lanes] for p in range(EPOCHS * total)]
     counts = [Counter(stream[epoch * total : (epoch + 1) * total]) for epoch in range(EPOCHS)]
     wrong = sum(len(count) != total or set(count.values()) != {1} for count in counts)
     return {
         "what": "epochs",
-        "layout": f"{len(sizes)} shards of {min(sizes)}-{max(sizes)}, {lanes} lanes",
+        "layout": f"{len(sizes)} shards of {min(sizes)}-{max(sizes)}, {lanes} streams",
         "equal": "each once" if not wrong else f"{wrong} epochs wrong",
         "digest": f"{EPOCHS} x {total} samples",
     }
 
 
-def resume_row(config: dict[str, Any], cursors: Any) -> dict[str, Any]:
-    """How many raw samples are read before the first batch of a resumed run, by all lanes together."""
+def resume_row(config: dict[str, Any], step: int) -> dict[str, Any]:
+    """How many samples are read before the first batch of a resumed run, by all streams together."""
     counted = 0
-    original = lanes_module.read_shard
+    original = reader_module.read_shard
 
     def counting(*arguments: Any) -> Iterator[Any]:
         nonlocal counted
@@ -165,19 +163,19 @@ def resume_row(config: dict[str, Any], cursors: Any) -> dict[str, Any]:
             counted += 1
             yield event
 
-    lanes_module.read_shard = counting
+    reader_module.read_shard = counting
     try:
-        with loader({**config, "workers": 0}, cursors=cursors) as batches:
-            lanes, sources = batches.lanes, len(config["train_weights"])
+        with loader({**config, "workers": 0}, step=step) as batches:
+            lanes, sources = batches.streams, len(config["train_weights"])
             next(batches)
     finally:
-        lanes_module.read_shard = original
-    # a lane's blocks share shuffle_block; a lane finds its place in an indexed shard from the last mark
+        reader_module.read_shard = original
+    # a stream's blocks share shuffle_block; a stream finds its place in an indexed shard from the last mark
     bound = lanes * (config["shuffle_block"] + sources * (MARK_EVERY + 1)) + GLOBAL
     return {
         "what": "resume",
-        "layout": f"samples read before the first batch, {lanes} lanes x {config['shuffle_block']}",
-        "equal": "within a block a lane" if counted <= bound else f"NO: more than {bound}",
+        "layout": f"samples read before the first batch, {lanes} streams x {config['shuffle_block']}",
+        "equal": "within a block a stream" if counted <= bound else f"NO: more than {bound}",
         "digest": f"{counted} read",
     }
 
@@ -213,23 +211,23 @@ def main() -> int:
             "resampled": [False, True],
             "shuffle_block": 32,
         }
-        reference, _ = digests(config, LAYOUTS[0], steps)
+        reference = digests(config, LAYOUTS[0], steps)
         for begin in range(0, steps, 20):
             print(f"step {begin:3d}:", *reference[begin : begin + 20])
         for layout in LAYOUTS:
-            found = reference if layout == LAYOUTS[0] else digests(config, layout, steps)[0]
+            found = reference if layout == LAYOUTS[0] else digests(config, layout, steps)
             row(f"{steps} steps", f"{layout[0]} ranks x {layout[1]} workers", found, reference)
         for _ in range(kills):
             before, after = draw.sample(LAYOUTS, 2)
             stop = draw.randrange(1, steps - 1)
-            begun, cursors = digests(config, before, steps, kill_after=stop)
-            resumed, _ = digests(config, after, steps - stop, cursors)
+            begun = digests(config, before, steps, kill_after=stop)
+            resumed = digests(config, after, steps - stop, stop)
             where = f"{before[0]} x {before[1]} until step {stop}, then {after[0]} x {after[1]}"
             row("killed, resumed", where, begun + resumed, reference)
-        table.append(resume_row(config, cursors))
+        table.append(resume_row(config, stop))
         if table[-1]["equal"].startswith("NO"):
             missed.append(f"resume: {table[-1]['digest']}, {table[-1]['equal']}")
-        for lanes in (1, 8, 64):  # 64: fewer shards than lanes
+        for lanes in (1, 8, 64):  # 64: fewer shards than streams
             table.append(epoch_row(first, FIRST, lanes))
             if table[-1]["equal"] != "each once":
                 missed.append(f"{table[-1]['layout']}: {table[-1]['equal']}")

@@ -1,6 +1,6 @@
 """Three epochs of the real loader from a real S3 server, through a proxy that breaks every answer it can.
 
-Each row is one kind of fault. The batches (images, tokens, keys, seeds, cursors) are compared with those that the same
+Each row is one kind of fault. The batches (images, tokens, keys, seeds) are compared with those that the same
 shards give from the local disk. The server is LocalStack's S3 (scripts/setup_s3.sh), or Ceph's gateway with
 CLIP_TRAIN_S3_SERVER=ceph; the shards are small and so are the waits, so nothing here says how fast it is.
 """

@@ -16,7 +16,7 @@ from statistics import median
 
 from common import finish, parser
 
-from clip_train.data.synthetic import shapes
+from clip_train.demo.datasets import shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {"imports": "at most 1.2 times the CPU seconds of `import torch, deepspeed`"}

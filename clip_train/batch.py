@@ -137,9 +137,10 @@ class Stretch:
         return i * self.size + (moved if self.rise > 0 else -moved)
 
 
-def floor_sum(n: int, a: int, m: int) -> int:
-    """`sum_{i < n} floor(a i / m)` in O(log m): Euclid's algorithm on the lattice points under a line."""
-    total, b = 0, 0
+def floor_sum(n: int, a: int, m: int, b: int = 0) -> int:
+    """`sum_{i < n} floor((a i + b) / m)`, all non-negative, in O(log m): Euclid's algorithm on the lattice points
+    under a line."""
+    total = 0
     while n > 0:
         total += (n - 1) * n // 2 * (a // m) + n * (b // m)
         a, b = a % m, b % m

@@ -32,8 +32,7 @@ class Batch:
     texts: Tensor  # int64 [n, context_length]
     sample_seeds: Tensor  # int64 [n]: the key of everything random about a sample
     keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
-    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> its position AFTER this batch
-    bad_samples: dict[str, int] = field(default_factory=dict)  # "reason\tshard" -> count, met making this batch
+    bad_samples: dict[str, int] = field(default_factory=dict)  # "reason\tshard" -> invalid samples among its places
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
     text_lengths: list[int] | None = None  # n, see `text_lengths`; None: micro-batches hold texts as they are
 

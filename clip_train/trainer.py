@@ -1,7 +1,7 @@
 """The loop: a batch, a step, a record; and at step boundaries a checkpoint, an evaluation, an end.
 
-It carries state between siblings that do not know each other: the loader's cursors into the checkpoint,
-the engine's numbers into the metrics. Everything that can end a run is agreed on by all ranks here.
+It carries state between siblings that do not know each other: the engine's into the checkpoint, its numbers into
+the metrics. Everything that can end a run is agreed on by all ranks here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive import Objective
 from clip_train.contrastive.rng import RngState
-from clip_train.data import BadSampleLog, epoch_of, merge_cursors
+from clip_train.data import InvalidLog
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics import (
     ProgressLine,
@@ -51,7 +51,6 @@ class Position:
 
     step: int = 0  # optimizer steps taken
     samples: int = 0  # seen by all ranks together
-    cursors: dict[int, dict[str, Any]] = field(default_factory=dict)  # lane -> position, as far as this rank knows
 
 
 @dataclass
@@ -76,8 +75,8 @@ class Trainer:
     stop: StopRequest = field(default_factory=StopRequest)
     phase: Callable[[str], None] = lambda phase: None  # is given where the rank is: "step", "save", "evaluate"
     position: Position = field(default_factory=Position)
-    bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
-    next_epoch: int = 0  # that all lanes have reached behind the batch at hand
+    epoch_at: Callable[[int], int] = lambda step: 0  # step -> whole epochs of the data before it
+    bad_samples: InvalidLog = field(default_factory=InvalidLog)
     saves_prepared: bool = False  # there is memory for the first snapshot
     failure: Exception | None = None  # of this rank alone; the others learn of it at the next boundary
 
@@ -85,8 +84,8 @@ class Trainer:
         """Take weights, optimizer, random state and position from a checkpoint."""
         state = resumed.state
         self.engine.load_fragments(resumed.reader, state["engine"])
-        self.position = Position(state["step"], state["samples"], state["cursors"])
-        self.bad_samples = BadSampleLog.load(state)
+        self.position = Position(state["step"], state["samples"])
+        self.bad_samples = InvalidLog.load(state, self.epoch_at(state["step"]))
         if resumed.rank_tensors is not None:
             RngState.from_tensors(resumed.rank_tensors, self.engine.device).restore()
         self.objective.load_state_dict(resumed.reader.shared_tensors(), self.engine.device)
@@ -127,12 +126,10 @@ class Trainer:
             except Exception as e:
                 self.failure = e
         status = Boundary.FAILED if self.failure else Boundary.STOP if self.stop.reason else Boundary.GO_ON
-        # a lane's epoch ends where its cursor stands in the next; the run's with the slowest lane of all ranks
-        agreed, behind = dist.max_scalars(status, -epoch_of(batch.cursors) if batch is not None else 0)
+        agreed = dist.max_scalar(status)
         if agreed == Boundary.FAILED:
             self.bad_samples.sum()  # for the report
             dist.raise_agreed(self.failure)
-        self.next_epoch = int(-behind)
         return None if agreed == Boundary.STOP else batch
 
     def _step(self, batch: Batch, timer: StepTimer) -> None:
@@ -160,10 +157,9 @@ class Trainer:
         position = self.position
         position.step += 1
         position.samples += plan.global_size
-        position.cursors = merge_cursors([position.cursors, batch.cursors])
         self.bad_samples.add(batch.bad_samples)
         self._record(result, lr, plan, timer.finish(), batch)
-        summary = self.bad_samples.reached(self.next_epoch, position.step)
+        summary = self.bad_samples.reached(self.epoch_at(position.step), position.step)
         if summary is not None:
             self.progress.message(summary)
         if not self.saves_prepared:  # now that the optimizer has its state
@@ -231,14 +227,11 @@ class Trainer:
 
     def _save(self, *, wait: bool = False) -> bool:
         self.phase("save")
-        everyone = dist.gather_objects(self.position.cursors)
-        cursors = merge_cursors(everyone)  # a lane's newest: of who took from it last
         self.bad_samples.sum()
         state = {
             **self.run_state,
             "step": self.position.step,
             "samples": self.position.samples,
-            "cursors": cursors,
             **self.bad_samples.state(),
             "engine": self.engine.extra_state(),
         }

@@ -18,8 +18,18 @@ from clip_train import dist
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive import Objective, build_loss
-from clip_train.data import Tokenizer, TrainLoader, ValLoader
-from clip_train.errors import CheckpointError, RankError, UserError
+from clip_train.data import (
+    InvalidTable,
+    ShardIndex,
+    Tokenizer,
+    TrainLoader,
+    ValLoader,
+    count_missing,
+    index_of,
+    order_keys,
+    resume_data,
+)
+from clip_train.errors import RankError, UserError
 from clip_train.evaluate import evaluate
 from clip_train.metrics import ProgressLine, Sinks
 from clip_train.models import CLIP, Architecture
@@ -178,11 +188,8 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
     if checked.decision is not None:
         checked = measured(config, checked, engine)
-    loader, data_began = dist.agreed(partial(build_loader, config, checked, device, resumed))
-    if len(set(dist.gather_objects(loader.plan.fingerprint()))) > 1:
-        raise UserError(
-            f"data.train ({config.data.train}) is not the same list of shards on all nodes; mount it on all"
-        )
+    index = shared_index(config, "data.train", config.data.train, checked.source.index if checked.source else None)
+    loader = build_loader(config, checked, device, resumed, index)
     sinks = dist.agreed(
         lambda: Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json"))
     )
@@ -209,9 +216,9 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         run_state={
             "recipe": config.model_dump(mode="json"),
             "architecture": checked.architecture.model_dump(mode="json"),  # for an export without the recipe's files
-            "shards": loader.shard_list,
-            "data_began": data_began,
+            **loader.state(),
         },
+        epoch_at=loader.epoch,
     )
     if resumed is not None:
         trainer.resume(resumed)
@@ -229,42 +236,57 @@ def measured(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
     return replace(checked, plan=decision.layout.plan, decision=decision)
 
 
+def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | None = None) -> ShardIndex:
+    """The shards of `data.train` or `data.val` on every rank; one rank of each node lists them and reads their index.
+
+    known: what this rank has found before.
+    """
+    looks = ranks.detect(os.environ).local_rank == 0
+
+    def look() -> ShardIndex | None:
+        return (known or index_of(spec, config.data.verify, config.storage, key)) if looks else None
+
+    found = dist.agreed(look)
+    if len({each for each in dist.gather_objects(found and found.fingerprint()) if each is not None}) > 1:
+        raise UserError(f"{key} ({spec}) is not the same list of shards on all nodes; mount it on all")
+    found = dist.broadcast_object(found)
+    assert found is not None  # of rank 0, which looks
+    return found
+
+
 def build_loader(
-    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None
-) -> tuple[TrainLoader, int]:
-    """The loader at the checkpoint's position, and the step at which its data began: 0, but where it began anew."""
-    build = partial(
-        TrainLoader,
-        config.data,
-        image_size=checked.architecture.vision_cfg.image_size,
-        context_length=checked.architecture.text_cfg.context_length,
-        global_size=config.batch.sizes,
-        seed=config.run.seed,
-        rank=dist.rank(),
-        world_size=dist.world_size(),
-        pin_memory=device.type == "cuda",
-        storage=config.storage,
-        shards_then=resumed.state.get("shards") if resumed else None,
-    )
-    began = resumed.state.get("data_began", 0) if resumed else 0  # the step at which the data began (anew)
-    try:
-        loader = build(cursors=resumed.state["cursors"] if resumed else None)
-    except UserError as e:
-        if resumed is None or not config.checkpoint.allow_changed_recipe or config.batch.schedule is not None:
-            raise
-        if dist.is_main():
-            say(f"WARNING: the data begins anew, as checkpoint.allow_changed_recipe allows: {e}")
-        resumed.state["cursors"] = {}  # of the data as it was
-        return build(cursors=None, shards_then=None), resumed.step
-    if resumed is not None and began + loader.step != resumed.step:
-        raise CheckpointError(
-            f"the checkpoint of step {resumed.step} ({resumed.path}) holds the data position of step "
-            f"{began + loader.step}; go on from an older one (checkpoint.resume=<its path>), or begin anew with "
-            "checkpoint.resume=never"
+    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None, index: ShardIndex
+) -> TrainLoader:
+    """Collective: the loader, at the first step or at the checkpoint's."""
+    began, sizes = 0, config.batch.sizes
+    if resumed is not None:
+        data = resume_data(
+            resumed.state,
+            index,
+            order_keys(config.data, sizes, config.run.seed),
+            changed_shards=config.data.allow_changed_shards,
+            changed_order=config.checkpoint.allow_changed_recipe,
         )
-    if resumed is not None:  # the next checkpoint names the shards of now, and its cursors are to be of the same
-        resumed.state["cursors"] = loader.cursors
-    return loader, began
+        index, began = data.index, data.began
+        if data.notice and dist.is_main():
+            say(f"WARNING: the data begins anew at step {began}, as the recipe allows: {data.notice}")
+    index = count_missing(index, config.storage, keep=config.run_dir / "shard_counts", log=say)
+    return dist.agreed(
+        lambda: TrainLoader(
+            config.data,
+            image_size=checked.architecture.vision_cfg.image_size,
+            context_length=checked.architecture.text_cfg.context_length,
+            global_size=sizes,
+            seed=config.run.seed,
+            rank=dist.rank(),
+            world_size=dist.world_size(),
+            step=resumed.step if resumed else 0,
+            began=began,
+            index=index,
+            pin_memory=device.type == "cuda",
+            storage=config.storage,
+        )
+    )
 
 
 def build_engine_for(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
@@ -301,28 +323,32 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
     if url is None:
         return None
     tokenizer = Tokenizer(architecture.text_cfg.context_length)
-    load = partial(
-        ValLoader,
-        url,
-        image_size=architecture.vision_cfg.image_size,
-        context_length=architecture.text_cfg.context_length,
-        batch_size=config.evaluate.batch_size,
-        rank=dist.rank(),
-        world_size=dist.world_size(),
-        caption_key=config.data.caption_key,
-        verify=config.data.verify,
-        storage=config.storage,
-    )
+    found: ShardIndex | None = None
 
     def run_once() -> dict[str, float]:
-        batches = dist.agreed(load)  # it lists what this node sees: one that sees nothing must not leave the others
-        if len(set(dist.gather_objects(batches.fingerprint()))) > 1:
-            raise UserError(f"data.val ({url}) is not the same list of shards on all nodes; mount it on all")
-        out = evaluate(engine, batches, config.evaluate, tokenizer)
-        (unusable,) = dist.sum_scalars(batches.num_bad)
-        if unusable:
-            say(f"data.val has samples that cannot be used:\n{batches.bad_sample_table()}")
-        return out | {"unusable_samples": unusable} if unusable else out
+        nonlocal found
+        if found is None:
+            found = count_missing(shared_index(config, "data.val", url), config.storage)
+        batches = ValLoader(
+            url,
+            image_size=architecture.vision_cfg.image_size,
+            context_length=architecture.text_cfg.context_length,
+            batch_size=config.evaluate.batch_size,
+            rank=dist.rank(),
+            world_size=dist.world_size(),
+            caption_key=config.data.caption_key,
+            index=found,
+            storage=config.storage,
+        )
+        try:
+            out = evaluate(engine, batches, config.evaluate, tokenizer)
+        except UserError as e:
+            raise UserError(f"{e}\n{batches.invalid}" if batches.invalid.counts else str(e)) from e
+        invalid = InvalidTable.merged(dist.gather_objects(batches.invalid))
+        unusable = sum(invalid.counts.values())
+        if unusable and dist.is_main():
+            say(f"data.val has samples that cannot be used:\n{invalid}")
+        return out | {"unusable_samples": float(unusable)} if unusable else out
 
     return run_once
 
@@ -350,10 +376,10 @@ def describe_start(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
         f"{engines.package(config.engine.kind).describe(config.engine)}, "
-        f"{config.engine.precision}, {device.type}; {checked.lanes} lanes; {config.steps} steps into {config.run_dir}"
+        f"{config.engine.precision}, {device.type}; {checked.lanes} streams; {config.steps} steps into {config.run_dir}"
     )
     if checked.source is not None:
-        say(f"data.train: {checked.source.index.describe(config.data.caption_key)}")
+        say(f"data.train: {checked.source.index.describe()}")
     if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
         say(pays_twice(plan))
     if resumed is not None:

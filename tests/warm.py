@@ -36,7 +36,7 @@ PRELOAD = [
     "deepspeed",
     "matplotlib.pyplot",
     "clip_train.storage.other",
-    "clip_train.data.pipeline",
+    "clip_train.data.worker",
     "launcher.engines.deepspeed.engine",
     "launcher.cli.inspect",
     "launcher.cli.plan",

@@ -1,23 +1,27 @@
-"""From shards to batches whose order is a function of the seed and the step alone.
+"""From shards to batches: which samples are in which global batch is a function of the seed and the step alone.
 
-`TrainLoader` gives each rank its share of every global batch, `ValLoader` the validation set; `check_source`
-looks at the data before a job starts. The order itself is explained, and made, in `lanes.py`.
+`TrainLoader` gives each rank its share of every global batch, `ValLoader` the validation set; `check_source` looks at
+the data before a job starts. `order.py` says what the order is.
 """
 
-from clip_train.data.bad_log import BadSampleLog, epoch_of
-from clip_train.data.check import SourceSummary, check_source
-from clip_train.data.config import DataConfig, resolve_lanes
-from clip_train.data.loader import TrainLoader, merge_cursors
-from clip_train.data.shares import times_read
+from clip_train.data.config import DataConfig, SourceSummary, check_source, resolve_streams
+from clip_train.data.decode import EvalTransform, TrainTransform, decode_image
+from clip_train.data.index import ShardIndex, index_of
+from clip_train.data.inspect import count_missing
+from clip_train.data.invalid import InvalidLog, InvalidTable
+from clip_train.data.loader import ResumedData, TrainLoader, order_keys, resume_data
+from clip_train.data.order import times_read
+from clip_train.data.tar import write_shards
 from clip_train.data.tokenizer import Tokenizer
-from clip_train.data.transforms import EvalTransform, TrainTransform, decode_image
 from clip_train.data.validation import ValBatch, ValLoader
-from clip_train.data.writer import write_shards
 
 __all__ = [
-    "BadSampleLog",
     "DataConfig",
     "EvalTransform",
+    "InvalidLog",
+    "InvalidTable",
+    "ResumedData",
+    "ShardIndex",
     "SourceSummary",
     "Tokenizer",
     "TrainLoader",
@@ -25,10 +29,12 @@ __all__ = [
     "ValBatch",
     "ValLoader",
     "check_source",
+    "count_missing",
     "decode_image",
-    "epoch_of",
-    "merge_cursors",
-    "resolve_lanes",
+    "index_of",
+    "order_keys",
+    "resolve_streams",
+    "resume_data",
     "times_read",
     "write_shards",
 ]

@@ -1,22 +1,32 @@
-"""What a recipe says under `data:`, and how many lanes that makes."""
+"""What a recipe says under `data:`, what follows from it, and a first look whether the shards fit it."""
 
 from __future__ import annotations
 
 import math
+import socket
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from clip_train.batch import BatchSizes
-from clip_train.data.sources import split
+from clip_train.data.decode import IMAGE_EXTENSIONS, caption, image_bytes, json_keys
+from clip_train.data.index import ShardIndex, look_up
+from clip_train.data.invalid import InvalidSample
+from clip_train.data.shards import Reading, expand, missing_files, open_shard, split_sources
+from clip_train.data.tar import TarError, TarSample, iter_samples
+from clip_train.errors import RankError, UserError
 from clip_train.explain import Allowed
 from clip_train.settings import Settings
+from clip_train.storage import StorageConfig, is_remote, local_path
 
-FEW_LANES, MANY_LANES = 64, 1024  # what `auto` chooses up to, for small and for large global batches
-SAMPLES_PER_AUTO_LANE = 32  # in a global batch, beyond FEW_LANES
-SHUFFLED, LARGEST_BLOCK = 32_768, 512  # samples in the blocks of all lanes, and in one, by `shuffle_block: auto`
-GOOD_LANES = 16  # enough to mix shards and to feed ranks and workers
-SAMPLES_PER_LANE = 4  # at least, where lanes do not divide the global batch
+SHARDS_TRIED = 3  # by the first look
+FEW_STREAMS, MANY_STREAMS = 64, 1024  # what `auto` chooses up to, for small and for large global batches
+SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
+SHUFFLED, LARGEST_BLOCK = 32_768, 512  # samples in the blocks of all streams, and in one, by `shuffle_block: auto`
+GOOD_STREAMS = 16  # enough to mix shards and to feed ranks and workers
+SAMPLES_PER_STREAM = 4  # at least, where streams do not divide the global batch
 
 
 class DataConfig(Settings):
@@ -35,10 +45,11 @@ class DataConfig(Settings):
     """Draw shards with replacement rather than in epochs; with train_weights also one answer for each source."""
 
     num_samples: Annotated[int, Field(gt=0)] | None = None
-    """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards knows it: leave it out then."""
+    """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards has it, a sizes.json too:
+    leave it out then."""
 
     verify: Literal["auto", "off"] = "auto"
-    """auto: shards beside which `clip-train index` has left an index are held against it, block by block."""
+    """auto: shards beside which `clip-train index` has left an index are verified against it, block by block."""
 
     workers: Annotated[int, Field(ge=0, le=1024)] = 2
     """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order.
@@ -50,9 +61,9 @@ class DataConfig(Settings):
     smallest size, up to 64."""
 
     shuffle_block: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Raw samples that a lane permutes together. auto: 512, and less from 64 lanes on (32,768 over all lanes).
+    """Undecoded samples that a stream permutes together. auto: 512, and less from 64 streams on (32,768 over all).
 
-    Memory: a rank holds (lanes that it reads) x shuffle_block undecoded samples; 16 lanes of 512 samples
+    Memory: a rank holds (streams that it reads) x shuffle_block undecoded samples; 16 streams of 512 samples
     of 80 kB are 655 MB. Weighted sources share it.
     """
 
@@ -69,10 +80,10 @@ class DataConfig(Settings):
     """Validation shards, written like `train`; read once, in order."""
 
     allow_changed_shards: bool = False
-    """Go on from a checkpoint though shards were added, removed or changed since: from the start of an epoch."""
+    """Go on from a checkpoint though shards were added, removed or changed since: begin the new list's first epoch."""
 
     bad_sample_limit: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was bad."""
+    """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was invalid."""
 
     aug_scale: tuple[float, float] = (0.9, 1.0)
     """RandomResizedCrop: the crop's area as a fraction of the image's, from and to."""
@@ -85,7 +96,7 @@ class DataConfig(Settings):
 
     @model_validator(mode="after")
     def _one_of_each_for_each_source(self) -> DataConfig:
-        sources = len(split(self.train))
+        sources = len(split_sources(self.train))
         if self.train_weights is not None and len(self.train_weights) != sources:
             raise ValueError(
                 f"data.train_weights ({self.train_weights}) must have one weight for each of the {sources} sources "
@@ -114,7 +125,7 @@ class DataConfig(Settings):
         return self
 
 
-def resolve_lanes(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
+def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     """The number of lanes: a function of the global batches' sizes alone, so that the order never depends on W.
 
     Any number works with any sizes and ranks. Where it divides all sizes, each lane gives every batch equally
@@ -126,13 +137,118 @@ def resolve_lanes(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
         return lanes
     smallest, _ = sizes.extremes()
     common = math.gcd(*{size for stage in range(len(sizes.stretches)) for size in sizes.distinct(stage)})
-    most = min(MANY_LANES, max(FEW_LANES, smallest // SAMPLES_PER_AUTO_LANE))
+    most = min(MANY_STREAMS, max(FEW_STREAMS, smallest // SAMPLES_PER_AUTO_STREAM))
     divisor = max(d for d in range(1, most + 1) if common % d == 0)
-    if divisor >= min(GOOD_LANES, smallest):
+    if divisor >= min(GOOD_STREAMS, smallest):
         return divisor
-    return max(divisor, min(FEW_LANES, smallest // SAMPLES_PER_LANE))
+    return max(divisor, min(FEW_STREAMS, smallest // SAMPLES_PER_STREAM))
 
 
 def resolve_block(shuffle_block: int | Literal["auto"], lanes: int) -> int:
     """Samples that a lane permutes together: a function of the recipe alone, as the number of lanes is."""
     return max(1, min(LARGEST_BLOCK, SHUFFLED // lanes)) if shuffle_block == "auto" else shuffle_block
+
+
+@dataclass(frozen=True)
+class SourceSummary:
+    """What `check_source` has found."""
+
+    num_shards: int
+    first_shard: str
+    first_key: str
+    first_caption: str
+    index: ShardIndex  # of data.train
+
+
+def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
+    """Expands `data.train` and `data.val`, and reads the first sample of the first training shard.
+
+    Where that cannot be used it looks at the next shards: one damaged file is no reason not to start.
+
+    Raises:
+        UserError: nothing matches, a file is missing, cannot be opened or is not as long as its index says, no
+            sample in the first shard, no image or no caption in it; each names the field, the value and the remedy.
+    """
+    storage = storage or StorageConfig()
+    found = look_up(_existing(config.train, "data.train"), config.verify, storage)
+    _check_sizes(found)
+    if config.val is not None:
+        _existing(config.val, "data.val")
+    reading = Reading(storage, found.checksums)
+    first_mistake: UserError | None = None
+    for shard in found.shards[:SHARDS_TRIED]:
+        try:
+            return _check_shard(shard, found, reading, config.caption_key)
+        except UserError as e:
+            first_mistake = first_mistake or e
+    assert first_mistake is not None
+    raise first_mistake
+
+
+def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: str | None) -> SourceSummary:
+    try:
+        with open_shard(shard, reading) as file:
+            sample = next(iter_samples(file), None)
+    except TarError as e:
+        raise UserError(f"data.train ({shard}) is no readable tar file: {e}; write it again") from e
+    except OSError as e:
+        raise UserError(f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})") from e
+    if sample is None:
+        raise UserError(f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar")
+    where = f"data.train ({shard}): the first sample, {sample.key},"
+    members = f"Its members are {', '.join(f'.{extension}' for extension in sample.members)}"
+    if sample.duplicate:
+        raise UserError(
+            f"{where} has two members of one kind: keys end at the first dot of the file name, so "
+            "names such as a.1.jpg, a.2.jpg are one sample; rename them without dots"
+        )
+    try:
+        image_bytes(sample.members)
+    except InvalidSample as e:
+        kinds = ", ".join(IMAGE_EXTENSIONS)
+        raise UserError(f"{where} cannot be used: {e.reason}. {members}; an image is one of {kinds}") from e
+    try:
+        text = caption(sample.members, caption_key)
+    except InvalidSample as e:
+        remedy = _caption_remedy(sample, members, caption_key)
+        raise UserError(f"{where} cannot be used: {e.reason}. {remedy}") from e
+    return SourceSummary(len(found.shards), shard, sample.key, text, found)
+
+
+def _caption_remedy(sample: TarSample, members: str, caption_key: str | None) -> str:
+    keys = ", ".join(json_keys(sample)) or "none that can be read"
+    if "json" in sample.members and caption_key is None:
+        return f"{members}; set data.caption_key to one of the .json's keys: {keys}"
+    if "json" in sample.members:
+        return f"data.caption_key is {caption_key}; the .json's keys are {keys}"
+    if caption_key is None:
+        return f"{members}; put the caption into a .txt member, or into a .json and set data.caption_key"
+    return f"{members}; data.caption_key ({caption_key}) needs a .json member: remove it to use the .txt"
+
+
+def _existing(spec: str, field: str) -> list[list[str]]:
+    """The sources that `spec` names. UserError where one of them is a local file that is not there."""
+    sources = expand(spec, field)
+    shards = [shard for source in sources for shard in source]
+    missing = missing_files(shards)
+    if missing and not Path(local_path(missing[0])).parent.is_dir():
+        raise RankError(  # a mount that one node lacks is no mistake of the recipe: another attempt may go elsewhere
+            f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}, nor "
+            f"is their folder: correct the path, or mount it on {socket.gethostname()}"
+        )
+    if missing:
+        raise UserError(
+            f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}; "
+            "correct the path or the range in braces"
+        )
+    return sources
+
+
+def _check_sizes(found: ShardIndex) -> None:
+    """Of local shards, for nothing; remote ones are asked when they are opened."""
+    for shard, checksums in found.checksums.items():
+        if not is_remote(shard):
+            try:
+                checksums.check_size(shard, local_path(shard).stat().st_size)
+            except OSError as e:
+                raise UserError(f"data.train: {e}") from e

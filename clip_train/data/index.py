@@ -1,71 +1,78 @@
-"""The shard index: how many samples, how many bytes and which bytes each shard has.
+"""What is known about shards: how many samples, how many bytes and which bytes each one has.
 
 `clip-train index` writes two files beside the shards: `sizes.json`, OpenCLIP's `{name: samples}`, and
-`clip_train_index.json`, which adds the size, the sha256 and the sum of every block. With it an epoch's length is exact,
-and no byte of a shard is used before its block has been verified.
+`clip_train_index.json`, which adds the size, the sha256 and a checksum of every block: with it no byte of a shard is
+used before its block has been verified. Counts also come from another's `sizes.json` and img2dataset's `*_stats.json`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from clip_train.data.config import DataConfig
-from clip_train.data.lanes import Counts
-from clip_train.data.sources import expand
+from clip_train.data.shards import ShardList, expand, split_name
 from clip_train.errors import UserError
 from clip_train.storage import Checksums, StorageConfig, open_read
 
 INDEX_NAME = "clip_train_index.json"  # MosaicML has taken index.json
 SIZES_NAME = "sizes.json"
-FORMAT = "clip-train index 1"
-MARK_EVERY = 64  # usable samples
+STATS_SUFFIX = "_stats.json"  # img2dataset's, in place of .tar
+FORMAT = "clip-train index 2"
+FORMAT_1 = "clip-train index 1"  # counted samples with an image and a caption apart from the others
+MARK_EVERY = 64  # samples
 READS = 3  # of an index that does not fit its own sum: other bytes may come
+THREADS = 16  # for many small files
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What is known about one shard."""
+    """What an index says of one shard."""
 
-    samples: int  # usable ones, as far as one sees without decoding
-    unusable: int
-    caption_key: str | None  # with which they were counted
+    samples: int  # in the archive, usable or not
     sha256: str  # of the whole file
     checksums: Checksums
-    damage: str | None = None  # of the archive, as it was indexed
-    # bytes: where it goes on behind MARK_EVERY, 2 MARK_EVERY, ... usable samples; as 8 bytes each, for every worker of
-    # a run has all marks of all shards
+    damage: str | None = None  # of the archive, as it was indexed: what follows is lost
+    # bytes: where sample MARK_EVERY, 2 MARK_EVERY, ... begins; as 8 bytes each, for every worker of a run has all marks
+    # of all shards
     marks: array[int] = field(default_factory=lambda: array("Q"))
+
+    @property
+    def count(self) -> int:
+        """Places in an epoch: damage has one of its own, so that it is met and counted."""
+        return self.samples + (self.damage is not None)
 
     def to_dict(self) -> dict[str, Any]:
         sums = self.checksums
         return {
-            "samples": self.samples, "unusable": self.unusable, "caption_key": self.caption_key,
-            "bytes": sums.size, "sha256": self.sha256, "block_bytes": sums.block_bytes, "blocks": sums.sums,
-            "damage": self.damage, "marks": list(self.marks),
+            "samples": self.samples, "bytes": sums.size, "sha256": self.sha256, "block_bytes": sums.block_bytes,
+            "blocks": sums.sums, "damage": self.damage, "marks": list(self.marks),
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ShardEntry:
         sums = Checksums(found["bytes"], found["block_bytes"], found["blocks"])
-        marks = found["marks"]
-        if len(marks) != found["samples"] // MARK_EVERY:
-            raise ValueError(f"it has {len(marks)} marks for {found['samples']} samples")
-        return cls(
-            found["samples"], found["unusable"], found["caption_key"], found["sha256"], sums, found["damage"], marks
-        )
+        samples, marks = found["samples"], found["marks"]
+        if len(marks) != samples // MARK_EVERY:
+            raise ValueError(f"it has {len(marks)} marks for {samples} samples")
+        if found.get("unusable"):  # of FORMAT_1: not counted above, so the marks are not of these numbers
+            samples, marks = samples + found["unusable"], array("Q")
+        return cls(samples, found["sha256"], sums, found["damage"], marks)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The entries of a list of shards, as far as there are any."""
+    """A list of shards with what is known about each."""
 
     shards: list[str]
     entries: Mapping[str, ShardEntry] = field(default_factory=dict)  # by path or URL
+    sizes: Mapping[str, int] = field(default_factory=dict)  # samples by path or URL; before what the entries say
+    sources: tuple[int, ...] = ()  # shards of each of those that `::` joins; (): they are one
 
     @property
     def checksums(self) -> dict[str, Checksums]:
@@ -73,57 +80,132 @@ class ShardIndex:
 
     @property
     def without(self) -> list[str]:
-        """The shards that no index knows."""
+        """The shards of which no index knows."""
         return [shard for shard in self.shards if shard not in self.entries]
 
-    def counts(self, caption_key: str | None, shards: list[str] | None = None) -> Counts | None:
-        """Of some of the shards, or all; None where they are not all counted, or by another caption."""
-        entries = [self.entries.get(shard) for shard in (self.shards if shards is None else shards)]
-        known = [entry for entry in entries if entry is not None and entry.caption_key == caption_key]
-        if len(known) < len(entries) or not any(entry.samples for entry in known):
-            return None
-        return Counts(tuple(entry.samples for entry in known), tuple(entry.marks for entry in known), MARK_EVERY)
+    @property
+    def uncounted(self) -> list[str]:
+        """The shards whose number of samples is not known, once each."""
+        return [shard for shard in dict.fromkeys(self.shards) if self.count(shard) is None]
 
-    def num_samples(self, caption_key: str | None) -> int | None:
-        """Usable samples in one epoch; None where they are not all counted, or by another caption."""
-        counts = self.counts(caption_key)
-        return None if counts is None else sum(counts.samples)
+    def count(self, shard: str) -> int | None:
+        """Samples in a shard, None where it is not known."""
+        entry = self.entries.get(shard)
+        return self.sizes.get(shard, entry.count if entry else None)
 
-    def describe(self, caption_key: str | None) -> str:
+    def by_source(self) -> list[list[str]]:
+        ends = [*itertools.accumulate(self.sources or (len(self.shards),), initial=0)]
+        return [self.shards[start:stop] for start, stop in itertools.pairwise(ends)]
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> ShardIndex:
+        return replace(self, sizes={**self.sizes, **sizes})
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in one epoch; None where not all shards are counted."""
+        counts = [self.count(shard) for shard in self.shards]
+        return None if None in counts else sum(filter(None, counts))
+
+    def names(self) -> list[tuple[str, str]]:
+        """(name without its folder, which may move; 16 digits of the sha256 or "") of each shard."""
+        entries = self.entries
+        return [(split_name(s)[1], entries[s].sha256[:16] if s in entries else "") for s in self.shards]
+
+    def fingerprint(self) -> str:
+        """Differs between nodes that do not see the same shards."""
+        return hashlib.sha256(repr(self.names()).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def shard_list(self) -> ShardList:
+        """What a checkpoint keeps of it, once all are counted."""
+        rows = zip(self.names(), self.shards, strict=True)
+        return ShardList(tuple((name, digits, self.count(shard) or 0) for (name, digits), shard in rows))
+
+    def describe(self) -> str:
         """What it gives, or what is lost without it."""
-        lost, number = self.without, self.num_samples(caption_key)
+        lost, number = self.without, self.num_samples
+        counted = "" if number is None else f", {number:,} samples in an epoch"
         if not lost:
-            exact = "" if number is None else f", {number:,} samples in an epoch"
-            return f"{len(self.shards)} shards, all indexed: every block is verified{exact}"
+            return f"{len(self.shards)} shards, all indexed: every block is verified{counted}"
         return (
             f"{len(lost)} of {len(self.shards)} shards have no index (the first is {lost[0]}): bytes that were flipped "
-            "inside an image or a caption cannot be seen, a shard that is whole but another one neither, and the "
-            "length of an epoch is not known. `clip-train index` makes one"
+            "inside an image or a caption cannot be noticed, nor that a shard has been replaced by another. "
+            f"`clip-train index` makes one{counted}"
         )
 
 
-def index_of(config: DataConfig, storage: StorageConfig) -> ShardIndex:
-    """The list of `data.train` with what is known about it. UserError as `expand` and `find_index` raise it."""
-    shards = expand(config.train)
-    return find_index(shards, storage) if config.verify == "auto" else ShardIndex(shards)
+def index_of(spec: str, verify: str, storage: StorageConfig, field: str = "data.train") -> ShardIndex:
+    """The shards that `spec` names with what is known about them. UserError as `expand` and `look_up` raise it."""
+    return look_up(expand(spec, field), verify, storage)
 
 
-def find_index(shards: list[str], storage: StorageConfig) -> ShardIndex:
-    """Reads the indexes beside the shards, where there is one.
+def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> ShardIndex:
+    """Reads what lies beside the shards of some sources.
+
+    Args:
+        verify: as `data.verify`; "off" leaves indexes alone.
 
     Raises:
-        UserError: it is damaged, or it cannot be told whether there is one.
+        UserError: an index is damaged, or it cannot be told whether there is one.
     """
+    shards = [shard for source in sources for shard in source]
     entries: dict[str, ShardEntry] = {}
-    by_folder: dict[str, dict[str, str]] = {}
-    for shard in shards:
-        folder, name = split(shard)
-        if "?" not in name:  # a signed link is of one file
-            by_folder.setdefault(folder, {})[name] = shard
-    for folder, names in by_folder.items():
+    folders = by_folder(shards) if verify == "auto" else {}
+    for folder, names in folders.items():
         known = load(folder, storage)
         entries |= {shard: known[name] for name, shard in names.items() if name in known}
-    return ShardIndex(shards, entries)
+    found = ShardIndex(shards, entries, sources=tuple(map(len, sources)))
+    return found.with_sizes(find_sizes(found.uncounted, storage))
+
+
+def find_sizes(shards: list[str], storage: StorageConfig) -> dict[str, int]:
+    """Samples by path or URL, of those whose folder has a sizes.json, or img2dataset's file beside each shard."""
+    found: dict[str, int] = {}
+    for folder, names in by_folder(shards).items():
+        sizes = load_sizes(folder, storage)
+        found |= {shard: sizes[name] for name, shard in names.items() if name in sizes}
+        rest = [shard for shard in names.values() if shard not in found]
+        first = [_successes(shard, storage) for shard in rest[:1]]
+        if first and first[0] is not None:
+            with ThreadPoolExecutor(THREADS) as pool:
+                counts = [*first, *pool.map(lambda shard: _successes(shard, storage), rest[1:])]
+            found |= {shard: count for shard, count in zip(rest, counts, strict=True) if count is not None}
+    return found
+
+
+def load_sizes(folder: str, storage: StorageConfig) -> dict[str, int]:
+    """A folder's sizes.json, OpenCLIP's own perhaps; {} where there is none that can be read."""
+    sizes = _json(folder + SIZES_NAME, storage)
+    return {name: n for name, n in sizes.items() if _is_count(n)}
+
+
+def _successes(shard: str, storage: StorageConfig) -> int | None:
+    """Samples that img2dataset says it has written into a shard."""
+    found = _json(shard.removesuffix(".tar") + STATS_SUFFIX, storage).get("successes")
+    return found if _is_count(found) else None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _json(url: str, storage: StorageConfig) -> dict[str, Any]:
+    """{} where there is no JSON object: what it would say is found out otherwise."""
+    try:
+        with open_read(url, storage) as file:
+            found = json.loads(file.read())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def by_folder(shards: list[str]) -> dict[str, dict[str, str]]:
+    """Folder -> name -> shard. A signed link is of one file, so its folder cannot be asked."""
+    found: dict[str, dict[str, str]] = {}
+    for shard in shards:
+        folder, name = split_name(shard)
+        if "?" not in name:
+            found.setdefault(folder, {})[name] = shard
+    return found
 
 
 def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
@@ -149,7 +231,7 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
 def parse(data: bytes) -> dict[str, ShardEntry]:
     """ValueError, LookupError, TypeError or OverflowError for what is not a whole index."""
     found = json.loads(data, object_hook=_with_small_marks)
-    if found["format"] != FORMAT:
+    if found["format"] not in (FORMAT, FORMAT_1):
         raise ValueError(f"its format is {found['format']}, not {FORMAT}")
     if found["sha256"] != _sum(found["shards"]):
         raise ValueError("it does not fit its own sha256")
@@ -162,12 +244,6 @@ def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in shards.items())
     text = f'{{"format": "{FORMAT}", "sha256": "{_sum(shards)}", "shards": {{\n{lines}\n}}}}\n'
     return text.encode()
-
-
-def split(shard: str) -> tuple[str, str]:
-    """(folder with its "/", name) of a path or URL."""
-    folder, slash, name = shard.rpartition("/")
-    return folder + slash, name
 
 
 def _with_small_marks(found: dict[str, Any]) -> dict[str, Any]:

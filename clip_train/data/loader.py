@@ -1,4 +1,4 @@
-"""The training loader: this rank's share of each global batch, in canonical order."""
+"""The training loader: this rank's share of each global batch, in canonical order, from any step on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pickle
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
 from types import TracebackType
@@ -18,33 +19,31 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
-from clip_train.data.bad_samples import BadSampleLimit
-from clip_train.data.config import DataConfig, resolve_lanes
-from clip_train.data.dealing import samples_below
-from clip_train.data.index import index_of
-from clip_train.data.memory import ImageMemory
-from clip_train.data.order import plan_order
-from clip_train.data.pipeline import (
+from clip_train.data.config import DataConfig, resolve_block, resolve_streams
+from clip_train.data.decode import TrainTransform
+from clip_train.data.index import ShardIndex, index_of
+from clip_train.data.inspect import count_missing
+from clip_train.data.invalid import InvalidLimit
+from clip_train.data.order import Order, Partition, Source, hash64
+from clip_train.data.reader import Files
+from clip_train.data.shards import Reading, ShardList
+from clip_train.data.worker import (
     GROUP_SIGNALS,
     Collate,
     Decode,
     Failure,
+    ImageMemory,
     Piece,
     PieceStream,
-    Plan,
-    SlotSource,
+    Samples,
     Stage,
     unpack,
 )
-from clip_train.data.shard_list import ShardList, go_on
-from clip_train.data.shares import RankShare
-from clip_train.data.sources import Reading
-from clip_train.data.transforms import TrainTransform
 from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch, text_lengths
 from clip_train.storage import StorageConfig
 
-PRELOAD = ["torch", "webdataset", "clip_train.data.pipeline"]  # once in the fork server, not in every worker
+PRELOAD = ["torch", "webdataset", "clip_train.data.worker"]  # once in the fork server, not in every worker
 
 
 class WorkerTraceback(Exception):
@@ -52,27 +51,24 @@ class WorkerTraceback(Exception):
 
 
 class TrainLoader:
-    """Batches without end; the next is that of step `step`.
-
-    Each carries the cursors behind it, so prefetching cannot skew a checkpoint. A lane that no batch has reached yet
-    stands where `cursors` says.
+    """Batches without end; the first is that of step `step`.
 
     Args:
         image_size: S, pixels.
         global_size: samples in the global batch of all ranks, or their sizes as a function of the step.
         seed: the run's; it orders the shards, permutes the blocks and seeds the samples.
-        cursors: the position to resume from: lane -> cursor for ALL lanes, as all ranks' batches together
-            had them (`merge_cursors`), which also says at which step; None starts at the beginning.
+        step: of the run, from 0, whose batch comes first.
+        began: the step at which this order began: 0, unless the data of a run has begun anew.
+        index: of `data.train`, with all counts; None: it is looked up, and what nobody has counted is counted here.
         pin_memory: batches in pinned memory, for asynchronous copies to a GPU.
         stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
             must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
         storage: how patiently remote shards are read.
-        shards_then: `shard_list` of the run that wrote `cursors`; None: unknown.
 
     Raises:
-        UserError: fewer samples than ranks, shards that do not exist, cursors of another order.
-        DataError (while iterating): shards cannot be read, or too many samples are bad. Local to this rank:
-            the trainer tells the others.
+        UserError: fewer samples than ranks, shards that do not exist or hold no sample.
+        DataError: shards cannot be read, or (while iterating) too many samples are invalid. Local to this rank:
+            the trainer reports it to the others.
     """
 
     def __init__(
@@ -85,30 +81,28 @@ class TrainLoader:
         seed: int,
         rank: int = 0,
         world_size: int = 1,
-        cursors: dict[int, dict[str, Any]] | None = None,
+        step: int = 0,
+        began: int = 0,
+        index: ShardIndex | None = None,
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
         storage: StorageConfig | None = None,
-        shards_then: str | None = None,
     ) -> None:
+        storage = storage or StorageConfig()
         self._sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
         self._sizes.check_ranks(world_size)
-        self.lanes = resolve_lanes(config.lanes, self._sizes)
-        self.index = index_of(config, storage or StorageConfig())
-        reading = Reading(storage or StorageConfig(), self.index.checksums)
-        self.plan = plan_order(config, self.index, reading, seed, self.lanes)
-        self.shard_list = ShardList.of(self.index).pack()
-        if cursors:
-            self.plan = _as_begun(self.plan, cursors)
-            cursors = go_on(cursors, shards_then, self.index, self.plan, config.allow_changed_shards)
-        self.cursors = cursors or {}  # where it begins; moved where shards have changed
-        parsed = _parse(cursors, self.plan)
-        self.step = _step_at(parsed, self.plan, self._sizes)
-        workers = RankShare.of(self._sizes, self.lanes, rank, world_size).workers(config.workers, self.step)
-        source = SlotSource(self.plan, workers, self.step, parsed)
+        if index is None:
+            index = count_missing(index_of(config.train, config.verify, storage), storage, together=False)
+        self.index, self.step, self._began = index, step, began
+        self.streams = resolve_streams(config.lanes, self._sizes)
+        self._keys = order_keys(config, self._sizes, seed)
+        self.order, files = make_order(config, index, storage, hash64(seed, began, -5) if began else seed, self.streams)
+        partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
+        workers = partition.workers(config.workers, step)
+        samples = Samples(self.order, files, workers, step)
         decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))
-        collate = Collate(context_length, image_size, workers, self.step)
-        self._stream = PieceStream(source, tuple(stages), decode, collate)
+        collate = Collate(context_length, image_size, workers, step)
+        self._stream = PieceStream(samples, tuple(stages), decode, collate)
         self._world_size = world_size
         self._workers = len(workers) if config.workers else 0
         self._pieces_per_batch = len(workers)
@@ -117,9 +111,17 @@ class TrainLoader:
         self._memory: ImageMemory | None = None
         self._prefetch = config.prefetch
         self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._limit = BadSampleLimit(config.bad_sample_limit)
+        self._limit = InvalidLimit(config.bad_sample_limit)
         self._pieces: Iterator[Piece | Failure] | Iterator[Tensor] | None = None  # packed by workers
         self._closed = False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside its step, as JSON: see `resume_data`."""
+        return {"data_began": self._began, "shards": self.index.shard_list().pack(), "order": self._keys}
+
+    def epoch(self, step: int) -> int:
+        """Whole epochs that are done before a step, since the data began."""
+        return self.order.epoch(self._sizes.before(step) - self._sizes.before(self._began))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -153,8 +155,8 @@ class TrainLoader:
     ) -> None:
         self.close()
 
-    def bad_sample_table(self) -> str:
-        """All bad samples that this rank met so far, by reason and shard."""
+    def invalid_table(self) -> str:
+        """All invalid samples that this rank met so far, by reason and shard."""
         return str(self._limit.table)
 
     def _start(self) -> Iterator[Piece | Failure] | Iterator[Tensor]:
@@ -196,22 +198,21 @@ class TrainLoader:
         return piece
 
     def _assemble(self, pieces: list[Piece]) -> Batch:
-        """The workers' pieces, in canonical order -> one batch. DataError above the limit of bad samples."""
+        """The workers' pieces, in canonical order -> one batch. DataError above the limit of invalid samples."""
         pieces = [piece for piece in pieces if piece.keys]
-        bads = [bad for piece in pieces for bad in piece.bads]
+        invalid = [each for piece in pieces for each in piece.invalid]
         texts = torch.cat([p.texts for p in pieces])
         batch = Batch(
             images=self._images(pieces),
             texts=texts,
             sample_seeds=torch.cat([p.seeds for p in pieces]),
             keys=[key for p in pieces for key in p.keys],
-            cursors={lane: cursor for p in pieces for lane, cursor in p.cursors.items()},
-            bad_samples=dict(Counter(f"{bad.reason}\t{bad.shard}" for bad in bads)),
+            bad_samples=dict(Counter(f"{each.reason}\t{each.shard}" for each in invalid)),
             shares=tuple(shares(self._sizes.at(self.step), self._world_size)),
             text_lengths=text_lengths(texts),
         )
         self.step += 1
-        self._limit.add(len(batch), bads)
+        self._limit.add(len(batch), invalid)
         if self._pin_memory:
             batch.texts, batch.sample_seeds = batch.texts.pin_memory(), batch.sample_seeds.pin_memory()
         return batch
@@ -261,55 +262,89 @@ def _start_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def merge_cursors(positions: Iterable[Mapping[Any, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Cursors as several ranks, or several batches, had them -> the newest of each lane."""
-    newest: dict[int, dict[str, Any]] = {}
-    for text, cursor in (item for cursors in positions for item in cursors.items()):
-        lane = int(text)  # from JSON it is one
-        if lane not in newest or cursor["count"] > newest[lane]["count"]:
-            newest[lane] = cursor
-    return newest
+def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, Any]:
+    """All on which the order depends beside the shards, under the names of the recipe; as JSON."""
+    streams = resolve_streams(config.lanes, sizes)
+    weights = config.train_weights
+    return {
+        "run.seed": seed,
+        "batch.global_size": str(sizes),
+        "data.lanes": streams,
+        "data.shuffle_block": resolve_block(config.shuffle_block, streams),
+        "data.train_weights": weights and [round(weight / sum(weights), 9) for weight in weights],
+        "data.resampled": config.resampled,
+        "data.caption_key": config.caption_key,
+    }
 
 
-def _as_begun(plan: Plan, cursors: dict[int, dict[str, Any]]) -> Plan:
-    """A run that began without an index, of all its sources or some, keeps its order when one is made: the index then
-    only verifies."""
-    begun = {cursor.get("source") for cursor in cursors.values()}
-    return next((each for each in plan.as_it_may_have_begun() if each.fingerprint() in begun), plan)
+def make_order(
+    config: DataConfig, index: ShardIndex, storage: StorageConfig, seed: int, streams: int
+) -> tuple[Order, list[Files]]:
+    """The order of a recipe's `data`, and each source's shards. UserError where a source holds no sample."""
+    reading = Reading(storage, index.checksums)
+    together = resolve_block(config.shuffle_block, streams)
+    if config.train_weights is None:
+        parts, weights, resampled = [index.shards], [1.0], [config.resampled is True]
+    else:
+        parts, weights = index.by_source(), config.train_weights
+        resampled = config.resampled if isinstance(config.resampled, list) else [config.resampled] * len(parts)
+    sources, files = [], []
+    for number, shards in enumerate(parts):
+        each = Files.of(index, shards, config.caption_key, reading)
+        if not sum(each.counts):
+            raise UserError(f"data.train ({config.train}): there is no sample in the {len(shards)} shards of a source")
+        block = max(1, round(together * weights[number] / sum(weights)))
+        own_seed = hash64(seed, number, -4) if number else seed
+        sources.append(Source(each.counts, streams, own_seed, block, resampled=resampled[number]))
+        files.append(each)
+    return Order(sources, weights, seed), files
 
 
-def _parse(cursors: dict[int, dict[str, Any]] | None, plan: Plan) -> dict[int, Any]:
-    """Cursors from a checkpoint, where JSON may have made texts of the lanes' numbers."""
-    if not cursors:
-        return {}
-    numbered = {int(lane): dict(cursor) for lane, cursor in cursors.items()}
-    same = all(cursor.pop("source", None) == plan.fingerprint() for cursor in numbered.values())
-    if not same and set(numbered) != set(range(plan.lanes)):
+@dataclass(frozen=True)
+class ResumedData:
+    """Where the data goes on."""
+
+    index: ShardIndex  # with the counts that the order was made of
+    began: int  # step
+    notice: str = ""  # why it begins anew
+
+
+def resume_data(
+    state: Mapping[str, Any], index: ShardIndex, keys: Mapping[str, Any], *, changed_shards: bool, changed_order: bool
+) -> ResumedData:
+    """The data of a run that goes on from a checkpoint: at the same position, or anew where a change is allowed.
+
+    Args:
+        state: the checkpoint's, with `TrainLoader.state` in it.
+        index: of `data.train` now; need not be counted.
+        keys: `order_keys` of the recipe now.
+        changed_shards: the list of shards may have changed.
+        changed_order: anything else may have changed as well.
+
+    Raises:
+        UserError: a change that is not allowed, with what was and is.
+    """
+    then = state.get("order")
+    if then is None:
+        others, shards = ["it was written by version 0.1, which kept another kind of position"], ""
+    else:
+        others = [f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now]
+        shards = ShardList.unpack(state["shards"]).changes_to(index.names())
+    if others and not changed_order:
         raise UserError(
-            f"data.lanes ({plan.lanes}): the checkpoint's data position is of {len(numbered)} lanes; "
-            f"set data.lanes={len(numbered)} to go on with the same order"
+            f"the order of the data is not that of the checkpoint: {'; '.join(others)}. Restore it, or set "
+            "checkpoint.allow_changed_recipe=true to go on with the weights and begin the data anew"
         )
-    if not same:
+    if shards and not (changed_shards or changed_order):
         raise UserError(
-            "data.train (its weights, resampling or index), data.shuffle_block, data.caption_key or run.seed is not "
-            "what it was when the checkpoint was written, so its data position means nothing; restore them, or start a "
-            "new run from its weights"
+            f"data.train is not the list of shards that the checkpoint was written with: {shards}. Restore it, or set "
+            "data.allow_changed_shards=true to begin the first epoch of the new one"
         )
-    return {lane: plan.parse(cursor) for lane, cursor in numbered.items()}
-
-
-def _step_at(cursors: dict[int, Any], plan: Plan, sizes: BatchSizes) -> int:
-    """The step that begins where the cursors are. A lane that no batch has reached yet has none."""
-    taken = {lane: cursors[lane].count if lane in cursors else 0 for lane in range(plan.lanes)}
-    position = sum(taken.values())
-    step = sizes.whole_steps(position)
-    begins = sizes.before(step) == position
-    if not begins or any(count != samples_below(position, lane, plan.lanes) for lane, count in taken.items()):
-        raise UserError(
-            "batch.global_size or batch.schedule is not what it was when the checkpoint was written: no step begins at "
-            f"its data position, {position} samples from the start; restore them, or start a new run from its weights"
-        )
-    return step
+    if shards or others:
+        return ResumedData(index, state["step"], "; ".join([*others, *([f"data.train: {shards}"] if shards else [])]))
+    rows = ShardList.unpack(state["shards"]).rows
+    sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
+    return ResumedData(index.with_sizes(sizes), state["data_began"])
 
 
 def _check_picklable(stream: PieceStream) -> None:

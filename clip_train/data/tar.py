@@ -1,15 +1,20 @@
-"""Tar files read as samples: ustar, GNU long names, pax; four times as fast as `tarfile`.
+"""Tar files read as samples (ustar, GNU long names, pax; four times as fast as `tarfile`), and written.
 
 Neighbouring members that share a key (the name up to the first dot of its last part) make a sample, as
-webdataset has it. Unlike there, an archive that is damaged or cut says so.
+webdataset has it. Unlike there, an archive that is damaged or cut is an error.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import webdataset
 
 BLOCK = 512  # bytes: everything in a tar is padded to this
 ZEROS = bytes(BLOCK)
@@ -32,8 +37,8 @@ class TarError(Exception):
 
 
 @dataclass
-class RawSample:
-    """One sample, undecoded."""
+class TarSample:
+    """One sample as it lies in its archive."""
 
     key: str
     start: int  # bytes: where its first header begins (a long name's header included)
@@ -43,29 +48,32 @@ class RawSample:
     too_large: bool = False  # a member was left out for its size
 
 
-def iter_samples(file: BinaryIO, start: int = 0, wanted: Callable[[int], bool] | None = None) -> Iterator[RawSample]:
+def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[TarSample]:
     """The samples from byte `start`, which must be 0 or the `end` of a sample.
 
     Args:
-        wanted: says by a sample's `start` whether to read it; the content of the others is skipped by seek.
+        unread: the members of so many of them, the first ones, are passed over by seek; the same damage is found.
 
     Raises:
         TarError: after the last sample before the damage. The sample that the damage cuts is not yielded.
         OSError: from `file`, and where the file gives less than its size promises.
     """
-    sample: RawSample | None = None
-    keep = True
+    sample: TarSample | None = None
+    total = file.seek(0, 2)
+    number = -1
     for item in _members(file, start):
         if sample is None or item.key != sample.key:
-            if sample is not None and keep:
+            if sample is not None:
                 sample.end = item.start
                 yield sample
             if item.key == "":
                 _check_end(file, item.start)
                 return
-            sample = RawSample(item.key, item.start)
-            keep = wanted is None or wanted(item.start)
-        if not keep:
+            sample = TarSample(item.key, item.start)
+            number += 1
+        if total < item.content + item.size <= item.content + MAX_MEMBER_BYTES:
+            raise TarError("truncated shard", total)
+        if number < unread:
             item.skip()
         elif item.extension in sample.members:
             sample.duplicate = True
@@ -223,3 +231,56 @@ def _split_name(name: str) -> tuple[str | None, str]:
     if dot <= base or _METADATA.search(name):  # no extension, or hidden as ._b.jpg is
         return None, ""
     return name[:dot], name[dot + 1 :].lower()
+
+
+def write_shards(
+    folder: str | os.PathLike[str],
+    samples: Iterable[Mapping[str, Any]],
+    per_shard: int,
+    pattern: str = "{:05d}.tar",
+) -> list[Path]:
+    """Writes `samples` in order, `per_shard` to a file, each of which appears whole or not at all.
+
+    Args:
+        samples: dicts of "__key__" (without dots: a key ends at the first one) and extension -> content;
+            bytes stay as they are, the rest is encoded by webdataset according to its extension. The same samples
+            give the same bytes.
+        pattern: the file's name, formatted with the shard's number.
+
+    Returns:
+        The shards' paths.
+
+    Raises:
+        ValueError: a key with a dot, or without content.
+        OSError: from the disk.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    iterator = iter(samples)
+    while group := list(itertools.islice(iterator, per_shard)):
+        path = folder / pattern.format(len(paths))
+        part = path.with_name(f".{path.name}.part")
+        try:
+            with part.open("wb") as file:
+                # a fixed time, so that equal samples make equal shards
+                with webdataset.TarWriter(file, mtime=0) as tar:
+                    for sample in group:
+                        tar.write(_checked(sample))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        paths.append(path)
+    return paths
+
+
+def _checked(sample: Mapping[str, Any]) -> dict[str, Any]:
+    key = sample["__key__"]
+    if not key or "." in key.rsplit("/", 1)[-1]:
+        raise ValueError(f"sample key {key!r} must not be empty or hold a dot: readers end the key at the first one")
+    if len(sample) < 2:
+        raise ValueError(f"sample {key!r} has no content")
+    return dict(sample)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from clip_train.data import raw
-from clip_train.data.bad_samples import Bad, BadSample, BadTable
-from clip_train.data.index import find_index, split
-from clip_train.data.lanes import Raw, fingerprint, read_shard
-from clip_train.data.sources import Reading, expand
+from clip_train.batch import shares
+from clip_train.data import decode
+from clip_train.data.decode import EvalTransform
+from clip_train.data.index import ShardIndex, index_of
+from clip_train.data.inspect import count_missing
+from clip_train.data.invalid import Invalid, InvalidSample, InvalidTable
+from clip_train.data.order import Segment
+from clip_train.data.reader import Files, SegmentReader, Undecoded
+from clip_train.data.shards import Reading
 from clip_train.data.tokenizer import Tokenizer
-from clip_train.data.transforms import EvalTransform, decode_image
 from clip_train.errors import DataError
 from clip_train.storage import StorageConfig
 
@@ -37,19 +41,19 @@ class ValBatch:
 
 
 class ValLoader:
-    """This rank's validation batches: sample i goes to rank i % W. Iterating again starts again.
+    """This rank's validation batches: of all samples, in order, the ranks have contiguous shares, which differ by one
+    at most; a rank reads no others. Iterating again starts again.
 
-    Ranks may differ by one sample, and so by one batch. Samples that cannot be used are left out and listed
-    in `bad_sample_table()`.
+    Samples that cannot be used are left out and listed in `invalid`.
 
     Args:
         shards: as `data.val` is written.
         workers: threads that decode (the decoders let go of Python's lock); 0 or 1 decodes in line.
-        verify: as `data.verify` is written.
+        index: of these shards, with all counts; None: it is looked up, and what nobody has counted is counted here.
 
     Raises:
         UserError: nothing matches.
-        DataError (while iterating): a shard cannot be read, or no rank has a sample to validate.
+        DataError (while iterating): a shard cannot be read, or a single rank has no sample to validate.
     """
 
     def __init__(
@@ -63,65 +67,58 @@ class ValLoader:
         world_size: int = 1,
         caption_key: str | None = None,
         workers: int = 2,
-        verify: Literal["auto", "off"] = "auto",
+        index: ShardIndex | None = None,
         storage: StorageConfig | None = None,
     ) -> None:
-        self.shards = expand(shards, "data.val")
         storage = storage or StorageConfig()
-        known = find_index(self.shards, storage).checksums if verify == "auto" else {}
-        self._reading = Reading(storage, known)
+        if index is None:
+            index = count_missing(index_of(shards, "auto", storage, "data.val"), storage, together=False)
+        self.files = Files.of(index, index.shards, caption_key, Reading(storage, index.checksums))
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size
         self.caption_key = caption_key
         self.workers = workers
+        self.invalid = InvalidTable()  # of this rank's share, when it was last read
         self._transform = EvalTransform(image_size)
         self._tokenizer = Tokenizer(context_length)
-        self._bads = BadTable()
 
     def __iter__(self) -> Iterator[ValBatch]:
-        self._bads = BadTable()
+        self.invalid = InvalidTable()
         with ThreadPoolExecutor(self.workers) if self.workers > 1 else contextlib.nullcontext() as pool:
-            group: list[Raw] = []
-            for sample in self._mine():
-                group.append(sample)
-                if len(group) == self.batch_size:
-                    yield from self._batch(group, pool)
-                    group = []
-            yield from self._batch(group, pool)
+            samples = self._mine()
+            while group := list(itertools.islice(samples, self.batch_size)):
+                yield from self._batch(group, pool)
 
-    def fingerprint(self) -> int:
-        """Differs between ranks that do not see the same shards: their parts would not make a whole."""
-        return fingerprint([split(shard)[1] for shard in self.shards])  # the folder may have another name there
+    def _mine(self) -> Iterator[Undecoded]:
+        """The samples of this rank that can be used, as far as one sees without decoding."""
+        counts = shares(sum(self.files.counts), self.world_size)
+        begin = sum(counts[: self.rank])
+        segments = SegmentReader(self.files, keep_open=True)
+        usable = 0
+        for segment in self._segments(begin, begin + counts[self.rank]):
+            for item in segments.read(segment):
+                if isinstance(item, Invalid):
+                    self.invalid.add([item])
+                else:
+                    usable += 1
+                    yield item
+        if not usable and self.world_size == 1:
+            raise DataError(f"data.val: no sample in {len(self.files.shards)} shards can be used\n{self.invalid}")
 
-    def bad_sample_table(self) -> str:
-        """What this rank left out, by reason and shard; what no rank can use stands in every rank's."""
-        return str(self._bads)
+    def _segments(self, begin: int, end: int) -> Iterator[Segment]:
+        """Samples [begin, end) of all shards end to end, no more at a time than a batch has."""
+        for shard, count in enumerate(self.files.counts):
+            for start in range(max(begin, 0), min(end, count), self.batch_size):
+                yield Segment(shard, start, min(start + self.batch_size, end, count))
+            begin, end = begin - count, end - count
 
-    @property
-    def num_bad(self) -> int:
-        return sum(self._bads.counts.values())
-
-    def _mine(self) -> Iterator[Raw]:
-        """Raw samples of this rank. All ranks read all, so all count alike."""
-        number = 0
-        for url in self.shards:
-            for event in read_shard(url, 0, None, self.caption_key, self._reading):
-                if isinstance(event, Bad):
-                    self._bads.add([event])
-                    continue
-                if number % self.world_size == self.rank:
-                    yield event
-                number += 1
-        if number == 0:
-            raise DataError(f"data.val: no sample in {len(self.shards)} shards can be used\n{self._bads}")
-
-    def _batch(self, group: list[Raw], pool: ThreadPoolExecutor | None) -> Iterator[ValBatch]:
+    def _batch(self, group: list[Undecoded], pool: ThreadPoolExecutor | None) -> Iterator[ValBatch]:
         """One batch, or none where nothing decodes."""
         images = list(pool.map(self._decode, group)) if pool else [self._decode(s) for s in group]
         good = [(image, s.fields) for image, s in zip(images, group, strict=True) if isinstance(image, Tensor)]
-        self._bads.add(bad for bad in images if isinstance(bad, Bad))
+        self.invalid.add(each for each in images if isinstance(each, Invalid))
         if good:
-            captions = [raw.caption(fields, self.caption_key) for _, fields in good]
+            captions = [decode.caption(fields, self.caption_key) for _, fields in good]
             yield ValBatch(
                 images=torch.stack([image for image, _ in good]),
                 texts=self._tokenizer(captions),
@@ -130,18 +127,18 @@ class ValLoader:
                 metadata=[_metadata(fields) for _, fields in good],
             )
 
-    def _decode(self, sample: Raw) -> Tensor | Bad:
+    def _decode(self, sample: Undecoded) -> Tensor | Invalid:
         try:
-            return self._transform(decode_image(raw.image_bytes(sample.fields)))
-        except BadSample as e:
-            return Bad(e.reason, sample.fields["__url__"], sample.fields["__key__"])
+            return self._transform(decode.decode_image(decode.image_bytes(sample.fields)))
+        except InvalidSample as e:
+            return Invalid(e.reason, sample.fields["__url__"], sample.fields["__key__"])
 
 
 def _metadata(fields: dict[str, Any]) -> dict[str, Any]:
     """The .json's keys, and "cls": the .cls member's number, as ImageNet's shards have it."""
     try:
-        out = dict(raw.metadata(fields))
-    except BadSample:
+        out = dict(decode.metadata(fields))
+    except InvalidSample:
         out = {}
     if "cls" in fields:
         out["cls"] = fields["cls"].decode("utf-8", "replace").strip()

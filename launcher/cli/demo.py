@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from clip_train.data.synthetic import SyntheticData, digits, shapes
+from clip_train.demo.datasets import SyntheticData, digits, shapes
 from clip_train.evaluate import ZeroShotClasses
 from launcher.config.recipe import apply_overrides, check_config, read_recipe
 from launcher.train import say, train

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clip_train.data.index import ShardEntry, find_index
-from clip_train.data.indexing import differences, index_shards, try_folders, write_indexes
-from clip_train.data.sources import expand, missing_files
+from clip_train.data.index import look_up
+from clip_train.data.inspect import OUT_OF_ORDER, Indexed, differences, index_shards, try_folders, write_indexes
+from clip_train.data.shards import expand, missing_files
 from clip_train.errors import DataError, UserError
 from clip_train.storage import StorageConfig
 
@@ -20,35 +21,50 @@ SHOWN = 20  # shards named in a message
 
 def run_index(specs: list[str], *, caption_key: str | None, workers: int | None, check: bool) -> int:
     """Reads every shard once. UserError for shards that are not there; DataError for what is wrong with them."""
-    shards = list(dict.fromkeys(shard for spec in specs for shard in expand(spec, "SHARDS")))
+    shards = list(dict.fromkeys(shard for spec in specs for part in expand(spec, "SHARDS") for shard in part))
     missing = missing_files(shards)
     if missing:
         raise UserError(f"SHARDS: {len(missing)} of {len(shards)} are not there, the first is {missing[0]}")
     if workers is not None and workers < 1:
         raise UserError(f"--workers ({workers}) must be at least 1")
-    known = find_index(shards, StorageConfig()).entries if check else {}
+    known = look_up([shards], "auto", StorageConfig()).entries if check else {}
     if not check:
         with writing():
             try_folders(shards)
-    entries = read(shards, caption_key, workers or max(2, min(16, len(os.sched_getaffinity(0)))))
-    samples = sum(entry.samples for entry in entries.values())
-    told = f"{len(entries)} shards, {samples:,} samples, {total_bytes(entries) / 2**30:.2f} GiB"
+    found = read(shards, caption_key, workers or max(2, min(16, len(os.sched_getaffinity(0)))))
+    samples = sum(each.entry.samples for each in found.values())
+    size = sum(each.entry.checksums.size for each in found.values())
+    summary = f"{len(found)} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
     if check:
-        wrong = {url: why for url, entry in entries.items() if (why := differences(known.get(url), entry))}
+        wrong = {url: why for url, each in found.items() if (why := differences(known.get(url), each.entry))}
         if wrong:
-            raise DataError(listing(f"{len(wrong)} of {len(entries)} shards are not what their index says", wrong))
-        print(f"{told}: all as the index says")
+            raise DataError(listing(f"{len(wrong)} of {len(found)} shards are not what their index says", wrong))
+        print(f"{summary}: all as the index says")
         return 0
     with writing():
-        written = write_indexes(entries)
-    print(f"{told}; wrote sizes.json and {', '.join(written)}")
-    damaged = {url: entry.damage for url, entry in entries.items() if entry.damage is not None}
+        written, corrected = write_indexes(found)
+    print(f"{summary}; wrote sizes.json and {', '.join(written)}")
+    if corrected:
+        print("\n  ".join([f"sizes.json had other numbers of {len(corrected)} shards:", *corrected[:SHOWN]]))
+    report_invalid(found, samples, caption_key)
+    damaged = {url: each.entry.damage for url, each in found.items() if each.entry.damage is not None}
     if damaged:
         raise DataError(listing(f"{len(damaged)} shards are damaged, and were counted up to there", damaged))
-    unusable = sum(entry.unusable for entry in entries.values())
-    if unusable:
-        print(f"{unusable:,} more samples have no image or no caption and are not counted")
     return 0
+
+
+def report_invalid(found: Mapping[str, Indexed], samples: int, caption_key: str | None) -> None:
+    """What will be replaced by other samples, and what to do where that is most of them."""
+    invalid = sum((each.invalid for each in found.values()), Counter[str]())
+    if not invalid:
+        return
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
+    print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
+    keys = next((each.json_keys for each in found.values() if each.json_keys), ())
+    if caption_key is None and keys and invalid["no caption"]:
+        print(f"captions may be in the .json, whose keys are {', '.join(keys)}: train with data.caption_key=<key>")
+    if invalid[OUT_OF_ORDER]:
+        print("the files of a sample must be neighbours in the tar: write it again with `tar --sort=name`")
 
 
 @contextmanager
@@ -60,8 +76,8 @@ def writing() -> Iterator[None]:
         raise UserError(f"the index cannot be written beside the shards ({type(e).__name__}: {e})") from e
 
 
-def read(shards: list[str], caption_key: str | None, workers: int) -> dict[str, ShardEntry]:
-    """The entries, with a progress bar."""
+def read(shards: list[str], caption_key: str | None, workers: int) -> dict[str, Indexed]:
+    """What is in the shards, with a progress bar."""
     columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(shards), last="")
@@ -69,12 +85,8 @@ def read(shards: list[str], caption_key: str | None, workers: int) -> dict[str, 
             shards,
             caption_key=caption_key,
             workers=workers,
-            progress=lambda url, entry: bar.update(task, advance=1, last=url.rsplit("/", 1)[-1]),
+            progress=lambda url: bar.update(task, advance=1, last=url.rsplit("/", 1)[-1]),
         )
-
-
-def total_bytes(entries: Mapping[str, ShardEntry]) -> int:
-    return sum(entry.checksums.size for entry in entries.values())
 
 
 def listing(head: str, rows: Mapping[str, str]) -> str:

@@ -115,7 +115,7 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("engine", plan["engine"]),
         ("forwards per sample", f"{plan['forwards_per_sample']:.2f}"),
-        ("lanes", f"{plan['lanes']}, each read by {plan['times_read']:.3g} ranks in the mean"),
+        ("streams", f"{plan['lanes']}, each read by {plan['times_read']:.3g} ranks in the mean"),
         ("length", f"{plan['steps']:,} steps, {plan['samples']:,} samples{epochs}"),
         ("arithmetic", f"{plan['flops_per_step'] / 1e12:,.3g} TFLOP per step"),
         ("memory per rank", f"about {memory['total'] / GIB:.2f} GiB ({parts})"),

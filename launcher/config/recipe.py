@@ -215,7 +215,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
 
 
 def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw` with data.num_samples from the shards' index, where run.epochs needs it and the recipe leaves it out."""
+    """`raw` with data.num_samples as it stands beside the shards, where run.epochs needs it and nobody gave it."""
     run, data = raw.get("run"), raw.get("data")
     if not (isinstance(run, dict) and isinstance(data, dict)):
         return raw
@@ -228,7 +228,7 @@ def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
         return raw  # to be explained with all other mistakes
     if config.train_weights is not None or config.resampled:
         return raw  # no epoch in which each sample comes once
-    counted = index_of(config, storage).num_samples(config.caption_key)
+    counted = index_of(config.train, config.verify, storage).num_samples
     return raw if counted is None else {**raw, "data": {**data, "num_samples": counted}}
 
 

@@ -22,8 +22,8 @@ SECTIONS: dict[str, Class] = {  # all their keys, new ones too
     "log": "silent", "checkpoint": "silent", "evaluate": "silent", "storage": "silent", "launch": "silent",
 }  # fmt: skip
 
-# That the data and its order go on is also the loader's to check, by the fingerprint in its cursors (data.train,
-# its weights, lanes, ...): a folder may move. A test wants every key of a recipe here.
+# That the data and its order go on is also checked by `clip_train.data.resume_data` (data.train, its weights, lanes,
+# ...): a folder may move. A test wants every key of a recipe here.
 CLASSES: dict[str, Class] = {
     "run.name": "silent", "run.dir": "silent", "run.seed": "refused", "run.steps": "told", "run.epochs": "told",
     "model.name": "refused", "model.dropout": "refused", "model.patch_dropout": "refused", "model.teacher": "refused",

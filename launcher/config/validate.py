@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from clip_train.batch import BatchPlan, plan_batch
-from clip_train.data import SourceSummary, check_source, resolve_lanes
+from clip_train.data import SourceSummary, check_source, resolve_streams
+from clip_train.data.shards import expand_braces
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate import ZeroShotClasses
 from clip_train.memory import RECOMPUTED
@@ -55,10 +56,15 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     plan = collect(lambda: plan_batch(config.batch, world_size))
     facts = engine_facts(config, plan, world_size, on_this_machine=is_rank)
     problems += map(UserError, package(config.engine.kind).mistakes(config.engine, facts))
-    lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
+    lanes = resolve_streams(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
-    source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
+    source = None
+    if read_data:
+        source = collect(lambda: check_source(config.data, config.storage))
+    else:
+        collect(partial(expand_braces, config.data.train))
+        collect(partial(expand_braces, config.data.val or config.data.train, "data.val"))
     if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     if problems or plan is None:

@@ -12,10 +12,10 @@ import torch
 
 from clip_train.checkpoint.config import try_all
 from clip_train.data import DataConfig, check_source
-from clip_train.data.bad_samples import BadSample
-from clip_train.data.check import SourceSummary
-from clip_train.data.raw import caption
-from clip_train.data.sources import Reading, open_shard, split
+from clip_train.data.config import SourceSummary
+from clip_train.data.decode import caption
+from clip_train.data.invalid import InvalidSample
+from clip_train.data.shards import Reading, open_shard, split_sources
 from clip_train.data.tar import iter_samples
 from clip_train.errors import UserError
 from clip_train.models import count_parameters
@@ -50,7 +50,7 @@ def sources(data: DataConfig) -> list[Source]:
     """Of data.train and data.val."""
     found: list[Source] = []
     for key, spec in (("data.train", data.train), ("data.val", data.val)):
-        parts = split(spec) if spec is not None else []
+        parts = split_sources(spec) if spec is not None else []
         for number, part in enumerate(parts):
             weight = data.train_weights[number] if key == "data.train" and data.train_weights else None
             which = f"source {number + 1} of {len(parts)}" if len(parts) > 1 else ""
@@ -101,12 +101,10 @@ def check_index(source: Source, found: SourceSummary) -> Iterator[Finding]:
     elif found.index.without:
         line = f"clip-train index '{source.spec}'{'' if key is None else f' --caption-key {key}'}"
         lost = f"{len(found.index.without)} of {found.num_shards} shards have none, so damage in them goes unseen"
-        yield warning("index", f"{source.name}: {lost} and an epoch's length is not known", line)
-    elif found.index.num_samples(key) is None:
-        told = f"{source.name}: the index was made with another data.caption_key than {key}"
-        yield warning("index", f"{told}, so an epoch's length is not known", "run `clip-train index` again with it")
+        counted = f", and {len(found.index.uncounted)} have to be counted first" if found.index.uncounted else ""
+        yield warning("index", f"{source.name}: {lost}{counted}", line)
     else:
-        yield ok("index", f"{source.name}: {found.index.describe(key)}")
+        yield ok("index", f"{source.name}: {found.index.describe()}")
 
 
 def check_captions(source: Source, found: SourceSummary, storage: StorageConfig, seconds: float) -> Iterator[Finding]:
@@ -120,8 +118,8 @@ def check_captions(source: Source, found: SourceSummary, storage: StorageConfig,
             size += sum(len(member) for member in sample.members.values())
             try:
                 if not caption(sample.members, source.data.caption_key).strip():
-                    raise BadSample("an empty caption")
-            except BadSample as e:
+                    raise InvalidSample("an empty caption")
+            except InvalidSample as e:
                 bad += 1
                 reasons[e.reason] = reasons.get(e.reason, 0) + 1
             if seen >= LOOK_AT or time.monotonic() - began > seconds:
@@ -167,7 +165,7 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     plan = checked.plan
     yield ok(
         "recipe",
-        f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.lanes} lanes; "
+        f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.lanes} streams; "
         f"{config.steps} steps",
     )
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from clip_train.data import DataConfig, check_source
-from clip_train.data.sources import expand
+from clip_train.data.shards import expand
 from clip_train.errors import RankError, UserError
 from tests.data.shards import jpeg, sample, write_dataset, write_shard
 
@@ -24,8 +24,9 @@ def test_good_data_is_summed_up(tmp_path):
 
 def test_order_of_shards(tmp_path):
     write_dataset(tmp_path, [1, 1, 1])
-    names = [path.rsplit("/", 1)[1] for path in expand(f"{tmp_path}/{{002,000}}.tar::{tmp_path}/*.tar")]
-    assert names == ["002.tar", "000.tar", "000.tar", "001.tar", "002.tar"]
+    sources = expand(f"{tmp_path}/{{002,000}}.tar::{tmp_path}/*.tar")
+    names = [[path.rsplit("/", 1)[1] for path in source] for source in sources]
+    assert names == [["002.tar", "000.tar"], ["000.tar", "001.tar", "002.tar"]]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_order_of_shards(tmp_path):
         ("pipe:cat {folder}/000.tar", r"data\.train.*pipe:.*shell"),
         ("{folder}/000.tar::pipe:curl x", r"pipe:"),
         ("a.tar::", r"data\.train.*empty"),
+        ("{folder}/pairs.csv", r"data\.train \(.*pairs\.csv\) is a table, not shards.*img2dataset"),
         ("{folder}/000.tar::", r"empty part"),
         ("nosuch://bucket/000.tar", r"nosuch"),
     ],

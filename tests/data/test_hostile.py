@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from clip_train.data import DataConfig, TrainLoader, ValLoader, raw
-from clip_train.data.bad_samples import Bad, BadSample
-from clip_train.data.lanes import Cursor, EpochEnd, Lane, LanePlan, Raw
-from clip_train.data.transforms import TrainTransform, decode_image
+from clip_train.data import DataConfig, ShardIndex, TrainLoader, ValLoader, count_missing
+from clip_train.data.decode import TrainTransform, decode_image, image_bytes
+from clip_train.data.invalid import InvalidSample
+from clip_train.data.order import Source
+from clip_train.data.reader import Files, SegmentReader, Undecoded
+from clip_train.data.shards import PLAIN
+from clip_train.storage import StorageConfig
 from tests.data.hostile import CAPTION_KEY, EPS, Kind, json_kinds, kinds, planted, write_hostile
 from tests.ranks import run_ranks
 
@@ -27,28 +30,25 @@ def chosen(caption_key: str | None) -> list[Kind]:
     return SETS[caption_key]()
 
 
-def decodes(sample: Raw) -> str | None:
-    try:
-        decode_image(raw.image_bytes(sample.fields))
-    except BadSample as e:
-        return e.reason
-    return None
-
-
 def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
-    """The keys that can be used and (reason, shard's name) -> count, over all lanes."""
-    plan = LanePlan([str(shard) for shard in shards], 3, lanes, 8, caption_key)
+    """The keys that can be used and (reason, shard's name) -> count, over all streams."""
+    index = count_missing(ShardIndex([str(shard) for shard in shards]), StorageConfig())
     keys, counts = [], collections.Counter()
-    for number in range(lanes):
-        for event in Lane(plan, number).scan(Cursor()):
-            if isinstance(event, EpochEnd):
-                break
-            if isinstance(event, Bad):
-                counts[event.reason, Path(event.shard).name] += 1
-            elif (reason := decodes(event)) is not None:
-                counts[reason, Path(event.fields["__url__"]).name] += 1
-            else:
-                keys.append(event.fields["__key__"])
+    if not index.num_samples:
+        return keys, counts
+    files = Files.of(index, index.shards, caption_key, PLAIN)
+    source = Source(files.counts, lanes, 3, 8)
+    for stream in range(lanes):
+        reader = SegmentReader(files, keep_open=True)
+        for item in (item for segment in source.piece(stream, 0) for item in reader.read(segment)):
+            try:
+                if isinstance(item, Undecoded):
+                    decode_image(image_bytes(item.fields))
+                    keys.append(item.fields["__key__"])
+                else:
+                    counts[item.reason, Path(item.shard).name] += 1
+            except InvalidSample as e:
+                counts[e.reason, Path(item.fields["__url__"]).name] += 1
     return keys, counts
 
 
@@ -70,7 +70,7 @@ def test_every_kind_alone(tmp_path, caption_key):
 @pytest.mark.parametrize("caption_key", SETS)
 @pytest.mark.parametrize("lanes", [1, 5, 16])
 def test_every_planted_sample_is_counted_once_over_all_lanes(tmp_path, caption_key, lanes):
-    """With more lanes than shards a shard is split: its damage is still counted once, its samples used once."""
+    """With more streams than shards a shard is split: its damage is still counted once, its samples used once."""
     write_hostile(tmp_path, chosen(caption_key))
     keys, counts = one_epoch(sorted(tmp_path.glob("*.tar")), lanes, caption_key)
     assert counts == planted(chosen(caption_key))
@@ -94,9 +94,9 @@ def loader_of(train: str, caption_key: str | None, **arguments) -> TrainLoader:
 
 @pytest.mark.parametrize("caption_key", SETS)
 def test_the_loader_counts_every_epoch_alike(tmp_path, caption_key):
-    """With one lane, and a global batch of all that a reader cannot rule out, every batch is an epoch."""
+    """With one stream, and a global batch of all places, every batch is an epoch."""
     train = write_hostile(tmp_path, chosen(caption_key))
-    slots = sum(len(kind.usable) + kind.undecodable for kind in chosen(caption_key))
+    slots = sum(len(kind.usable) + sum(kind.bad.values()) for kind in chosen(caption_key))
     loader = loader_of(train, caption_key, global_size=slots)
     for _ in range(3):
         batch = next(loader)
@@ -161,11 +161,9 @@ def test_validation_drops_and_repeats_nothing(tmp_path, caption_key, world_size)
         sizes = {"image_size": 16, "context_length": 8, "batch_size": 5}
         loader = ValLoader(val, **sizes, rank=rank, world_size=world_size, caption_key=caption_key)
         keys += [key for batch in loader for key in batch.keys]
-        tables.append(loader.num_bad)
+        tables.append(loader.invalid.counts.total())
     assert sorted(keys) == sorted(key for kind in chosen(caption_key) for key in kind.usable)
-    undecodable = sum(kind.undecodable for kind in chosen(caption_key))  # only the rank that decodes one sees it
-    everyone = sum(planted(chosen(caption_key)).values()) - undecodable
-    assert sum(tables) == world_size * everyone + undecodable
+    assert sum(tables) == sum(planted(chosen(caption_key)).values())  # each is met by one rank
 
 
 def peak() -> int:
@@ -206,6 +204,6 @@ def test_no_stranger_starts_ghostscript(monkeypatch):
     """Pillow would run it on whatever says %!PS, under any extension."""
     started = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **more: started.append(args))
-    with pytest.raises(BadSample, match="does not decode"):
+    with pytest.raises(InvalidSample, match="does not decode"):
         decode_image(EPS)
     assert not started

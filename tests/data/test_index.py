@@ -16,9 +16,20 @@ import pytest
 import yaml
 
 from clip_train.data import DataConfig, TrainLoader, ValLoader, check_source
-from clip_train.data.config import DataConfig as Config
-from clip_train.data.index import INDEX_NAME, ShardEntry, ShardIndex, find_index, index_of, parse, to_bytes
-from clip_train.data.indexing import BLOCK_BYTES, differences, index_shard, index_shards, write_indexes
+from clip_train.data.index import (
+    FORMAT,
+    FORMAT_1,
+    INDEX_NAME,
+    ShardEntry,
+    ShardIndex,
+    index_of,
+    look_up,
+    parse,
+    to_bytes,
+)
+from clip_train.data.inspect import BLOCK_BYTES, differences, index_shard, index_shards, write_indexes
+from clip_train.data.reader import Files
+from clip_train.data.shards import PLAIN
 from clip_train.errors import DataError, UserError
 from clip_train.storage import Checksums, StorageConfig, open_read
 from launcher.cli.index import run_index
@@ -41,6 +52,10 @@ def make(folder: Path, **settings) -> None:
     )
 
 
+def known(*urls: str) -> ShardIndex:
+    return look_up([list(urls)], "auto", StorageConfig())
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 4
@@ -49,27 +64,29 @@ def flip(path: Path, at: int) -> None:
 
 def test_the_entry_says_what_hashlib_and_tarfile_say(folder: Path) -> None:
     path = folder / "001.tar"
-    data, entry = path.read_bytes(), index_shard(str(path), block_bytes=BLOCK)
+    data, entry = path.read_bytes(), index_shard(str(path), block_bytes=BLOCK).entry
     assert entry.sha256 == hashlib.sha256(data).hexdigest()
     assert entry.checksums.size == len(data)
     blocks = [data[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
     assert entry.checksums.sums == "".join(hashlib.sha256(b).hexdigest()[:16] for b in blocks)
     with tarfile.open(path) as tar:
         assert entry.samples == len(tar.getnames()) // 2 == 9
-    assert (entry.unusable, entry.damage) == (0, None)
-    assert index_shard(str(path)).checksums.block_bytes == BLOCK_BYTES
+    assert (entry.count, entry.damage) == (9, None)
+    assert index_shard(str(path)).entry.checksums.block_bytes == BLOCK_BYTES
 
 
 def test_sizes_json_is_openclips_and_both_survive_each_other(folder: Path) -> None:
     (folder / "sizes.json").write_text('{"other.tar": 5}')
     first = index_shards([str(folder / "000.tar")], workers=1)
-    write_indexes(first)
+    assert write_indexes(first)[1] == []
     write_indexes(index_shards([str(folder / "001.tar"), str(folder / "002.tar")], workers=2))
     assert json.loads((folder / "sizes.json").read_text()) == {
         "other.tar": 5, "000.tar": 12, "001.tar": 9, "002.tar": 15,
     }  # fmt: skip
     known = parse((folder / INDEX_NAME).read_bytes())
-    assert sorted(known) == ["000.tar", "001.tar", "002.tar"] and known["000.tar"] == first[str(folder / "000.tar")]
+    assert (
+        sorted(known) == ["000.tar", "001.tar", "002.tar"] and known["000.tar"] == first[str(folder / "000.tar")].entry
+    )
     assert to_bytes(known) == (folder / INDEX_NAME).read_bytes()
 
 
@@ -78,36 +95,52 @@ def test_the_sum_of_an_index_is_that_of_its_json(folder: Path) -> None:
     write_shard(folder / 'd\u00e9 "j".tar', [m for i in range(130) for m in sample(f"k{i}", i)])
     urls = [str(path) for path in sorted(folder.iterdir())]
     entries = index_shards(urls, workers=1)
-    written = json.loads(Path(*write_indexes(entries)).read_text())
+    written = json.loads(Path(*write_indexes(entries)[0]).read_text())
     assert written["sha256"] == hashlib.sha256(json.dumps(written["shards"], sort_keys=True).encode()).hexdigest()
     assert len(written["shards"]['d\u00e9 "j".tar']["marks"]) == 2
-    assert find_index(urls, StorageConfig()).entries == entries
+    assert known(*urls).entries == {url: each.entry for url, each in entries.items()}
 
 
 def test_marks_take_little_memory_in_trainer_and_workers() -> None:
     """20,000 shards of 10,000 samples have three million."""
     marks = [10_000_000_000 + 70_000 * k for k in range(1500)]
-    entry = ShardEntry(64 * 1500, 0, None, "0" * 64, Checksums(8, 8, "0" * 16), None, array("Q", marks))
+    entry = ShardEntry(64 * 1500, "0" * 64, Checksums(8, 8, "0" * 16), None, array("Q", marks))
     data = to_bytes({f"{number:05}.tar": entry for number in range(200)})
     tracemalloc.start()
     known = parse(data)
     kept = tracemalloc.get_traced_memory()[0]
-    counts = pickle.loads(pickle.dumps(ShardIndex(list(known), known).counts(None)))
+    found = ShardIndex(list(known), known)
+    files = pickle.loads(pickle.dumps(Files.of(found, found.shards, None, PLAIN)))
     copied = tracemalloc.get_traced_memory()[0] - kept
     tracemalloc.stop()
-    assert list(counts.marks[199]) == marks and known["00199.tar"] == entry
+    assert list(files.marks[199]) == marks and known["00199.tar"] == entry
     assert max(kept, copied) < 9 * 1500 * 200
 
 
-def test_unusable_samples_and_captions_count_as_the_loader_counts(tmp_path: Path) -> None:
+def test_an_index_counts_all_samples_whatever_their_captions(tmp_path: Path) -> None:
+    """What cannot be used has a place in an epoch too; which it is depends on data.caption_key."""
     members = [*sample("a", 0), ("b.txt", b"no image"), ("c.jpg", b"x"), ("c.json", b'{"title": "c"}')]
     write_shard(tmp_path / "0.tar", members)
     plain, titled = (index_shard(str(tmp_path / "0.tar"), key) for key in (None, "title"))
-    assert (plain.samples, plain.unusable) == (1, 2)
-    assert (titled.samples, titled.unusable) == (1, 2)
-    make(tmp_path, caption_key="title")
-    index = index_of(Config(train=str(tmp_path / "*.tar")), StorageConfig())
-    assert index.num_samples("title") == 1 and index.num_samples(None) is None  # counted by another caption
+    assert plain.entry == titled.entry and plain.entry.samples == 3
+    assert plain.invalid == {"no image": 1, "no caption": 1} and titled.invalid == {"no caption": 1, "no image": 1}
+    make(tmp_path)
+    assert index_of(str(tmp_path / "*.tar"), "auto", StorageConfig()).num_samples == 3
+
+
+def test_an_index_of_version_0_1_still_verifies_and_counts(tmp_path: Path) -> None:
+    """It counted usable samples apart, so its marks are of no use where there were others."""
+    data = tar_bytes([m for i in range(70) for m in sample(f"k{i}", i)])
+    (tmp_path / "a.tar").write_bytes(data)
+    make(tmp_path)
+    entry = json.loads((tmp_path / INDEX_NAME).read_text())["shards"]["a.tar"]
+    shards = {"a.tar": {**entry, "unusable": 0, "caption_key": None}}
+    shards["b.tar"] = {**entry, "samples": 64, "unusable": 6, "caption_key": None}
+    digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
+    old = parse(json.dumps({"format": FORMAT_1, "sha256": digest, "shards": shards}).encode())
+    assert [old[name].samples for name in ("a.tar", "b.tar")] == [70, 70]
+    assert [len(old[name].marks) for name in ("a.tar", "b.tar")] == [1, 0]
+    assert FORMAT.encode() in to_bytes(old)
 
 
 @pytest.mark.parametrize("at", [0, BLOCK * 3 + 77, -1])
@@ -143,7 +176,7 @@ def test_verified_reading_gives_the_same_bytes(folder: Path) -> None:
     make(folder)
     path = folder / "002.tar"
     data = path.read_bytes()
-    checksums = find_index([str(path)], StorageConfig()).checksums[str(path)]
+    checksums = known(str(path)).checksums[str(path)]
     with open_read(path, checksums=checksums) as file:
         assert file.read(5) == data[:5] and file.seek(BLOCK - 2) and file.read(9) == data[BLOCK - 2 : BLOCK + 7]
         assert file.seek(0, 2) == len(data) and file.read() == b""
@@ -155,9 +188,9 @@ def test_verified_reading_gives_the_same_bytes(folder: Path) -> None:
 
 def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
     config = DataConfig(train=str(folder / "*.tar"))
-    assert "3 of 3 shards have no index" in check_source(config).index.describe(None)
+    assert "3 of 3 shards have no index" in check_source(config).index.describe()
     make(folder)
-    assert check_source(config).index.describe(None) == (
+    assert check_source(config).index.describe() == (
         "3 shards, all indexed: every block is verified, 36 samples in an epoch"
     )
     whole = (folder / INDEX_NAME).read_bytes()
@@ -170,7 +203,7 @@ def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
 def test_an_index_that_cannot_be_read_is_not_no_index(folder: Path) -> None:
     (folder / INDEX_NAME).mkdir()
     with pytest.raises(UserError, match=r"cannot be told.*IsADirectoryError.*data\.verify=off"):
-        find_index([str(folder / "000.tar")], StorageConfig())
+        known(str(folder / "000.tar"))
 
 
 def test_epochs_need_no_number_where_there_is_an_index(folder: Path, tmp_path_factory) -> None:
@@ -207,7 +240,7 @@ def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) ->
     assert "cut.tar: truncated shard: no end mark at byte 10240" in capsys.readouterr().err
     entry = parse((folder / INDEX_NAME).read_bytes())["cut.tar"]
     assert entry.samples < 6 and "truncated" in (entry.damage or "")
-    assert differences(entry, index_shard(str(folder / "cut.tar"))) is None
+    assert differences(entry, index_shard(str(folder / "cut.tar")).entry) is None
 
 
 def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, capsys) -> None:
@@ -231,6 +264,37 @@ def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, c
     assert "indexing" in capsys.readouterr().err
 
 
+def test_captions_in_json_are_no_empty_set(tmp_path: Path, capsys) -> None:
+    """They are counted; the command says which keys there are."""
+    meta = json.dumps({"alt": "a cat", "url": "x"}).encode()
+    write_shard(tmp_path / "0.tar", [m for i in range(7) for m in ((f"{i}.jpg", b"x"), (f"{i}.json", meta))])
+    assert main(["index", str(tmp_path / "*.tar"), "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "1 shards, 7 samples" in out and "7 of 7 samples cannot be used as they are: 7 no caption" in out
+    assert "alt, url: train with data.caption_key=<key>" in out
+    assert json.loads((tmp_path / "sizes.json").read_text()) == {"0.tar": 7}
+    assert main(["index", str(tmp_path / "*.tar"), "--workers", "1", "--caption-key", "alt"]) == 0
+    assert "cannot be used" not in capsys.readouterr().out
+
+
+def test_members_out_of_order_are_called_that(tmp_path: Path, capsys) -> None:
+    p = sample("a", 0)[0][1]
+    members = [("a.jpg", p), ("b.jpg", p), ("a.txt", b"x"), ("b.txt", b"y")]
+    write_shard(tmp_path / "0.tar", members)
+    assert main(["index", str(tmp_path / "*.tar"), "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "2 members out of order" in out and "tar --sort=name" in out
+
+
+def test_another_sizes_json_is_corrected_and_that_is_reported(folder: Path, capsys) -> None:
+    (folder / "sizes.json").write_text('{"000.tar": 10, "001.tar": 9, "else.tar": 3}')
+    assert main(["index", str(folder / "*.tar"), "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "sizes.json had other numbers of 1 shards" in out and "000.tar: 10 before, 12 now" in out
+    sizes = {"000.tar": 12, "001.tar": 9, "002.tar": 15, "else.tar": 3}
+    assert json.loads((folder / "sizes.json").read_text()) == sizes
+
+
 class Stopped(io.BytesIO):
     """Ctrl-C while a shard is read."""
 
@@ -244,11 +308,11 @@ def test_a_command_that_is_stopped_leaves_what_was_known(folder: Path, monkeypat
         shards_open_as(patched, Stopped)
         with pytest.raises(KeyboardInterrupt):
             run_index(shards, caption_key=None, workers=1, check=False)
-    assert find_index([str(folder / "000.tar")], StorageConfig()).without == [str(folder / "000.tar")]
+    assert known(str(folder / "000.tar")).without == [str(folder / "000.tar")]
     make(folder)
-    known = (folder / INDEX_NAME).read_bytes()
+    before = (folder / INDEX_NAME).read_bytes()
     with monkeypatch.context() as patched:
         shards_open_as(patched, Stopped)
         with pytest.raises(KeyboardInterrupt):
             run_index(shards, caption_key=None, workers=1, check=False)
-    assert (folder / INDEX_NAME).read_bytes() == known
+    assert (folder / INDEX_NAME).read_bytes() == before

@@ -1,25 +1,23 @@
-"""Exact epochs with an index; weighted sources; shards drawn with replacement."""
+"""The order is arithmetic: epochs, streams, weights and shares, held against oracles that walk from the start."""
 
 from __future__ import annotations
 
 import collections
 import gc
 import itertools
-import json
 import os
 import random
 from pathlib import Path
 
 import pytest
 
-from clip_train.batch import BatchSizes
-from clip_train.data import DataConfig, TrainLoader, merge_cursors, resolve_lanes, times_read
+from clip_train.batch import BatchConfig, BatchSizes
+from clip_train.data import DataConfig, TrainLoader, resolve_streams, times_read
 from clip_train.data.config import resolve_block
 from clip_train.data.index import MARK_EVERY
-from clip_train.data.indexing import index_shards, write_indexes
-from clip_train.data.lanes import LanePlan
-from clip_train.data.mixture import Mixture
-from clip_train.errors import DataError, UserError
+from clip_train.data.inspect import index_shards, write_indexes
+from clip_train.data.order import Order, Source, hash64
+from clip_train.errors import UserError
 from launcher.config.recipe import check_config
 from tests.covering import pairwise
 from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
@@ -27,6 +25,97 @@ from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more than cores
 SIZES = [130, 3, 1, 70, MARK_EVERY, 2 * MARK_EVERY + 1, 0, 17]  # samples; none divides another
 LAYOUTS = [(1, 3), (2, 0), (4, 1)]  # ranks, workers
+
+
+# -- arithmetic alone
+
+
+def place(source: Source, position: int) -> tuple[int, int]:
+    """(shard, number in it) of the sample at a position of a source's stream."""
+    stream, count = position % source.streams, position // source.streams
+    block = source.block(stream, count)
+    samples = [(segment.shard, n) for segment in block.segments for n in range(segment.start, segment.stop)]
+    assert len(samples) == len(block.order) <= source.block_size and block.first <= count < block.end
+    return samples[block.order[count - block.first]]
+
+
+COUNTS = ([1], [30, 5, 17, 1], [0, 40, 0, 23], [64] * 5, [200, 1, 1, 1], list(range(12)))
+
+
+@pytest.mark.parametrize("counts, streams, block", pairwise(COUNTS, (1, 2, 7, 16, 300), (1, 3, 50, 1000)))
+def test_each_epoch_holds_every_sample_once(counts, streams, block):
+    source = Source(counts, streams, 5, block)
+    everything = [(shard, n) for shard, count in enumerate(counts) for n in range(count)]
+    E = len(everything)
+    epochs = [[place(source, epoch * E + p) for p in range(E)] for epoch in (0, 1, 2, 10**12)]
+    assert all(sorted(epoch) == everything for epoch in epochs)
+    if E > 50 and block > 1:
+        assert len({tuple(epoch) for epoch in epochs}) == 4  # each in another order
+
+
+def test_any_shard_sizes_streams_and_blocks():
+    draw = random.Random(1)
+    for _ in range(150):
+        counts = [draw.choice([0, 1, 2, 31, draw.randrange(200)]) for _ in range(draw.randrange(1, 9))] + [1]
+        source = Source(counts, draw.choice([1, 2, 3, 8, 40, 129]), draw.randrange(99), draw.choice([1, 2, 9, 400]))
+        begin = draw.randrange(10**6) * source.total
+        found = [place(source, begin + p) for p in range(source.total)]
+        assert len(set(found)) == source.total and max(n for _, n in found) == max(counts) - 1
+
+
+def test_a_stream_reads_each_shard_of_an_epoch_at_one_go():
+    """In all, shards are opened once for each stream that a border between streams falls into."""
+    source = Source([100] * 20, 8, 0, 16)
+    pieces = [source.piece(stream, 3) for stream in range(8)]
+    assert sum(map(len, pieces)) <= 20 + 7
+    assert [sum(s.stop - s.start for s in piece) for piece in pieces] == [250] * 8
+
+
+def test_blocks_of_all_streams_do_not_end_at_one_time():
+    source = Source([10_000] * 8, 8, 0, 400)
+    ends = {source.block(stream, source.begin(stream, 1)).end - source.begin(stream, 1) for stream in range(8)}
+    assert ends == {50 * (stream + 1) for stream in range(8)}
+
+
+WEIGHTS = ([1.0], [1, 1], [3, 1.5], [0.001, 5, 2], [7, 1, 1, 1])
+
+
+@pytest.mark.parametrize("weights, streams", pairwise(WEIGHTS, (1, 3, 64)))
+def test_how_many_samples_a_source_has_given_is_known_without_counting(weights, streams):
+    sources = [Source([50], streams, n, 8) for n in range(len(weights))]
+    order = Order(sources, weights, 3)
+    for stream in {0, streams // 2, streams - 1}:
+        taken = [0] * len(weights)
+        for count in range(200):
+            assert order.taken(stream, count) == taken
+            taken[order.source(count * streams + stream)] += 1
+    passed = [0] * len(weights)
+    for position in range(500):
+        assert order.epoch(position) == min(n // 50 for n in passed)
+        passed[order.source(position)] += 1
+
+
+def test_shares_hold_in_expectation_at_every_position():
+    source = Source([9], 4, 0, 8)
+    met = sum(Order([source, source], [1, 3], seed).source(11) for seed in range(4000))
+    assert abs(met / 4000 - 0.75) < 0.03
+
+
+def test_with_replacement_every_sample_is_drawn_equally_often():
+    counts = [40, 3, 11]
+    source = Source(counts, 4, 1, 8, resampled=True)
+    drawn = collections.Counter(place(source, p) for p in range(600 * 54))
+    assert set(drawn) == {(shard, n) for shard, count in enumerate(counts) for n in range(count)}
+    for shard, count in enumerate(counts):
+        assert abs(sum(n for (s, _), n in drawn.items() if s == shard) / (600 * count) - 1) < 0.1
+    assert any(len({place(source, 54 * epoch + p) for p in range(54)}) < 54 for epoch in range(3))
+
+
+def test_hash_is_the_same_everywhere():
+    assert hash64(0, 1, 2) == 4529435921577843265  # checkpoints resume by it
+
+
+# -- through the loader
 
 
 def index(folder: Path) -> None:
@@ -59,24 +148,23 @@ def second(tmp_path_factory) -> Path:
     return folder
 
 
-def loader_of(config: DataConfig, rank: int = 0, world_size: int = 1, global_size: int = 24, cursors=None):
-    arguments = {"image_size": 8, "context_length": 8, "seed": 5, "cursors": cursors}
+def loader_of(config: DataConfig, rank: int = 0, world_size: int = 1, global_size: int = 24, step: int = 0):
+    arguments = {"image_size": 8, "context_length": 8, "seed": 5, "step": step}
     return TrainLoader(config, global_size=global_size, rank=rank, world_size=world_size, **arguments)
 
 
-def keys_of(config: DataConfig, steps: int, world_size: int = 1, global_size: int = 24, cursors=None):
-    """Per step the keys of all ranks in turn; the position behind the last; bad samples by reason."""
-    loaders = [loader_of(config, r, world_size, global_size, cursors) for r in range(world_size)]
-    held, out, bads = [cursors or {}], [], collections.Counter()
+def keys_of(config: DataConfig, steps: int, world_size: int = 1, global_size: int = 24, step: int = 0):
+    """Per step the keys of all ranks in turn; invalid samples by reason."""
+    loaders = [loader_of(config, r, world_size, global_size, step) for r in range(world_size)]
+    out, invalid = [], collections.Counter()
     for _ in range(steps):
         batches = [next(loader) for loader in loaders]
-        held = [merge_cursors([*held, *(batch.cursors for batch in batches)])]
         out.append([key for batch in batches for key in batch.keys])
         for batch in batches:
-            bads.update(batch.bad_samples)
+            invalid.update(batch.bad_samples)
     for loader in loaders:
         loader.close()
-    return out, json.loads(json.dumps(held[0])), bads
+    return out, invalid
 
 
 def config_of(train: Path | str, **settings) -> DataConfig:
@@ -84,88 +172,43 @@ def config_of(train: Path | str, **settings) -> DataConfig:
     return DataConfig(train=str(train), **{**defaults, **settings})
 
 
-# -- exact epochs
-
-
-@pytest.mark.parametrize("lanes, global_size", [(1, 48), (8, 48), (64, 48), (100, 37), (450, 450)])
-def test_with_an_index_every_epoch_of_the_stream_holds_each_sample_once(unequal, lanes, global_size):
-    expected = sorted(key for key in keys_in(unequal) if not key.startswith("silent"))
-    E = len(expected)
-    assert sum(SIZES) == E
-    steps = -(-3 * E // global_size)
-    keys, _, bads = keys_of(config_of(f"{unequal}/*.tar", lanes=lanes), steps, global_size=global_size)
-    by_lane: dict[int, list[str]] = {lane: [] for lane in range(lanes)}
+@pytest.mark.parametrize("streams, global_size", [(1, 48), (8, 48), (64, 48), (100, 37), (450, 450)])
+@pytest.mark.parametrize("verify", ["auto", "off"])
+def test_every_epoch_of_the_loader_delivers_each_sample_once(unequal, streams, global_size, verify):
+    """With an index and without; the places of the invalid ones are filled by others."""
+    good = {key for key in keys_in(unequal) if not key.startswith("silent")}
+    E = len(keys_in(unequal))
+    assert sum(SIZES) == len(good) == E - 9
+    steps = -(-2 * E // global_size)
+    keys, invalid = keys_of(config_of(f"{unequal}/*.tar", lanes=streams, verify=verify), steps, global_size=global_size)
+    by_stream: dict[int, list[str]] = {stream: [] for stream in range(streams)}
     position = 0
-    for batch in keys:  # lane-major, position p of lane p mod L
+    for batch in keys:  # stream after stream, position p of stream p mod L
         for p, key in zip(
-            sorted(range(position, position + len(batch)), key=lambda p: (p % lanes, p)), batch, strict=True
+            sorted(range(position, position + len(batch)), key=lambda p: (p % streams, p)), batch, strict=True
         ):
-            by_lane[p % lanes].append(key)
+            by_stream[p % streams].append(key)
         position += len(batch)
-    stream = [by_lane[p % lanes][p // lanes] for p in range(3 * E)]
-    for epoch in range(3):
-        assert sorted(stream[epoch * E : (epoch + 1) * E]) == expected, f"epoch {epoch}"
-    assert stream[:E] != stream[E : 2 * E]
-    if lanes < 100:  # a lane with few samples an epoch has read ahead of what the stream has delivered
-        silent = sum(key.startswith("silent") for key in keys_in(unequal))
-        met = silent - 2  # those of the shard that holds nothing else: no lane reads it
-        assert 3 * met <= sum(bads.values()) <= 4 * met
-
-
-@pytest.mark.parametrize("lanes", [1, 3, 40])
-def test_bad_samples_of_an_indexed_epoch_are_counted_once(unequal, lanes):
-    plan = loader_of(config_of(f"{unequal}/*.tar", lanes=lanes)).plan
-    assert isinstance(plan, LanePlan) and plan.counts is not None
-    met = collections.Counter()
-    for lane in range(lanes):
-        for part in plan.parts(lane, 0):
-            met.update(type(event).__name__ for event in plan.read(part, 0, 0))
-    # shard 6 has nothing but two bad samples: no lane reads it, the index has counted them
-    assert met == {"Raw": sum(SIZES), "Bad": sum(key.startswith("silent") for key in keys_in(unequal)) - 2}
+    stream = [by_stream[p % streams][p // streams] for p in range(2 * E)]
+    for epoch in range(2):
+        counts = collections.Counter(stream[epoch * E : (epoch + 1) * E])
+        assert set(counts) == good and counts.total() == E, f"epoch {epoch}"
+    assert stream[:E] != stream[E:]
+    assert 18 <= invalid.total() <= 18 + 9 and {place.split("\t")[0] for place in invalid} == {"no caption"}
 
 
 @pytest.fixture(scope="module")
 def whole(unequal) -> dict[int, list[list[str]]]:
-    """lanes -> the keys of each step of a run that nothing stops."""
-    return {lanes: keys_of(config_of(f"{unequal}/*.tar", lanes=lanes), 40)[0] for lanes in (1, 7, 64)}
+    """streams -> the keys of each step of a run that nothing stops."""
+    return {streams: keys_of(config_of(f"{unequal}/*.tar", lanes=streams), 40)[0] for streams in (1, 7, 64)}
 
 
-@pytest.mark.parametrize("lanes, first, then", pairwise((1, 7, 64), (1, 2, 4), ((1, 3), (2, 0), (4, 1))))
-def test_an_indexed_lane_resumes_anywhere(unequal, whole, lanes, first, then):
-    stop = random.Random(f"{lanes} {first} {then}").randrange(1, 35)
-    config, (ranks, workers) = config_of(f"{unequal}/*.tar", lanes=lanes), then
-    begun, cursors, _ = keys_of(config, stop, first)
-    assert begun == whole[lanes][:stop]
-    again = config_of(f"{unequal}/*.tar", lanes=lanes, workers=workers)
-    assert keys_of(again, 5, ranks, cursors=cursors)[0] == whole[lanes][stop : stop + 5]
-
-
-def test_a_shard_with_fewer_samples_than_its_index_says_is_an_error(tmp_path):
-    write_dataset(tmp_path, [30])
-    index(tmp_path)
-    loader = loader_of(config_of(f"{tmp_path}/*.tar", lanes=1))
-    plan = loader.plan
-    wrong = LanePlan(plan.shards, plan.seed, 1, 8, counts=type(plan.counts)((31,), ((),), MARK_EVERY))
-    lane = wrong.open(0)
-    with pytest.raises(DataError, match=r"000\.tar has 30 usable samples, and its index says 31.*clip-train index"):
-        for _ in range(31):
-            lane.take()
-
-
-def test_a_run_keeps_the_order_it_began_with_when_an_index_comes_or_goes(tmp_path):
-    write_dataset(tmp_path, [30, 20])
-    config = config_of(f"{tmp_path}/*.tar", lanes=4)
-    whole, _, _ = keys_of(config, 6)
-    _, cursors, _ = keys_of(config, 1)
-    index(tmp_path)
-    assert keys_of(config, 5, cursors=cursors)[0] == whole[1:]
-    counted, cursors, _ = keys_of(config, 6)
-    assert counted != whole
-    with pytest.raises(UserError, match=r"data.train .its weights, resampling or index"):
-        loader_of(config_of(f"{tmp_path}/*.tar", lanes=4, verify="off"), cursors=cursors)
-
-
-# -- several sources
+@pytest.mark.parametrize("streams, layout, verify", pairwise((1, 7, 64), ((1, 3), (2, 0), (4, 1)), ("auto", "off")))
+def test_a_run_resumes_at_any_step(unequal, whole, streams, layout, verify):
+    """With the marks of an index and without: the order is the same, since the counts are."""
+    stop, (ranks, workers) = random.Random(f"{streams} {layout}").randrange(1, 35), layout
+    config = config_of(f"{unequal}/*.tar", lanes=streams, workers=workers, verify=verify)
+    assert keys_of(config, 5, ranks, step=stop)[0] == whole[streams][stop : stop + 5]
 
 
 def mixed(unequal: Path, second: Path, **settings) -> DataConfig:
@@ -183,64 +226,31 @@ def weighted(unequal, second) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("world_size, workers", LAYOUTS)
-def test_two_weighted_sources_are_alike_on_every_layout(unequal, second, weighted, world_size, workers):
+def test_weighted_sources_are_the_same_on_every_layout(unequal, second, weighted, world_size, workers):
     assert keys_of(mixed(unequal, second, workers=workers), 30, world_size)[0] == weighted[:30]
 
 
-@pytest.mark.parametrize("stop, first, world_size, workers", [(7, 4, 1, 3), (24, 2, 4, 1), (38, 1, 2, 0)])
-def test_weighted_sources_resume_on_another_layout(unequal, second, weighted, stop, first, world_size, workers):
-    begun, cursors, _ = keys_of(mixed(unequal, second), stop, first)
-    assert begun == weighted[:stop]
-    again, _, _ = keys_of(mixed(unequal, second, workers=workers), 5, world_size, cursors=cursors)
+@pytest.mark.parametrize("stop, world_size, workers", [(7, 1, 3), (24, 4, 1), (38, 2, 0)])
+def test_weighted_sources_resume_on_another_layout(unequal, second, weighted, stop, world_size, workers):
+    again, _ = keys_of(mixed(unequal, second, workers=workers), 5, world_size, step=stop)
     assert again == weighted[stop : stop + 5]
 
 
-def test_shares_hold_in_every_batch_and_lane(weighted):
-    keys = weighted
-    counts = [sum(map(of_second, batch)) for batch in keys]
+def test_shares_hold_in_every_batch_and_stream(weighted):
+    counts = [sum(map(of_second, batch)) for batch in weighted]
     assert all(abs(count - 8) <= 2 for count in counts)  # a third of 24
     assert abs(sum(counts) - 480) <= 3
-    by_lane = [[key for batch in keys for key in batch[3 * lane : 3 * lane + 3]] for lane in range(8)]
-    assert all(abs(sum(map(of_second, lane)) - 60) <= 4 for lane in by_lane)
-
-
-def test_shares_hold_in_expectation_at_every_position():
-    plan = LanePlan(["a"], 0, 4, 8)
-    met = sum(Mixture((plan, plan), (1, 3), seed).source(11) for seed in range(4000))
-    assert abs(met / 4000 - 0.75) < 0.03
+    by_stream = [[key for batch in weighted for key in batch[3 * s : 3 * s + 3]] for s in range(8)]
+    assert all(abs(sum(map(of_second, stream)) - 60) <= 4 for stream in by_stream)
 
 
 def test_each_source_keeps_its_own_order(unequal, second):
-    """The first source of a mixture gives what it gives alone, lane by lane, with epochs of its own."""
-    keys, _, _ = keys_of(mixed(unequal, second, shuffle_block=9), 60)
-    alone, _, _ = keys_of(config_of(f"{unequal}/*.tar", shuffle_block=6), 60)  # 9 x 3 / 4.5: blocks are shared
-    for lane in range(8):
-        own = [key for batch in keys for key in batch[3 * lane : 3 * lane + 3] if not of_second(key)]
-        assert own == [key for batch in alone for key in batch[3 * lane : 3 * lane + 3]][: len(own)]
-
-
-def test_a_mixture_has_another_fingerprint_when_anything_of_it_changes(unequal, second):
-    loaders = [
-        loader_of(mixed(unequal, second, **changed))
-        for changed in ({}, {"train_weights": [3, 1]}, {"resampled": False}, {"train_weights": [1.5, 3]})
-    ]
-    assert len({loader.plan.fingerprint() for loader in loaders}) == len(loaders)
-    _, cursors, _ = keys_of(mixed(unequal, second), 2)
-    with pytest.raises(UserError, match="its weights"):
-        loader_of(mixed(unequal, second, train_weights=[2, 1.4]), cursors=cursors)
-
-
-# -- with replacement
-
-
-def test_shards_are_drawn_with_replacement(second):
-    plan = loader_of(config_of(f"{second}/*.tar", lanes=2, resampled=True)).plan
-    draws = [[part.shard for lane in range(2) for part in plan.parts(lane, epoch)] for epoch in range(400)]
-    assert all(len(draw) == 5 for draw in draws)
-    distinct = sum(len(set(draw)) for draw in draws) / 400
-    assert abs(distinct - 5 * (1 - 0.8**5)) < 0.2  # 3.36 of 5, as draws with replacement have it
-    counts = collections.Counter(shard for draw in draws for shard in draw)
-    assert all(abs(counts[shard] - 400) < 80 for shard in range(5))  # binomial: 400 +- 18
+    """The first source of a mixture gives what it gives alone, stream by stream, with epochs of its own."""
+    keys, _ = keys_of(mixed(unequal, second, shuffle_block=9), 60)
+    alone, _ = keys_of(config_of(f"{unequal}/*.tar", shuffle_block=6), 60)  # 9 x 3 / 4.5: blocks are shared
+    for stream in range(8):
+        own = [key for batch in keys for key in batch[3 * stream : 3 * stream + 3] if not of_second(key)]
+        assert own == [key for batch in alone for key in batch[3 * stream : 3 * stream + 3]][: len(own)]
 
 
 # -- mistakes
@@ -265,18 +275,38 @@ def test_weights_as_openclip_writes_them():
     assert DataConfig(train="a.tar::b.tar", train_weights="1::2.5").train_weights == [1.0, 2.5]
 
 
-# -- how many lanes
+# -- how many streams
 
 
 @pytest.mark.parametrize(
-    "global_size, lanes, block",
+    "global_size, streams, block",
     [(256, 64, 512), (2048, 64, 512), (8192, 256, 128), (32_768, 1024, 32), (65_536, 1024, 32), (40_000, 1000, 32)],
 )
-def test_lanes_grow_with_the_global_batch_and_blocks_shrink(global_size, lanes, block):
+def test_streams_grow_with_the_global_batch_and_blocks_shrink(global_size, streams, block):
     sizes = BatchSizes.constant(global_size)
-    assert resolve_lanes("auto", sizes) == lanes
-    assert resolve_block("auto", lanes) == block
-    assert resolve_block(7, lanes) == 7
+    assert resolve_streams("auto", sizes) == streams
+    assert resolve_block("auto", streams) == block
+    assert resolve_block(7, streams) == 7
+
+
+@pytest.mark.parametrize("global_size, expected", [(96, 48), (100, 50), (7, 7), (97, 24), (134, 33), (1009, 64)])
+def test_auto_streams(global_size, expected):
+    assert resolve_streams("auto", BatchSizes.constant(global_size)) == expected
+
+
+def test_auto_streams_of_a_schedule_divide_all_sizes_where_they_can():
+    def streams(*stages, last):
+        return resolve_streams("auto", BatchConfig(global_size=last, schedule=stages).sizes)
+
+    assert streams({"until_step": 9, "global_size": 96}, last=128) == 32
+    assert streams({"until_step": 9, "global_size": 96, "ramp_to": 480, "increment": 48}, last=480) == 48
+    assert streams({"until_step": 9, "global_size": 96}, last=127) == 24  # a quarter of the smallest
+    assert streams({"until_step": 9, "global_size": 2}, last=4096) == 2
+
+
+def test_any_number_of_streams_goes():
+    assert resolve_streams(7, BatchSizes.constant(96)) == 7
+    assert resolve_streams(200, BatchSizes.constant(96)) == 200
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 48, 256, 1000, 1024, 4096])
@@ -291,8 +321,8 @@ def open_shards() -> int:
     return sum(os.path.realpath(f"/proc/self/fd/{fd}").endswith(".tar") for fd in os.listdir("/proc/self/fd"))
 
 
-def test_many_lanes_are_closed_between_blocks(unequal):
-    """One process reads all 80 lanes, whose shards it does not keep open; or two read 40 each, and do."""
+def test_many_streams_are_closed_between_blocks(unequal):
+    """One process reads all 80 streams, whose shards it does not keep open; or two read 40 each, and do."""
     config = config_of(f"{unequal}/*.tar", lanes=80, verify="off")  # a verified shard is opened for each block anyway
     gc.collect()  # what earlier loaders held open
     assert open_shards() == 0

@@ -11,7 +11,7 @@ import pytest
 from webdataset import tariterators
 
 from clip_train.data import DataConfig, ValLoader, check_source, write_shards
-from clip_train.data.synthetic import digits, shapes
+from clip_train.demo.datasets import digits, shapes
 from clip_train.errors import UserError
 
 

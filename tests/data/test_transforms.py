@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
-from clip_train.data.bad_samples import BadSample
-from clip_train.data.transforms import EvalTransform, TrainTransform, decode_image
+from clip_train.data.decode import EvalTransform, TrainTransform, decode_image
+from clip_train.data.invalid import InvalidSample
 
 
 def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -186,5 +186,5 @@ def jpeg_bomb() -> bytes:
     ],
 )
 def test_bad_images_have_a_reason(data, reason):
-    with pytest.raises(BadSample, match=reason):
+    with pytest.raises(InvalidSample, match=reason):
         decode_image(data)

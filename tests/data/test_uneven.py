@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import collections
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from clip_train.batch import BatchConfig, BatchSizes
-from clip_train.data import DataConfig, TrainLoader, merge_cursors
-from clip_train.data.lanes import hash64
-from clip_train.data.shares import RankShare
+from clip_train.data import DataConfig, TrainLoader
+from clip_train.data.order import Partition, hash64
 from clip_train.errors import UserError
 from tests.covering import pairwise
 from tests.data.test_loader import config_of, folder, loader_of  # noqa: F401  (a fixture)
@@ -29,28 +27,24 @@ G = [7, 7, 7, 10, 13, 16, 19, 22, 25, 5, 5, *[23] * 9]
 LANES = (5, 12, 31)
 
 
-def steps_of(config: DataConfig, steps: int, world_size: int = 1, sizes: BatchSizes | int = SIZES, cursors=None):
-    """Per step: what all ranks hold in turn, how much each holds, and the position behind it, as saved."""
+def steps_of(config: DataConfig, steps: int, world_size: int = 1, sizes: BatchSizes | int = SIZES, step: int = 0):
+    """Per step: what all ranks hold in turn, and how much each holds."""
     loaders: list[TrainLoader] = [
-        loader_of(config, rank=r, world_size=world_size, global_size=sizes, cursors=cursors) for r in range(world_size)
+        loader_of(config, rank=r, world_size=world_size, global_size=sizes, step=step) for r in range(world_size)
     ]
-    held = [cursors or {} for _ in loaders]
     out, bads = [], collections.Counter()
     for _ in range(steps):
         batches = [next(loader) for loader in loaders]
         assert {batch.shares for batch in batches} == {tuple(map(len, batches))}
         assert max(map(len, batches)) - min(map(len, batches)) <= 1
-        for rank, batch in enumerate(batches):
-            held[rank] = merge_cursors([held[rank], batch.cursors])
+        for batch in batches:
             bads.update(batch.bad_samples)
-        position = {lane: c for lane, c in merge_cursors(held).items() if c["count"]}
         out.append(
             {
                 "keys": [key for batch in batches for key in batch.keys],
                 "seeds": [seed for batch in batches for seed in batch.sample_seeds.tolist()],
                 "images": b"".join(batch.images.numpy().tobytes() for batch in batches),
                 "texts": torch.cat([batch.texts for batch in batches]).tolist(),
-                "cursors": json.dumps(position, sort_keys=True),
             }
         )
     for loader in loaders:
@@ -90,30 +84,24 @@ def test_resume_anywhere_on_another_layout(folder: Path, reference, lanes, stop,
     (ranks, workers), whole = second, reference[lanes][0]
     begun, _ = steps_of(config_of(folder, lanes=lanes), stop, first)
     assert begun == whole[:stop]
-    cursors = json.loads(begun[-1]["cursors"])
-    resumed, _ = steps_of(config_of(folder, lanes=lanes, workers=workers), len(G) - stop, ranks, cursors=cursors)
+    resumed, _ = steps_of(config_of(folder, lanes=lanes, workers=workers), len(G) - stop, ranks, step=stop)
     assert resumed == whole[stop:]
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_resumes_of_resumes(folder: Path, reference, lanes):  # noqa: F811
-    """Each attempt saves what it knows; a lane that it never met keeps the position that it was given."""
-    cursors, done = None, 0
-    for world_size, steps in ((4, 1), (1, 1), (3, 5), (2, 3), (5, 4)):
-        out, _ = steps_of(config_of(folder, lanes=lanes), steps, world_size, cursors=cursors)
-        assert out == reference[lanes][0][done : done + steps]
-        cursors, done = json.loads(out[-1]["cursors"]), done + steps
-
-
-def test_a_position_of_another_schedule_is_refused(folder: Path):  # noqa: F811
-    config = config_of(folder, lanes=12)
-    cursors = json.loads(steps_of(config, 2)[0][-1]["cursors"])
-    loader_of(config, global_size=7, cursors=cursors)  # the same so far
-    with pytest.raises(UserError, match=r"batch\.schedule.*no step begins.*14 samples"):
-        loader_of(config, global_size=8, cursors=cursors)
-    cursors["3"]["count"], cursors["5"]["count"] = 0, 2
-    with pytest.raises(UserError, match=r"batch\.schedule"):
-        loader_of(config, global_size=7, cursors=cursors)
+def test_data_that_begins_anew_in_mid_schedule_goes_on_with_its_sizes(folder: Path):  # noqa: F811
+    """In another order, by seeds that no sample has had."""
+    config = config_of(folder, lanes=5)
+    with loader_of(config, global_size=SIZES) as loader:
+        before = [next(loader) for _ in range(6)]
+    ranks = [loader_of(config, rank=r, world_size=2, global_size=SIZES, step=6, began=6) for r in range(2)]
+    after = [[next(loader) for loader in ranks] for _ in range(6)]
+    assert [sum(map(len, batches)) for batches in after] == G[6:12]
+    seeds = [s for batch in before for s in batch.sample_seeds.tolist()]
+    again = [s for batches in after for batch in batches for s in batch.sample_seeds.tolist()]
+    assert len({*seeds, *again}) == sum(G[:12])
+    with loader_of(config, global_size=SIZES, step=8, began=6) as loader:
+        assert next(loader).keys == [key for batch in after[2] for key in batch.keys]
+    assert loader.epoch(6) == 0 and loader.epoch(9) == (G[6] + G[7] + G[8]) // 56
 
 
 def test_more_ranks_than_samples_are_refused(folder: Path):  # noqa: F811
@@ -127,13 +115,13 @@ def test_more_ranks_than_samples_are_refused(folder: Path):  # noqa: F811
 def test_a_rank_reads_all_that_it_needs_and_stops_what_it_needs_no_more(lanes, world_size):
     stages = [{"until_step": 40, "global_size": 60, "ramp_to": 640}]
     sizes = BatchConfig(global_size=640, schedule=stages).sizes
-    shares = [RankShare.of(sizes, lanes, rank, world_size) for rank in range(world_size)]
+    shares = [Partition.of(sizes, lanes, rank, world_size) for rank in range(world_size)]
     for step, parts in zip(range(90), zip(*(share.steps(0) for share in shares), strict=True), strict=False):
         taken = collections.Counter()
         for rank, own in enumerate(parts):
             assert sum(map(len, own)) in (sizes.at(step) // world_size, -(-sizes.at(step) // world_size))
             for part in own:
-                taken.update((part.lane, j) for j in range(part.first, part.last))
+                taken.update((part.stream, j) for j in range(part.first, part.last))
             assert len(shares[rank].needed[1]) <= len(shares[rank].needed[0])
         assert set(taken.values()) == {1} and len(taken) == sizes.at(step)
     if lanes == 64 and world_size == 8:
@@ -143,7 +131,7 @@ def test_a_rank_reads_all_that_it_needs_and_stops_what_it_needs_no_more(lanes, w
 
 def test_workers_share_the_work_that_stays():
     sizes = BatchConfig(global_size=640, schedule=[{"until_step": 40, "global_size": 33}]).sizes
-    workers = RankShare.of(sizes, 64, 1, 4).workers(4, 0)
+    workers = Partition.of(sizes, 64, 1, 4).workers(4, 0)
     for step in (50, 51):
         assert [sum(map(len, next(worker.steps(step)))) for worker in workers] == [40] * 4
     assert sum(len(worker.needed[0]) for worker in workers) > 16  # and the lanes of the first 40 steps beside

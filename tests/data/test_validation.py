@@ -1,5 +1,6 @@
-"""Every validation sample comes once, on one rank."""
+"""Every validation sample comes once, on one rank, and no other rank reads it."""
 
+import io
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from clip_train.data import ValLoader
 from clip_train.errors import DataError, UserError
-from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
+from tests.data.shards import jpeg, keys_in, sample, shards_open_as, write_dataset, write_shard
 
 
 def load(train, rank=0, world_size=1, **arguments):
@@ -20,9 +21,31 @@ def test_no_repeat_no_drop(tmp_path, world_size):
     val = write_dataset(tmp_path, [5, 1, 8])
     order = [key for batch in load(val) for key in batch.keys]
     assert len(order) == 14 and set(order) == keys_in(tmp_path)
+    shares = [[]] * world_size
     for rank in range(world_size):
-        keys = [key for batch in load(val, rank, world_size) for key in batch.keys]
-        assert keys == order[rank::world_size]
+        shares[rank] = [key for batch in load(val, rank, world_size) for key in batch.keys]
+    assert [key for share in shares for key in share] == order
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_rank_reads_its_own_share_alone(tmp_path, monkeypatch):
+    """Of the shards that lie before it not a byte, of the one that it shares no more than headers."""
+    val = write_dataset(tmp_path, [30] * 8)
+    loaders = [load(val, rank, 4) for rank in range(4)]
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.tar"))
+    read = []
+
+    class Metered(io.BytesIO):
+        def read(self, n=-1):
+            data = super().read(n)
+            read.append(len(data))
+            return data
+
+    shards_open_as(monkeypatch, Metered)
+    for loader in loaders:
+        read.clear()
+        assert sum(map(len, loader)) == 60
+        assert sum(read) < 0.3 * size
 
 
 def test_batches_and_repetition(tmp_path):
@@ -48,8 +71,8 @@ def test_metadata_and_bad_samples(tmp_path):
     (batch,) = list(loader)
     assert batch.keys == ["a", "d"]
     assert batch.metadata == [{"classname": "cat"}, {}]
-    assert loader.num_bad == 2
-    assert "image does not decode" in loader.bad_sample_table() and "no caption" in loader.bad_sample_table()
+    assert loader.invalid.counts.total() == 2
+    assert "image does not decode" in str(loader.invalid) and "no caption" in str(loader.invalid)
 
 
 def test_a_cls_member_is_the_label(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.data.indexing import index_shards, write_indexes
+from clip_train.data.inspect import index_shards, write_indexes
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
 from launcher.doctor.recipe import check_shards, check_store

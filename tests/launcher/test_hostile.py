@@ -26,8 +26,8 @@ log: {{tensorboard: false}}
 
 
 def places(chosen: list[Kind]) -> int:
-    """That an epoch fills in global batches: what only decoding rules out has one too."""
-    return sum(len(kind.usable) + kind.undecodable for kind in chosen)
+    """That an epoch fills in global batches: what is invalid has one too."""
+    return sum(len(kind.usable) + sum(kind.bad.values()) for kind in chosen)
 
 
 KINDS = kinds()
@@ -57,8 +57,10 @@ def test_it_trains_through_and_the_tables_are_exact(tmp_path, model, ranks):
     assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "run"))
     expected = planted(KINDS)
     first, second = (out[out.index(f"epoch {n} is done (step {n})") :] for n in (1, 2))
-    assert first.startswith(f"epoch 1 is done (step 1): {expected.total()} bad samples in it, {expected.total()} so")
-    assert second.startswith(f"epoch 2 is done (step 2): {expected.total()} bad samples in it")
+    assert first.startswith(
+        f"epoch 1 is done (step 1): {expected.total()} invalid samples in it, {expected.total()} so"
+    )
+    assert second.startswith(f"epoch 2 is done (step 2): {expected.total()} invalid samples in it")
     table = rows(first[: first.index("more rows")])
     assert len(table) == 20 and table.items() <= expected.items()
     report = (tmp_path / "run" / "report.html").read_text()
@@ -71,7 +73,7 @@ def test_at_the_limit_all_ranks_stop_with_the_table(tmp_path, model):
     recipe = write_recipe(tmp_path, model, lanes=8, limit=0.1, size=64)
     status, out = run(recipe, "run.steps=1000", ranks=2)
     assert status == 1, out
-    message = re.search(r"(\d+) of the last (\d+) samples were bad, more than data.bad_sample_limit \(0.1\)", out)
+    message = re.search(r"(\d+) of the last (\d+) samples were invalid, more than data.bad_sample_limit \(0.1\)", out)
     assert message and int(message[1]) >= 20 and int(message[1]) > 0.1 * int(message[2])
     assert out.count("more than data.bad_sample_limit") == 1 and out.count("first keys") == 1  # told by one rank
     table = rows(out[message.end() :])

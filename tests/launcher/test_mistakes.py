@@ -73,6 +73,7 @@ MISTAKES = {
     ),
     "a batch schedule that is a number": (["batch.schedule=8"], ["batch.schedule (8)", "list", "set batch.schedule="]),
     "no shards match": (["data.train=/nowhere/*.tar"], ["data.train", "/nowhere/*.tar", "matches no"]),
+    "a table": (["data.train=x.csv"], ["data.train (x.csv) is a table, not shards", "img2dataset", "{00000..00099}"]),
     "missing shard": (
         ["data.train=/nowhere/{0..3}.tar"],
         ["data.train", "4 of 4 shards", "/nowhere/0.tar", "correct"],
@@ -115,6 +116,17 @@ def test_a_mistake_is_one_message_with_status_2(overrides, said, recipe, shards,
     assert "Traceback" not in err
     for words in said:
         assert words in err, f"{words!r} is missing in: {err}"
+
+
+@pytest.mark.parametrize("name", ["shell pipe", "a table"])
+@pytest.mark.parametrize("key", ["data.train", "data.val"])
+def test_a_plan_refuses_what_train_would(name, key, recipe, capsys):
+    """Without looking for a single shard."""
+    overrides, said = MISTAKES[name]
+    assert main(["plan", str(recipe), "data.train=/nowhere/*.tar"]) == 0
+    assert main(["plan", str(recipe), *(o.replace("data.train", key) for o in overrides)]) == 2
+    err = capsys.readouterr().err
+    assert all(words.replace("data.train", key) in err for words in said)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from clip_train.errors import CheckpointError
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
-from launcher.config.validate import check
-from launcher.train import build_loader
 from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit
 
 SCHEDULE = "batch.schedule=[{until_step: 4, global_size: 7}, {until_step: 14, global_size: 9, ramp_to: 29}]"
@@ -90,18 +84,3 @@ def test_a_plan_tells_the_schedule(recipe, capsys):
 def test_epochs_count_the_samples_of_the_schedule(recipe):
     overrides = [SCHEDULE, "batch.global_size=23", "run.steps=null", "run.epochs=2", "data.num_samples=300"]
     assert load_config(str(recipe), overrides).steps == 14 + round((600 - sum(SIZES[:14])) / 23)
-
-
-def test_a_checkpoint_whose_data_is_elsewhere_is_refused(recipe):
-    config = load_config(str(recipe), list(VARYING))
-    checked, device = check(config, 1), torch.device("cpu")
-    with build_loader(config, checked, device, None)[0] as loader:
-        cursors = [next(loader).cursors for _ in range(6)][-1]
-
-    def resumed(step: int, cursors: dict) -> Any:
-        return SimpleNamespace(step=step, path="run/checkpoints", state={"step": step, "cursors": cursors})
-
-    assert build_loader(config, checked, device, resumed(6, cursors))[0].step == 6
-    for step, held in ((7, cursors), (6, {})):
-        with pytest.raises(CheckpointError, match=rf"step {step} .*data position of step {6 if held else 0};"):
-            build_loader(config, checked, device, resumed(step, held))

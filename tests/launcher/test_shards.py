@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from clip_train.data.indexing import index_shards, write_indexes
-from clip_train.data.sources import expand
+from clip_train import dist
+from clip_train.data import DataConfig
+from clip_train.data.inspect import index_shards, write_indexes
+from clip_train.data.shards import expand
+from clip_train.storage import StorageConfig
 from launcher.cli.main import main
+from launcher.train import shared_index
 from tests.launcher.conftest import RECIPE, finish, free_port, kill, metrics, run, start
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -18,13 +25,13 @@ pytestmark = pytest.mark.engine
 def test_changed_shards_are_noticed_at_resume(tmp_path: Path, data, model, capsys) -> None:
     shards = tmp_path / "shards"
     shards.mkdir()
-    for path in expand(data.train):
+    for path in expand(data.train)[0]:
         shutil.copy(path, shards)
     first = sorted(shards.iterdir())[0]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(run_dir=tmp_path / "run", train=shards / "*.tar", model=model))
     write_indexes(index_shards([str(path) for path in shards.glob("*.tar")], workers=1))
-    lanes = "data.lanes=64"  # a step, of 32 samples, reaches half of them: the others' cursors must follow as well
+    lanes = "data.lanes=64"  # a step, of 32 samples, reaches half of them
 
     status, out = run(recipe, lanes, "run.steps=8")
     assert status == 0, out
@@ -41,12 +48,26 @@ def test_changed_shards_are_noticed_at_resume(tmp_path: Path, data, model, capsy
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
 
 
+def seen_by_a_rank(folder: Path) -> list[str]:
+    os.chdir(folder / f"rank{dist.rank()}")  # where a pattern matches something else
+    config = SimpleNamespace(data=DataConfig(train="*.tar"), storage=StorageConfig())
+    return shared_index(config, "data.train", "*.tar").shards  # type: ignore[arg-type]
+
+
+@pytest.mark.distributed
+def test_one_rank_of_a_node_lists_the_shards_for_all(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank{rank}").mkdir()
+        (tmp_path / f"rank{rank}" / f"{rank}.tar").touch()
+    assert run_ranks(seen_by_a_rank, 3, tmp_path) == [["0.tar"]] * 3
+
+
 @pytest.mark.parametrize("on_the_second", [0, 1], ids=["no shard", "another shard"])
 def test_a_node_without_the_validation_set_ends_all_with_its_reason(
     tmp_path: Path, recipe: Path, data, on_the_second: int
 ) -> None:
     """Two nodes: a relative path, of which each rank sees what its own folder has."""
-    shards = expand(data.val)
+    shards = expand(data.val)[0]
     nodes = []
     port = free_port()
     for rank in range(2):

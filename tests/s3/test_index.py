@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.data.index import INDEX_NAME, find_index
-from clip_train.data.indexing import index_shards
+from clip_train.data.index import INDEX_NAME, look_up
+from clip_train.data.inspect import index_shards
 from clip_train.errors import UserError
 from tests.launcher.conftest import clean_environment, finish
 from tests.s3.epochs import PATIENT, SIZES, make_shards, upload
@@ -32,8 +32,8 @@ def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy
     assert proxy.fired == 6
     assert json.loads(server.get(f"{bucket}/set/sizes.json")) == {f"{i:03d}.tar": n for i, n in enumerate(SIZES)}
     urls = [f"s3://{bucket}/set/{i:03d}.tar" for i in range(len(SIZES))]
-    found = find_index(urls, PATIENT)
-    assert [found.entries[url] for url in urls] == list(local.values())
+    found = look_up([urls], "auto", PATIENT)
+    assert [found.entries[url] for url in urls] == [each.entry for each in local.values()]
     puts = [r.split()[1].rsplit("/", 1)[1] for r in proxy.requests if r.startswith("PUT")]
     assert set(puts) == {"sizes.json", INDEX_NAME} and puts[-1] == INDEX_NAME  # one put each, the index last
 
@@ -46,15 +46,15 @@ def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy
 
 def test_an_index_that_may_not_be_read_is_not_no_index(proxy: FaultyProxy, bucket: str, server: Server) -> None:
     server.put(f"{bucket}/000.tar", b"x")
-    assert find_index([f"s3://{bucket}/000.tar"], PATIENT).without == [f"s3://{bucket}/000.tar"]
+    assert look_up([[f"s3://{bucket}/000.tar"]], "auto", PATIENT).without == [f"s3://{bucket}/000.tar"]
     proxy.faults = [Fault("status", key="index", code=403, s3code="AccessDenied", method="GET|HEAD")]
     with pytest.raises(UserError, match=rf"s3://{bucket}/clip_train_index\.json.*DeniedError.*data\.verify=off"):
-        find_index([f"s3://{bucket}/000.tar"], PATIENT)
+        look_up([[f"s3://{bucket}/000.tar"]], "auto", PATIENT)
 
 
 def test_a_flipped_index_is_read_again(tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str) -> None:
     make_shards(tmp_path / "set")
     upload(server, tmp_path / "set", bucket)
     proxy.faults = [Fault("flip", key="index", times=2)]
-    assert len(find_index([f"s3://{bucket}/set/{i:03d}.tar" for i in range(6)], PATIENT).entries) == 6
+    assert len(look_up([[f"s3://{bucket}/set/{i:03d}.tar" for i in range(6)]], "auto", PATIENT).entries) == 6
     assert proxy.fired == 2

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from clip_train.data.sources import expand
+from clip_train.data.shards import expand
 from clip_train.errors import UserError
 from clip_train.storage import expand_glob
 from tests.s3.bucket import Bucket

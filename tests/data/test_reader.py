@@ -1,8 +1,9 @@
-"""The order of the samples, without decoding: exactly once, resumable anywhere, damage reported."""
+"""Reading the samples of the order: from anywhere; what a shard lacks is invalid, a disk that fails is an error."""
 
 from __future__ import annotations
 
 import io
+import logging
 import tarfile
 import time
 from collections.abc import Callable
@@ -10,77 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.batch import BatchConfig, BatchSizes
-from clip_train.data import DataConfig, TrainLoader, merge_cursors
-from clip_train.data.config import resolve_lanes
-from clip_train.data.lanes import Lane, LanePlan, hash64
+from clip_train.data import DataConfig, ShardIndex, TrainLoader
+from clip_train.data.inspect import index_shards, write_indexes
 from clip_train.errors import DataError
-from tests.data.shards import jpeg, keys_in, shards_open_as, write_dataset, write_shard
+from tests.data.shards import jpeg, sample, shards_open_as, write_dataset, write_shard
 
 
-def loader_of(folder: Path, lanes: int, global_size: int = 1, block: int = 8, seed: int = 3, cursors=None):
+def loader_of(folder: Path, lanes: int, global_size: int = 1, block: int = 8, seed: int = 3, **arguments):
     config = DataConfig(train=str(folder / "*.tar"), workers=0, lanes=lanes, shuffle_block=block, bad_sample_limit=1.0)
     sizes = {"image_size": 8, "context_length": 8, "global_size": global_size}
-    return TrainLoader(config, **sizes, seed=seed, cursors=cursors)
+    return TrainLoader(config, **sizes, seed=seed, **arguments)
 
 
 def stream(loader: TrainLoader, steps: int) -> list[tuple[list[str], list[int]]]:
     """(keys, seeds) of the next batches."""
     batches = [next(loader) for _ in range(steps)]
     return [(batch.keys, batch.sample_seeds.tolist()) for batch in batches]
-
-
-def plan_of(folder: Path, lanes: int) -> LanePlan:
-    return LanePlan([str(p) for p in sorted(folder.glob("*.tar"))], 3, lanes, 8)
-
-
-def epochs_of(plan: LanePlan, number: int, epochs: int) -> list[list[str]]:
-    """The keys of a lane's first epochs."""
-    lane = Lane(plan, number)
-    out: list[list[str]] = [[] for _ in range(epochs)]
-    while True:
-        slot = lane.take()
-        if slot.sample.epoch >= epochs:
-            return out
-        out[slot.sample.epoch].append(slot.sample.fields["__key__"])
-
-
-@pytest.mark.parametrize(
-    "sizes,lanes",
-    [
-        ([30, 5, 17, 1], 4),  # as many shards as lanes, unequal
-        ([30, 5, 17, 1, 9, 12, 3], 3),  # a remainder is split
-        ([40, 23], 8),  # fewer shards than lanes
-        ([64], 6),
-        ([13, 7, 5], 2),
-        ([20], 1),
-    ],
-)
-def test_each_epoch_visits_every_sample_once(tmp_path, sizes, lanes):
-    write_dataset(tmp_path, sizes)
-    plan = plan_of(tmp_path, lanes)
-    by_lane = [epochs_of(plan, number, 3) for number in range(lanes)]
-    expected = sorted(keys_in(tmp_path))
-    assert len(expected) == sum(sizes)
-    for epoch in range(3):
-        assert sorted(key for lane in by_lane for key in lane[epoch]) == expected
-    assert len({tuple(lane[0]) for lane in by_lane}) > 1 or lanes == 1
-    assert [lane[0] for lane in by_lane] != [lane[1] for lane in by_lane]  # another order
-
-
-@pytest.mark.parametrize("shards,lanes", [(65, 64), (100, 64), (127, 64), (10, 64), (1, 64), (5, 3)])
-def test_lanes_get_even_shares(shards, lanes):
-    plan = LanePlan([str(i) for i in range(shards)], 0, lanes, 8)
-    shares = [sum(1 / part.parts for part in plan.parts(number, 0)) for number in range(lanes)]
-    assert sum(shares) == pytest.approx(shards)
-    assert max(shares) - min(shares) <= 0.11 * shards / lanes
-
-
-def test_a_split_shard_is_split_evenly(tmp_path):
-    write_dataset(tmp_path, [600])
-    sizes = [len(epochs_of(plan_of(tmp_path, 6), number, 1)[0]) for number in range(6)]
-    assert sum(sizes) == 600
-    assert min(sizes) > 70 and max(sizes) < 130  # binomial: 100 +- 9
 
 
 def test_order_depends_on_the_seed_and_is_mixed(tmp_path):
@@ -99,24 +45,82 @@ def test_seeds_differ_and_fit_int64(tmp_path):
     assert not set(seeds) & set(other)
 
 
-def test_hash_is_the_same_everywhere():
-    assert hash64(0, 1, 2) == 4529435921577843265  # old checkpoints resume by it
-
-
-@pytest.mark.parametrize("lanes, global_size", [(1, 1), (2, 1), (5, 3)])
+@pytest.mark.parametrize("lanes, global_size", [(1, 1), (2, 1), (5, 3), (64, 5)])
 def test_resume_after_any_sample_is_exact(tmp_path, lanes, global_size):
-    """At every place of a block, between blocks, shards and epochs."""
+    """At every place of a block, between blocks, shards and epochs; also with fewer samples than streams."""
     write_dataset(tmp_path, [11, 6, 9])
-    whole, position, positions = [], {}, []
-    loader = loader_of(tmp_path, lanes, global_size, block=4)
-    for _ in range(45):
-        batch = next(loader)
-        whole.append((batch.keys, batch.sample_seeds.tolist()))
-        position = merge_cursors([position, batch.cursors])
-        positions.append(position)
+    whole = stream(loader_of(tmp_path, lanes, global_size, block=4), 45)
     for stop in range(1, 40):
-        cursors = positions[stop - 1]
-        assert stream(loader_of(tmp_path, lanes, global_size, block=4, cursors=cursors), 5) == whole[stop : stop + 5]
+        assert stream(loader_of(tmp_path, lanes, global_size, block=4, step=stop), 5) == whole[stop : stop + 5]
+
+
+class Metered(io.BytesIO):
+    """Counts the bytes that are read, of all files together."""
+
+    read_bytes = 0
+
+    def read(self, n=-1):
+        data = super().read(n)
+        Metered.read_bytes += len(data)
+        return data
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_resume_reads_nothing_of_what_came_before(tmp_path, monkeypatch, indexed):
+    """Late in a long run. In the shards where its streams stand it looks for their places: with an index from the last
+    mark on, without by the headers alone."""
+    for shard in range(6):
+        write_shard(tmp_path / f"{shard}.tar", [m for i in range(300) for m in sample(f"{shard}n{i}", i % 9)])
+    paths = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
+    shard_bytes = Path(paths[0]).stat().st_size
+    if indexed:
+        write_indexes(index_shards(paths, block_bytes=4096, workers=1))
+    found = loader_of(tmp_path, 3, 6).index
+    for step in (70, 100_003, 10**9):
+        monkeypatch.setattr(Metered, "read_bytes", 0)
+        with monkeypatch.context() as patched:
+            shards_open_as(patched, Metered)
+            assert len(next(loader_of(tmp_path, 3, 6, block=4, step=step, index=found))) == 6
+        assert Metered.read_bytes < 3 * (0.35 if indexed else 0.6) * shard_bytes
+
+
+def counted(folder: Path, *sizes: int) -> ShardIndex:
+    """As if somebody had said so, in a sizes.json perhaps."""
+    paths = [str(path) for path in sorted(folder.glob("*.tar"))]
+    return ShardIndex(paths, sizes=dict(zip(paths, sizes, strict=True)))
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_shard_with_fewer_samples_than_its_count_has_invalid_ones(tmp_path, lanes):
+    """Each place that it cannot fill is counted once an epoch, and filled by another sample: batches stay full."""
+    write_dataset(tmp_path, [10, 14])
+    loader = loader_of(tmp_path, lanes, 27, index=counted(tmp_path, 13, 14))
+    for _ in range(3):
+        batch = next(loader)
+        assert set(batch.keys) == {f"s0n{i}" for i in range(10)} | {f"s1n{i}" for i in range(14)}
+        assert batch.bad_samples == {f"missing: its shard has fewer samples\t{tmp_path / '000.tar'}": 3}
+
+
+def test_what_a_shard_has_beyond_its_count_is_left_over_and_logged(tmp_path, caplog):
+    write_dataset(tmp_path, [10, 14])
+    loader = loader_of(tmp_path, 1, 17, index=counted(tmp_path, 3, 14))
+    with caplog.at_level(logging.WARNING):
+        keys = [next(loader).keys for _ in range(2)]
+    assert all(sorted(each) == sorted([f"s0n{i}" for i in range(3)] + [f"s1n{i}" for i in range(14)]) for each in keys)
+    assert "000.tar has more samples than the 3 that are known" in caplog.text and "001.tar" not in caplog.text
+
+
+def test_a_shard_that_is_invalid_throughout_is_replaced_by_what_follows(tmp_path):
+    """Over many blocks, the same on every layout."""
+    write_shard(tmp_path / "0.tar", [(f"mute{i}.jpg", jpeg(1)) for i in range(200)])
+    write_shard(tmp_path / "1.tar", [m for i in range(40) for m in sample(f"k{i}", i)])
+    whole = [next(loader_of(tmp_path, 2, 240, block=8, step=step)) for step in range(3)]
+    for batch in whole:
+        assert set(batch.keys) == {f"k{i}" for i in range(40)}
+        assert batch.bad_samples == {f"no caption\t{tmp_path / '0.tar'}": 200}
+    ranks = [loader_of(tmp_path, 2, 240, block=8, rank=rank, world_size=3) for rank in range(3)]
+    for batch in whole:
+        assert [key for rank in ranks for key in next(rank).keys] == batch.keys
 
 
 def test_nothing_usable_stops_with_the_table(tmp_path):
@@ -125,12 +129,6 @@ def test_nothing_usable_stops_with_the_table(tmp_path):
     with pytest.raises(DataError, match="none of the samples") as caught:
         next(loader_of(tmp_path, 2, 2))
     assert "no image" in str(caught.value) and "damaged shard" in str(caught.value)
-
-
-def test_fewer_samples_than_lanes_says_so(tmp_path):
-    write_dataset(tmp_path, [1])
-    with pytest.raises(DataError, match=r"lower data\.lanes"):
-        next(loader_of(tmp_path, 64, 64))
 
 
 # ------------------------------------------------------------ a disk that fails
@@ -209,28 +207,3 @@ def test_bytes_that_always_change_stop_the_run(tmp_path, monkeypatch):
         DataError, match=r"000\.tar comes damaged from byte 0 on, each time elsewhere.*clip-train index"
     ):
         next(loader_of(tmp_path, 1))
-
-
-# ------------------------------------------------------------ how many
-
-
-@pytest.mark.parametrize(
-    "global_size, expected", [(256, 64), (96, 48), (100, 50), (32768, 1024), (7, 7), (97, 24), (134, 33), (1009, 64)]
-)
-def test_auto_lanes(global_size, expected):
-    assert resolve_lanes("auto", BatchSizes.constant(global_size)) == expected
-
-
-def test_auto_lanes_of_a_schedule_divide_all_sizes_where_they_can():
-    def lanes(*stages, last):
-        return resolve_lanes("auto", BatchConfig(global_size=last, schedule=stages).sizes)
-
-    assert lanes({"until_step": 9, "global_size": 96}, last=128) == 32
-    assert lanes({"until_step": 9, "global_size": 96, "ramp_to": 480, "increment": 48}, last=480) == 48
-    assert lanes({"until_step": 9, "global_size": 96}, last=127) == 24  # a quarter of the smallest
-    assert lanes({"until_step": 9, "global_size": 2}, last=4096) == 2
-
-
-def test_any_number_of_lanes_goes():
-    assert resolve_lanes(7, BatchSizes.constant(96)) == 7
-    assert resolve_lanes(200, BatchSizes.constant(96)) == 200

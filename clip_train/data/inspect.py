@@ -1,0 +1,299 @@
+"""Reading whole shards before a run: making their index, and counting their samples.
+
+Each shard is read once: by one of several processes of `clip-train index`, or by one of the ranks that count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from clip_train import dist
+from clip_train.data import decode, index
+from clip_train.data.index import ShardEntry, ShardIndex
+from clip_train.data.reader import read_shard
+from clip_train.data.shards import Reading, open_shard, split_name
+from clip_train.data.tar import TarError, iter_samples
+from clip_train.errors import DataError
+from clip_train.storage import BlockFile, Checksums, StorageConfig, block_sum, is_remote, local_path, write_bytes
+
+BLOCK_BYTES = 4 << 20
+OUT_OF_ORDER = "members out of order"
+COUNT_BUFFER_BYTES = 1 << 12  # only headers are read: those of one sample
+COUNT_THREADS = 8  # of a rank; they wait for the disk or the network
+ROUND_SECONDS = 10.0  # then ranks exchange what they have counted
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What was found out about one shard."""
+
+    entry: ShardEntry
+    invalid: Counter[str]  # reason -> samples that cannot be used, as far as one sees without decoding
+    json_keys: tuple[str, ...]  # of the first sample's .json
+
+
+Progress = Callable[[str], None]  # after each shard
+
+
+class HashedFile(BlockFile):
+    """Passes a file on and hashes all of it, in order, on the way."""
+
+    def __init__(self, url: str, file: BinaryIO, block_bytes: int) -> None:
+        super().__init__(url, file.seek(0, 2), block_bytes)
+        self._file = file
+        self._sums: list[str] = []
+        self._sha256 = hashlib.sha256()
+
+    def finish(self) -> tuple[Checksums, str]:
+        """Hashes what has not been read; (the blocks' sums, the whole file's sha256)."""
+        blocks = -(-self.size // self.block_bytes)
+        if blocks:
+            self._load(blocks - 1)
+        return Checksums(self.size, self.block_bytes, "".join(self._sums)), self._sha256.hexdigest()
+
+    def _load(self, block: int) -> bytes:
+        for number in range(len(self._sums), block):
+            self._hash(self._read(number))
+        data = self._read(block)
+        if block == len(self._sums):
+            self._hash(data)
+        return data
+
+    def _hash(self, data: bytes) -> None:
+        self._sums.append(block_sum(data))
+        self._sha256.update(data)
+
+    def _read(self, block: int) -> bytes:
+        begin, end = self.bounds(block)
+        self._file.seek(begin)
+        data = self._file.read(end - begin)
+        if len(data) != end - begin:
+            raise OSError(f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being written?")
+        return data
+
+
+def index_shard(
+    url: str, caption_key: str | None = None, block_bytes: int = BLOCK_BYTES, storage: StorageConfig | None = None
+) -> Indexed:
+    """One shard's entry. A damaged archive is counted up to its damage, which the entry names.
+
+    caption_key: as `data.caption_key`; only says which samples are invalid.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    samples, marks, damage = 0, array("Q"), None
+    invalid: Counter[str] = Counter()
+    seen: set[str] = set()
+    keys: tuple[str, ...] = ()
+    try:
+        with open_shard(url, Reading(storage or StorageConfig())) as file:
+            hashed = HashedFile(url, file, block_bytes)
+            try:
+                for sample in iter_samples(hashed):  # type: ignore[arg-type]
+                    reason = decode.why_invalid(sample, caption_key)
+                    if reason is not None:
+                        invalid[OUT_OF_ORDER if sample.key in seen else reason] += 1
+                    if not samples:
+                        keys = decode.json_keys(sample)
+                    seen.add(sample.key)
+                    samples += 1
+                    if samples % index.MARK_EVERY == 0:
+                        marks.append(sample.end)
+            except TarError as e:
+                damage = str(e)
+            checksums, sha256 = hashed.finish()
+    except OSError as e:
+        raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
+    return Indexed(ShardEntry(samples, sha256, checksums, damage, marks), invalid, keys)
+
+
+def index_shards(
+    urls: list[str],
+    *,
+    caption_key: str | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    workers: int = 2,
+    storage: StorageConfig | None = None,
+    progress: Progress = lambda url: None,
+) -> dict[str, Indexed]:
+    """What is in all shards, read by `workers` processes (1: by this one). DataError where one cannot be read."""
+    found: dict[str, Indexed] = {}
+    todo = list(dict.fromkeys(urls))
+    if min(workers, len(todo)) == 1:
+        for url in todo:
+            found[url] = index_shard(url, caption_key, block_bytes, storage)
+            progress(url)
+        return found
+    context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
+        jobs = {pool.submit(index_shard, url, caption_key, block_bytes, storage): url for url in todo}
+        try:
+            for job in as_completed(jobs):
+                found[jobs[job]] = job.result()
+                progress(jobs[job])
+        except BrokenProcessPool as e:
+            raise DataError("an indexing process died; if memory ran out (see dmesg), use fewer --workers") from e
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {url: found[url] for url in todo}
+
+
+def try_folders(urls: Iterable[str], storage: StorageConfig | None = None) -> None:
+    """Before hours of reading: can each folder's index be added to? It is written as it is, or empty if there is none.
+
+    Raises:
+        UserError: an index that is there is damaged.
+        OSError: a folder cannot be written.
+    """
+    for folder in dict.fromkeys(split_name(url)[0] for url in urls):
+        write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, storage or StorageConfig())))
+
+
+def write_indexes(found: Mapping[str, Indexed], storage: StorageConfig | None = None) -> tuple[list[str], list[str]]:
+    """sizes.json and our index in every folder, with what they knew of other shards.
+
+    Returns:
+        The indexes' paths; and what sizes.json had said otherwise of these shards.
+
+    Raises:
+        UserError: an index that is there is damaged.
+        OSError: a folder cannot be written.
+    """
+    storage = storage or StorageConfig()
+    written, corrected = [], []
+    for folder in dict.fromkeys(split_name(url)[0] for url in found):
+        own = {split_name(url)[1]: each.entry for url, each in found.items() if split_name(url)[0] == folder}
+        merged = {**index.load(folder, storage), **own}
+        before = index.load_sizes(folder, storage)
+        sizes = {**before, **{name: entry.count for name, entry in merged.items()}}
+        corrected += [
+            f"{folder}{name}: {before[name]} before, {sizes[name]} now"
+            for name in merged
+            if before.get(name, sizes[name]) != sizes[name]
+        ]
+        text = json.dumps(sizes, indent=1, sort_keys=True) + "\n"
+        write_bytes(folder + index.SIZES_NAME, text.encode())
+        write_bytes(folder + index.INDEX_NAME, index.to_bytes(merged))
+        written.append(folder + index.INDEX_NAME)
+    return written, corrected
+
+
+def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
+    """What of a shard is not what its index says; None where all is."""
+    if then is None:
+        return "is not in the index"
+    if then.checksums.size != now.checksums.size:
+        return f"has {now.checksums.size} bytes, the index says {then.checksums.size}"
+    if then.sha256 != now.sha256:
+        size = then.checksums.block_bytes
+        if size != now.checksums.block_bytes:
+            return "has another sha256"
+        other = [k for k in range(-(-then.checksums.size // size)) if then.checksums.of(k) != now.checksums.of(k)]
+        return f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"
+    if then.samples != now.samples:
+        return f"has {now.samples} samples, the index says {then.samples}"
+    return None
+
+
+def count_shard(url: str, storage: StorageConfig) -> int:
+    """Samples in a shard, and one for the damage where it is damaged; only headers are read. DataError."""
+    return sum(1 for _ in read_shard(url, Reading(storage), unread=float("inf"), buffer_bytes=COUNT_BUFFER_BYTES))
+
+
+def count_missing(
+    found: ShardIndex,
+    storage: StorageConfig,
+    *,
+    keep: Path | None = None,
+    together: bool = True,
+    log: Callable[[str], None] = lambda line: None,
+) -> ShardIndex:
+    """The index with the counts of the shards of which nobody has said them. DataError where one cannot be read.
+
+    Args:
+        keep: a folder in which every count is written down at once: a run that is killed and started again goes on.
+            None: nothing is written.
+        together: all ranks call this, each counts some of the shards. Else this process counts all of them.
+        log: called by rank 0 with a line about every round of `ROUND_SECONDS`.
+    """
+    ranks, rank = (dist.world_size(), dist.rank()) if together else (1, 0)
+    todo = found.uncounted
+    if not todo:
+        return found
+    known = _kept(keep, todo) if rank == 0 else {}
+    known = dist.broadcast_object(known) if together else known
+    total = len(todo)
+    while todo := [url for url in todo if url not in known]:
+        if rank == 0:
+            log(
+                f"counting samples: {total - len(todo)} of {total} shards are done; `clip-train index` keeps the counts"
+            )
+        mine = todo[rank::ranks]
+        if together:
+            counted = dist.agreed(lambda: dict(_count_some(mine, storage, keep, rank)))  # noqa: B023
+            known |= {url: count for each in dist.gather_objects(counted) for url, count in each.items()}
+        else:
+            known |= dict(_count_some(mine, storage, keep, rank))
+    return found.with_sizes(known)
+
+
+def _count_some(urls: list[str], storage: StorageConfig, keep: Path | None, rank: int) -> Iterator[tuple[str, int]]:
+    """Shards with their counts, until the round is over."""
+    end = time.monotonic() + ROUND_SECONDS
+    with ThreadPoolExecutor(COUNT_THREADS) as pool:
+        for start in range(0, len(urls), COUNT_THREADS):
+            group = urls[start : start + COUNT_THREADS]
+            counts = list(pool.map(lambda url: count_shard(url, storage), group))
+            _keep(keep, rank, dict(zip(group, counts, strict=True)))
+            yield from zip(group, counts, strict=True)
+            if time.monotonic() > end:
+                return
+
+
+def _keep(keep: Path | None, rank: int, counts: Mapping[str, int]) -> None:
+    """One line for each shard. A disk that refuses costs the next start its time, no more."""
+    if keep is None:
+        return
+    lines = [json.dumps({"shard": url, "bytes": _local_bytes(url), "samples": n}) + "\n" for url, n in counts.items()]
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+        with (keep / f"{rank:05d}.jsonl").open("a") as file:
+            file.write("".join(lines))
+    except OSError:
+        return
+
+
+def _kept(keep: Path | None, wanted: list[str]) -> dict[str, int]:
+    """What earlier starts have counted, of shards that are as long as they were."""
+    found: dict[str, int] = {}
+    for path in sorted(keep.glob("*.jsonl")) if keep is not None else []:
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+                found[row["shard"]] = int(row["samples"]) if row["bytes"] == _local_bytes(row["shard"]) else -1
+            except (ValueError, LookupError, TypeError):  # the line that a kill has cut
+                continue
+    return {url: found[url] for url in wanted if found.get(url, -1) >= 0}
+
+
+def _local_bytes(url: str) -> int | None:
+    """None of a remote shard, or one that is not there."""
+    try:
+        return None if is_remote(url) else os.stat(local_path(url)).st_size
+    except OSError:
+        return None

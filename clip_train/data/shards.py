@@ -1,0 +1,158 @@
+"""Where shards are: from `data.train` to a list of paths or URLs. The one module that lists and opens them.
+
+`ShardList` is what a checkpoint keeps of that list, so that a resumed run notices that it has changed.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from braceexpand import braceexpand
+
+from clip_train.errors import UserError
+from clip_train.storage import Checksums, StorageConfig, expand_glob, is_remote, local_path, open_read
+
+BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
+TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
+NAMES_SHOWN = 5
+
+
+def split_sources(spec: str) -> list[str]:
+    """The sources that `::` joins, each with its braces and globs."""
+    return [part.strip() for part in spec.split("::")]
+
+
+def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
+    """`spec` (braces, globs, sources joined by `::`) -> each source's paths, URLs and patterns; lists nothing.
+
+    Raises:
+        UserError: a `pipe:` URL, a table instead of shards, an empty part, or braces that do not close.
+    """
+    found: list[list[str]] = []
+    for part in split_sources(spec):
+        if part.startswith("pipe:"):
+            raise UserError(
+                f"{field} ({part}): `pipe:` runs a shell command, whose failure looks like the end of "
+                "the data; give a path or a URL instead, such as s3://bucket/{00000..00099}.tar"
+            )
+        if part.lower().endswith(TABLES):
+            raise UserError(
+                f"{field} ({part}) is a table, not shards: write its images and captions into WebDataset tars first, "
+                "for example with `img2dataset --output_format webdataset`, and give those: 'shards/{00000..00099}.tar'"
+            )
+        try:
+            patterns = list(braceexpand(part)) if part else []
+        except ValueError as e:
+            raise UserError(f"{field} ({part}): the braces do not balance ({e})") from e
+        if not patterns:
+            raise UserError(f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`")
+        found.append(patterns)
+    return found
+
+
+def expand(spec: str, field: str = "data.train") -> list[list[str]]:
+    """`spec` -> the paths or URLs of each source's shards, in an order that does not depend on who lists them.
+
+    Raises:
+        UserError: as `expand_braces`, or a pattern that matches nothing.
+    """
+    return [
+        [shard for pattern in patterns for shard in _listed(pattern, field)] for patterns in expand_braces(spec, field)
+    ]
+
+
+def _listed(pattern: str, field: str) -> list[str]:
+    try:
+        return expand_glob(pattern)
+    except UserError as e:
+        raise UserError(f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}: {e}") from e
+    except (OSError, ImportError) as e:
+        raise UserError(f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
+
+
+def missing_files(shards: list[str]) -> list[str]:
+    """The local shards that do not exist; of remote ones one learns it when they are opened."""
+    return [shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))]
+
+
+def split_name(shard: str) -> tuple[str, str]:
+    """(folder with its "/", name) of a path or URL."""
+    folder, slash, name = shard.rpartition("/")
+    return folder + slash, name
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How shards are opened: how patiently, and what their bytes are verified against."""
+
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    checksums: Mapping[str, Checksums] = field(default_factory=dict)  # by path or URL; of the indexed ones
+
+
+PLAIN = Reading()
+
+
+def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BYTES) -> BinaryIO:
+    """A seekable binary file, each block of which is verified where the shard is indexed.
+
+    Raises OSError, which is worth a retry unless it is a `ReadError`; UserError for an unknown protocol.
+    """
+    file = open_read(url, reading.storage, reading.checksums.get(url))
+    if isinstance(file, io.BufferedReader):
+        return io.BufferedReader(file.detach(), buffer_bytes)
+    return file  # what is remote or verified brings its own blocks
+
+
+@dataclass(frozen=True)
+class ShardList:
+    """The shards of a run in order: names without their folders, which may move; content, where indexed; counts."""
+
+    rows: tuple[tuple[str, str, int], ...]  # (name, 16 digits of its sha256 or "", samples)
+
+    def pack(self) -> str:
+        """As text: some 25 bytes for each indexed shard, 2 to 4 for another."""
+        text = "\n".join(f"{name}\t{digits}\t{count}" for name, digits, count in self.rows)
+        return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogateescape"), 9)).decode()
+
+    @classmethod
+    def unpack(cls, packed: str) -> ShardList:
+        text = zlib.decompress(base64.b64decode(packed)).decode("utf-8", "surrogateescape")
+        rows = (line.rsplit("\t", 2) for line in text.split("\n"))
+        return cls(tuple((name, digits, int(count)) for name, digits, count in rows))
+
+    def changes_to(self, now: list[tuple[str, str]]) -> str:
+        """What has been added, removed, changed or reordered since; "" where nothing has, as far as indexes tell.
+
+        now: (name, 16 digits of the sha256 or "").
+        """
+        before, after = _by_name((name, digits) for name, digits, _ in self.rows), _by_name(now)
+        added = [name for name in after for _ in after[name][len(before.get(name, ())) :]]
+        removed = [name for name in before for _ in before[name][len(after.get(name, ())) :]]
+        changed = [
+            name
+            for name in after
+            for a, b in zip(before.get(name, ()), after[name], strict=False)
+            if a and b and a != b
+        ]
+        if not (added or removed or changed) and [row[0] for row in self.rows] != [name for name, _ in now]:
+            return "the same shards are in another order"
+        kinds = (("added", added), ("removed", removed), ("changed in content", changed))
+        return "; ".join(f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds if names)
+
+
+def _by_name(rows: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, digits in rows:
+        found[name].append(digits)
+    return dict(found)
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")

@@ -1,0 +1,1 @@
+"""What a first run needs that is not there: data sets made on the spot."""

@@ -1,0 +1,144 @@
+"""How many samples each shard has: from what lies beside it, or counted once by all ranks, and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clip_train.data import count_missing, index_of
+from clip_train.data.inspect import index_shards, write_indexes
+from clip_train.errors import DataError
+from clip_train.storage import StorageConfig
+from tests.data.hostile import kinds, write_hostile
+from tests.data.shards import sample, shards_open_as, write_dataset, write_shard
+from tests.ranks import run_ranks
+
+STORAGE = StorageConfig()
+SIZES = [12, 0, 9, 15, 1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_dataset(tmp_path / "set", SIZES)
+    return tmp_path / "set"
+
+
+def known(folder: Path, verify: str = "off") -> list[int | None]:
+    found = index_of(f"{folder}/*.tar", verify, STORAGE)
+    return [found.count(shard) for shard in found.shards]
+
+
+def counted(folder: Path, **arguments) -> list[int | None]:
+    found = count_missing(index_of(f"{folder}/*.tar", "auto", STORAGE), STORAGE, **arguments)
+    return [found.count(shard) for shard in found.shards]
+
+
+def test_all_places_that_say_it_agree(folder: Path) -> None:
+    assert known(folder) == [None] * 5 and counted(folder) == SIZES
+    for number, size in enumerate(SIZES):
+        (folder / f"{number:03d}_stats.json").write_text(json.dumps({"count": 99, "successes": size}))
+    assert known(folder) == SIZES  # img2dataset's
+    write_indexes(index_shards([str(path) for path in folder.glob("*.tar")], workers=1))
+    for path in folder.glob("*_stats.json"):
+        path.unlink()
+    assert known(folder) == SIZES  # sizes.json
+    (folder / "sizes.json").unlink()
+    assert known(folder, "auto") == SIZES and known(folder) == [None] * 5
+
+
+def test_damage_has_a_place_in_every_count(tmp_path: Path) -> None:
+    write_hostile(tmp_path, kinds())
+    expected = [
+        len(kind.usable) + sum(kind.bad.values()) for kind in sorted(kinds(), key=lambda kind: f"{kind.name}.tar")
+    ]
+    assert counted(tmp_path) == expected
+    write_indexes(index_shards([str(path) for path in tmp_path.glob("*.tar")], workers=2))
+    assert known(tmp_path, "auto") == known(tmp_path) == expected
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"000.tar": "12"}', '{"000.tar": -1}', '{"000.tar": true}'])
+def test_what_says_no_number_is_passed_over(folder: Path, text: str) -> None:
+    (folder / "sizes.json").write_text(text)
+    (folder / "000_stats.json").write_text(text)
+    assert counted(folder) == SIZES
+
+
+def test_only_what_nobody_has_counted_is_read(folder: Path, monkeypatch) -> None:
+    (folder / "sizes.json").write_text('{"000.tar": 10, "003.tar": 16}')  # wrong, but said
+    assert counted(folder) == [10, 0, 9, 16, 1]
+
+
+def by_a_rank(folder: Path, keep: Path) -> tuple[list[int | None], int]:
+    lines: list[str] = []
+    counts = counted(folder, keep=keep, log=lines.append)
+    return counts, len(lines)
+
+
+@pytest.mark.distributed
+def test_ranks_count_side_by_side(folder: Path, tmp_path: Path) -> None:
+    """Each counts some; all know all; rank 0 alone reports."""
+    told = run_ranks(by_a_rank, 2, folder, tmp_path / "kept")
+    assert [counts for counts, _ in told] == [SIZES, SIZES]
+    assert told[0][1] >= 1 and told[1][1] == 0
+    rows = [path.read_text().splitlines() for path in sorted((tmp_path / "kept").iterdir())]
+    assert [len(lines) for lines in rows] == [3, 2]
+    assert sorted(path.name for path in folder.iterdir()) == [f"{i:03d}.tar" for i in range(5)]  # nothing beside them
+
+
+def failing_rank(folder: Path) -> str:
+    found = index_of(f"{folder}/{{000..004}}.tar", "auto", STORAGE)
+    try:
+        count_missing(found, STORAGE)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "it went on"
+
+
+@pytest.mark.distributed
+def test_a_shard_that_one_rank_cannot_read_ends_all(folder: Path) -> None:
+    (folder / "001.tar").unlink()
+    first, second = run_ranks(failing_rank, 2, folder)
+    assert "cannot read shard" in first and "001.tar" in first
+    assert "cannot read shard" in second and {first.split(":")[0], second.split(":")[0]} == {
+        "DataError",
+        "RemoteRankError",
+    }
+
+
+def test_a_count_goes_on_where_a_kill_has_ended_it(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Also with a line that was cut; a shard that has another length since is counted again."""
+    keep = tmp_path / "kept"
+    assert counted(folder, keep=keep) == SIZES
+    kept = keep / "00000.jsonl"
+    kept.write_text(kept.read_text()[:-20])
+    write_shard(folder / "002.tar", [m for i in range(40) for m in sample(f"n{i}", i)])
+
+    read: list[int] = []
+
+    def fail(data: bytes):
+        read.append(len(data))
+        raise AssertionError("it is known")
+
+    with monkeypatch.context() as patched:
+        shards_open_as(patched, fail)
+        with pytest.raises(AssertionError):
+            counted(folder, keep=keep)
+    last = (folder / "004.tar").stat().st_size
+    assert set(read) == {(folder / "002.tar").stat().st_size, last}
+    assert counted(folder, keep=keep) == [12, 0, 40, 15, 1]
+    assert counted(folder, keep=keep) == [12, 0, 40, 15, 1]
+
+
+def test_a_disk_that_refuses_costs_no_run(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("a file")
+    assert counted(folder, keep=tmp_path / "kept") == SIZES
+
+
+def test_a_shard_that_cannot_be_read_is_an_error(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    found = index_of(f"{folder}/*.tar", "auto", STORAGE)
+    (folder / "003.tar").unlink()
+    with pytest.raises(DataError, match=r"cannot read shard .*003\.tar"):
+        count_missing(found, STORAGE)
