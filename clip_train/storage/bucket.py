@@ -125,7 +125,7 @@ def shared_bucket(name: str) -> Bucket:
 
 
 def _session() -> Any:
-    """With what files and environment say now."""
+    """With the settings in files and environment as they are now."""
     from botocore.session import Session
 
     return Session()
