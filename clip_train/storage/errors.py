@@ -66,6 +66,10 @@ class ChangedError(OSError):
     """The object is another one than when it was opened."""
 
 
+class StorageError(OSError):
+    """A refusal, or no answer. (A bare OSError would turn into a PermissionError by its errno.)"""
+
+
 class TakenError(OSError):
     """There is something by that name already."""
 
@@ -86,7 +90,7 @@ def storage_error(kind: Meaning, message: str) -> OSError:
     if kind in ("denied", "expired"):
         return PermissionError(errno.EACCES, message)
     lasting = {"no bucket": errno.ENXIO, "final": errno.EPERM, "elsewhere": errno.EPERM}
-    return OSError(lasting.get(kind, errno.EIO), message)
+    return StorageError(lasting.get(kind, errno.EIO), message)
 
 
 def meaning(error: BaseException) -> Meaning:

@@ -219,6 +219,7 @@ def refused_to(storage: Storage, proxy: FaultyProxy, ask: str, refusal: str) -> 
     with pytest.raises(OSError) as caught:
         ASK[ask](storage)
     assert not isinstance(caught.value, FileNotFoundError)
+    assert isinstance(caught.value, PermissionError) == (refusal in ("denied", "expired token"))
     assert fault.fired
 
 
