@@ -82,7 +82,7 @@ class Storage(Protocol):
         ...
 
     def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
-        """Remove unfinished writes below the folder `prefix` that were begun before `older_than` (the store's clock);
+        """Remove unfinished writes below the folder `prefix` that were started before `older_than` (the store's clock);
         how many. OSError.
 
         spare: those that write to these names are left alone.

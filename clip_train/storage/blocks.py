@@ -1,4 +1,4 @@
-"""A file read in numbered blocks, each of which can be held against a checksum before a byte of it is used."""
+"""A file read in numbered blocks, each of which can be verified before a byte of it is used."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class BlockFile(io.BufferedIOBase):
 
 
 class LocalBlocks(BlockFile):
-    """A local file held against its checksums."""
+    """A local file whose blocks are verified."""
 
     _file: io.FileIO | None = None  # until it is open: `close` is called without, too
 

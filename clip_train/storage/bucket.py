@@ -125,7 +125,7 @@ def shared_bucket(name: str) -> Bucket:
 
 
 def _session() -> Any:
-    """With what files and environment say now."""
+    """With the settings in files and environment as they are now."""
     from botocore.session import Session
 
     return Session()
@@ -137,8 +137,10 @@ def _options(session: Any, bucket: str, region: str | None) -> dict[str, Any]:
 
     scoped = session.get_scoped_config()
     options: dict[str, Any] = {"disable_bulk_delete": True}  # which other servers may not know
-    options["region"] = region or session.get_config_variable("region") or "us-east-1"
+    region = options["region"] = region or session.get_config_variable("region") or "us-east-1"
     endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
+    if endpoint is None and region.startswith("cn-"):  # which obstore does not know
+        endpoint = f"https://s3.{region}.amazonaws.com.cn"
     virtual = (scoped.get("s3") or {}).get("addressing_style") == "virtual"
     if endpoint is not None:
         scheme, found, host = endpoint.partition("://")

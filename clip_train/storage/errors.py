@@ -11,7 +11,7 @@ import os
 import re
 from typing import Literal
 
-# again: nothing says that another attempt would be in vain; expired: credentials that were valid once; denied: ones
+# again: another attempt may succeed; expired: credentials that were valid once; denied: ones
 # that are not, or none; taken: there is something by that name; elsewhere: in another region; final: refused for good.
 Meaning = Literal["missing", "no bucket", "taken", "changed", "denied", "expired", "elsewhere", "final", "again"]
 
@@ -51,7 +51,7 @@ class ReadError(OSError):
 
 
 class MissingError(ReadError, FileNotFoundError):
-    """The server says that there is no such file."""
+    """There is no such file on the server."""
 
 
 class DeniedError(ReadError, PermissionError):
@@ -66,6 +66,10 @@ class ChangedError(OSError):
     """The object is another one than when it was opened."""
 
 
+class StorageError(OSError):
+    """A refusal, or no answer. (A bare OSError would turn into a PermissionError by its errno.)"""
+
+
 class TakenError(OSError):
     """There is something by that name already."""
 
@@ -78,7 +82,7 @@ def read_error(kind: Meaning, message: str) -> OSError:
 
 
 def storage_error(kind: Meaning, message: str) -> OSError:
-    """The final error of a `Storage`, for an error that means `kind`; its errno says whether it may pass (EIO)."""
+    """The final error of a `Storage`, for an error that means `kind`; EIO where it may pass."""
     if kind == "taken":
         return TakenError(errno.EEXIST, message)
     if kind == "missing":
@@ -86,11 +90,11 @@ def storage_error(kind: Meaning, message: str) -> OSError:
     if kind in ("denied", "expired"):
         return PermissionError(errno.EACCES, message)
     lasting = {"no bucket": errno.ENXIO, "final": errno.EPERM, "elsewhere": errno.EPERM}
-    return OSError(lasting.get(kind, errno.EIO), message)
+    return StorageError(lasting.get(kind, errno.EIO), message)
 
 
 def meaning(error: BaseException) -> Meaning:
-    """What the error of one attempt says about the next one."""
+    """What the error of one attempt means for the next one."""
     if isinstance(error, ChangedError):
         return "changed"
     status, code, message = _response(error)
@@ -107,7 +111,7 @@ def meaning(error: BaseException) -> Meaning:
 
 
 def _of_network(cause: BaseException | None) -> bool:
-    """fsspec's HTTP calls every look-up that failed a FileNotFoundError: what caused it tells them apart."""
+    """fsspec's HTTP calls every look-up that failed a FileNotFoundError: its cause is what differs."""
     if isinstance(cause, FileNotFoundError):
         return False
     return isinstance(cause, OSError | asyncio.TimeoutError) or type(cause).__module__.startswith("aiohttp")
@@ -125,7 +129,7 @@ def describe(error: BaseException) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """What the user can do about it; "" where this cannot tell."""
+    """What the user can do about it; "" where that is not known."""
     kind, (status, code, _) = meaning(error), _response(error)
     if kind == "elsewhere":
         return "set AWS_REGION to the one of the bucket"
@@ -181,9 +185,7 @@ def _response_in(text: str, kind: str) -> tuple[int | None, str, str]:
         return 301, "", "the bucket is in another region"
     if provider := re.search(r"credential provider: (\w+): (.*)", text, re.DOTALL):
         return None, provider[1], provider[2]
-    if (
-        details
-    ):  # the text alone says little: "Generic S3 error: Error performing ... - HTTP error: error sending request"
+    if details:  # the text itself is no more than "Error performing GET ... - HTTP error: error sending request"
         kind, inner = "", re.search(r'(?:message|error): "([^"]+)"', details)
         text = re.sub(r".* - |Generic S3 error: |HTTP error: ", "", text, flags=re.DOTALL)
         text = f"{text}{f': {inner[1]}' if inner else ': no answer in time' if _TIMEOUT in details else ''}"

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import email.utils
 import errno
+import functools
 import math
 import os
 import time
@@ -103,11 +104,7 @@ class ObjectStorage:
 
     def size(self, name: str) -> int:
         key = self._key(name)
-
-        async def head(store: Any) -> int:
-            return int((await head_object(store, key))["size"])
-
-        return self._ask(f"looking at {name}", head, self._request_seconds)
+        return self._ask(f"looking at {name}", lambda store: head_object(store, key), self._request_seconds)["size"]
 
     def exists(self, name: str) -> bool:
         try:
@@ -131,10 +128,7 @@ class ObjectStorage:
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         key = self._key(name)
         mode: Literal["create", "overwrite"] = "create" if if_absent else "overwrite"
-
-        async def put(store: Any) -> None:
-            await obstore.put_async(store, key, data, mode=mode, use_multipart=False)
-
+        put = functools.partial(obstore.put_async, path=key, file=data, mode=mode, use_multipart=False)
         try:
             self._ask(f"writing {name}", put, self._seconds(len(data)))
         except TakenError:
@@ -169,13 +163,11 @@ class ObjectStorage:
         self._delete(prefix, [self._key(entry.name) for entry in self.list(prefix)])
 
     def _delete(self, name: str, keys: Names) -> None:
-        async def delete(store: Any) -> None:
-            await obstore.delete_async(store, keys)
-
-        self._ask(f"deleting {name}", delete, self._request_seconds * (1 + len(keys) / 10))  # ten at a time
+        seconds = self._request_seconds * (1 + len(keys) / 10)  # ten at a time
+        self._ask(f"deleting {name}", lambda store: obstore.delete_async(store, keys), seconds)
 
     def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
-        """Abort multipart uploads that were begun before `older_than` (their parts cost, and are not listed)."""
+        """Abort multipart uploads that were started before `older_than` (their parts cost, and are not listed)."""
         folder, cut = self._folder(prefix)
         where = {"Bucket": self._bucket.name}
 
@@ -230,7 +222,7 @@ class ObjectStorage:
 
 
 async def head_object(store: Any, key: str) -> Any:
-    """obstore's ObjectMeta. What was refused is asked in another way: a HEAD's answer has no body to say why."""
+    """obstore's ObjectMeta. What was refused is asked in another way: a HEAD's answer has no body with a reason."""
     try:
         return await obstore.head_async(store, key)
     except Exception as e:

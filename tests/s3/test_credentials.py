@@ -260,6 +260,29 @@ def test_a_run_on_a_role_and_nothing_secret_is_left(
     assert grep(["expired"], tmp_path)  # it would have been found
 
 
+def test_a_profile_gives_endpoint_region_and_keys(
+    storage: Storage, proxy: FaultyProxy, view: Bucket, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*NAMES, "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    config = f"[profile lab]\nregion = us-east-1\naws_access_key_id = {server.access_key}\n"
+    config += f"aws_secret_access_key = {server.secret_key}\nendpoint_url = {proxy.url}\n"
+    (tmp_path / "config").write_text(config)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert storage.put_bytes("a", b"1") and view.get("run/a") == b"1" and storage.sweep(0.0) == 0
+    with open_read(f"{view.url}/run/a") as file:
+        assert file.read() == b"1"
+
+
+def test_an_endpoint_without_a_scheme_is_refused_with_the_remedy(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    with pytest.raises(OSError, match="'minio:9000': write https://host"):
+        storage.list()
+
+
 def test_a_public_bucket_needs_no_credentials(
     proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, bucket: str, server: Server
 ) -> None:

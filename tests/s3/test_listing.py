@@ -1,4 +1,4 @@
-"""What a pattern matches on S3: all of it, or an error that says what could not be listed."""
+"""What a pattern matches on S3: all of it, or an error that names what could not be listed."""
 
 from __future__ import annotations
 

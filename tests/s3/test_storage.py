@@ -134,7 +134,7 @@ def test_a_bucket_in_another_region_is_found(
     storage: Storage, server: Server, proxy: FaultyProxy, view: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "Ceph" in server.name:
-        pytest.skip("it does not say in which region a bucket is")
+        pytest.skip("its answers do not name the region of a bucket")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     proxy.faults = [Fault("status", key="", method="GET|PUT", code=301, s3code="PermanentRedirect", region="eu-west-1")]
     assert storage.put_bytes("a", b"1") and [entry.name for entry in storage.list()] == ["a"]
@@ -219,6 +219,7 @@ def refused_to(storage: Storage, proxy: FaultyProxy, ask: str, refusal: str) -> 
     with pytest.raises(OSError) as caught:
         ASK[ask](storage)
     assert not isinstance(caught.value, FileNotFoundError)
+    assert isinstance(caught.value, PermissionError) == (refusal in ("denied", "expired token"))
     assert fault.fired
 
 

@@ -1,6 +1,6 @@
 """What an error means to the next attempt, and what the user reads: one table for readers and writers.
 
-obstore's errors are nothing but text: here they come from obstore itself, which asks a server that answers as told.
+obstore's errors are nothing but text: here they come from obstore itself, asking a server of the test.
 """
 
 from __future__ import annotations
