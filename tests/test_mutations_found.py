@@ -81,7 +81,7 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     storage.left = writes
     plan = plan_file(0, [], {"rng": torch.zeros(3)})
     memory = SharedMemory()
-    memory.reserve(plan.num_bytes, pin=False)
+    memory.reserve(plan)
     memory.fill(plan)
     request = SaveRequest(2, manifest.attempt_prefix(1, 2), 1, 0, 1, plan.num_bytes, plan.fragments, {})
     with pytest.raises(Killed):

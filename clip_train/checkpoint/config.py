@@ -6,7 +6,7 @@ import contextlib
 import errno
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,13 +14,16 @@ from pydantic import Field, field_validator
 
 from clip_train import dist
 from clip_train.checkpoint.commit import explain, list_commits, readable
+from clip_train.checkpoint.lease import Lease
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
-from clip_train.checkpoint.retention import SWEEP_REMEDY, SWEEP_RIGHT
+from clip_train.checkpoint.retention import SWEEP_REMEDY, SWEEP_RIGHT, Policy
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
 from clip_train.settings import Settings
 from clip_train.storage import LocalStorage, Storage, is_remote, local_path, open_storage
 
 T = TypeVar("T")
+Refs = Collection[CommitRef]
+NO_LEASE = Lease(0, "")
 
 
 class CheckpointConfig(Settings):
@@ -70,6 +73,13 @@ class CheckpointConfig(Settings):
 
     orphan_grace_minutes: float = Field(60.0, ge=0)
     """Data of saves that were never committed are removed when they are older than this."""
+
+    def policy(self, held: Lease = NO_LEASE, protect: Refs = frozenset(), damaged: Refs = frozenset()) -> Policy:
+        """What retention keeps. protect, damaged: as there."""
+        return Policy(
+            self.keep_last, self.keep_every, self.keep_best, 60 * self.orphan_grace_minutes, *held, set(protect),
+            set(damaged),
+        )  # fmt: skip
 
     @field_validator("remote")
     @classmethod
@@ -193,18 +203,8 @@ class Trial:
     error: ClipTrainError | None = None
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """What was found out about a store in which training can keep its checkpoints."""
-
-    trials: list[Trial]
-
-    def warnings(self, url: str) -> list[str]:
-        return [f"{url} {each.told}. {each.remedy}" for each in self.trials if each.remedy]
-
-
-def preflight(storage: Storage) -> Preflight:
-    """List, write, read back, write if absent, delete, clock, list unfinished uploads.
+def preflight(storage: Storage) -> list[str]:
+    """List, write, read back, write if absent, delete, clock, list unfinished uploads: returns warnings.
 
     UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): what cannot be done, and why.
     """
@@ -212,7 +212,7 @@ def preflight(storage: Storage) -> Preflight:
     for each in trials:
         if each.error is not None:
             raise each.error
-    return Preflight(trials)
+    return [f"{storage.url} {each.told}. {each.remedy}" for each in trials if each.remedy]
 
 
 def try_all(storage: Storage) -> Iterator[Trial]:

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from clip_train.checkpoint.retention import check_space, free_bytes
 from clip_train.errors import CheckpointError
 from clip_train.storage import LocalStorage, Storage
 
+T = TypeVar("T")
 PARALLEL_BLOCKS = 4  # hashed or fetched at a time by one rank: 64 MiB
 _PROGRESS_SECONDS = 10.0  # between lines about a fetch that takes long
 Block = tuple[int, int]  # file (its place in the manifest), number in it
@@ -81,8 +83,6 @@ class CheckpointFiles:
     ) -> None:
         """OSError where it cannot be found out which copies there are."""
         self.entries = found.manifest.files
-        store = remote or local
-        self.where = f"{store.url}/{found.commit.prefix}" if store is not None else found.commit.prefix
         self.fetched = 0  # bytes, by this rank
         self.seconds = 0.0  # of fetching
         self._found, self._local, self._remote = found, local, remote
@@ -139,42 +139,38 @@ class CheckpointFiles:
     def prepare(self, blocks: Collection[Block]) -> None:
         """Collective: what this rank is going to read. Ranks on one disk fetch it together. CheckpointError, on all."""
         if self._together or self._spool is not None or self._remote is None:
-            dist.agreed(lambda: self._one_rank(lambda: self._make_ready(blocks)))
-            return
+            return dist.agreed(lambda: self._one_rank(lambda: self._make_ready(blocks)))
         self._rounds += 1
-        missing = dist.agreed(lambda: self._one_rank(lambda: self._write_needs(self._verify(blocks))))
-        mine = dist.agreed(lambda: self._all_needs(missing))
+        missing = dist.agreed(lambda: self._one_rank(lambda: self._verify(blocks)))
+        dist.agreed(lambda: self._write_needs(missing))
+        needs = dist.agreed(self._read_needs)
         here = self._ranks.index(dist.rank())
-        part = mine[len(mine) * here // len(self._ranks) : len(mine) * (here + 1) // len(self._ranks)]
-        dist.agreed(lambda: self._one_rank(lambda: self._fetch(part)))
-        self._ready.update(mine)
+        mine = needs[len(needs) * here // len(self._ranks) : len(needs) * (here + 1) // len(self._ranks)]
+        dist.agreed(lambda: self._one_rank(lambda: self._fetch(mine)))
+        self._ready.update(needs)
 
     def _needs_file(self, rank: int) -> Path:
         return self._spooled(0).with_name(f"{self._spooled(0).name}.needs{self._rounds}-{rank}")
 
-    def _write_needs(self, missing: list[Block]) -> list[Block]:
-        if len(self._ranks) > 1:
-            path = self._needs_file(dist.rank())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(missing))
-        return missing
+    def _write_needs(self, missing: list[Block]) -> None:
+        path = self._needs_file(dist.rank())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(missing))
 
-    def _all_needs(self, missing: list[Block]) -> list[Block]:
+    def _read_needs(self) -> list[Block]:
         """What any rank on this disk misses, in the same order on all of them."""
-        needs = set(missing)
-        for rank in self._ranks if len(self._ranks) > 1 else ():
-            needs |= {(file, number) for file, number in json.loads(self._needs_file(rank).read_text())}
-        return sorted(needs - self._ready)
+        of_each = [json.loads(self._needs_file(rank).read_text()) for rank in self._ranks]
+        return sorted({(file, number) for needs in of_each for file, number in needs} - self._ready)
 
-    def _one_rank(self, action: Callable[[], list[Block]]) -> list[Block]:
+    def _one_rank(self, action: Callable[[], T]) -> T:
         """CheckpointError, for damage too."""
         try:
             return action()
         except DamagedError as e:
-            raise CheckpointError(f"{self.where}: {e}; resume from an older one, or from another copy") from e
+            raise CheckpointError(f"{e}; resume from an older one, or from another copy") from e
 
-    def _make_ready(self, blocks: Collection[Block]) -> list[Block]:
-        return self._fetch(self._verify(blocks))
+    def _make_ready(self, blocks: Collection[Block]) -> None:
+        self._fetch(self._verify(blocks))
 
     # -- verifying and fetching
 
@@ -209,17 +205,16 @@ class CheckpointFiles:
         for file in files:
             self._maps.pop(file, None)
 
-    def _fetch(self, blocks: Sequence[Block]) -> list[Block]:
+    def _fetch(self, blocks: Sequence[Block]) -> None:
         """Into the spool. DamagedError, CheckpointError."""
         if not blocks:
-            return []
+            return
         if self._remote is None:
             raise DamagedError(self._why_damaged(blocks[0][0]))
         remote, began = self._remote, time.monotonic()
         total = sum(map(self._length, blocks))
         with self._own_disk():
-            folder = self._spooled(0).parent
-            folder.mkdir(parents=True, exist_ok=True)
+            (folder := self._spooled(0).parent).mkdir(parents=True, exist_ok=True)
             check_space(folder, total, free_bytes(folder))
 
         def fetch(block: Block) -> None:
@@ -228,14 +223,11 @@ class CheckpointFiles:
                 self._keep(block, data)
 
         def fetch_all() -> None:
-            next_line = began + _PROGRESS_SECONDS
-            done = 0
+            next_line, done = began + _PROGRESS_SECONDS, 0
             for block in in_parallel(fetch, blocks, PARALLEL_BLOCKS):
                 done += self._length(block)
-                now = time.monotonic()
-                if dist.is_main() and now >= next_line and done < total:
-                    next_line = now + _PROGRESS_SECONDS
-                    rate = done / (now - began)
+                if dist.is_main() and (now := time.monotonic()) >= next_line and done < total:
+                    next_line, rate = now + _PROGRESS_SECONDS, done / (now - began)
                     self._log(
                         f"fetching the checkpoint of step {self._found.commit.step}: {done / 1e6:,.0f} of rank 0's "
                         f"{total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s, {(total - done) / rate:.0f} s to go"
@@ -248,17 +240,14 @@ class CheckpointFiles:
         self._ready.update(blocks)
         self.fetched += total
         self.seconds += time.monotonic() - began
-        return []
 
     def _why_damaged(self, file: int) -> str:
-        path, size = self._copy(file), self.entries[file].size
-        try:
-            there = path.stat().st_size
-        except FileNotFoundError:
-            return f"{path} is missing"
-        if there != size:
-            return f"{path} has {there} bytes instead of {size}"
-        return f"{path} does not have its sha256: a byte has changed since it was written"
+        path = self._copy(file)
+        return (
+            f"{path} is missing"
+            if not path.exists()
+            else f"{path} does not have its sha256: a byte has changed since it was written"
+        )
 
     def _keep(self, block: Block, data: bytes) -> None:
         """Several ranks may write the same bytes to the same place."""
@@ -315,8 +304,7 @@ class CheckpointFiles:
             if problem is not None:
                 return problem
             self._publish({file for file, _ in mine}, {file for file, number in mine if number == 0})
-            with contextlib.suppress(OSError):
-                os.listdir(self._copy(0).parent)  # NFS remembers for a while that a file was not there
+            self._right_sized()  # a listing: NFS remembers for a while that a file was not there
         self._copies = set(everything)
         self._ready = {(i, number) for i, entry in enumerate(self.entries) for number in range(len(entry.blocks))}
         return None
@@ -344,7 +332,7 @@ class CheckpointFiles:
         self._make_ready([(i, number) for i, entry in enumerate(self.entries) for number in range(len(entry.blocks))])
 
     @staticmethod
-    def _all(action: Callable[[], object]) -> str | None:
+    def _all(action: Callable[[], None]) -> str | None:
         """Collective: the first damage that any rank meets. CheckpointError, on all ranks."""
 
         def one() -> str | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -18,7 +17,7 @@ from clip_train.checkpoint import lease, manifest
 from clip_train.checkpoint.commit import SaveRequest, explain
 from clip_train.checkpoint.config import CheckpointConfig, preflight, ranks_of_folder, writable
 from clip_train.checkpoint.restore import Log, Resumed, Selection, select
-from clip_train.checkpoint.retention import Policy, check_space, free_bytes
+from clip_train.checkpoint.retention import check_space, free_bytes
 from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
 from clip_train.checkpoint.status import LastGood, Saves, Schedule
 from clip_train.checkpoint.transfer import Settings
@@ -57,7 +56,6 @@ class CheckpointManager:
         self._selection = Selection()
         self._settings: Settings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
-        self._preparing: threading.Thread | None = None
         self._snapshot = (-1, 0)  # the last submitted, or resumed from: step, how many of it; alike on all ranks
         self._abandoned = False  # the last save did not make it within the grace
         self._grace_left: float | None = None  # seconds, of the last save if it was waited for
@@ -95,15 +93,9 @@ class CheckpointManager:
 
     def preflight(self) -> None:
         """Before anything is built: can the remote store be used? UserError or CheckpointError says what to fix."""
-
-        def look() -> list[str]:
-            assert self.remote is not None
-            return preflight(self.remote).warnings(self.remote.url)
-
-        if self.remote is not None:
-            for warning in dist.on_main(look):
-                if dist.is_main():
-                    self._log(f"warning: {warning}")
+        if (remote := self.remote) is not None:
+            for warning in dist.on_main(lambda: preflight(remote)):
+                self._saves.report(f"warning: {warning}")
 
     def refuse_second_writer(self) -> None:
         """UserError on all ranks where another process of this machine writes there; one that is about to end may."""
@@ -116,9 +108,8 @@ class CheckpointManager:
         CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for
         a path that holds no checkpoints.
         """
-        self._selection = select(
-            self.config.resume, self.storage, self.remote, together=self._ranks_of_folder, log=self._log
-        )
+        together = functools.partial(ranks_of_folder, self.storage)
+        self._selection = select(self.config.resume, self.storage, self.remote, together=together, log=self._log)
         resumed = self._selection.resumed
         if resumed is not None:
             if self._selection.saved:
@@ -136,16 +127,7 @@ class CheckpointManager:
         main = self.remote or self.storage
         others: list[Storage] = [self.storage] if self.remote is not None else []
         held = dist.on_main(lambda: writable(main, lambda: lease.acquire(main, others, resume=self.config.resume)))
-        policy = Policy(
-            keep_last=self.config.keep_last,
-            keep_every=self.config.keep_every,
-            keep_best=self.config.keep_best,
-            orphan_grace_seconds=60 * self.config.orphan_grace_minutes,
-            epoch=held.epoch,
-            token=held.token,
-            protect=set(self._selection.protect),
-            damaged=set(self._selection.damaged),
-        )
+        policy = self.config.policy(held, set(self._selection.protect), set(self._selection.damaged))
         timeout = 60 * self.config.save_timeout_minutes
         settings = Settings(str(self.folder), self.config.remote, self._all_see_folder(), timeout, policy)
         self._memory = SharedMemory()
@@ -161,27 +143,14 @@ class CheckpointManager:
     ) -> None:
         """On this rank, after `begin` and the first step: what `save` will be given. Its memory is allocated and
         touched while training goes on, so that the first save costs no more than the others."""
-        memory = self._memory
-        if memory is None or self._preparing is not None:
-            return
-        plan = plan_file(dist.rank(), fragments, rank_tensors, shared_tensors)
-        size, pin = plan.num_bytes, _on_gpu(plan)
-
-        def reserve() -> None:
-            with contextlib.suppress(Exception):  # the save says why
-                memory.reserve(size, pin=pin)
-
-        self._preparing = threading.Thread(target=reserve, daemon=True)
-        self._preparing.start()
+        if self._memory is not None:
+            self._memory.reserve_beside(plan_file(dist.rank(), fragments, rank_tensors, shared_tensors))
 
     def _all_see_folder(self) -> bool:
         """Collective, once. Without a remote store they must."""
         if self._shared is None:
-            self._shared = self.remote is None or len(self._ranks_of_folder()) == dist.world_size()
+            self._shared = self.remote is None or len(ranks_of_folder(self.storage)) == dist.world_size()
         return self._shared
-
-    def _ranks_of_folder(self) -> list[int]:
-        return ranks_of_folder(self.storage)
 
     # -- save
 
@@ -255,10 +224,7 @@ class CheckpointManager:
         assert self._memory is not None and self._settings is not None
         rank, epoch = dist.rank(), self._settings.policy.epoch
         encoded = manifest.encode_state(state) if rank == 0 else None
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-        self._memory.reserve(plan.num_bytes, pin=_on_gpu(plan))
+        self._memory.reserve(plan)
         self._memory.fill(plan)
         notes, self._saves.notes = self._saves.notes, []
         return SaveRequest(
@@ -376,12 +342,6 @@ class CheckpointManager:
         self._saves.close(
             grace if self._grace_left is None else min(grace, self._grace_left), finish=not self._abandoned
         )
-        if self._preparing is not None:
-            self._preparing.join()
         if self._memory is not None:
             self._memory.close()
-        self._memory, self._preparing, self._settings = None, None, None
-
-
-def _on_gpu(plan: Plan) -> bool:
-    return any(tensor.is_cuda for _, tensor in plan.places)
+        self._memory, self._settings = None, None

@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Plan:
     places: list[tuple[int, Tensor]]  # byte offset in the file -> tensor, still the training's own
     num_bytes: int  # of the file
     fragments: dict[str, Any]  # for the rank's manifest: `shapes`, `rows` of fragments, other `tensors`
+    on_gpu: bool = False  # the tensors
 
 
 def plan_file(
@@ -127,14 +129,14 @@ def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
     head = len(encoded).to_bytes(8, "little") + encoded
     places = [(len(head) + offsets[key], tensors[key]) for key in order]
     where = {key: (*known[key], len(head) + offsets[key]) for key in order}
-    return Plan(head, places, len(head) + at, {"shapes": {}, "rows": [], "tensors": where})
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    return Plan(head, places, len(head) + at, {"shapes": {}, "rows": [], "tensors": where}, on_gpu)
 
 
 class SharedMemory:
     """Host memory behind a file descriptor that the checkpoint writer has too; kept from save to save, it only grows.
 
-    Anonymous: nothing of it is left when both processes have gone, however they went. Pinned where the state lies on a
-    GPU, so that the copy runs at the bus's speed.
+    Anonymous: nothing of it is left when both processes have gone. Pinned for a GPU: then the copy runs at full speed.
     """
 
     def __init__(self) -> None:
@@ -143,36 +145,54 @@ class SharedMemory:
         self._map = memoryview(b"")
         self._view = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
+        self._thread: threading.Thread | None = None
 
-    def reserve(self, num_bytes: int, *, pin: bool) -> None:
+    def reserve_beside(self, plan: Plan) -> None:
+        """`reserve` in a thread; what goes wrong there it will report itself."""
+        self._join()
+        self._thread = threading.Thread(target=self._try_to_reserve, args=(plan,), daemon=True)
+        self._thread.start()
+
+    def _try_to_reserve(self, plan: Plan) -> None:
+        with contextlib.suppress(Exception):
+            self._reserve(plan)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def reserve(self, plan: Plan) -> None:
         """Allocate, touch and pin. OSError or MemoryError where the machine does not have it."""
-        if num_bytes <= self.capacity:
+        self._join()
+        self._reserve(plan)
+
+    def _reserve(self, plan: Plan) -> None:
+        if plan.num_bytes <= self.capacity:
             return
         self._unpin()
-        size = -(-(num_bytes + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-(plan.num_bytes + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self.fd, size)
         # a new mapping: the old one goes with the last tensor over it
         self._map = memoryview(mmap.mmap(self.fd, size))
         self._view = torch.frombuffer(self._map, dtype=torch.uint8)
         self._view[:: mmap.PAGESIZE] = 0  # a page fault costs more than copying the page
         self.capacity = size
-        self._pinned = pin and _register(self._view)
+        self._pinned = plan.on_gpu and _register(self._view)
 
     def fill(self, plan: Plan) -> None:
         """Copy the file that `plan` describes to the beginning. When it returns, training may go on."""
         assert plan.num_bytes <= self.capacity
         self._map[: len(plan.head)] = plan.head
-        on_gpu = False
         for at, tensor in plan.places:
             if tensor.numel():
                 # in one go: slicing and casting the view costs 5 us more for each of thousands of tensors
                 place = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=at)
                 place.view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
-                on_gpu |= tensor.is_cuda
-        if on_gpu:
+        if plan.on_gpu:
             torch.cuda.synchronize()
 
     def close(self) -> None:
+        self._join()
         self._unpin()
         self.capacity = 0
         os.close(self.fd)

@@ -13,7 +13,6 @@ from rich.table import Table
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.inspect import Line, list_checkpoints, places_of
 from clip_train.checkpoint.restore import Places
-from clip_train.checkpoint.retention import Policy
 from clip_train.errors import UserError
 from clip_train.storage import LocalStorage, is_remote, open_storage
 from launcher.config.recipe import RunConfig, load_config
@@ -53,13 +52,7 @@ def print_checkpoints(place: str, overrides: list[str], *, verify: bool, as_json
         places, settings = places_of_run(config), config.checkpoint
     else:
         places, settings = places_of(place)[0], CheckpointConfig()
-    policy = Policy(
-        keep_last=settings.keep_last,
-        keep_every=settings.keep_every,
-        keep_best=settings.keep_best,
-        orphan_grace_seconds=60 * settings.orphan_grace_minutes,
-    )
-    lines = list_checkpoints(places, policy, verify=verify)
+    lines = list_checkpoints(places, settings.policy(), verify=verify)
     status = 1 if any(line.problem and line.committed for line in lines) else 0
     if as_json:
         print(json.dumps({"places": [each.url for each in places[:2] if each], "checkpoints": [*map(asdict, lines)]}))

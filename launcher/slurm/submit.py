@@ -143,7 +143,7 @@ def check_submission(config: RunConfig, job: Job, site: Site, *, offline: bool) 
             "make room, choose another, or keep fewer"
         )
     if remote is not None and not offline:
-        for warning in preflight(open_storage(remote)).warnings(remote):
+        for warning in preflight(open_storage(remote)):
             print(f"clip-train: warning: {warning}", file=sys.stderr)
 
 

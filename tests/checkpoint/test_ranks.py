@@ -239,7 +239,6 @@ def fetched_twice(root: Path, disks: list[int], bank: int) -> list[dict[str, Any
     [
         ([0, 0], BANK),
         ([0, 1], BANK),
-        pytest.param([0, 0, 1], BANK, marks=pytest.mark.full),
         pytest.param([0, 0, 1], 20_000_000, id="several blocks", marks=pytest.mark.full),
     ],
 )
@@ -263,6 +262,20 @@ def test_ranks_on_one_disk_fetch_a_block_once(tmp_path: Path, disks: list[int], 
         assert each["same"] and not any(name == f"rank{rank:05d}.safetensors" for name, _ in each["read"]), each
     if len(set(disks)) == 1:
         assert not any(each["read"] for each in again)
+
+
+def test_ranks_on_another_disk_fetch_what_they_need_once(tmp_path: Path) -> None:
+    """Two files for four ranks on two disks: what two of them need that share a disk, one of them fetches."""
+    disks = [0, 0, 1, 1]
+    run_ranks(saved_apart, 2, tmp_path, [0, 0], BANK, 1)
+    shutil.rmtree(tmp_path / "disk0")
+    seen = run_ranks(resumed_apart, 4, tmp_path, disks, BANK)
+    assert all(each["same"] and each["own"] is None for each in seen)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "store").rglob("*.safetensors")}
+    for disk in (0, 1):
+        on_it = sum((each["read"] for each, its in zip(seen, disks, strict=True) if its == disk), Counter())
+        assert on_it["rank00000.safetensors", 0] == sizes["rank00000.safetensors"]  # all need the bank
+        assert all(count == sizes[name] for (name, _), count in on_it.items()), on_it
 
 
 def test_a_long_fetch_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ PREFIX = "ckpt/s0000000001/e000000-1"
 def write_file(path: Path, plan: Plan) -> list[str]:
     """As the checkpoint writer does: through the shared memory."""
     memory = SharedMemory()
-    memory.reserve(plan.num_bytes, pin=False)
+    memory.reserve(plan)
     memory.fill(plan)
     path.parent.mkdir(parents=True, exist_ok=True)
     blocks = copy_hashed(memory.fd, path, plan.num_bytes)
@@ -112,8 +112,8 @@ def test_a_gap_is_an_error(tmp_path: Path) -> None:
 def test_a_snapshot_is_a_copy(tmp_path: Path) -> None:
     state = whole(1)
     memory = SharedMemory()
-    memory.reserve(1 << 20, pin=False)
     plan = plan_file(0, cut(state, 0, 1), {})
+    memory.reserve(plan)
     memory.fill(plan)
     state["logit_scale", "param"].fill_(9)
     copy_hashed(memory.fd, tmp_path / "f", plan.num_bytes)

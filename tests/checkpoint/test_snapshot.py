@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -41,11 +42,11 @@ def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(monkeypatch: pyt
     cuda = FakeCuda(status)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch, "zeros", cuda.zeros)
-    plan = plan_file(0, [], {"rng": torch.arange(7)})
+    plan = dataclasses.replace(plan_file(0, [], {"rng": torch.arange(7)}), on_gpu=True)
     memory = SharedMemory()
-    memory.reserve(plan.num_bytes, pin=True)
+    memory.reserve(plan)
     assert cuda.last_error == 0 and (cuda.registered, cuda.kernels) == ((1, 0) if status == 0 else (0, 1))
-    memory.fill(plan)
+    memory.fill(dataclasses.replace(plan, on_gpu=False))
     ((at, tensor),) = plan.places
     assert os.pread(memory.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()
     memory.close()
@@ -55,15 +56,16 @@ def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(monkeypatch: pyt
 def test_it_is_there_before_the_first_save_and_only_grows() -> None:
     memory = SharedMemory()
     plan = plan_file(0, [], {"rng": torch.arange(70_000)})
-    memory.reserve(plan.num_bytes, pin=False)
+    memory.reserve_beside(plan)
+    memory.reserve(plan)
     held, blocks = memory.capacity, os.fstat(memory.fd).st_blocks
     assert held >= plan.num_bytes and 512 * blocks >= held, "its pages are allocated"
     memory.fill(plan)
     assert os.fstat(memory.fd).st_blocks == blocks
-    memory.reserve(10, pin=False)
+    memory.reserve(plan_file(0, [], {}))
     assert memory.capacity == held
     larger = plan_file(0, [], {"rng": torch.arange(700_000)})
-    memory.reserve(larger.num_bytes, pin=False)
+    memory.reserve(larger)
     memory.fill(larger)
     ((at, tensor),) = larger.places
     assert os.pread(memory.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()

@@ -124,7 +124,7 @@ def killed_in_the_upload(folder: Path, url: str, hung: Path, victim: int) -> dic
 @pytest.mark.distributed
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_writer_that_is_killed_in_the_upload(tmp_path: Path, url: str, view: Bucket, proxy, victim: int) -> None:
-    hang = Fault("hang", method="PUT", key=f"s0000000002/.*rank0000{victim}.safetensors")
+    hang = Fault("hang", times=1, method="PUT", key=f"s0000000002/.*rank0000{victim}.safetensors")
     proxy.faults = [hang, AHEAD]
     folder, hung = tmp_path / "run", tmp_path / "hung"
     over = threading.Event()
