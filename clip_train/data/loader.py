@@ -96,7 +96,7 @@ class TrainLoader:
         self.streams = self._keys["data.lanes"]
         self.order, files = make_order(config, index, storage, self._keys, hash64(seed, began, -5) if began else seed)
         partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
-        workers = partition.workers(config.workers, step)
+        workers = partition.workers(config.workers)
         samples = Samples(self.order, files, workers, step)
         decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))
         collate = Collate(context_length, image_size, workers, step)
