@@ -4,12 +4,12 @@
 the data before a job starts. `order.py` says what the order is.
 """
 
-from clip_train.data.config import DataConfig, SourceSummary, check_source, resolve_streams
+from clip_train.data.config import DataConfig, SourceSummary, check_source, order_keys, resolve_streams
 from clip_train.data.decode import EvalTransform, TrainTransform, decode_image
-from clip_train.data.index import ShardIndex, index_of
+from clip_train.data.index import ResumedData, ShardIndex, index_of, resume_data
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import InvalidLog, InvalidTable
-from clip_train.data.loader import ResumedData, TrainLoader, order_keys, resume_data
+from clip_train.data.loader import TrainLoader
 from clip_train.data.order import times_read
 from clip_train.data.tar import write_shards
 from clip_train.data.tokenizer import Tokenizer

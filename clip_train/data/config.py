@@ -149,6 +149,21 @@ def resolve_block(shuffle_block: int | Literal["auto"], lanes: int) -> int:
     return max(1, min(LARGEST_BLOCK, SHUFFLED // lanes)) if shuffle_block == "auto" else shuffle_block
 
 
+def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, Any]:
+    """All on which the order depends beside the shards, under the names of the recipe; as JSON."""
+    streams = resolve_streams(config.lanes, sizes)
+    weights = config.train_weights
+    return {
+        "run.seed": seed,
+        "batch.global_size": str(sizes),
+        "data.lanes": streams,
+        "data.shuffle_block": resolve_block(config.shuffle_block, streams),
+        "data.train_weights": weights and [round(weight / sum(weights), 9) for weight in weights],
+        "data.resampled": config.resampled,
+        "data.caption_key": config.caption_key,
+    }
+
+
 @dataclass(frozen=True)
 class SourceSummary:
     """What `check_source` has found."""

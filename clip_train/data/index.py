@@ -157,6 +157,53 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
     return found.with_sizes(find_sizes(found.uncounted, storage))
 
 
+@dataclass(frozen=True)
+class ResumedData:
+    """Where the data goes on."""
+
+    index: ShardIndex  # with the counts that the order was made of
+    began: int  # step
+    notice: str = ""  # why it begins anew
+
+
+def resume_data(
+    state: Mapping[str, Any], index: ShardIndex, keys: Mapping[str, Any], *, changed_shards: bool, changed_order: bool
+) -> ResumedData:
+    """The data of a run that goes on from a checkpoint: at the same position, or anew where a change is allowed.
+
+    Args:
+        state: the checkpoint's, with `TrainLoader.state` in it.
+        index: of `data.train` now; need not be counted.
+        keys: `order_keys` of the recipe now.
+        changed_shards: the list of shards may have changed.
+        changed_order: anything else may have changed as well.
+
+    Raises:
+        UserError: a change that is not allowed, with what was and is.
+    """
+    then = state.get("order")
+    if then is None:
+        others, shards = ["it was written by version 0.1, which kept another kind of position"], ""
+    else:
+        others = [f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now]
+        shards = ShardList.unpack(state["shards"]).changes_to(index.names())
+    if others and not changed_order:
+        raise UserError(
+            f"the order of the data is not that of the checkpoint: {'; '.join(others)}. Restore it, or set "
+            "checkpoint.allow_changed_recipe=true to go on with the weights and begin the data anew"
+        )
+    if shards and not (changed_shards or changed_order):
+        raise UserError(
+            f"data.train is not the list of shards that the checkpoint was written with: {shards}. Restore it, or set "
+            "data.allow_changed_shards=true to begin the first epoch of the new one"
+        )
+    if shards or others:
+        return ResumedData(index, state["step"], "; ".join([*others, *([f"data.train: {shards}"] if shards else [])]))
+    rows = ShardList.unpack(state["shards"]).rows
+    sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
+    return ResumedData(index.with_sizes(sizes), state["data_began"])
+
+
 def find_sizes(shards: list[str], storage: StorageConfig) -> dict[str, int]:
     """Samples by path or URL, of those whose folder has a sizes.json, or img2dataset's file beside each shard."""
     found: dict[str, int] = {}

@@ -7,8 +7,7 @@ import pickle
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
 from types import TracebackType
@@ -19,14 +18,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
-from clip_train.data.config import DataConfig, resolve_block, resolve_streams
+from clip_train.data.config import DataConfig, order_keys
 from clip_train.data.decode import TrainTransform
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import InvalidLimit
-from clip_train.data.order import Order, Partition, Source, hash64
-from clip_train.data.reader import Files
-from clip_train.data.shards import Reading, ShardList
+from clip_train.data.order import Partition, hash64
+from clip_train.data.reader import make_order
 from clip_train.data.worker import (
     GROUP_SIGNALS,
     Collate,
@@ -94,11 +92,11 @@ class TrainLoader:
         if index is None:
             index = count_missing(index_of(config.train, config.verify, storage), storage, together=False)
         self.index, self.step, self._began = index, step, began
-        self.streams = resolve_streams(config.lanes, self._sizes)
         self._keys = order_keys(config, self._sizes, seed)
-        self.order, files = make_order(config, index, storage, hash64(seed, began, -5) if began else seed, self.streams)
+        self.streams = self._keys["data.lanes"]
+        self.order, files = make_order(config, index, storage, self._keys, hash64(seed, began, -5) if began else seed)
         partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
-        workers = partition.workers(config.workers, step)
+        workers = partition.workers(config.workers)
         samples = Samples(self.order, files, workers, step)
         decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))
         collate = Collate(context_length, image_size, workers, step)
@@ -260,91 +258,6 @@ def _start_fork_server() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not set by Python
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, Any]:
-    """All on which the order depends beside the shards, under the names of the recipe; as JSON."""
-    streams = resolve_streams(config.lanes, sizes)
-    weights = config.train_weights
-    return {
-        "run.seed": seed,
-        "batch.global_size": str(sizes),
-        "data.lanes": streams,
-        "data.shuffle_block": resolve_block(config.shuffle_block, streams),
-        "data.train_weights": weights and [round(weight / sum(weights), 9) for weight in weights],
-        "data.resampled": config.resampled,
-        "data.caption_key": config.caption_key,
-    }
-
-
-def make_order(
-    config: DataConfig, index: ShardIndex, storage: StorageConfig, seed: int, streams: int
-) -> tuple[Order, list[Files]]:
-    """The order of a recipe's `data`, and each source's shards. UserError where a source holds no sample."""
-    reading = Reading(storage, index.checksums)
-    together = resolve_block(config.shuffle_block, streams)
-    if config.train_weights is None:
-        parts, weights, resampled = [index.shards], [1.0], [config.resampled is True]
-    else:
-        parts, weights = index.by_source(), config.train_weights
-        resampled = config.resampled if isinstance(config.resampled, list) else [config.resampled] * len(parts)
-    sources, files = [], []
-    for number, shards in enumerate(parts):
-        each = Files.of(index, shards, config.caption_key, reading)
-        if not sum(each.counts):
-            raise UserError(f"data.train ({config.train}): there is no sample in the {len(shards)} shards of a source")
-        block = max(1, round(together * weights[number] / sum(weights)))
-        own_seed = hash64(seed, number, -4) if number else seed
-        sources.append(Source(each.counts, streams, own_seed, block, resampled=resampled[number]))
-        files.append(each)
-    return Order(sources, weights, seed), files
-
-
-@dataclass(frozen=True)
-class ResumedData:
-    """Where the data goes on."""
-
-    index: ShardIndex  # with the counts that the order was made of
-    began: int  # step
-    notice: str = ""  # why it begins anew
-
-
-def resume_data(
-    state: Mapping[str, Any], index: ShardIndex, keys: Mapping[str, Any], *, changed_shards: bool, changed_order: bool
-) -> ResumedData:
-    """The data of a run that goes on from a checkpoint: at the same position, or anew where a change is allowed.
-
-    Args:
-        state: the checkpoint's, with `TrainLoader.state` in it.
-        index: of `data.train` now; need not be counted.
-        keys: `order_keys` of the recipe now.
-        changed_shards: the list of shards may have changed.
-        changed_order: anything else may have changed as well.
-
-    Raises:
-        UserError: a change that is not allowed, with what was and is.
-    """
-    then = state.get("order")
-    if then is None:
-        others, shards = ["it was written by version 0.1, which kept another kind of position"], ""
-    else:
-        others = [f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now]
-        shards = ShardList.unpack(state["shards"]).changes_to(index.names())
-    if others and not changed_order:
-        raise UserError(
-            f"the order of the data is not that of the checkpoint: {'; '.join(others)}. Restore it, or set "
-            "checkpoint.allow_changed_recipe=true to go on with the weights and begin the data anew"
-        )
-    if shards and not (changed_shards or changed_order):
-        raise UserError(
-            f"data.train is not the list of shards that the checkpoint was written with: {shards}. Restore it, or set "
-            "data.allow_changed_shards=true to begin the first epoch of the new one"
-        )
-    if shards or others:
-        return ResumedData(index, state["step"], "; ".join([*others, *([f"data.train: {shards}"] if shards else [])]))
-    rows = ShardList.unpack(state["shards"]).rows
-    sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
-    return ResumedData(index.with_sizes(sizes), state["data_began"])
 
 
 def _check_picklable(stream: PieceStream) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from clip_train import batch
@@ -237,18 +238,14 @@ class Partition:
     rank: int
     world_size: int
     began: int  # the step whose global batch begins at position 0
-    needed: tuple[range, ...]  # stage of `sizes` -> the streams that may be needed from there on
+    own: range  # of the streams: those that one of its workers has of what the rank has
 
     @classmethod
     def of(cls, sizes: BatchSizes, streams: int, rank: int, world_size: int, began: int = 0) -> Partition:
-        needed: list[range] = []
-        for stage in reversed(range(len(sizes.stretches))):
-            ranges = [_streams_of(size, streams, rank, world_size) for size in sizes.distinct(stage)] + needed[:1]
-            needed.insert(0, range(min(r.start for r in ranges), max(r.stop for r in ranges)))
-        return cls(sizes, streams, rank, world_size, began, tuple(needed))
+        return cls(sizes, streams, rank, world_size, began, range(streams))
 
     def steps(self, start: int) -> Iterator[list[StreamShare]]:
-        """For each step from `start` on: the streams still needed, in order, with what is decoded here of them."""
+        """For each step from `start` on: the streams of which something is decoded here, in order."""
         L = self.streams
         P = self.sizes.before(start) - self.sizes.before(self.began)
         for step in itertools.count(start):
@@ -257,39 +254,33 @@ class Partition:
             begin = sum(counts[: self.rank])
             end = begin + counts[self.rank]
             out = []
-            for stream in self.needed[self.sizes.stage(step)]:
+            for stream in _overlap(_streams_of(G, L, self.rank, self.world_size), self.own):
                 before = samples_below(P, stream, L)
                 size = samples_below(P + G, stream, L) - before
                 # where the stream begins in the canonical order
                 at = samples_of_streams_below(P + G, stream, L) - samples_of_streams_below(P, stream, L)
                 first, last = (before + min(max(edge - at, 0), size) for edge in (begin, end))
-                out.append(StreamShare(stream, before, first, last))
+                if first < last:
+                    out.append(StreamShare(stream, before, first, last))
             yield out
             P += G
 
     def most(self) -> int:
         """No fewer samples than are decoded here of any global batch."""
+        L, W = self.streams, self.world_size
         return max(
-            min(max(batch.shares(G, self.world_size)), len(streams) * -(-G // self.streams))
-            for stage, streams in enumerate(self.needed)
+            min(max(batch.shares(G, W)), len(_overlap(_streams_of(G, L, self.rank, W), self.own)) * -(-G // L))
+            for stage in range(len(self.sizes.stretches))
             for G in self.sizes.distinct(stage)
         )
 
-    def workers(self, num: int, start: int) -> list[Partition]:
-        """This one cut for at most `num` workers: neighbouring streams to each, so that their pieces in turn are
-        in canonical order. The cut is even for the size that the schedule ends with."""
-        streams = self.needed[self.sizes.stage(start)]
-        own = range(self.rank * self.streams, (self.rank + 1) * self.streams)  # in units of 1 / (W L) of the batch
-        weights = [_overlap(own, range(s * self.world_size, (s + 1) * self.world_size)) for s in streams]
-        num = max(1, min(num, sum(weight > 0 for weight in weights)))
-        total = list(itertools.accumulate(weights, initial=0))
-        cuts = [bisect.bisect_left(total, total[-1] * w / num) for w in range(1, num)]
-        edges = [streams.start, *(streams.start + cut for cut in cuts), streams.stop]
-        return [self._only(range(a, b)) for a, b in itertools.pairwise(edges)]
-
-    def _only(self, streams: range) -> Partition:
-        kept = (range(max(r.start, streams.start), min(r.stop, streams.stop)) for r in self.needed)
-        return Partition(self.sizes, self.streams, self.rank, self.world_size, self.began, tuple(kept))
+    def workers(self, num: int) -> list[Partition]:
+        """This rank's cut for at most `num` workers: neighbouring streams to each, so that their pieces in turn are in
+        canonical order."""
+        first, last = (self.streams * rank / self.world_size for rank in (self.rank, self.rank + 1))
+        num = max(1, min(num, math.ceil(last) - math.floor(first)))
+        cuts = [round(first + (last - first) * worker / num) for worker in range(1, num)]
+        return [replace(self, own=range(a, b)) for a, b in itertools.pairwise([0, *cuts, self.streams])]
 
 
 def times_read(sizes: BatchSizes, streams: int, world_size: int) -> float:
@@ -299,8 +290,8 @@ def times_read(sizes: BatchSizes, streams: int, world_size: int) -> float:
     return sum(len(_streams_of(last, streams, rank, world_size)) for rank in range(world_size)) / streams
 
 
-def _overlap(a: range, b: range) -> int:
-    return max(0, min(a.stop, b.stop) - max(a.start, b.start))
+def _overlap(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _streams_of(G: int, streams: int, rank: int, world_size: int) -> range:

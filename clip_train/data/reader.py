@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clip_train.data.config import DataConfig
 from clip_train.data.decode import why_invalid
 from clip_train.data.index import MARK_EVERY, ShardIndex
 from clip_train.data.invalid import Invalid, table_of
-from clip_train.data.order import Block, Order, Segment, Source
+from clip_train.data.order import Block, Order, Segment, Source, hash64
 from clip_train.data.shards import PLAIN, Reading, open_shard
 from clip_train.data.tar import TarError, TarSample, iter_samples
-from clip_train.errors import DataError
-from clip_train.storage import ReadError
+from clip_train.errors import DataError, UserError
+from clip_train.storage import ReadError, StorageConfig
 
 RETRIES = 4
 BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
@@ -278,3 +279,26 @@ def check_any_usable(files: Files) -> None:
                 return
             invalid.append(item)
     raise DataError(f"none of the samples in {len(files.shards)} shards can be used\n{table_of(invalid)}")
+
+
+def make_order(
+    config: DataConfig, index: ShardIndex, storage: StorageConfig, keys: Mapping[str, Any], seed: int
+) -> tuple[Order, list[Files]]:
+    """The order of a recipe's `data`, by its `order_keys`, and each source's shards. UserError where one is empty."""
+    reading = Reading(storage, index.checksums)
+    streams, together = keys["data.lanes"], keys["data.shuffle_block"]
+    if config.train_weights is None:
+        parts, weights, resampled = [index.shards], [1.0], [config.resampled is True]
+    else:
+        parts, weights = index.by_source(), config.train_weights
+        resampled = config.resampled if isinstance(config.resampled, list) else [config.resampled] * len(parts)
+    sources, files = [], []
+    for number, shards in enumerate(parts):
+        each = Files.of(index, shards, config.caption_key, reading)
+        if not sum(each.counts):
+            raise UserError(f"data.train ({config.train}): there is no sample in the {len(shards)} shards of a source")
+        block = max(1, round(together * weights[number] / sum(weights)))
+        own_seed = hash64(seed, number, -4) if number else seed
+        sources.append(Source(each.counts, streams, own_seed, block, resampled=resampled[number]))
+        files.append(each)
+    return Order(sources, weights, seed), files

@@ -32,6 +32,7 @@ from clip_train.errors import ClipTrainError, DataError, UserError
 Fields = dict[str, Any]
 Stage = Callable[[Iterable[Fields]], Iterable[Fields]]  # such as webdataset.map(f)
 MAX_OPEN_STREAMS = 64  # in a worker: with more, their shards are opened for each block: files and buffers are few
+IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
 MAX_SUBSTITUTES = 10_000  # as many samples in a row that do not decode are no accident
 
 # What launchers and terminals send to a whole process group; also the trainer's own TERM for its workers.
@@ -136,21 +137,23 @@ class Samples:
 
     def __call__(self) -> Iterator[Fields]:
         readers: dict[int, StreamReader] = {}
+        used: dict[int, int] = {}  # stream -> the last step that has needed it
         number = itertools.count()
-        for shares in own_steps(self.workers, self.start):
-            old, readers = readers, {}  # a stream that is needed no more goes
+        for step, shares in enumerate(own_steps(self.workers, self.start)):
             for share in shares:
-                reader = old.get(share.stream) or StreamReader(
-                    self.order, self.files, share.stream, keep_open=len(shares) <= MAX_OPEN_STREAMS
-                )
-                readers[share.stream] = reader
+                used[share.stream] = step
+                if share.stream not in readers:
+                    keep_open = len(shares) <= MAX_OPEN_STREAMS
+                    readers[share.stream] = StreamReader(self.order, self.files, share.stream, keep_open=keep_open)
                 for count in range(share.first, share.last):
-                    sample = reader.at(count)
+                    sample = readers[share.stream].at(count)
                     candidates = sample.candidates()
                     first = next(candidates)
                     invalid = [sample.item] if isinstance(sample.item, Invalid) else []
                     decoding = _Decoding(next(number), sample.seed, candidates, not invalid, invalid)
                     yield {**first.fields, "__decoding__": decoding}
+            for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
+                del readers[stream]  # at a boundary between ranks that has moved on
 
 
 def own_steps(workers: list[Partition], start: int) -> Iterator[list[StreamShare]]:

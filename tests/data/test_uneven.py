@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from pathlib import Path
 
 import pytest
@@ -112,26 +113,38 @@ def test_more_ranks_than_samples_are_refused(folder: Path):  # noqa: F811
 
 
 @pytest.mark.parametrize("lanes, world_size", [(64, 8), (7, 3), (30, 4), (1, 5), (64, 5), (50, 50)])
-def test_a_rank_reads_all_that_it_needs_and_stops_what_it_needs_no_more(lanes, world_size):
+def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
     stages = [{"until_step": 40, "global_size": 60, "ramp_to": 640}]
     sizes = BatchConfig(global_size=640, schedule=stages).sizes
     shares = [Partition.of(sizes, lanes, rank, world_size) for rank in range(world_size)]
+    met = [set() for _ in range(world_size)]
     for step, parts in zip(range(90), zip(*(share.steps(0) for share in shares), strict=True), strict=False):
         taken = collections.Counter()
         for rank, own in enumerate(parts):
             assert sum(map(len, own)) in (sizes.at(step) // world_size, -(-sizes.at(step) // world_size))
             for part in own:
+                assert len(part)
                 taken.update((part.stream, j) for j in range(part.first, part.last))
-            assert len(shares[rank].needed[1]) <= len(shares[rank].needed[0])
+                met[rank] |= {part.stream} if step > 40 else set()
         assert set(taken.values()) == {1} and len(taken) == sizes.at(step)
     if lanes == 64 and world_size == 8:
-        assert [share.needed[1] for share in shares] == [range(8 * r, 8 * r + 8) for r in range(8)]
-        assert len(shares[3].needed[0]) > 20
+        assert met[3] == set(range(24, 32))  # of the steps behind the ramp
 
 
-def test_workers_share_the_work_that_stays():
-    sizes = BatchConfig(global_size=640, schedule=[{"until_step": 40, "global_size": 33}]).sizes
-    workers = Partition.of(sizes, 64, 1, 4).workers(4, 0)
+@pytest.mark.parametrize("num, expected", [(1, [160]), (3, [50, 60, 50]), (4, [40] * 4), (40, [10] * 16)])
+def test_workers_share_the_work(num, expected):
+    workers = Partition.of(BatchSizes.constant(640), 64, 1, 4).workers(num)
     for step in (50, 51):
-        assert [sum(map(len, next(worker.steps(step)))) for worker in workers] == [40] * 4
-    assert sum(len(worker.needed[0]) for worker in workers) > 16  # and the lanes of the first 40 steps beside
+        assert [sum(map(len, next(worker.steps(step)))) for worker in workers] == expected
+    assert all(worker.most() == size for worker, size in zip(workers, expected, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [SIZES, BatchSizes.constant(23), BatchSizes.constant(2)])
+@pytest.mark.parametrize("lanes, world_size, num", pairwise((1, 5, 12, 31), (1, 2), (1, 3, 8)))
+def test_pieces_of_workers_in_turn_are_the_rank_s_share(sizes, lanes, world_size, num):
+    for rank in range(world_size):
+        whole = Partition.of(sizes, lanes, rank, world_size)
+        workers = whole.workers(num)
+        for parts in itertools.islice(zip(whole.steps(3), *(w.steps(3) for w in workers), strict=True), 30):
+            assert [share for piece in parts[1:] for share in piece] == parts[0]
+            assert all(sum(map(len, piece)) <= w.most() for w, piece in zip(workers, parts[1:], strict=True))
