@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ from clip_train.storage import StorageConfig
 SHOWN = 20  # shards named in a message
 
 
+def run(args: argparse.Namespace) -> int:
+    return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
+
+
 def run_index(specs: list[str], *, caption_key: str | None, workers: int | None, check: bool) -> int:
     """Reads every shard once. UserError for shards that are not there; DataError for what is wrong with them."""
     shards = list(dict.fromkeys(shard for spec in specs for shard in expand(spec, "SHARDS")))
@@ -32,16 +37,16 @@ def run_index(specs: list[str], *, caption_key: str | None, workers: int | None,
             try_folders(shards)
     entries = read(shards, caption_key, workers or max(2, min(16, len(os.sched_getaffinity(0)))))
     samples = sum(entry.samples for entry in entries.values())
-    told = f"{len(entries)} shards, {samples:,} samples, {total_bytes(entries) / 2**30:.2f} GiB"
+    summary = f"{len(entries)} shards, {samples:,} samples, {total_bytes(entries) / 2**30:.2f} GiB"
     if check:
         wrong = {url: why for url, entry in entries.items() if (why := differences(known.get(url), entry))}
         if wrong:
             raise DataError(listing(f"{len(wrong)} of {len(entries)} shards are not what their index says", wrong))
-        print(f"{told}: all as the index says")
+        print(f"{summary}: all as the index says")
         return 0
     with writing():
         written = write_indexes(entries)
-    print(f"{told}; wrote sizes.json and {', '.join(written)}")
+    print(f"{summary}; wrote sizes.json and {', '.join(written)}")
     damaged = {url: entry.damage for url, entry in entries.items() if entry.damage is not None}
     if damaged:
         raise DataError(listing(f"{len(damaged)} shards are damaged, and were counted up to there", damaged))

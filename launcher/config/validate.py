@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from clip_train.batch import BatchPlan, plan_batch
 from clip_train.data import SourceSummary, check_source, resolve_lanes
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate import ZeroShotClasses
+from clip_train.explain import clipped
 from clip_train.models import Architecture
 from launcher.config.memory import Decision, decide, no_limit
 from launcher.config.recipe import RunConfig
@@ -54,9 +55,12 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     plan = collect(lambda: plan_batch(config.batch, world_size))
     facts = engine_facts(config, plan, world_size, on_this_machine=is_rank)
     problems += map(UserError, package(config.engine.kind).mistakes(config.engine, facts))
+    for key, spec in (("data.train", config.data.train), ("data.val", config.data.val)):
+        problems += map(UserError, spec_mistakes(key, spec))
     lanes = resolve_lanes(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
+    read_data = read_data and not any(str(problem).startswith("data.") for problem in problems)
     source = collect(lambda: check_source(config.data, config.storage)) if read_data else None
     if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
@@ -66,6 +70,24 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
         kind = RankError if all(isinstance(problem, RankError) for problem in problems) else UserError
         raise kind("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
     return Checked(plan, architecture, lanes, config.engine, source=source)
+
+
+TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
+
+
+def spec_mistakes(key: str, spec: str | None) -> Iterator[str]:
+    """What is no place of shards, by its name alone; `plan` looks no further."""
+    for part in (spec or "").split("::"):
+        if part.startswith("pipe:"):
+            yield (
+                f"{key} ({clipped(part)}): `pipe:` runs a shell command, whose failure looks like the end of the data; "
+                "give a path or a URL"
+            )
+        if part.lower().endswith(TABLES):
+            yield (
+                f"{key} ({clipped(part)}) is a table of links or files, and shards are tar files: make them with "
+                f"img2dataset --url_list {clipped(part)} --output_format webdataset, and give their paths"
+            )
 
 
 def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int, *, on_this_machine: bool = False) -> Facts:
