@@ -18,7 +18,7 @@ from pydantic import AfterValidator, PositiveInt, model_validator
 
 from clip_train.errors import UserError
 from clip_train.explain import Allowed, shown
-from clip_train.settings import Settings
+from clip_train.settings import Refused, Rounding, Settings
 
 
 class BatchStage(Settings):
@@ -59,29 +59,30 @@ def _size(value: int | str | None) -> int | str | None:
 class BatchConfig(Settings):
     """The `batch` section: what the user wants, and how it may be computed."""
 
-    global_size: PositiveInt = 256
+    global_size: Annotated[PositiveInt, Refused] = 256
     """Samples per optimizer step over all ranks, each every other's negative."""
     schedule: Annotated[
         list[BatchStage] | None,
         Allowed("a list of pieces, or null", example="'[{until_step: 1000, global_size: 1024}]'"),
+        Refused,
     ] = None
     """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...], behind which
     global_size holds. With `ramp_to: 4096` a piece rises (or falls) linearly, in steps of its `increment`."""
-    micro_size: PositiveInt | Literal["auto"] = 256
+    micro_size: Annotated[PositiveInt | Literal["auto"], Rounding] = 256
     """Samples that go through the model at once on a rank (less where a rank has fewer). It changes memory
     and speed, never the result; the last micro-batch may be shorter. auto: the fastest that fits, measured
     at the start."""
-    kept_graphs: PositiveInt | Literal["all", "auto"] = 1
+    kept_graphs: Annotated[PositiveInt | Literal["all", "auto"], Rounding] = 1
     """How many of the last micro-batches keep their graph and need no second forward. Each costs one
     micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto, or as many as
     fit beside a given micro_size."""
     memory_limit: Annotated[
-        int | str | None, AfterValidator(_size), Allowed("bytes, a size such as 24GiB or 500MB, or null")
+        int | str | None, AfterValidator(_size), Allowed("bytes, a size such as 24GiB or 500MB, or null"), Rounding
     ] = None
     """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations and features,
     as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU needs it said (Python and its
     libraries come on top there, about 0.5 GiB a rank)."""
-    accumulation: Literal["cached", "local"] = "cached"
+    accumulation: Annotated[Literal["cached", "local"], Refused] = "cached"
     """cached: every sample of the global batch is every other's negative, however it is cut. local: plain
     gradient accumulation, for comparison: negatives only within a micro-batch on a rank, so that micro_size
     and the number of ranks do change the result."""

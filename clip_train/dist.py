@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from clip_train import batch
-from clip_train.errors import ClipTrainError, RemoteRankError
+from clip_train.errors import RemoteRankError
 
 T = TypeVar("T")
 
@@ -183,8 +183,6 @@ def raise_agreed(error: Exception | None) -> None:
     if first is None:
         return
     if error is not None and first == rank():
-        if isinstance(error, ClipTrainError):
-            error.everywhere = False  # this rank prints it, whichever it is
         raise error
     raise RemoteRankError(f"rank {first} failed: {failed[first]}")
 
@@ -201,8 +199,6 @@ def on_main(action: Callable[[], T]) -> T:
     outcome: tuple[str, Any] = ("error", f"{type(error).__name__}: {error}") if error else ("result", result)
     kind, payload = broadcast_object(outcome)
     if error is not None:
-        if isinstance(error, ClipTrainError):
-            error.everywhere = False  # the others raise RemoteRankError
         raise error
     if kind == "error":
         raise RemoteRankError(f"rank 0 failed: {payload}")

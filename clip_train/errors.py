@@ -7,21 +7,16 @@ class ClipTrainError(Exception):
     """Base of every error that is meant to be read by a user."""
 
     exit_status = 1  # of the process
-    everywhere = False  # all ranks raise it together, so that rank 0 alone prints it
-    told = False  # it has been printed already
 
 
 class UserError(ClipTrainError, ValueError):
     """A mistake in the recipe, the command or the data's place: names field, value and remedy."""
 
     exit_status = 2
-    everywhere = True
 
 
 class RankError(UserError):
-    """A mistake that this rank alone may see: a wrong environment, a missing GPU."""
-
-    everywhere = False
+    """A mistake that this rank alone may see, and another node need not have: a wrong environment, a missing GPU."""
 
 
 class DataError(ClipTrainError):
@@ -31,13 +26,9 @@ class DataError(ClipTrainError):
 class CheckpointError(ClipTrainError):
     """A checkpoint that is incomplete, damaged, or does not fit this run."""
 
-    everywhere = True
-
 
 class DivergedError(ClipTrainError):
     """The loss or the gradient is no longer finite."""
-
-    everywhere = True
 
 
 class OutOfMemoryError(ClipTrainError):
@@ -52,4 +43,3 @@ class Preempted(ClipTrainError):
     """Asked to stop (a signal, a time limit): the checkpoint is committed; run the same line again."""
 
     exit_status = 75
-    everywhere = True

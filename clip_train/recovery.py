@@ -78,12 +78,10 @@ def recovering_step(
         # Out here nothing holds the failed attempt's tensors any more: its traceback is gone.
         smaller = halved(plan)
         if smaller is None:
-            failure = OutOfMemoryError(
+            raise OutOfMemoryError(
                 f"{why}, with one sample at a time (batch.micro_size 1, batch.kept_graphs 1): use more ranks, a higher "
                 "engine.zero_stage, engine.precision=bf16, or a smaller batch.global_size"
             )
-            failure.everywhere = True
-            raise failure
         engine.discard_gradients()
         start.restore()
         release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -12,6 +13,25 @@ LARGEST = 10**18  # beyond it a number is a slip, and would be an overflow somew
 
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """Of a limit; the most is three years, which clocks and timeouts can hold."""
+
+
+@dataclass(frozen=True)
+class AtResume:
+    """In a field's `Annotated`: what its change means to a run that resumes. A field without one is reported.
+
+    refused: it would be another run, whose gradient would not continue as this one's began; unless it is forced
+    layout:   reported in the line about ranks and stage
+    rounding: how it is computed: the curve shows it by rounding alone
+    silent:   what is written about it, and where
+    """
+
+    change: Literal["refused", "reported", "layout", "rounding", "silent"]
+
+
+Refused = AtResume("refused")
+Layout = AtResume("layout")
+Rounding = AtResume("rounding")
+Silent = AtResume("silent")
 
 
 class Settings(BaseModel):

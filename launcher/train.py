@@ -1,6 +1,6 @@
 """The composition root: a checked recipe becomes a running trainer. READ THIS FIRST.
 
-    recipe -> checks -> ranks -> resume? -> engine + weights -> loader -> Trainer.run -> verdict
+    recipe -> checks -> ranks -> resume? -> engine + weights -> loader -> Trainer.run -> outcome
 
 Nothing below this file knows more than its own part; nothing here computes.
 """
@@ -45,81 +45,52 @@ from launcher.config.resume import compare_with
 from launcher.config.validate import Checked, check, engine_facts, pays_twice, sized
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
-from launcher.runtime.consistency import agree
-from launcher.runtime.error_reports import leave_resumed, node_name
-from launcher.runtime.lifeline import Lifeline
-from launcher.runtime.limits import raise_open_files
-from launcher.runtime.rendezvous import refuse
-from launcher.runtime.shutdown import end, explain_loss, leave_together, note_failure, report, say
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.log import log
+from launcher.runtime.outcome import Outcome
 from launcher.runtime.startup import Startup
-from launcher.runtime.verdict import clear_verdict, write_verdict
-from launcher.runtime.watchdog import Liveness, first_timeout
+from launcher.runtime.verdict import clear_verdict, node_name, write_resumed
+from launcher.runtime.watchdog import Watchdog, first_timeout
 
 
-def train(config: RunConfig, stop: StopRequest | None = None, startup: Startup | None = None) -> int:
-    """The `train` verb, on every rank; returns the exit status 0 or raises what `launcher.cli.main` explains.
+def train(config: RunConfig, outcome: Outcome, stop: StopRequest | None = None, startup: Startup | None = None) -> int:
+    """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish` explains.
 
     stop: listening already, since before the imports.
     """
     stop, startup = stop or StopRequest(), startup or Startup()
-    raise_open_files()
     env = ranks.detect(os.environ)
-    lifeline = Lifeline(env.master_addr)
-    liveness = watch(config, stop, env, startup, lifeline)
-    trainer: Trainer | None = None
-    try:
-        engines.load(config.engine.kind)  # its imports, told apart from what follows
+    outcome.heartbeat = heartbeat = Heartbeat(env, outcome.publish)
+    outcome.watchdog = watchdog = watch(config, stop, env, startup, heartbeat)
+    engines.load(config.engine.kind)  # its imports, which are counted apart from what follows
 
-        startup.done("imports")
-        device, checked = prepare(config, env)
-        startup.done("checks")
-        if env.rank == 0:
-            say(ranks.describe_start(env, device))
-        rendezvous.start(env, device, timeout_seconds=first_timeout(config.launch))
-        without_lines = lifeline.open()
-        if without_lines is not None and dist.is_main():
-            told = "ranks cannot reach rank 0 on a port of its choice, so a dead rank is noticed by timeouts only"
-            say(f"warning: {told}: {without_lines}")
-        agree(config.model_dump(mode="json"))
-        startup.done("process group")
-        dist.on_main(partial(make_run_dir, config))
-        if config.chosen:
-            checked = sized(config, checked, memory_limit(config, device))
-        trainer = build_trainer(config, checked, device)
-        trainer.stop, trainer.phase = stop, liveness.phase
-        liveness.committed, liveness.failed = partial(committed_step, trainer), partial(note_failure, config, trainer)
-        startup.done("model, engine and data")
-        evaluated = run(config, trainer)
-        if dist.is_main():
-            write_verdict(config.run_dir, "DONE", trainer.position.step, "trained to the last step")
-            report(config, trainer)
-            say_done(config, evaluated)
-        leave_together(stop, lifeline)
-        return 0
-    except Exception as e:
-        error = explain_loss(e, lifeline)
-        end(config, trainer, error, stop, lifeline)
-        if error is e:
-            raise
-        raise error from None  # where it noticed says nothing
-    finally:
-        liveness.close()
+    startup.done("imports")
+    # what can be wrong without the other ranks; one of them looks at the shards
+    checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)
+    device = ranks.take_device(env, config.data.workers)
+    startup.done("checks")
+    if env.rank == 0:
+        log(ranks.describe_start(env, device))
+    recipe = config.model_dump(mode="json")
+    rendezvous.start(env, device, heartbeat, recipe=recipe, timeout_seconds=first_timeout(config.launch))
+    startup.done("process group")
+    dist.on_main(partial(make_run_dir, config))
+    if config.chosen:
+        checked = sized(config, checked, memory_limit(config, device))
+    trainer = build_trainer(config, checked, device, outcome)
+    trainer.stop, trainer.phase = stop, watchdog.phase
+    watchdog.committed = partial(committed_step, trainer)
+    startup.done("model, engine and data")
+    evaluated = run(config, trainer)
+    if dist.is_main():
+        outcome.done()
+        log_done(config, evaluated)
+    stop.ignore()  # all is committed: a launcher's hurry must not look like a crash
+    outcome.leave()
+    return 0
 
 
-def prepare(config: RunConfig, env: ranks.RankEnv) -> tuple[torch.device, Checked]:
-    """What can be wrong without the other ranks. A mistake is told once, and ends all ranks.
-
-    One rank looks at the shards.
-    """
-    try:
-        checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)
-        return ranks.take_device(env, config.data.workers), checked
-    except UserError as e:
-        refuse(env, e)
-        raise
-
-
-def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Startup, lifeline: Lifeline) -> Liveness:
+def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Startup, heartbeat: Heartbeat) -> Watchdog:
     """The thread beside this rank, already running."""
 
     def set_timeout(phase: str, limit: float) -> None:
@@ -129,19 +100,18 @@ def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Sta
     def first_step() -> None:
         startup.done("first step")
         if env.rank == 0:
-            say(startup.describe())
+            log(startup.describe())
 
-    liveness = Liveness(
+    watchdog = Watchdog(
         config.launch,
         stop,
+        heartbeat,
         run_dir=config.run_dir if env.rank == 0 else None,
-        launched=ranks.has_launcher(os.environ),
         on_limit=set_timeout,
         on_first_step=first_step,
-        lifeline=lifeline,
     )
-    liveness.start()
-    return liveness
+    watchdog.start()
+    return watchdog
 
 
 def committed_step(trainer: Trainer) -> int | None:
@@ -150,7 +120,7 @@ def committed_step(trainer: Trainer) -> int | None:
 
 
 def make_run_dir(config: RunConfig) -> None:
-    """Rank 0, before anything is built: better told now than after loading a model."""
+    """Rank 0, before anything is built: it fails now rather than after a model has been loaded."""
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -169,20 +139,21 @@ def describe_run_dir(config: RunConfig, checked: Checked) -> None:
         raise UserError(f"run.dir ({config.run_dir}) cannot be written: {e}; choose another") from e
 
 
-def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> Trainer:
+def build_trainer(config: RunConfig, checked: Checked, device: torch.device, outcome: Outcome) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
     steps, sizes = config.steps, config.batch.sizes
     torch.manual_seed((config.run.seed * 1_000_003 + dist.rank()) % 2**63)  # what is random beside counter-based draws
-    checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=say)
+    checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=log)
     checkpoints.preflight()
     checkpoints.refuse_second_writer()
     resumed = checkpoints.resume()
     notes = [] if resumed is None else compare_with(config, resumed, checked.plan.world_size)
     checkpoints.begin()
     dist.on_main(partial(describe_run_dir, config, checked))
+    outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
     start = resumed.state["step"] if resumed else 0
     if dist.is_main():
-        leave_resumed(start)
+        write_resumed(start)
     engine = build_engine_for(config, checked, device)
     if resumed is None:
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
@@ -212,7 +183,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         evaluate=evaluation(config, checked.architecture, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
-        log=say,
+        log=log,
         run_state={
             "recipe": config.model_dump(mode="json"),
             "architecture": checked.architecture.model_dump(mode="json"),  # for an export without the recipe's files
@@ -220,6 +191,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device) -> 
         },
         epoch_at=loader.epoch,
     )
+    outcome.trainer = trainer
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():
@@ -232,7 +204,7 @@ def measured(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
     assert checked.decision is not None
     decision = measure(config, checked.architecture, engine, checked.decision, checked.decision.room.limit)
     if dist.is_main():
-        say(decision.describe(config.chosen))
+        log(decision.describe(config.chosen))
     return replace(checked, plan=decision.layout.plan, decision=decision)
 
 
@@ -269,8 +241,8 @@ def build_loader(
         )
         index, began = data.index, data.began
         if data.notice and dist.is_main():
-            say(f"WARNING: the data begins anew at step {began}, as the recipe allows: {data.notice}")
-    index = count_missing(index, config.storage, keep=config.run_dir / "shard_counts", log=say)
+            log(f"WARNING: the data begins anew at step {began}, as the recipe allows: {data.notice}")
+    index = count_missing(index, config.storage, keep=config.run_dir / "shard_counts", log=log)
     return dist.agreed(
         lambda: TrainLoader(
             config.data,
@@ -347,7 +319,7 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
         invalid = InvalidTable.merged(dist.gather_objects(batches.invalid))
         unusable = sum(invalid.counts.values())
         if unusable and dist.is_main():
-            say(f"data.val has samples that cannot be used:\n{invalid}")
+            log(f"data.val has samples that cannot be used:\n{invalid}")
         return out | {"unusable_samples": float(unusable)} if unusable else out
 
     return run_once
@@ -372,23 +344,23 @@ def describe_start(
 ) -> None:
     plan, sizes = checked.plan, config.batch.sizes
     varying = f"{sizes}; the largest, " if config.batch.schedule else ""
-    say(
+    log(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
         f"{engines.package(config.engine.kind).describe(config.engine)}, "
         f"{config.engine.precision}, {device.type}; {checked.lanes} streams; {config.steps} steps into {config.run_dir}"
     )
     if checked.source is not None:
-        say(f"data.train: {checked.source.index.describe()}")
+        log(f"data.train: {checked.source.index.describe()}")
     if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
-        say(pays_twice(plan))
+        log(pays_twice(plan))
     if resumed is not None:
-        say("\n".join([resumed.describe(), *notes]))
+        log("\n".join([resumed.describe(), *notes]))
 
 
-def say_done(config: RunConfig, evaluated: dict[str, float]) -> None:
+def log_done(config: RunConfig, evaluated: dict[str, float]) -> None:
     for name, value in evaluated.items():
-        say(f"{name}: {value:.4g}")
+        log(f"{name}: {value:.4g}")
     run_dir = config.run_dir
-    say(f"done. Run directory: {run_dir}; plot: {run_dir / 'loss.png'}; report: {run_dir / 'report.html'}")
-    say(f"next: clip-train export {run_dir / 'recipe.yaml'}")
+    log(f"done. Run directory: {run_dir}; plot: {run_dir / 'loss.png'}; report: {run_dir / 'report.html'}")
+    log(f"next: clip-train export {run_dir / 'recipe.yaml'}")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, PositiveInt, model_validator
 
 from clip_train.explain import Allowed
-from clip_train.settings import Settings
+from clip_train.settings import Refused, Rounding, Settings
 
 AUTO_SIDE = 0
 
@@ -28,11 +28,11 @@ TileSide = Annotated[
 class LossConfig(Settings):
     """Which objective is minimised over the global batch."""
 
-    kind: Literal["info_nce", "sigmoid", "memory_bank"] = "info_nce"
+    kind: Annotated[Literal["info_nce", "sigmoid", "memory_bank"], Refused] = "info_nce"
     """info_nce: CLIP's symmetric cross-entropy, every other sample of the global batch a negative.
     sigmoid: SigLIP's; every pair for itself; the model needs a bias (model.init_logit_bias).
     memory_bank: info_nce with the features of past batches on top (ContAccum)."""
-    exchange: Literal["gather", "ring"] = "gather"
+    exchange: Annotated[Literal["gather", "ring"], Rounding] = "gather"
     """sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a time, so that no
     rank holds the global batch's features."""
     bank_size: PositiveInt = 4096
@@ -43,7 +43,7 @@ class LossConfig(Settings):
     bank_mode: Literal["negatives", "contaccum"] = "negatives"
     """memory_bank: are past pairs only negatives of the current ones, or terms of the loss as well, as in the
     paper (arXiv 2406.12356)?"""
-    tile: TileSide = AUTO_SIDE
+    tile: Annotated[TileSide, Rounding] = AUTO_SIDE
     """Side of the largest piece of the N x N logits that exists at once (memory: 2 x 4 x tile^2 bytes);
     auto: from the batch and the cache."""
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from clip_train.errors import UserError
 from clip_train.explain import Allowed, clipped, explain, shown
-from clip_train.settings import Settings
+from clip_train.settings import Refused, Settings
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -189,24 +189,24 @@ class Architecture(_Schema):
 class ModelConfig(Settings):
     """The recipe's `model` section."""
 
-    name: str = "ViT-B-32"
+    name: Annotated[str, Refused] = "ViT-B-32"
     """A preset (tiny, ViT-B-32, ViT-B-16, ViT-L-14, ...) or the path of a JSON in OpenCLIP's schema."""
-    patch_dropout: float | None = Field(None, ge=0, lt=1)
+    patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
     """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON says."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Annotated[float, Refused] = Field(0.0, ge=0, lt=1)
     """Dropout after attention and MLP in every block of both towers. OpenCLIP has none."""
     init_from: str | None = None
     """Start from these weights: an export folder, or a .safetensors / .pt file in OpenCLIP's layout."""
-    teacher: str | None = None
+    teacher: Annotated[str | None, Refused] = None
     """Learn from this frozen model as well (OpenCLIP's distillation loss): an export folder, or weights. It
     sees the same images and texts, once per step; every rank holds all of it."""
-    teacher_name: str | None = None
+    teacher_name: Annotated[str | None, Refused] = None
     """The teacher's architecture, as in `name`; none: its folder's own open_clip_config.json."""
     init_logit_scale: Annotated[
         float | None, Field(ge=0, le=math.log(100)), Allowed("a number from 0 to 4.6 (ln 100), or null")
     ] = None
     """Logarithm of the logits' factor at the start, up to ln 100; none: as the model's JSON says (ln 1/0.07)."""
-    init_logit_bias: float | None = None
+    init_logit_bias: Annotated[float | None, Refused] = None  # whether there is such a parameter
     """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON says."""
 
     def architecture(self) -> Architecture:

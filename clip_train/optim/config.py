@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from clip_train.settings import Settings
+from clip_train.settings import Refused, Settings
 
 
 class OptimConfig(Settings):
     """The optimizer. The defaults are OpenCLIP's for a ViT."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Annotated[Literal["adamw", "sgd"], Refused] = "adamw"
     """adamw for training; sgd for checking gradients (Adam hides their scale)."""
     lr: PositiveFloat = 5e-4
     """Peak learning rate."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -42,6 +43,10 @@ def places_of_run(config: RunConfig) -> Places:
     if local is None and remote is None:
         raise UserError(f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name")
     return Places(local, remote, local)  # without a local folder only the blocks that are read are fetched
+
+
+def run(args: argparse.Namespace) -> int:
+    return print_checkpoints(args.place, args.overrides, verify=args.verify, as_json=args.json)
 
 
 def print_checkpoints(place: str, overrides: list[str], *, verify: bool, as_json: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,21 @@ from rich.progress import Progress
 from clip_train.demo.datasets import SyntheticData, digits, shapes
 from clip_train.evaluate import ZeroShotClasses
 from launcher.config.recipe import apply_overrides, check_config, read_recipe
-from launcher.train import say, train
+from launcher.runtime.log import log
+from launcher.train import train
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BUILDERS = {"shapes": shapes, "digits": digits}
 
 
-def run_demo(kind: str, folder: str, overrides: list[str]) -> int:
-    """Build the data set under `folder` (once), train recipes/demo_<kind>.yaml on it, and say how good it is."""
-    data = build_data(kind, Path(folder) / "data" / kind)
+def run(args: argparse.Namespace) -> int:
+    """Build the data set under --dir (once), train recipes/demo_<data>.yaml on it, and print how good it is."""
+    kind, folder = args.data, args.dir
     recipe = str(RECIPES / f"demo_{kind}.yaml")
+    raw = read_recipe(recipe)
+    # mistakes in the overrides, before minutes are spent on drawing
+    check_config(apply_overrides(raw, args.overrides), recipe)
+    data = build_data(kind, Path(folder) / "data" / kind)
     places: dict[str, Any] = {
         "run.dir": str(Path(folder) / f"demo-{kind}"),
         "data.train": data.train,
@@ -27,18 +33,16 @@ def run_demo(kind: str, folder: str, overrides: list[str]) -> int:
         "data.num_samples": data.num_train,
         "evaluate.zero_shot_classes": data.classes,
     }
-    raw = read_recipe(recipe)
     for key, value in places.items():
         section, name = key.split(".")
         raw.setdefault(section, {})[name] = value
-    raw = apply_overrides(raw, overrides)
-    config = check_config(raw, recipe)
-    status = train(config)
+    config = check_config(apply_overrides(raw, args.overrides), recipe)
+    status = train(config, args.outcome, args.stop, args.startup)
     num_classes = len(ZeroShotClasses.load(data.classes).classnames)
     what = f"{num_classes} captions never seen in training" if kind == "shapes" else "held-out handwritten digits"
-    say(f"zero-shot is over {data.num_val} images and {num_classes} classes ({what}); chance is {1 / num_classes:.1%}")
-    say("run the demo again with run.steps=<more> to go on from its last checkpoint, or batch.micro_size=16 to see")
-    say("that the loss curve does not care; `tensorboard --logdir` on the run directory shows the curves")
+    log(f"zero-shot is over {data.num_val} images and {num_classes} classes ({what}); chance is {1 / num_classes:.1%}")
+    log("run the demo again with run.steps=<more> to go on from its last checkpoint, or batch.micro_size=16 to see")
+    log("that the loss curve does not care; `tensorboard --logdir` on the run directory shows the curves")
     return status
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,10 @@ from clip_train.errors import DataError, UserError
 from clip_train.storage import StorageConfig
 
 SHOWN = 20  # shards named in a message
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
 
 
 def run_index(specs: list[str], *, caption_key: str | None, workers: int | None, check: bool) -> int:

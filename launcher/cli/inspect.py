@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from launcher.cli.checkpoints import places_of_run, recipe_in
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
-from launcher.train import evaluation, say
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.log import log
+from launcher.train import evaluation
 
 
 def find_checkpoint(config: RunConfig, step: int | None = None) -> Resumed:
@@ -26,14 +29,16 @@ def find_checkpoint(config: RunConfig, step: int | None = None) -> Resumed:
     return open_to_look(places_of_run(config), step)
 
 
-def evaluate_run(place: str, overrides: list[str], weights: str | None) -> int:
+def evaluate_run(args: argparse.Namespace) -> int:
     """Print zero-shot and retrieval on data.val; under torchrun the samples are split over the ranks.
 
-    place: as for `export_run`. weights: an export instead of the checkpoint; then it is a recipe.
+    --weights: an export instead of the checkpoint; then the place is a recipe.
     """
+    place, overrides, weights = args.place, args.overrides, args.weights
     env = ranks.detect(os.environ)
     device = ranks.take_device(env)
-    rendezvous.start(env, device)
+    args.outcome.heartbeat = Heartbeat(env, args.outcome.publish)
+    rendezvous.start(env, device, args.outcome.heartbeat)
     try:
         if weights is not None:
             config = load_config(recipe_in(place) or place, overrides)
@@ -53,7 +58,7 @@ def evaluate_run(place: str, overrides: list[str], weights: str | None) -> int:
         assert evaluate_once is not None
         results = evaluate_once()
         if dist.is_main():
-            say(f"{config.run.name}, {where}:")
+            log(f"{config.run.name}, {where}:")
             for name, value in results.items():
                 print(f"{name}: {value:.6g}")
         return 0
@@ -73,11 +78,9 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
     return check_config(apply_overrides(found.state["recipe"], overrides), f"the recipe in {found.path}"), found
 
 
-def export_run(place: str, overrides: list[str], output: str | None, step: int | None) -> int:
-    """Write a checkpoint's weights as a folder that `open_clip` loads.
-
-    place: a recipe, a run's folder, or a URL or folder of checkpoints, which needs none of the run's files.
-    """
+def export_run(args: argparse.Namespace) -> int:
+    """Write a checkpoint's weights as a folder that `open_clip` loads."""
+    place, overrides, output, step = args.place, args.overrides, args.output, args.step
     if recipe_in(place) is None:
         if overrides:
             raise UserError(f"{overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe")
@@ -87,7 +90,7 @@ def export_run(place: str, overrides: list[str], output: str | None, step: int |
         config, found = run_at(place, overrides, step)
         folder = output or str(config.run_dir / "export")
     written = export_openclip(found.reader.full_state(), architecture_of(found), folder)
-    say(f"step {found.step} of {found.path} exported to {written}; load it with")
+    log(f"step {found.step} of {found.path} exported to {written}; load it with")
     print(f"open_clip.create_model_and_transforms('local-dir:{Path(written).resolve()}')")
     return 0
 

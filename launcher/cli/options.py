@@ -1,15 +1,17 @@
-"""What `clip-train VERB` may be told, and its help."""
+"""What `clip-train VERB` takes, and its help; no other import, so that it is there at once."""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
+from dataclasses import dataclass
+from typing import Any
 
 from clip_train import __version__
 
 EPILOG = """\
-exit status: 0 done; 75 preempted after a commit (run the same line again); 2 a mistake in the recipe
-or the command; 1 anything else.
+exit status: 0 done; 75 preempted after a commit (run the same line again); 130 interrupted twice; 2 a mistake in the
+recipe or the command; 1 anything else.
 
 examples:
   clip-train demo                                        train on captioned shapes, 4 minutes on a laptop
@@ -19,199 +21,201 @@ examples:
   clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
 """
 
-EXAMPLES = {
-    "train": """\
-        clip-train train recipes/vit_b32.yaml                   all GPUs of this machine; the same line again goes on
-        clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
-        clip-train train --keys                                 what a recipe can say""",
-    "plan": """\
-        clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
-        clip-train plan recipes/vit_b32.yaml --world-size 64 batch.micro_size=auto batch.memory_limit=80GB""",
-    "submit": """\
-        clip-train submit recipes/vit_l14.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00 --dry-run   look first
-        clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14""",
-    "doctor": """\
-        clip-train doctor                                       this machine and its cluster
-        clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, captions, S3 and disk too""",
-    "evaluate": """\
-        clip-train evaluate my.yaml                             the newest checkpoint of that run
-        clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'""",
-    "export": """\
-        clip-train export runs/clip --output clip-b32           of a run on this disk
-        clip-train export s3://bucket/run --step 20000          of a run elsewhere""",
-    "index": """\
-        clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
-        clip-train index shards/*.tar --check                   have they changed, or been damaged?""",
-    "checkpoints": """\
-        clip-train checkpoints runs/clip
-        clip-train checkpoints s3://bucket/run --verify         read all of them""",
-    "demo": """\
-        clip-train demo
-        clip-train demo --data digits run.steps=200             shorter""",
+POSITIONS: dict[str, dict[str, Any]] = {
+    "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
+    "recipe?": {"metavar": "RECIPE", "nargs": "?", "help": "a recipe (YAML); examples lie in recipes/"},
+    "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
+    "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
+    "overrides": {
+        "metavar": "key.path=value",
+        "nargs": "*",
+        "help": "overrides of the recipe, such as batch.global_size=4096 optim.lr=1e-3",
+    },
 }
-
-RECIPE_HELP = "a recipe (YAML); examples lie in recipes/"
-OVERRIDE_HELP = "overrides of the recipe, such as batch.global_size=4096 optim.lr=1e-3"
+JSON = ("json", None, "print JSON")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="clip-train",
-        description="Train CLIP so that the result depends on the global batch alone, not on how it is computed.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"clip-train {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+@dataclass(frozen=True)
+class Verb:
+    """One verb: where it is, what it takes, its help."""
 
-    def add(
-        verb: str, help: str, description: str, recipe: bool | str = True, place: bool = False
-    ) -> argparse.ArgumentParser:
-        sub = verbs.add_parser(
-            verb,
-            help=help,
-            description=textwrap.dedent(description),
-            epilog=examples_of(verb),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if recipe:
-            sub.add_argument("recipe", nargs=None if recipe is True else recipe, metavar="RECIPE", help=RECIPE_HELP)
-        if place:
-            sub.add_argument("place", metavar="PLACE", help="a recipe, a run's folder, or a URL of checkpoints")
-        sub.add_argument("overrides", nargs="*", metavar="key.path=value", help=OVERRIDE_HELP)
-        return sub
+    run: str  # module:function, which is called with the parsed arguments
+    help: str
+    description: str
+    examples: str
+    positions: tuple[str, ...] = ("recipe", "overrides")
+    options: tuple[tuple[Any, ...], ...] = ()  # name, metavar (None: a switch; a list: its choices), help, default
 
-    train = add(
-        "train",
-        "train, or go on training",
+
+VERBS = {
+    "train": Verb(
+        "launcher.cli.train:run",
+        "train, or resume training",
         """\
-        Train the recipe; if its run directory has a checkpoint, go on from the newest complete one.
+        Train the recipe; if its run directory has a checkpoint, resume from the newest complete one.
         Under torchrun, srun or another launcher, every rank runs this same line.""",
-    )
-    train.add_argument(
-        "--ranks",
-        metavar="N",
-        type=int,
-        help="without a launcher: ranks on this machine (default: GPUs, else 1)",
-    )
-    train.add_argument("--keys", action="store_true", help="print every key of a recipe with its default, and exit")
-
-    plan = add(
-        "plan",
+        """\
+        clip-train train recipes/vit_b32.yaml                   all GPUs of this machine; the same line again resumes
+        clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
+        clip-train train --keys                                 what a recipe can hold""",
+        positions=("recipe?", "overrides"),
+        options=(
+            ("ranks", "N", "without a launcher: ranks on this machine (default: GPUs, else 1)"),
+            ("keys", None, "print every key of a recipe with its default, and exit"),
+        ),
+    ),
+    "plan": Verb(
+        "launcher.cli.plan:run",
         "batch arithmetic, memory and length, without a GPU",
         "Print what a run would do: batch arithmetic, memory by what needs it, steps, time. Touches no GPU.",
-    )
-    plan.add_argument("--world-size", metavar="N", type=int, help="ranks (default: WORLD_SIZE, else 1)")
-    plan.add_argument(
-        "--samples-per-second",
-        metavar="N",
-        type=float,
-        help="over all ranks, for the ETA (default: from the run's metrics)",
-    )
-    plan.add_argument("--json", action="store_true", help="print JSON")
-
-    submit = add(
-        "submit",
+        """\
+        clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
+        clip-train plan recipes/vit_b32.yaml --world-size 64 batch.micro_size=auto batch.memory_limit=80GB""",
+        options=(
+            ("world-size", "N", "ranks (default: WORLD_SIZE, else 1)"),
+            ("samples-per-second", "RATE", "over all ranks, for the ETA (default: from the run's metrics)"),
+            JSON,
+        ),
+    ),
+    "submit": Verb(
+        "launcher.slurm.submit:run",
         "render, check and submit a SLURM job",
         """\
         Check everything that would fail after hours in the queue, freeze recipe and code beside the batch script,
         and hand it to sbatch. The job requeues itself until it is done, or gives up: docs/slurm.md.""",
-    )
-    submit_options(submit)
-
-    doctor = add(
-        "doctor",
+        """\
+        clip-train submit recipes/vit_l14.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00 --dry-run   look first
+        clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14""",
+        options=(
+            ("nodes", "N", "(default: the site's, else 1)"),
+            ("gpus-per-node", "N", "each with a rank (default: the site's, else 8)"),
+            ("tasks-per-node", "N", "ranks per node, where --gpus-per-node is 0"),
+            ("cpus-per-task", "N", "cores per rank (default: the site's, else 8)"),
+            ("time", "HH:MM:SS", "limit of one attempt (default: the site's, else 24:00:00)"),
+            ("partition", "NAME", "where to (default: the site's, else the cluster's)"),
+            ("account", "NAME", "whom to charge"),
+            ("qos", "NAME", "quality of service"),
+            ("exclude", "NODES", "nodes to leave out, as sbatch writes them"),
+            (
+                "template",
+                ["train", "chain", "torchrun"],
+                "of slurm/ (default: train); chain: where jobs may not requeue",
+            ),
+            ("site", "FILE", "the site's defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)"),
+            ("dry-run", None, "check, print the batch script, and submit nothing"),
+            ("offline", None, "look neither at shards nor at checkpoint.remote"),
+        ),
+    ),
+    "doctor": Verb(
+        "launcher.doctor.command:run",
         "check this machine, the recipe and the cluster",
         """\
         One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit status 1 with an error.
         Nothing is changed: what is written to try a disk or a bucket is removed.""",
-        recipe="?",
-    )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-
-    evaluate = add(
-        "evaluate",
+        """\
+        clip-train doctor                                       this machine and its cluster
+        clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, captions, S3 and disk too""",
+        positions=("recipe?", "overrides"),
+        options=(JSON,),
+    ),
+    "evaluate": Verb(
+        "launcher.cli.inspect:evaluate_run",
         "zero-shot and retrieval of a run's checkpoint",
         """\
-        Evaluate on data.val: zero-shot with evaluate.zero_shot_classes, and retrieval. Instead of the recipe a run's
-        folder will do, or the URL of a run's checkpoints: then the recipe is the one in the checkpoint.""",
-    )
-    evaluate.add_argument(
-        "--weights", metavar="PLACE", help="an exported folder or a weights file instead of the run's newest checkpoint"
-    )
-
-    export = add(
-        "export",
+        Evaluate on data.val: zero-shot with evaluate.zero_shot_classes, and retrieval. Of a URL, or a bare folder of
+        checkpoints, the recipe is the one in the checkpoint.""",
+        """\
+        clip-train evaluate my.yaml                             the newest checkpoint of that run
+        clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'""",
+        positions=("place", "overrides"),
+        options=(("weights", "PLACE", "an exported folder or a weights file instead of the run's newest checkpoint"),),
+    ),
+    "export": Verb(
+        "launcher.cli.inspect:export_run",
         "weights for OpenCLIP, as safetensors",
         """\
-        Write a folder that open_clip loads, without a GPU. Instead of the recipe a run's folder will do, or the URL
-        of a run's checkpoints: then none of the run's files are needed.""",
-    )
-    export.add_argument("--output", metavar="DIR", help="folder to write (default: <run.dir>/export)")
-    export.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest)")
-
-    index = verbs.add_parser(
-        "index",
-        help="count and checksum shards, so that epochs are exact and damage is seen",
-        description="Read shards once and write sizes.json and clip_train_index.json beside them, on disk or on S3.",
-        epilog=examples_of("index"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    index.add_argument("shards", nargs="+", metavar="SHARDS", help="as data.train: paths, URLs, braces, globs")
-    index.add_argument("--caption-key", metavar="KEY", help="as data.caption_key: count samples with it in their .json")
-    index.add_argument("--workers", metavar="N", type=int, help="processes (default: one for each CPU, 2 to 16)")
-    index.add_argument("--check", action="store_true", help="read again and compare with the index; write nothing")
-
-    checkpoints = add(
-        "checkpoints",
+        Write a folder that open_clip loads, without a GPU. Of a run's folder or the URL of its checkpoints, none of
+        the run's other files are needed.""",
+        """\
+        clip-train export runs/clip --output clip-b32           of a run on this disk
+        clip-train export s3://bucket/run --step 20000          of a run elsewhere""",
+        positions=("place", "overrides"),
+        options=(
+            ("output", "DIR", "folder to write (default: <run.dir>/export)"),
+            ("step", "N", "the checkpoint of this step (default: the newest)"),
+        ),
+    ),
+    "index": Verb(
+        "launcher.cli.index:run",
+        "count and checksum shards, so that epochs are exact and damage is seen",
+        "Read shards once and write sizes.json and clip_train_index.json beside them, on disk or on S3.",
+        """\
+        clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
+        clip-train index shards/*.tar --check                   have they changed, or been damaged?""",
+        positions=("shards",),
+        options=(
+            ("caption-key", "KEY", "as data.caption_key: count samples with it in their .json"),
+            ("workers", "N", "processes (default: one for each CPU, 2 to 16)"),
+            ("check", None, "read again and compare with the index; write nothing"),
+        ),
+    ),
+    "checkpoints": Verb(
+        "launcher.cli.checkpoints:run",
         "what checkpoints there are, whole or not, and which will stay",
         """\
-        List the checkpoints of a run, on its disk and in checkpoint.remote. PLACE is a recipe, a run's folder, or a URL
-        or folder of checkpoints. Exit status 1 where a committed one is not whole.""",
-        recipe=False,
-        place=True,
-    )
-    checkpoints.add_argument("--verify", action="store_true", help="read every byte and compare it with its sha256")
-    checkpoints.add_argument("--json", action="store_true", help="print JSON")
-
-    demo = add(
-        "demo",
+        List the checkpoints of a run, on its disk and in checkpoint.remote. Exit status 1 where a committed one is not
+        whole.""",
+        """\
+        clip-train checkpoints runs/clip
+        clip-train checkpoints s3://bucket/run --verify         read all of them""",
+        positions=("place", "overrides"),
+        options=(("verify", None, "read every byte and compare it with its sha256"), JSON),
+    ),
+    "demo": Verb(
+        "launcher.cli.demo:run",
         "train a small CLIP in minutes and see it work",
         """\
         Build a small data set, train on it with micro-batches and the feature cache, and evaluate zero-shot.
         shapes: captioned drawings, tested on colour-shape-size-background combinations never seen in training.
         digits: the real handwritten digits of scikit-learn.""",
-        recipe=False,
+        """\
+        clip-train demo
+        clip-train demo --data digits run.steps=200             shorter""",
+        positions=("overrides",),
+        options=(
+            ("data", ["shapes", "digits"], "which (default: shapes)", "shapes"),
+            ("dir", "DIR", "where data and runs go (default: runs)", "runs"),
+        ),
+    ),
+}
+TYPES = {"N": int, "RATE": float}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="clip-train",
+        description="Train CLIP so that the result depends on the global batch alone, not on how it is computed.",
+        epilog=EPILOG,
+        formatter_class=style,
     )
-    demo.add_argument("--data", choices=["shapes", "digits"], default="shapes")
-    demo.add_argument("--dir", default="runs", help="where data and runs go (default: runs)")
+    parser.add_argument("--version", action="version", version=f"clip-train {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, verb in VERBS.items():
+        examples = "examples:\n" + textwrap.indent(textwrap.dedent(verb.examples), "  ")
+        sub = verbs.add_parser(
+            name, help=verb.help, description=textwrap.dedent(verb.description), epilog=examples, formatter_class=style
+        )
+        for position in verb.positions:
+            sub.add_argument(position.rstrip("?"), **POSITIONS[position])
+        for option, metavar, text, *default in verb.options:
+            if metavar is None:
+                sub.add_argument(f"--{option}", action="store_true", help=text)
+            elif isinstance(metavar, list):
+                sub.add_argument(f"--{option}", choices=metavar, help=text, default=default[0] if default else None)
+            else:
+                kind = TYPES.get(metavar, str)
+                sub.add_argument(
+                    f"--{option}", metavar=metavar, type=kind, help=text, default=default[0] if default else None
+                )
     return parser
-
-
-def examples_of(verb: str) -> str:
-    return "examples:\n" + textwrap.indent(textwrap.dedent(EXAMPLES[verb]), "  ")
-
-
-def submit_options(submit: argparse.ArgumentParser) -> None:
-    """What sbatch is asked for; what is not said comes from the site file."""
-    for name, meaning in (
-        ("nodes", "(default: the site's, else 1)"),
-        ("gpus-per-node", "each with a rank (default: the site's, else 8)"),
-        ("tasks-per-node", "ranks per node, where --gpus-per-node is 0"),
-        ("cpus-per-task", "cores per rank (default: the site's, else 8)"),
-    ):
-        submit.add_argument(f"--{name}", metavar="N", type=int, help=meaning)
-    submit.add_argument("--time", metavar="HH:MM:SS", help="limit of one attempt (default: the site's, else 24:00:00)")
-    submit.add_argument("--partition", metavar="NAME", help="where to (default: the site's, else the cluster's)")
-    submit.add_argument("--account", metavar="NAME", help="whom to charge")
-    submit.add_argument("--qos", metavar="NAME", help="quality of service")
-    submit.add_argument(
-        "--template",
-        choices=["single", "train", "chain", "torchrun"],
-        help="of slurm/ (default: single or train, by --nodes); chain: where jobs may not requeue",
-    )
-    submit.add_argument(
-        "--site", metavar="FILE", help="the site's defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)"
-    )
-    submit.add_argument("--dry-run", action="store_true", help="check, print the batch script, and submit nothing")
-    submit.add_argument("--offline", action="store_true", help="look neither at shards nor at checkpoint.remote")

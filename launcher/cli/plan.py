@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from clip_train.metrics import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models import count_parameters, flops_per_sample
 from launcher.config.memory import estimate_memory, memory_limit, predicted_profile
-from launcher.config.recipe import RunConfig
+from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check, pays_twice, sized
 from launcher.engines import package
 
@@ -80,12 +81,16 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
     }
 
 
-def print_plan(config: RunConfig, world_size: int | None, rate: float | None, *, as_json: bool) -> int:
-    world_size = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
+def run(args: argparse.Namespace) -> int:
+    config = load_config(args.recipe, args.overrides)
+    said = os.environ.get("WORLD_SIZE", "1")
+    if args.world_size is None and not said.isdigit():
+        raise UserError(f"WORLD_SIZE ({said}) must be a whole number; unset it, or give --world-size")
+    world_size = args.world_size if args.world_size is not None else int(said)
     if world_size < 1:
         raise UserError(f"--world-size ({world_size}) must be at least 1")
-    plan = make_plan(config, world_size, rate)
-    if as_json:
+    plan = make_plan(config, world_size, args.samples_per_second)
+    if args.json:
         print(json.dumps(plan, indent=2))
         return 0
     table = Table(title=f"{config.run.name}: {plan['model']}", box=None, show_header=False)

@@ -32,7 +32,7 @@ from clip_train.explain import Allowed, explain, shown
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import ModelConfig
 from clip_train.optim import OptimConfig, ScheduleConfig
-from clip_train.settings import LARGEST, Settings
+from clip_train.settings import LARGEST, Refused, Settings, Silent
 from clip_train.storage import StorageConfig
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
@@ -42,12 +42,14 @@ class RunSection(Settings):
     """The `run` section: where and how long."""
 
     name: Annotated[
-        str, Allowed("letters, digits, dots, dashes and underscores, at most 100, beginning with a letter or digit")
+        str,
+        Allowed("letters, digits, dots, dashes and underscores, at most 100, beginning with a letter or digit"),
+        Silent,
     ] = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Letters, digits, dots, dashes and underscores."""
-    dir: str | None = None
+    dir: Annotated[str | None, Silent] = None
     """Everything the run writes lies here; null: runs/<run.name>. All ranks must see it."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Refused] = 0
     """Of the initial weights, the order of the data, augmentation and dropout."""
     steps: Annotated[PositiveInt | None, Allowed("a whole number of at least 1", example="10000")] = None
     """Optimizer steps in all. Give this or run.epochs."""
@@ -70,16 +72,16 @@ class RunConfig(Settings):
     run: RunSection
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
-    storage: StorageConfig = Field(default_factory=StorageConfig)
+    storage: Annotated[StorageConfig, Silent] = Field(default_factory=StorageConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
-    log: LogConfig = Field(default_factory=LogConfig)
-    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    checkpoint: Annotated[CheckpointConfig, Silent] = Field(default_factory=CheckpointConfig)
+    evaluate: Annotated[EvaluateConfig, Silent] = Field(default_factory=EvaluateConfig)
+    log: Annotated[LogConfig, Silent] = Field(default_factory=LogConfig)
+    launch: Annotated[LaunchConfig, Silent] = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
     def _epochs_need_a_size(self) -> RunConfig:
@@ -272,16 +274,18 @@ def _nearest(path: str) -> str:
     known = [key for key, _ in known_keys()]
     if path.startswith("batch.schedule."):
         return f"known ones are {', '.join(BatchStage.model_fields)}"
-    meant = OTHER_NAMES.get(path.rsplit(".", 1)[-1].replace("-", "_"))
-    if meant is not None:
-        return f"did you mean {meant}?"
+    last = path.rsplit(".", 1)[-1].replace("-", "_")
+    section = path.split(".", maxsplit=1)[0]
+    names = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")} | OTHER_NAMES
+    near = difflib.get_close_matches(last, names, n=1, cutoff=0.75)
+    if near and "." in path:
+        return f"did you mean {names[near[0]]}?"
     sections = sorted({key.split(".")[0] for key in known})
     near = difflib.get_close_matches(path, known if "." in path else sections, n=1, cutoff=0.5)
     if not near and "." in path:  # the right name in the wrong section
         near = [key for key in known if key.split(".")[-1] == path.rsplit(".", maxsplit=1)[-1]][:1]
     if near:
         return f"did you mean {near[0]}?"
-    section = path.split(".", maxsplit=1)[0]
     inside = [key for key in known if key.startswith(f"{section}.")] or sections
     return f"known ones are {', '.join(inside)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,8 +26,9 @@ def guarded(name: str, check: Check) -> Iterator[Finding]:
         yield error(name, f"{type(e).__name__}: {e}", "mend it, or report it if it is no fault of this machine")
 
 
-def run_doctor(recipe: str | None, overrides: list[str], *, as_json: bool) -> int:
+def run(args: argparse.Namespace) -> int:
     """Returns 1 if there is an error, else 0."""
+    recipe, overrides, as_json = args.recipe, args.overrides, args.json
     from launcher import engines
     from launcher.config.recipe import RunConfig, load_config
     from launcher.doctor import machine

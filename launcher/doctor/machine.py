@@ -19,7 +19,8 @@ import torch
 from launcher.doctor.findings import Finding, error, ok, warning
 from launcher.runtime.consistency import code_version
 from launcher.runtime.environment import detect, has_launcher
-from launcher.slurm.submit import LAUNCHERS, ask, parse_time
+from launcher.slurm.scheduler import answer as ask
+from launcher.slurm.submit import LAUNCHERS, parse_time
 
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 

@@ -11,9 +11,10 @@ import torch
 from clip_train import dist
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
+from launcher.runtime.heartbeat import Heartbeat
 
 BYTES = 16 * 2**20
-MEETING_SECONDS = 60  # and of a collective
+RENDEZVOUS_SECONDS = 60  # and of a collective
 
 
 def measure(action_bytes: int, device: torch.device, repeats: int) -> float:
@@ -30,13 +31,15 @@ def measure(action_bytes: int, device: torch.device, repeats: int) -> float:
 def main() -> None:
     env = ranks.detect(os.environ)
     device = ranks.take_device(env)
-    rendezvous.start(env, device, timeout_seconds=MEETING_SECONDS)
+    heartbeat = Heartbeat(env)
+    rendezvous.start(env, device, heartbeat, timeout_seconds=RENDEZVOUS_SECONDS)
     latency, seconds = measure(4, device, 20), measure(BYTES, device, 3)
     if dist.is_main():
         found = {"ranks": env.world_size, "device": device.type, "latency": latency, "bandwidth": BYTES / seconds}
         print(json.dumps(found), flush=True)
     dist.barrier()
     rendezvous.stop()
+    heartbeat.leave()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from launcher.config.recipe import RunConfig
 from launcher.doctor.findings import Finding, error, ok, warning
 from launcher.engines import package
 from launcher.runtime.environment import detect
-from launcher.runtime.error_reports import STOP_FILE
+from launcher.runtime.verdict import STOP_FILE
 from launcher.slurm.profile import load_site
 
 LOOK_AT = 200  # samples of a source's first shard

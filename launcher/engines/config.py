@@ -6,35 +6,35 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from clip_train.settings import Settings
+from clip_train.settings import Layout, Rounding, Settings
 
 
 class EngineConfig(Settings):
     """The `engine` section: how the model is held and computed. It never changes the result beyond rounding."""
 
-    kind: Literal["deepspeed", "fsdp"] = "deepspeed"
+    kind: Annotated[Literal["deepspeed", "fsdp"], Layout] = "deepspeed"
     """The engine: DeepSpeed's ZeRO, or PyTorch's own FSDP2. Checkpoints of one go on under the other."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Annotated[Literal[0, 1, 2, 3], Layout] = 1
     """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters. With engine.kind=fsdp
     0 is plain data parallelism, 1 and 2 keep whole parameters from a step's first forward to its last backward, and 3
     gives them back after each forward; master weights, moments and reduced gradients are shared out at 1, 2 and 3."""
-    shard_ranks: Annotated[int, Field(ge=1)] | None = None
+    shard_ranks: Annotated[Annotated[int, Field(ge=1)] | None, Layout] = None
     """With engine.kind=fsdp: among how many ranks, such as those of a node, one copy of the model is shared out; they
     must divide the number of ranks. null: all."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], Layout] = "fp32"
     """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always. A run on a CPU that
     lacks it (fp16 needs AVX512-FP16 or AMX-FP16) is refused, and fp16 with engine.kind=fsdp."""
-    activation_checkpointing: bool | Literal["auto"] = False
+    activation_checkpointing: Annotated[bool | Literal["auto"], Rounding] = False
     """Recompute every block's activations in the backward: a quarter more arithmetic, a fraction of the memory.
     auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""
-    offload: Literal["none", "optimizer"] = "none"
+    offload: Annotated[Literal["none", "optimizer"], Rounding] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
-    reduce_gradients: Literal["once", "each_backward", "auto"] = "each_backward"
+    reduce_gradients: Annotated[Literal["once", "each_backward", "auto"], Rounding] = "each_backward"
     """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per step, holding
     a whole gradient on every rank until then (with DeepSpeed summed in the model's precision, with FSDP in fp32).
     Stages 0 and 1 always do it once. auto: by the memory that there is, where the order of the sums is all that
     differs."""
-    compile: bool = False
+    compile: Annotated[bool, Rounding] = False
     """torch.compile each transformer block (inductor), on either engine."""
     ds_config: str | None = None
     """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null: ds_configs/zero<stage>.json."""

@@ -1,7 +1,8 @@
-"""Before training: do all ranks run the same code, on the same recipe? If not, an error on all of them."""
+"""Before training: every rank compares its recipe and its code with rank 0's, through the store."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import platform
@@ -10,9 +11,10 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from clip_train import dist
+from torch.distributed import Store
+
 from clip_train.errors import UserError
-from launcher.runtime.error_reports import leave_ranks, node_name
+from launcher.runtime.verdict import node_name
 
 SOURCES = ("clip_train", "launcher")
 
@@ -42,32 +44,30 @@ def versions() -> dict[str, str]:
     return found
 
 
-def agree(recipe: dict[str, Any]) -> None:
-    """UserError on all ranks where one differs. recipe: as resolved, overrides included. Collective."""
-    mine = {**versions(), "the recipe": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]}
-    everyone = dist.gather_objects((node_name(), mine))
-    if dist.is_main():
-        leave_ranks([node for node, _ in everyone])
-    first = everyone[0][1]
-    other = next((rank for rank, (_, found) in enumerate(everyone) if found != first), None)
-    if other is None:
-        return
-    node, found = everyone[other]
-    told = []
-    for what in first:
-        if found[what] != first[what]:
-            told.append(f"{what} is {first[what]} on rank 0 ({everyone[0][0]}), {found[what]} on rank {other} ({node})")
-    if found["the recipe"] != first["the recipe"]:
-        recipes = dist.gather_objects(recipe)
-        told.append(", ".join(differences(recipes[0], recipes[other])))
-    raise UserError(f"the ranks differ: {'; '.join(told)}; start all with the same line, from the same folder")
+def check(store: Store, rank: int, recipe: dict[str, Any], seconds: float) -> None:
+    """UserError on a rank that differs from rank 0. recipe: as resolved. seconds: to wait for rank 0."""
+    here = flat({"": versions(), **recipe})
+    if rank == 0:
+        return store.set("recipe", json.dumps([node_name(), here]))
+    store.wait(["recipe"], datetime.timedelta(seconds=seconds))
+    node, first = json.loads(store.get("recipe"))
+    found = differences(first, json.loads(json.dumps(here)))
+    if found:
+        raise UserError(
+            f"this rank differs from rank 0 on {node}: {'; '.join(found)} here; start all with the same line, from "
+            "the same folder"
+        )
+
+
+def flat(sections: dict[str, Any]) -> dict[str, Any]:
+    """section -> key -> value as `section.key` -> value."""
+    return {f"{section}.{key}".lstrip("."): value for section, keys in sections.items() for key, value in keys.items()}
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """`section.key: a against b` for every key that is not the same."""
+    """`key: a against b` for every key that is not the same."""
     return [
-        f"{section}.{key}: {one.get(section, {}).get(key)!r} against {other.get(section, {}).get(key)!r}"
-        for section in sorted(one.keys() | other.keys())
-        for key in sorted({**one.get(section, {}), **other.get(section, {})})
-        if one.get(section, {}).get(key) != other.get(section, {}).get(key)
+        f"{key}: {one.get(key)!r} against {other.get(key)!r}"
+        for key in sorted(one.keys() | other.keys())
+        if one.get(key) != other.get(key)
     ]

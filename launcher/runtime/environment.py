@@ -1,19 +1,25 @@
-"""Which rank am I, of how many, on what device: from the environment to a process group."""
+"""Which rank this is, of how many, on what device: from the variables that launchers set."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import subprocess
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from clip_train.errors import RankError
 
+if TYPE_CHECKING:
+    import torch
+
 SLURM_STEP = "the SLURM step"
+END_TIME = "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.slurm.controller for older ones
+LAUNCHER = "CLIP_TRAIN_LAUNCHER"  # the process that has started this rank (`launcher.runtime.launch`)
+PARENT = os.getppid()  # as it was when this process began, or nearly so: the imports take seconds
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,36 @@ class RankEnv:
     local_world_size: int  # ranks on this host, as far as known
     master_addr: str
     master_port: int
-    found: str  # what told us
+    found: str  # where this is from
+    agent_store: bool = False  # the launcher (torchrun's agent, or ours) holds the store, else rank 0
 
     def describe(self) -> str:
         return f"rank {self.rank} of {self.world_size} (local {self.local_rank}), from {self.found}"
+
+
+class Launcher(NamedTuple):
+    """What one launcher of ranks calls its variables."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: str  # the same on all ranks, another for each start
+    name: str
+
+
+TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "", "RANK and WORLD_SIZE")
+SRUN = Launcher(
+    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", SLURM_STEP
+)
+MPI = (
+    Launcher(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMIX_NAMESPACE", "Open MPI",
+    ),
+    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID", "MPICH or Intel MPI"),
+)  # fmt: skip
+NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # set by launchers that start several ranks on each node: of how many nodes
 
 
 def detect(environ: Mapping[str, str]) -> RankEnv:
@@ -37,38 +69,42 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
 
     RankError for variables that are incomplete, out of range or not numbers, or of two launchers that disagree.
     """
-    # Set inside an srun step only: a batch script's own shell has SLURM_NTASKS too, but is not a rank.
-    slurm_tasks = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
-    mpi = next((names for names in MPI if names.size in environ and names.rank in environ), None)
-    mpi_tasks = _number(environ, mpi.size, 1) if mpi is not None else 1
+    # SRUN's are set inside a step only: a batch script's own shell has SLURM_NTASKS too, but is not a rank.
+    above = [each for each in (SRUN, *MPI) if each.rank in environ and _number(environ, each.size, 1) > 1]
     # A batch script may have exported WORLD_SIZE alone, as many do: then the step has to agree.
-    if "RANK" in environ or ("WORLD_SIZE" in environ and max(slurm_tasks, mpi_tasks) == 1):
+    if "RANK" in environ or ("WORLD_SIZE" in environ and not above):
         env = _explicit(environ)
-        _refuse_two(env, slurm_tasks, _number(environ, "SLURM_PROCID", 0), "srun", environ)
-        if mpi is not None:
-            _refuse_two(env, mpi_tasks, _number(environ, mpi.rank, 0), "mpirun", environ)
+        for each in above:
+            _refuse_two(env, each, environ)
         return env
-    if slurm_tasks > 1:
-        return _refuse_size(_slurm(environ), "srun", environ)
-    if mpi is not None and mpi_tasks > 1:
-        return _refuse_size(_mpi(environ, mpi), "mpirun", environ)
-    return RankEnv(0, 1, 0, 1, "127.0.0.1", 0, "no launcher: a single process")
+    if not above:
+        _number(environ, SRUN.size, 1)
+        return RankEnv(0, 1, 0, 1, "127.0.0.1", 0, "no launcher: a single process")
+    env = _srun(environ) if above[0] is SRUN else _mpi(environ, above[0])
+    size = _number(environ, "WORLD_SIZE", env.world_size)
+    if size != env.world_size:
+        raise RankError(
+            f"the environment has WORLD_SIZE={size}, but {_command(above[0])} started {env.world_size} tasks: unset "
+            "WORLD_SIZE, or start as many tasks"
+        )
+    return env
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     try:
-        return int(environ.get(name, default))
+        return int(re.split(r"[(,]", environ.get(name, str(default)))[0])  # Slurm writes 4(x2) for 4 on each of 2 nodes
     except ValueError as e:
         raise RankError(f"{name} must be a whole number: {e}") from None
 
 
-# Set by launchers that start several ranks on each node: of how many nodes, by their word.
-NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
+def _command(launcher: Launcher) -> str:
+    return "srun" if launcher is SRUN else "mpirun"
 
 
-def _refuse_two(env: RankEnv, tasks: int, task: int, launcher: str, environ: Mapping[str, str]) -> None:
+def _refuse_two(env: RankEnv, above: Launcher, environ: Mapping[str, str]) -> None:
     """A task of srun or mpirun is one rank, or the launcher of one node's ranks; anything else is a mistake."""
-    if tasks <= 1 or (env.world_size == tasks and env.rank == task):
+    tasks, task, launcher = _number(environ, above.size, 1), _number(environ, above.rank, 0), _command(above)
+    if env.world_size == tasks and env.rank == task:
         return
     nodes = next((_number(environ, name, 1) for name in NODES if name in environ), None)
     if nodes is None:  # left over from another launcher: every task of this one would be the same rank
@@ -80,20 +116,10 @@ def _refuse_two(env: RankEnv, tasks: int, task: int, launcher: str, environ: Map
     if nodes != tasks:
         raise RankError(
             f"{launcher} started {tasks} tasks, each with a launcher that knows of {nodes} node{'s' * (nodes > 1)}: "
-            f"several worlds would train the same run. Start one task for each node and tell torchrun of all "
+            f"several worlds would train the same run. Start one task for each node and give torchrun all of them "
             f"(--nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint <the first node>:29500), as slurm/torchrun.sbatch "
             f"does; or no launcher at all: {launcher} python -m launcher train ..."
         )
-
-
-def _refuse_size(env: RankEnv, launcher: str, environ: Mapping[str, str]) -> RankEnv:
-    said = _number(environ, "WORLD_SIZE", env.world_size)
-    if said != env.world_size:
-        raise RankError(
-            f"the environment has WORLD_SIZE={said}, but {launcher} started {env.world_size} tasks: unset WORLD_SIZE, "
-            f"or start as many tasks"
-        )
-    return env
 
 
 def _explicit(environ: Mapping[str, str]) -> RankEnv:
@@ -104,88 +130,54 @@ def _explicit(environ: Mapping[str, str]) -> RankEnv:
             f"the environment has {', '.join(n for n in needed if n in environ)} but not {', '.join(missing)}: "
             "start ranks with torchrun, or unset RANK and WORLD_SIZE for a single process"
         )
-    try:
-        rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        local = int(environ.get("LOCAL_RANK", rank))
-        local_world = int(environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", "1")))
-        port = int(environ["MASTER_PORT"])
-    except ValueError as e:
-        raise RankError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers: {e}") from None
-    if not 0 <= rank < world:
-        raise RankError(f"RANK ({rank}) must be at least 0 and below WORLD_SIZE ({world})")
-    return RankEnv(rank, world, local, local_world, environ["MASTER_ADDR"], port, "RANK and WORLD_SIZE")
+    env = _rank_env(environ, TORCHRUN, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", 0))
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", _number(environ, "LOCAL_SIZE", 1))
+    return replace(env, local_world_size=local_size, agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
-def _slurm(environ: Mapping[str, str]) -> RankEnv:
-    world = int(environ["SLURM_STEP_NUM_TASKS"])
+def _srun(environ: Mapping[str, str]) -> RankEnv:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    job = int(environ.get("SLURM_JOB_ID", "0"))
-    local_world = int(re.split(r"\D", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0])
-    return RankEnv(
-        rank=int(environ["SLURM_PROCID"]),
-        world_size=world,
-        local_rank=int(environ.get("SLURM_LOCALID", "0")),
-        local_world_size=local_world,
-        master_addr=environ.get("MASTER_ADDR", first_host(nodes)),
-        master_port=int(environ.get("MASTER_PORT", 20000 + job % 20000)),
-        found=SLURM_STEP,
-    )
+    step = f"{environ.get(SRUN.job)}.{environ.get('SLURM_STEP_ID')}"  # two steps of a job need two ports
+    return _rank_env(environ, SRUN, environ.get("MASTER_ADDR") or first_host(nodes), port_of(step))
 
 
-class MpiNames(NamedTuple):
-    """What one MPI calls its variables."""
-
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    job: str
-
-
-MPI = (
-    MpiNames(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMIX_NAMESPACE",
-    ),  # Open MPI
-    MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID"),  # MPICH, Intel MPI
-)
-
-
-def _mpi(environ: Mapping[str, str], names: MpiNames) -> RankEnv:
-    try:
-        rank, world = int(environ[names.rank]), int(environ[names.size])
-        local = int(environ.get(names.local_rank, rank))
-        local_world = int(environ.get(names.local_size, "1"))
-    except ValueError as e:
-        raise RankError(f"{names.rank}, {names.size} and {names.local_rank} must be whole numbers: {e}") from None
-    if local_world < world and "MASTER_ADDR" not in environ:
+def _mpi(environ: Mapping[str, str], names: Launcher) -> RankEnv:
+    port = port_of(environ.get(names.job, str(os.getppid())))
+    env = _rank_env(environ, names, environ.get("MASTER_ADDR", "127.0.0.1"), port)
+    if env.local_world_size < env.world_size and "MASTER_ADDR" not in environ:
         raise RankError(
-            f"{names.size} ({world}) ranks are on several hosts, and MPI does not tell which is first: "
+            f"{names.size} ({env.world_size}) ranks are on several hosts, and MPI does not say which is first: "
             "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
         )
-    # the same on all ranks and another for each mpirun
-    port = 20000 + zlib.crc32(environ.get(names.job, str(os.getppid())).encode()) % 20000
-    return RankEnv(
-        rank,
-        world,
-        local,
-        local_world,
-        environ.get("MASTER_ADDR", "127.0.0.1"),
-        int(environ.get("MASTER_PORT", port)),
-        f"MPI ({names.rank})",
-    )
+    return env
+
+
+def _rank_env(environ: Mapping[str, str], names: Launcher, host: str, port: int) -> RankEnv:
+    rank, world = _number(environ, names.rank, 0), _number(environ, names.size, 1)
+    if not 0 <= rank < world:
+        raise RankError(f"{names.rank} ({rank}) must be at least 0 and below {names.size} ({world})")
+    local = _number(environ, names.local_rank, 0 if names is SRUN else rank)
+    local_size = _number(environ, names.local_size, 1)
+    return RankEnv(rank, world, local, local_size, host, _number(environ, "MASTER_PORT", port), names.name)
+
+
+def port_of(job: str) -> int:
+    """The same on all ranks, another for each job; below the ports that the kernel gives out."""
+    return 20000 + zlib.crc32(job.encode()) % 12000
 
 
 def first_host(nodelist: str) -> str:
-    """`gpu[003-005,9],login` -> `gpu003`."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
+    """`gpu[003-005,9],login` -> `gpu003`; Slurm itself knows all of its notation, and is asked first."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=60
+        )
+        if shown.stdout.split():
+            return shown.stdout.split()[0]
+    match = re.match(r"[^,\[]+(\[[^\]]+\][^,\[]*)*", nodelist)
     if match is None:
         raise RankError(f"SLURM_JOB_NODELIST ({nodelist!r}) names no host; set MASTER_ADDR")
-    prefix, number, suffix = match.groups()
-    return prefix + (number or "") + suffix
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
 def take_device(env: RankEnv, workers: int = 0) -> torch.device:
@@ -195,6 +187,8 @@ def take_device(env: RankEnv, workers: int = 0) -> torch.device:
 
     workers: this rank's loader processes.
     """
+    import torch
+
     if torch.cuda.is_available():
         device = torch.device("cuda", gpu_index(env, torch.cuda.device_count()))
         torch.cuda.set_device(device)
@@ -221,8 +215,8 @@ def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
     """CPU cores for this rank and its loader workers. srun has not handed --cpus-per-task on since Slurm 22.05 unless
     SRUN_CPUS_PER_TASK says so, but binds the task to its cores then: the smaller of both. `usable` by this process."""
     share = max(1, usable // env.local_world_size)
-    said = environ.get("SLURM_CPUS_PER_TASK") or environ.get("SRUN_CPUS_PER_TASK") or ""
-    return max(1, min(int(said), usable)) if said.isdigit() and env.found == SLURM_STEP else share
+    asked = environ.get("SLURM_CPUS_PER_TASK") or environ.get("SRUN_CPUS_PER_TASK") or ""
+    return max(1, min(int(asked), usable)) if asked.isdigit() and env.found == SLURM_STEP else share
 
 
 def threads(cores: int, workers: int) -> int:
@@ -236,7 +230,14 @@ def threads(cores: int, workers: int) -> int:
 
 def has_launcher(environ: Mapping[str, str]) -> bool:
     """Whether a launcher of ranks is this process's parent, so that its death leaves the rank an orphan."""
-    return any(name in environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(names.rank for names in MPI)))
+    return any(name in environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI)))
+
+
+def launcher_pid(environ: Mapping[str, str]) -> int | None:
+    """The process above this rank whose death it has to notice; None where there is none."""
+    if LAUNCHER in environ:
+        return int(environ[LAUNCHER])
+    return PARENT if has_launcher(environ) else None
 
 
 def backend(device: torch.device) -> str:
@@ -245,6 +246,8 @@ def backend(device: torch.device) -> str:
 
 
 def describe_start(env: RankEnv, device: torch.device) -> str:
-    """The one line that says what was found, before the others are waited for."""
+    """The one line about what was found, before the others are waited for."""
+    import torch
+
     through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
     return f"{env.describe()}; {device}, {backend(device)}{through}, {torch.get_num_threads()} threads"

@@ -1,120 +1,101 @@
-"""`clip-train train` alone: one rank for each device of this machine, through torchrun's own agent."""
+"""`clip-train train` alone on a machine: one rank for each device, each a process that gets every signal once.
+
+The store is here, so that it outlives every rank. Ranks end each other (`heartbeat`); this process only waits for them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
+import subprocess
 import sys
-import tempfile
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import time
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
 
-import torch
-
+from clip_train.errors import UserError
 from clip_train.stop import SIGNALS, StopRequest
-from launcher.config.recipe import RunConfig
-from launcher.runtime.environment import detect
-from launcher.runtime.error_reports import FOLDER, leave_mark, read_marks, read_ranks
-from launcher.runtime.limits import raise_open_files
-from launcher.runtime.verdict import read_verdict
+from launcher.runtime import rendezvous
+from launcher.runtime.environment import LAUNCHER, detect
+from launcher.runtime.log import log
+from launcher.runtime.verdict import Failure, node_name, write_report
+from launcher.runtime.watchdog import CLOSE_SECONDS
 
-SAVE_SECONDS = 600  # after a signal the ranks have this long to save
-# What the agent itself is to handle. Each signal that it handles breaks off its wait for the ranks, and the third ends
-# it: Slurm's USR1 comes every 5 s. So `run_agent` takes the rest.
-AGENTS_SIGNALS = "SIGQUIT"
+TOGETHER_SECONDS = CLOSE_SECONDS + 30  # for all ranks to end once one has failed; they do within 30 s, or close
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
     """How many ranks to start here: none of our own (1) where a launcher has started this process as a rank."""
+    if asked is not None and asked < 1:
+        raise UserError(f"--ranks ({asked}) must be at least 1; leave it out for one rank per GPU")
     if detect(environ).world_size > 1 or "RANK" in environ:
         return 1
-    return asked if asked is not None else max(1, torch.cuda.device_count())
+    if asked is not None:
+        return asked
+    import torch
+
+    return max(1, torch.cuda.device_count())
 
 
-def launch_local(config: RunConfig, ranks: int, arguments: Sequence[str], stop: StopRequest) -> int:
-    """Run `python -m launcher ARGUMENTS` as `ranks` ranks; returns the exit status of the run, not torchrun's 1."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int:
+    """Run `python -m launcher ARGUMENTS` as `ranks` ranks; their exit status.
 
-    options: dict[str, Any] = {
-        "min_nodes": 1,
-        "max_nodes": 1,
-        "nproc_per_node": ranks,
-        "run_id": uuid.uuid4().hex,
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0",
-        "max_restarts": 0,
-        "monitor_interval": 0.5,
-        "signals_to_handle": AGENTS_SIGNALS,
-        "shutdown_timeout": SAVE_SECONDS,
-    }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # an older torch has not all of them
-    launch = LaunchConfig(**{name: value for name, value in options.items() if name in known})
-    status = run_agent(lambda: elastic_launch(launch, sys.executable)("-m", "launcher", *arguments), stop)
-    verdict = read_verdict(config.run_dir) if status > 128 else None
-    return 0 if verdict is not None and verdict[0] == "DONE" else status  # a signal that came too late
-
-
-def to_handle() -> list[signal.Signals]:
-    """By default USR1 would end the agent and leave its ranks behind; under nohup HUP is nothing to act on."""
-    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-
-
-def run_agent(launch: Callable[[], object], stop: StopRequest) -> int:
-    """Run torchrun's agent to its end -> 0, 75 or 2 as its ranks ended, 128 + a signal, else 1.
-
-    stop: has listened since the process began. From now on the first signal ends the agent, which passes it on to its
-    ranks and waits for them; later ones change nothing, but for INT: Ctrl-C three times leaves the ranks to themselves.
+    stop: has listened since the process began. A signal from now on goes to each rank, once.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # HUP is, under nohup
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # the ranks begin with them blocked too, until they listen
+    rendezvous.raise_open_files()
+    store = rendezvous.serve("127.0.0.1", 0, seconds=60)
+    world = {
+        LAUNCHER: str(os.getpid()),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    processes: list[subprocess.Popen] = []
 
-    raise_open_files()
-    ending = False
+    def forward(number: int, frame: FrameType | None = None) -> None:
+        for process in processes:
+            process.send_signal(number)
 
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal ending
-        if ending and number != signal.SIGINT:
-            return
-        ending = True
-        raise SignalException(signal.Signals(number).name, sigval=signal.Signals(number))
-
-    with tempfile.TemporaryDirectory(prefix="clip-train-") as folder:
-        os.environ.setdefault(FOLDER, folder)  # where ranks say why they ended
-        try:
-            for number in to_handle():  # until now they were only noted
-                signal.signal(number, end)
-            asked = stop.look()
-            if asked is not None:
-                return stopped_early(asked)
-            launch()
-            return 0
-        except ChildFailedError as e:
-            _, first = e.get_first_failure()  # the others ended because of it, however they did
-            return first.exitcode if first.exitcode in (75, 2) else 1
-        except SignalException as e:
-            return after_signal(Path(os.environ[FOLDER]), e.sigval)
-        finally:
-            # as the interpreter ends it gives handlers up, and what Slurm sends every 5 s would kill it with its status
-            stop.ignore()
-            if os.environ[FOLDER] == folder:
-                del os.environ[FOLDER]
-
-
-def after_signal(folder: Path, number: signal.Signals) -> int:
-    """75 where the ranks have ended in good order by their own word, or had not met yet and so have nothing to save."""
-    kinds = {mark.kind for mark in read_marks(folder)}
-    if not kinds and not read_ranks(folder):
-        return stopped_early(number.name)
-    return 75 if "stopped" in kinds and kinds <= {"stopped", "lost"} else 128 + number.value
+    try:
+        if stop.look() is not None:
+            return stopped_early(stop)
+        for rank in range(ranks):
+            environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            line = [sys.executable, "-m", "launcher", *arguments]
+            # in sessions of their own: Ctrl-C of a terminal comes here alone
+            processes.append(subprocess.Popen(line, env=environ, start_new_session=True))
+        for number in handled:
+            signal.signal(number, forward)
+        if stop.look() is not None:  # a thread of some library has taken it
+            forward(signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+        return wait(processes)
+    finally:
+        stop.ignore()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+        for process in processes:
+            process.kill()
 
 
-def stopped_early(by: str) -> int:
-    """There were no ranks yet to say so."""
-    told = f"stopped by {by} before the first step"
-    print(f"clip-train: {told}", file=sys.stderr, flush=True)
-    leave_mark("stopped", told)
+def stopped_early(stop: StopRequest) -> int:
+    """There are no ranks yet to say so."""
+    message = f"stopped by {stop.reason} before the first step"
+    log(message)
+    write_report(Failure(0, node_name(), message, "PREEMPTED", 75))
     return 75
+
+
+def wait(processes: Sequence[subprocess.Popen]) -> int:
+    """0, or the exit status of the first rank that failed; after TOGETHER_SECONDS the others are given up."""
+    failed, end = 0, float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        if not failed:
+            failed = next((process.returncode for process in processes if process.returncode), 0)
+            end = time.monotonic() + TOGETHER_SECONDS if failed else end
+        time.sleep(0.1)
+    failed = failed or next((process.returncode for process in processes if process.returncode), 0)
+    return failed if failed >= 0 else 1

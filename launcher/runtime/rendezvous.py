@@ -1,41 +1,54 @@
-"""Before there is a process group: do all ranks come, or does one refuse? Its mistake is then told once, and all leave.
+"""The ranks meet in a store: all come and agree on recipe and code, or all learn which rank has failed, and end.
 
-Every rank sees mistakes of its own: another recipe on its disk, no GPU, a variable. Without a word to the others they
-would wait for it until the rendezvous times out, and say nothing of why.
+torchrun's agent holds the store, else rank 0. The process group forms through it afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import resource
 import socket
-import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
-from clip_train.errors import ClipTrainError, UserError
+from clip_train.errors import RemoteRankError
+from launcher.runtime import consistency
 from launcher.runtime.environment import RankEnv, backend
-from launcher.runtime.error_reports import node_name
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.log import log
 
-GO_ON = "go on"
 LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
-REFUSING_SECONDS = 120.0  # to reach the others, and for them to hear: imports may take one much longer than another
+ANSWER_SECONDS = 15.0  # of the store to one request
+OPEN_FILES = 65536
 
 
-def open_store(env: RankEnv, seconds: float) -> Store:
-    """The one through which the process group will form: torchrun's agent holds it, else rank 0."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listener = None
-    if env.rank == 0 and not agent and env.master_addr in LOOPBACK:  # else it listens on all interfaces
-        listener = socket.create_server(("127.0.0.1", env.master_port)).detach()
+def raise_open_files() -> None:
+    """As many as this process may have: whoever holds the store holds a socket for each rank.
+
+    The soft limit is usually 1024, and Slurm brings it along from the shell that submitted. Not above OPEN_FILES: where
+    the hard limit is 2^30, as in containers, programs that go through all possible files take minutes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they claim
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def serve(host: str, port: int, seconds: float) -> TCPStore:
+    """A store in this process, on loopback only where that is where the ranks look for it. port 0: a free one."""
+    listener = socket.create_server(("127.0.0.1", port)).detach() if host in LOOPBACK else None
     return TCPStore(
-        env.master_addr,
-        env.master_port,
-        is_master=env.rank == 0 and not agent,
+        host,
+        port,
+        is_master=True,
         timeout=datetime.timedelta(seconds=seconds),
         wait_for_workers=False,
         multi_tenant=True,
@@ -43,89 +56,69 @@ def open_store(env: RankEnv, seconds: float) -> Store:
     )
 
 
-def meet(env: RankEnv, seconds: float) -> Store:
-    """Returns once all ranks are there; the store is for the process group.
+def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
+    """Two clients of the store: one starts the heartbeat, the other is returned.
 
-    UserError, already told, where one of them refuses; RuntimeError where some do not come within `seconds`.
+    seconds: for the store to be there, and for what waits in it.
     """
-    store = open_store(env, seconds)
-    meeting = PrefixStore("clip-train", store)
-    if meeting.add("here", 1) == env.world_size:
-        meeting.compare_set("word", "", GO_ON)
-    _wait_for_word(meeting, env, seconds)
-    word = meeting.get("word").decode()
-    if word != GO_ON:
-        _leave(meeting, env)
-        error = UserError(word)
-        error.told = True
-        raise error
-    return store
+
+    def client(seconds: float) -> Store:
+        timeout = datetime.timedelta(seconds=seconds)
+        return TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    holds = env.rank == 0 and not env.agent_store
+    raise_open_files()
+    store = serve(env.master_addr, env.master_port, seconds) if holds else client(seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts ranks
+    heartbeat.open(PrefixStore(f"ranks/{attempt}", client(ANSWER_SECONDS)), server=store if holds else None)
+    return PrefixStore(f"ranks/{attempt}", store)
 
 
-def _wait_for_word(meeting: Store, env: RankEnv, seconds: float) -> None:
-    """Rank 0 looks, and reminds of who is missing; the others are woken."""
+def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> None:
+    """Returns once all ranks have come. RemoteRankError where one has failed, RuntimeError after `seconds`."""
     end, remind = time.monotonic() + seconds, time.monotonic() + REMIND_SECONDS
-    try:
-        if env.rank > 0:
-            return meeting.wait(["word"], datetime.timedelta(seconds=seconds))
-    except DistStoreError:
-        raise RuntimeError(f"Timed out waiting for the other ranks: {_missing(meeting, env, seconds)}") from None
-    while not meeting.check(["word"]):
-        time.sleep(0.02)
+    if store.add("here", 1) == env.world_size:
+        store.set("all", "1")  # `Heartbeat.claim` does so as well
+    if env.rank > 0:
+        with contextlib.suppress(DistStoreError):  # timed out
+            store.wait(["all"], datetime.timedelta(seconds=seconds))
+    while not store.check(["all"]):
+        missing = f"{store.add('here', 0)} of {env.world_size} ranks have come to {env.master_addr}:{env.master_port}"
         if time.monotonic() > end:
-            raise RuntimeError(f"Timed out waiting for the other ranks: {_missing(meeting, env, seconds)}")
+            raise RuntimeError(f"Timed out waiting for the other ranks: {missing} within {seconds:.0f} s")
         if time.monotonic() > remind:
             remind += REMIND_SECONDS
-            told = _missing(meeting, env, REMIND_SECONDS)
-            say(f"waiting: {told}, by {env.found}. If there are no others, unset what told so")
+            log(f"waiting: {missing}, by {env.found}. If there are no others, unset what says so")
+        time.sleep(0.02)
+    if heartbeat.wait(0.0) is not None:
+        raise RemoteRankError(str(heartbeat.abort))
+    heartbeat.came()
 
 
-def _missing(meeting: Store, env: RankEnv, seconds: float) -> str:
-    here, place = meeting.add("here", 0), f"{env.master_addr}:{env.master_port}"
-    return f"{here} of {env.world_size} ranks have come to {place} within {seconds:.0f} s"
+def start(
+    env: RankEnv,
+    device: torch.device,
+    heartbeat: Heartbeat,
+    *,
+    store: Store | None = None,
+    recipe: dict[str, Any] | None = None,
+    timeout_seconds: float = 1800.0,
+) -> None:
+    """Meet the other ranks and form the process group. RemoteRankError where one of them fails before.
 
-
-def refuse(env: RankEnv, error: ClipTrainError) -> None:
-    """Tell all ranks of a mistake that this one has seen. The first that refuses prints it, and no other."""
-    if env.world_size == 1:
-        return
-    mine = f"rank {env.rank} on {node_name()}: {error}"
-    try:
-        meeting = PrefixStore("clip-train", open_store(env, REFUSING_SECONDS))
-        first = meeting.compare_set("word", "", mine).decode()
-        if first == mine:
-            say(f"error: [rank {env.rank} on {node_name()}] {error}")
-        error.told = True
-        _leave(meeting, env)
-    except RuntimeError:  # rank 0 has gone, or never came: there is nobody to tell
-        error.everywhere = False  # so this rank prints it
-
-
-def say(message: str) -> None:
-    print(f"clip-train: {message}", file=sys.stderr, flush=True)
-
-
-def _leave(meeting: Store, env: RankEnv) -> None:
-    """Rank 0 may hold the store: it goes last."""
-    try:
-        left = meeting.add("left", 1)
-        end = time.monotonic() + REFUSING_SECONDS
-        while env.rank == 0 and left < env.world_size and time.monotonic() < end:
-            time.sleep(0.05)
-            left = meeting.add("left", 0)
-    except RuntimeError:
-        return
-
-
-def start(env: RankEnv, device: torch.device, *, timeout_seconds: float = 1800.0) -> None:
-    """Meet the other ranks and join the process group. UserError, told already, where one refuses.
-
-    timeout_seconds: of every collective, until `set_timeout`.
+    store: of `connect`, if that was done earlier. recipe: as resolved; UserError where a rank's differs from rank 0's,
+    or its code. timeout_seconds: of every collective, until `set_timeout`.
     """
-    store = meet(env, timeout_seconds) if env.world_size > 1 else torch_dist.HashStore()  # alone: no port to lose
+    if env.world_size == 1:
+        store = torch_dist.HashStore()  # alone: no port to lose
+    else:
+        store = store or connect(env, heartbeat, timeout_seconds)
+        if recipe is not None:
+            consistency.check(store, env.rank, recipe, timeout_seconds)
+        meet(env, heartbeat, store, timeout_seconds)
     torch_dist.init_process_group(
         backend(device),
-        store=store,
+        store=PrefixStore("group", store),
         rank=env.rank,
         world_size=env.world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),

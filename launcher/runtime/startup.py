@@ -6,19 +6,6 @@ import os
 import time
 from pathlib import Path
 
-PARENT = os.getppid()  # as it was when this process began, or nearly so: the imports take seconds
-
-
-def is_orphan() -> bool:
-    """torchrun was gone before this rank could know it by its number: nothing that starts ranks is its parent."""
-    if PARENT != 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return False
-    try:
-        line = Path("/proc/1/cmdline").read_bytes()
-    except OSError:
-        return False
-    return not any(name in line for name in (b"torch", b"python", b"clip-train"))  # the first process of a container
-
 
 def process_age() -> float:
     """Seconds since the kernel started this process; 0 where there is no /proc."""
@@ -42,5 +29,5 @@ class Startup:
         self._before = age
 
     def describe(self) -> str:
-        told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases)
-        return f"first step after {self._before:.1f} s: {told}"
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases)
+        return f"first step after {self._before:.1f} s: {phases}"

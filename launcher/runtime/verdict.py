@@ -1,50 +1,117 @@
-"""The run's verdict: one word that a batch script can act on, because exit codes lie under launchers.
+"""How a run ended, for who reads it afterwards: VERDICT in the run directory, and one error report for each attempt.
 
-DONE        all steps are trained and committed
-PREEMPTED   asked to stop; a checkpoint is committed; run the same line again
-FAILED      ended by an error that may pass; running again may help
-FATAL       ended by an error that will come again: a mistake in the recipe, a diverged loss
+A batch script acts on them because exit statuses lie under launchers (torchrun makes 1 of any). No torch here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from clip_train.errors import DivergedError, Preempted, UserError
-
+# One word, then a JSON line with `step` and `reason`.
+#   DONE       all steps are trained and committed
+#   PREEMPTED  asked to stop; a checkpoint is committed; run the same line again
+#   FAILED     ended by an error that may pass; running again may help
+#   FATAL      ended by an error that will come again: a mistake in the recipe, a diverged loss
 FILE = "VERDICT"
+Word = Literal["DONE", "PREEMPTED", "FAILED", "FATAL"]
+
+STOP_FILE = "STOP"  # in the run directory, made by the user: save, stop, and do not requeue
+PROGRESS_FILE = "PROGRESS"  # in it too: the newest committed step
+ATTEMPT = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, by the batch script's controller: where the report goes
+REPORT = "error.json"  # there
+RESUMED = "resumed"  # there: the step that the ranks resumed from
 
 
-def word_for(error: BaseException) -> str:
-    if isinstance(error, Preempted):
-        return "PREEMPTED"
-    if isinstance(error, (UserError, DivergedError)):
-        return "FATAL"
-    return "FAILED"
+@dataclass(frozen=True)
+class Failure:
+    """Why the ranks ended: the first cause, the same for all of them."""
+
+    rank: int
+    node: str
+    message: str
+    word: Word = "FAILED"
+    status: int = 1  # exit status of every rank
+    lost: bool = False  # the rank itself is silent: others have noticed
+    node_suspect: bool = False  # another node might do: neither the recipe nor the data is to blame
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        return self.message if self.lost else f"rank {self.rank} on {self.node}: {self.message}"
 
 
-def write_verdict(run_dir: Path, word: str, step: int, reason: str) -> None:
-    """Atomically: the word, then a JSON line with step and reason."""
-    # every rank of a preempted run has the same word to write: not through the same file
-    temporary = run_dir / f"{FILE}.{socket.gethostname()}.{os.getpid()}.tmp"
-    temporary.write_text(f"{word}\n{json.dumps({'step': step, 'reason': reason})}\n")
+def node_name() -> str:
+    """As Slurm calls it inside a step; mpirun would copy the variable of the first node to all others."""
+    in_step = "SLURM_STEP_NUM_TASKS" in os.environ
+    return (os.environ.get("SLURMD_NODENAME") if in_step else None) or socket.gethostname()
+
+
+def write_verdict(run_dir: Path, word: Word, step: int, reason: str) -> None:
+    """Atomically."""
+    temporary = run_dir / f"{FILE}.{socket.gethostname()}.{os.getpid()}.tmp"  # ranks may write at the same moment
+    temporary.write_text(f"{word}\n{json.dumps({'step': step, 'reason': ' '.join(reason.split())})}\n")
     os.replace(temporary, run_dir / FILE)
 
 
 def clear_verdict(run_dir: Path) -> None:
-    """An earlier attempt's word must not be taken for this one's."""
+    """An earlier attempt's verdict must not be taken for this one's."""
     (run_dir / FILE).unlink(missing_ok=True)
 
 
 def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
-    """The word, and `step` and `reason`; None where there is none, or none that can be read: that says nothing."""
+    """The word, and `step` and `reason`; None where there is none that can be read."""
     try:
         word, _, line = (run_dir / FILE).read_text().partition("\n")
         why = json.loads(line)
         return word.strip(), {"step": int(why["step"]), "reason": str(why["reason"])}
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_report(failure: Failure, trace: str = "") -> None:
+    """In torchelastic's format: for torchrun, which prints it, and into the attempt's folder; the first one stays.
+
+    A disk that is full or gone is no second error.
+    """
+    extra = {"timestamp": str(int(time.time())), "py_callstack": trace, **asdict(failure)}
+    text = json.dumps({"message": {"message": str(failure), "extraInfo": extra}})
+    attempt, torchrun = os.environ.get(ATTEMPT), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    for file in [*([Path(attempt, REPORT)] if attempt else []), *([Path(torchrun)] if torchrun else [])]:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("x") as f:
+                f.write(text)
+
+
+def read_report(attempt: Path) -> Failure | None:
+    """None where there is none, or a torn one."""
+    try:
+        extra = json.loads((attempt / REPORT).read_text())["message"]["extraInfo"]
+        return Failure(**{name: extra[name] for name in Failure.__dataclass_fields__})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_resumed(step: int) -> None:
+    """Rank 0: the step that this attempt resumes from, 0 for a fresh start; it may be older than PROGRESS says."""
+    attempt = os.environ.get(ATTEMPT)
+    if attempt:
+        with contextlib.suppress(OSError):
+            Path(attempt).mkdir(parents=True, exist_ok=True)
+            Path(attempt, RESUMED).write_text(f"{step}\n")
+
+
+def read_resumed(attempt: Path) -> int | None:
+    """None: the ranks did not come so far."""
+    try:
+        return int((attempt / RESUMED).read_text())
+    except (OSError, ValueError):
         return None

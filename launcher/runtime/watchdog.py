@@ -1,8 +1,8 @@
-"""Beside every rank, one thread: is the rank getting anywhere, and should it stop?
+"""A thread beside each rank: does the rank get anywhere, should it stop, has another one failed?
 
-It asks for a stop when the job's time is nearly over, when a STOP file lies in the run directory, and when the
-launcher above this rank has gone. It ends the rank when a phase takes longer than its limit: with every
-thread's stack in the log and a mark that says whether this rank waited for others or is the one that hangs.
+It asks for a stop when the job's time is nearly over, when a STOP file lies in the run directory, and when the launcher
+above this rank has gone. It ends the rank after another one has failed (`heartbeat`), and when a phase exceeds its
+limit: with every thread's stack in the log, and whether this rank waited for others or is the one that hangs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,16 @@ from typing import Any
 
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
-from launcher.runtime.error_reports import (
-    END_TIME,
-    PROGRESS_FILE,
-    STOP_FILE,
-    explain_loss_by,
-    leave_mark,
-    node_name,
-    this_rank,
-)
-from launcher.runtime.lifeline import Lifeline
-from launcher.runtime.startup import PARENT, is_orphan
+from launcher.runtime.environment import END_TIME, detect, launcher_pid
+from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
+from launcher.runtime.log import log
+from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, node_name
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
-LOSS_SECONDS = 12.0  # the main thread has this long to notice by itself that another rank has died
-ENDING_SECONDS = 300.0  # or, where all end with an error that they agreed on, for a checkpoint that is under way
+ABORT_SECONDS = 5.0  # the main thread has this long to end by itself once another rank has failed
+CLOSE_SECONDS = 300.0  # or, while it closes what it has open, for a checkpoint that is under way
+FINISH_SECONDS = 300.0  # of `Outcome.finish`
+EARLY_SECONDS = 3.0  # from a stop during the start: the main thread may come to the first step by itself
 
 
 class LaunchConfig(Settings):
@@ -62,39 +57,36 @@ class LaunchConfig(Settings):
     """Save and stop this long before the job's time is over; a quarter of the job's time at most."""
 
 
-class Liveness:
-    """Told by the trainer which phase it is in; started by `start`, ended by `close`."""
+class Watchdog:
+    """The trainer sets its `phase`; started by `start`, ended by `close`."""
 
     def __init__(
         self,
         config: LaunchConfig,
         stop: StopRequest,
+        heartbeat: Heartbeat | None = None,
         *,
         run_dir: Path | None = None,
         environ: Mapping[str, str] = os.environ,
-        launched: bool = False,
         on_limit: Callable[[str, float], None] = lambda phase, limit: None,
         on_first_step: Callable[[], None] = lambda: None,
-        lifeline: Lifeline | None = None,
     ) -> None:
-        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. launched: by a process that has to
-        outlive this one. on_limit: told each phase and its limit, to set the collectives' timeouts. on_first_step:
-        called when it is done. lifeline: which knows of ranks that have died."""
+        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_limit: called with each phase and
+        its limit, to set the collectives' timeouts. on_first_step: called when it is done."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         self.committed: Callable[[], int | None] = lambda: None  # the newest committed step, once there is a trainer
-        self.failed: Callable[[str], None] = lambda why: None  # leaves a verdict, once the run is known to be this one
+        self._heartbeat = heartbeat or Heartbeat(detect({}))
         self._on_limit, self._on_first_step = on_limit, on_first_step
-        self._lifeline = lifeline or Lifeline("")
-        self._parent = PARENT if launched else None
+        self._launcher = launcher_pid(environ)
         self._stop_at = stop_time(config, environ, time.time())
         self._phase, self._since, self._limit = "start", time.monotonic(), config.hang_start_seconds
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
         self._begun = False  # the first step
-        self._told: int | None = None  # the step in PROGRESS
+        self._progress: int | None = None  # the step in PROGRESS
         self._asked: float | None = None  # when a stop was asked for during the start
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -103,7 +95,9 @@ class Liveness:
             signal.signal(signal.SIGTSTP, self._pause)
 
     def close(self) -> None:
-        """All is done, or the rank ends with an error of its own; also writes the last PROGRESS."""
+        """The rank ends; also writes the last PROGRESS. Again does nothing."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         if signal.getsignal(signal.SIGTSTP) == self._pause:
             signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -113,12 +107,12 @@ class Liveness:
         self._write_progress()
 
     def phase(self, name: str) -> None:
-        """The trainer begins a "step", a "save" or an "evaluate"; "end": it has left its loop."""
+        """A "step", a "save" or an "evaluate" begins; "end": the loop has been left; "finish": so has `train`."""
         now = time.monotonic()
         if name == "step" and self._phase == "start" and not self._begun:
             self._begun = True
             return  # the first step, in which things compile, still belongs to the start
-        if self._phase == "start" and self._begun and name != "end":
+        if self._phase == "start" and self._begun and name not in ("end", "finish"):
             self._on_first_step()
         if name == self._phase == "step":
             self._steps.append(now - self._since)
@@ -144,43 +138,44 @@ class Liveness:
         while not self._closed.wait(0.25):
             now = time.monotonic()
             frozen, before = now - before, now  # seconds
-            if frozen > FROZEN_SECONDS:  # not even this thread ran
-                self._thaw(frozen)
-            self._look_for_stop()
-            if self._phase == "start" and not self._begun and self.stop.look():
-                self._leave_early(now)
-            self._look_for_loss(now)
-            self._write_progress()
-            if now - self._since > self._limit:
-                self._fire(now - self._since)
+            if frozen > FROZEN_SECONDS:  # not even this thread ran: a suspended job, a paused machine
+                self._since += frozen
+                armed = 0.0
+            try:
+                self._look(now, frozen if frozen > FROZEN_SECONDS else 0.0)
+            except Exception as e:  # it goes on watching, whatever a disk or a library makes of it
+                log(f"warning: the watchdog could not look: {type(e).__name__}: {e}")
             if now - armed > 30:  # this thread runs, so the lock is free
                 armed = now
                 self._arm()
 
-    def _thaw(self, frozen: float) -> None:
-        """Ctrl-Z, SIGSTOP, a suspended job, a paused machine: no time in which the rank could get anywhere.
+    def _look(self, now: float, frozen_seconds: float) -> None:
+        self._look_for_stop()
+        if self._phase == "start" and not self._begun and self.stop.look():
+            self._leave_early(now)
+        self._look_for_abort(now, frozen_seconds)
+        self._write_progress()
+        if now - self._since > self._limit:
+            self._fire(now - self._since)
 
-        Where the others were stopped as well the run goes on. Where they were not they have given this rank up, and
-        its mark is to say why.
-        """
-        self._since += frozen
-        explain_loss_by(f"the whole process did not run for {frozen:.0f} s")
-        self._arm()
+    def _look_for_abort(self, now: float, frozen_seconds: float) -> None:
+        """Another rank has failed. The main thread notices in a collective, but it may be elsewhere, or on a GPU."""
+        abort = self._heartbeat.check(frozen_seconds)
+        if self._heartbeat.launcher_lost:
+            self.stop.ask("its launcher's death")
+        if abort is None or self._phase == "finish":
+            return
+        if now - self._heartbeat.aborted_at > (
+            CLOSE_SECONDS if self._phase == "end" and not abort.lost else ABORT_SECONDS
+        ):
+            self._exit(abort)
 
-    def _look_for_loss(self, now: float) -> None:
-        """Another rank has died. The main thread notices in a collective, but it may be elsewhere, or on a GPU."""
-        loss = self._lifeline.loss
-        if loss is None:
-            return
-        allowed = ENDING_SECONDS if self._phase == "end" and loss.how == "told" else LOSS_SECONDS
-        if now - self._lifeline.lost_at < allowed:
-            return
-        leave_mark("stopped" if loss.how == "stopped" else "lost", str(loss))
-        if self._lifeline.tells(loss):
-            self.failed(str(loss))
-        if self._lifeline.is_to_say(loss):
-            print(f"clip-train: error: {loss}", file=sys.stderr, flush=True)
-        os._exit(75 if loss.how == "stopped" else 1)
+    def _exit(self, abort: Failure) -> None:
+        """At once, whatever the main thread does; a store that does not answer must not hold this up."""
+        leaving = threading.Thread(target=self._heartbeat.leave, daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_SECONDS + 1)
+        os._exit(abort.status)
 
     def _look_for_stop(self) -> None:
         if self._stop_at is not None and time.time() >= self._stop_at:
@@ -188,30 +183,29 @@ class Liveness:
         with contextlib.suppress(OSError):  # a disk that does not answer now: at the next look
             if self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
                 self.stop.ask(f"the file {self.run_dir / STOP_FILE}")
-        if self._parent is not None and (os.getppid() != self._parent or is_orphan()):
+        if self._launcher is not None and os.getppid() != self._launcher:
             self.stop.ask("its launcher's death")
 
     def _leave_early(self, now: float) -> None:
         """Asked to stop before the first step: nothing is to be saved, and the others may be gone already."""
         self._asked = self._asked or now
-        if now - self._asked > 3:  # seconds; the main thread may come to the first step by itself
-            told = f"stopped by {self.stop.reason} before the first step"
-            leave_mark("stopped", told)
-            if this_rank() == 0:  # a launcher asks the same of those that are left when one has failed
-                print(f"clip-train: {told}", file=sys.stderr, flush=True)
-            self._lifeline.leave("stopped")
-            os._exit(75)
+        if now - self._asked > EARLY_SECONDS:
+            message = f"stopped by {self.stop.reason} before the first step"
+            self._exit(self._claim(message, word="PREEMPTED", status=75))
+
+    def _claim(self, message: str, **more: Any) -> Failure:
+        return self._heartbeat.claim(Failure(self._heartbeat.env.rank, node_name(), message, **more))
 
     def _write_progress(self) -> None:
         """For the batch script: it counts attempts that have come no further."""
         step = self.committed() if self.run_dir is not None else None
-        if step is None or step == self._told or self.run_dir is None:
+        if step is None or step == self._progress or self.run_dir is None:
             return
         try:
             temporary = self.run_dir / f"{PROGRESS_FILE}.tmp"
             temporary.write_text(f"{step}\n")
             os.replace(temporary, self.run_dir / PROGRESS_FILE)
-            self._told = step
+            self._progress = step
         except OSError:
             return  # again in a moment
 
@@ -220,16 +214,15 @@ class Liveness:
         pending = None if waiting else unfinished(recorded()[0])
         if pending is not None:
             where, waiting = f"{where}, where {pending} is unfinished", True
-        told = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
-        leave_mark("hang", told, waiting=waiting)
-        if not waiting or this_rank() == 0:
-            self.failed(told)
-        print(f"clip-train: [rank {this_rank()} on {node_name()}] {told}", file=sys.stderr, flush=True)
+        message = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
+        log(f"[rank {self._heartbeat.env.rank} on {node_name()}] {message}")
         faulthandler.dump_traceback(all_threads=True)
         print(last_collectives(), file=sys.stderr, flush=True)
-        time.sleep(5)  # the other ranks have stacks to show too, and end with the first that leaves
-        self._lifeline.leave("told")
-        os._exit(1)
+        if waiting:
+            self._heartbeat.wait(5)  # the rank that hangs itself is the one to name
+        abort = self._claim(message, node_suspect=not waiting)
+        time.sleep(2)  # the other ranks have stacks to show too, and end with the first that leaves
+        self._exit(abort)
 
 
 def first_timeout(config: LaunchConfig) -> float:
@@ -242,6 +235,8 @@ def phase_limit(config: LaunchConfig, phase: str, steps: deque[float]) -> float:
     match phase:
         case "save" | "end":
             return config.hang_save_seconds
+        case "finish":
+            return FINISH_SECONDS
         case "evaluate":
             return config.hang_evaluate_seconds
         case _:
@@ -314,5 +309,5 @@ def last_collectives() -> str:
     entries, missing = recorded()
     if missing:
         return f"the last collectives are not known: {missing}"
-    told = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries[-4:]]
-    return f"the last collectives: {'; '.join(told) or 'none recorded'}"
+    newest = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries[-4:]]
+    return f"the last collectives: {'; '.join(newest) or 'none recorded'}"

@@ -1,13 +1,15 @@
-"""The history of a run's attempts, and what to do after each: pure decisions over `attempts.jsonl`.
+"""The history of a run's attempts, and what follows each: pure decisions over `attempts.jsonl`.
 
-Two lines per attempt: `begin` (job, nodes, step) and `end` (verdict, step, reason, nodes to blame, decision).
-An attempt without an `end` was lost with its node. No torch here.
+Two lines per attempt: `begin` (job, nodes, step) and `end` (verdict, step, reason, blamed nodes, decision). An attempt
+without an `end` was lost with its node. No torch here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -28,7 +30,6 @@ class Limits:
 
     failures: int = 3  # in a row, without a new checkpoint
     fruitless: int = 10  # attempts in a row, preempted ones too, without a new checkpoint
-    node_failures: int = 2  # after which a node is left out
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Outcome:
     before: int  # the newest committed step when it began
     after: int  # and when it ended
     reason: str
-    blamed: tuple[str, ...] = ()
-    terminated: bool = False  # Slurm told the batch script to end: scancel, or Slurm requeues the job itself
+    blamed: tuple[str, ...] = ()  # the node of the rank that failed, if it may be the node's fault
+    terminated: bool = False  # by TERM to the batch script: scancel, or Slurm requeues the job itself
     stop_file: bool = False
 
 
@@ -55,16 +56,14 @@ class Decision:
 
 
 class History:
-    """The run's `attempts.jsonl`; written by the batch script alone."""
+    """The run's `attempts.jsonl`, and `attempts/0001.job`, with which a job claims the first attempt."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / FILE
+        self.path, self.folder = run_dir / FILE, run_dir / "attempts"
         self.lines: list[dict[str, Any]] = []
-        # before the lines: who makes a log adds its `begin` afterwards
-        self._logs = {file.name for file in (run_dir / "attempts").glob("[0-9][0-9][0-9][0-9]*")}
         if self.path.exists():
-            told = (parsed(text) for text in self.path.read_text(errors="replace").splitlines())
-            self.lines = [line for line in told if line is not None]
+            found = (parsed(text) for text in self.path.read_text(errors="replace").splitlines())
+            self.lines = [line for line in found if line is not None]
 
     def append(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
@@ -76,29 +75,49 @@ class History:
                     f.write(b"\n")
             f.write(json.dumps(line).encode() + b"\n")
 
+    def claim(self, **begin: Any) -> int | None:
+        """The number of the next attempt, begun by no other job; None where one has been quicker."""
+        self.folder.mkdir(exist_ok=True)
+        number = self.next_number
+        with tempfile.NamedTemporaryFile("w", dir=self.folder) as f:
+            json.dump({"event": "begin", "attempt": number, **begin}, f)
+            f.flush()
+            try:
+                os.link(f.name, self.folder / f"{number:04d}.job")  # whole, or not there
+            except FileExistsError:
+                return None
+        self.append("begin", attempt=number, **begin)
+        return number
+
     @property
     def ends(self) -> list[dict[str, Any]]:
         """One for each attempt: two jobs that start in the same moment may both settle a lost one."""
         return list({line["attempt"]: line for line in self.lines if line["event"] == "end"}.values())
 
     @property
+    def begun(self) -> dict[int, dict[str, Any]]:
+        """number -> `begin` line; of a job that was lost in the very moment, its claim."""
+        found = {line["attempt"]: line for line in self.lines if line["event"] == "begin"}
+        for file in self.folder.glob("[0-9]*.job"):
+            with contextlib.suppress(OSError):
+                line = parsed(file.read_text())
+                if line is not None:
+                    found.setdefault(line["attempt"], line)
+        return found
+
+    @property
     def next_number(self) -> int:
-        """Above every attempt that is told of here or has left a log: its marks are not the next one's."""
-        return 1 + max(self._begun + [int(name[:4]) for name in self._logs if name[:4].isdigit()], default=0)
-
-    @property
-    def announced(self) -> bool:
-        """The newest attempt has a log and is not told of here: its job is about to begin it, or died then."""
-        return f"{self.next_number - 1:04d}.log" in self._logs and self.next_number - 1 not in self._begun
-
-    @property
-    def _begun(self) -> list[int]:
-        return [line["attempt"] for line in self.lines if line["event"] in NEEDED]
+        """Above every attempt that is known or has left a log."""
+        logs = [int(file.name[:4]) for file in self.folder.glob("[0-9][0-9][0-9][0-9]*")]
+        return 1 + max([*logs, *self.begun, *(line["attempt"] for line in self.ends)], default=0)
 
     def unfinished(self) -> dict[str, Any] | None:
-        """The `begin` of an attempt that never ended: its batch script went down with the node."""
+        """The `begin` of an attempt that never ended: it runs, or its batch script was lost."""
         ended = {line["attempt"] for line in self.ends}
-        return next((b for b in self.lines if b["event"] == "begin" and b["attempt"] not in ended), None)
+        return next((line for number, line in sorted(self.begun.items()) if number not in ended), None)
+
+    def was_terminated(self, attempt: int) -> bool:
+        return any(line["event"] == "terminated" and line.get("attempt") == attempt for line in self.lines)
 
     def counts(self) -> tuple[int, int]:
         """Failures and fruitless attempts in a row so far; a user who submits again after a stop starts anew."""
@@ -106,10 +125,10 @@ class History:
             return 0, 0
         return self.ends[-1]["failures"], self.ends[-1]["fruitless"]
 
-    def bad_nodes(self, limits: Limits) -> list[str]:
-        """Nodes that have been blamed too often."""
+    def suspects(self) -> dict[str, int]:
+        """Nodes that have been blamed more than once, and how often."""
         blamed = Counter(node for end in self.ends for node in end["blamed"])
-        return sorted(node for node, count in blamed.items() if count >= limits.node_failures)
+        return {node: count for node, count in sorted(blamed.items()) if count > 1}
 
 
 def parsed(text: str) -> dict[str, Any] | None:
@@ -132,25 +151,15 @@ def decide(outcome: Outcome, failures: int, fruitless: int, limits: Limits) -> D
     fruitless = 0 if progress else fruitless + (outcome.verdict != "DONE")
 
     failure = f"failure {failures} without a new checkpoint, of {limits.failures}"
+    last = f"in a row without a new checkpoint; the last: {outcome.reason}"
+    ended = "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to"
     rules: tuple[tuple[bool, Action, str], ...] = (  # the first that holds
         (outcome.verdict == "DONE", "done", "trained to the last step"),
-        (
-            outcome.terminated,
-            "leave",
-            "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to",
-        ),
+        (outcome.terminated, "leave", ended),
         (outcome.verdict == "FATAL", "stop", f"it would come again: {outcome.reason}"),
-        (outcome.stop_file, "leave", "the run directory has a STOP file: remove it and submit again to go on"),
-        (
-            failures >= limits.failures,
-            "give up",
-            f"{failures} failures in a row without a new checkpoint; the last: {outcome.reason}",
-        ),
-        (
-            fruitless >= limits.fruitless,
-            "give up",
-            f"{fruitless} attempts in a row without a new checkpoint; the last: {outcome.reason}",
-        ),
+        (outcome.stop_file, "leave", "the run directory has a STOP file: remove it and submit again to resume"),
+        (failures >= limits.failures, "give up", f"{failures} failures {last}"),
+        (fruitless >= limits.fruitless, "give up", f"{fruitless} attempts {last}"),
         (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
         (True, "requeue", failure if failures else "it failed, but had come further"),
     )

@@ -1,13 +1,12 @@
-"""The batch script's other half: runs the ranks of one attempt, and decides by their verdict what comes next.
+"""The batch script's other half: runs the ranks of one attempt, and decides by VERDICT and progress what follows.
 
     python -m launcher.slurm.controller RECIPE [key.path=value ...] -- srun ... python -m launcher train RECIPE ...
 
-A batch script runs it in its own shell's place, on the first node of the job, where Slurm's signals arrive:
-  USR1 (time limit near)  -> handed to the ranks until they end
-  TERM (scancel, ...)     -> the ranks have it from Slurm already; afterwards nothing is requeued
-In the run directory it keeps attempts/0001.log, attempts/0001/ (the ranks' marks) and attempts.jsonl.
-Exit status: 0 done or requeued, 75 preempted and left to be submitted again, 143 ended by Slurm, 2 a mistake,
-1 given up.
+A batch script runs it in its own shell's place, on the first node of the job, where TERM arrives (scancel, preemption):
+the ranks have it from Slurm already, and afterwards nothing is requeued. USR1 (time limit near) goes to them alone.
+In the run directory it keeps attempts/0001.log, attempts/0001/error.json (the first rank's that failed) and
+attempts.jsonl. Exit status: 0 done or requeued, 75 preempted and left to be submitted again, 143 ended by Slurm,
+2 a mistake, 1 given up.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,50 +25,28 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from launcher.runtime.error_reports import (
-    END_TIME,
-    FOLDER,
+from launcher.runtime.environment import END_TIME
+from launcher.runtime.verdict import (
+    ATTEMPT,
     PROGRESS_FILE,
     STOP_FILE,
-    Cause,
-    find_cause,
-    leave_terminated,
-    lost_node,
-    read_marks,
-    read_ranks,
+    Failure,
+    clear_verdict,
+    read_report,
     read_resumed,
-    stopped_early,
-    was_terminated,
+    read_verdict,
+    write_verdict,
 )
-from launcher.runtime.verdict import clear_verdict, read_verdict, write_verdict
 from launcher.slurm.attempts import Decision, History, Limits, Outcome, decide
-from launcher.slurm.scheduler import NotLeftOut, answer, end_time, exclusion, node_names, slurm
+from launcher.slurm.scheduler import answer, end_time, node_names, slurm
 
-CLAIM_SECONDS = 60.0  # for a job that has made its attempt's log to begin it; it may be held up in between
+RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 REST_SECONDS = 60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
 
 
-class Signals:
-    """What Slurm has told this process."""
-
-    def __init__(self) -> None:
-        self.time_is_near = False
-        self.terminated = False
-
-    def listen(self) -> None:
-        signal.signal(signal.SIGUSR1, self._near)
-        signal.signal(signal.SIGTERM, self._terminated)
-
-    def _near(self, number: int, frame: FrameType | None) -> None:
-        self.time_is_near = True
-
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        self.terminated = True
-
-
 def main(arguments: Sequence[str]) -> int:
-    signals = Signals()
-    signals.listen()  # before anything else: Slurm may be in a hurry
+    terminated = threading.Event()
+    listen(terminated)  # before anything else: Slurm may be in a hurry
     if "--" not in arguments:
         print("usage: python -m launcher.slurm.controller RECIPE [key.path=value ...] -- srun ...", file=sys.stderr)
         return 2
@@ -86,9 +64,9 @@ def main(arguments: Sequence[str]) -> int:
     except (UserError, OSError) as e:
         say(f"error: {e}")
         return 2
-    limits = Limits(args.max_failures, args.max_fruitless, args.max_node_failures)
+    limits = Limits(args.max_failures, args.max_fruitless)
     try:
-        return Supervisor(config.run_dir, config.steps, limits, signals, chain=args.chain).run(command)
+        return Controller(config.run_dir, config.steps, limits, terminated, chain=args.chain).run(command)
     except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
         say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
         return 1
@@ -98,47 +76,57 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m launcher.slurm.controller")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    parser.add_argument("--chain", action="store_true", help="the next job of an array or a singleton goes on")
+    parser.add_argument("--chain", action="store_true", help="the next job of an array resumes instead")
     parser.add_argument("--max-failures", type=int, default=Limits.failures)
     parser.add_argument("--max-fruitless", type=int, default=Limits.fruitless)
-    parser.add_argument("--max-node-failures", type=int, default=Limits.node_failures)
     return parser.parse_args(arguments)
+
+
+def listen(terminated: threading.Event) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        terminated.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
 
 
 def say(message: str) -> None:
     print(f"{time.strftime('%F %T')} [job {os.environ.get('SLURM_JOB_ID', '-')}] {message}", flush=True)
 
 
-class Supervisor:
+class Controller:
     """One attempt of one run."""
 
-    def __init__(self, run_dir: Path, steps: int, limits: Limits, signals: Signals, *, chain: bool = False) -> None:
-        self.run_dir, self.steps, self.limits, self.signals, self.chain = run_dir, steps, limits, signals, chain
+    def __init__(
+        self, run_dir: Path, steps: int, limits: Limits, terminated: threading.Event, *, chain: bool = False
+    ) -> None:
+        self.run_dir, self.steps, self.limits, self.terminated, self.chain = run_dir, steps, limits, terminated, chain
         self.job = os.environ["SLURM_JOB_ID"]
         self.nodes = node_names()
-        self.history = History(run_dir)
 
     def run(self, command: Sequence[str]) -> int:
         """Returns the batch job's exit status. OSError where the run directory cannot be written."""
         while True:
+            self.history = History(self.run_dir)
             status = self._nothing_to_do()
             if status is not None:
                 return status
-            log = self._claim()
-            if log is not None:
-                return self._attempt(command, log)
-            time.sleep(0.2)
-            self.history = History(self.run_dir)
+            before = committed_step(self.run_dir)
+            restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+            number = self.history.claim(job=self.job, restart=restart, nodes=self.nodes, step=before)
+            if number is not None:
+                return self._attempt(command, number, before)
 
     def _nothing_to_do(self) -> int | None:
         """The exit status where another job trains this run, it has been given up, or is done."""
-        other = self._running_elsewhere()
-        if other is not None:
-            say(f"error: job {other} trains {self.run_dir} already: scancel one of them, or choose another run.name")
+        begun = self.history.unfinished()
+        job = str(begun.get("job", "")) if begun is not None else ""
+        if job not in ("", self.job) and answer("squeue", "-h", "-j", job, "-o", "%T") in RUNNING:
+            say(f"error: job {job} trains {self.run_dir} already: scancel one of them, or choose another run.name")
             return 2
-        lost = self._settle_lost_attempt()
-        if lost is not None and lost.action == "give up":
-            return self._give_up(lost)
+        if begun is not None:
+            decision = self._settle_lost_attempt(begun["attempt"], begun["step"], begun["nodes"][0])
+            if decision.action == "give up":
+                return self._give_up(decision)
         verdict = read_verdict(self.run_dir)
         if verdict is not None and verdict[0] == "DONE" and verdict[1]["step"] >= self.steps:
             say(f"{self.run_dir} is done already")
@@ -146,40 +134,28 @@ class Supervisor:
             return 0
         return None
 
-    def _claim(self) -> Path | None:
-        """The log of the next attempt, which no other job can make any more; None where one has been quicker.
+    def _settle_lost_attempt(self, number: int, before: int, first_node: str) -> Decision:
+        """An attempt whose batch script never came to its end: the node under it was lost, or Slurm killed it."""
+        log = self.run_dir / "attempts" / f"{number:04d}.log"
+        node = lost_node(log.read_text(errors="replace") if log.exists() else "")
+        after = committed_step(self.run_dir)
+        if node is None and self.history.was_terminated(number):
+            reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
+            return self._end(number, Outcome("PREEMPTED", before, after, reason), log)
+        reason = f"Slurm lost the node {node}" if node else f"the batch script on {first_node} was lost"
+        return self._end(number, Outcome("LOST", before, after, reason, (node or first_node,)), log)
 
-        Between a job's log and its `begin` lies a moment: who finds the one without the other waits for it.
-        """
-        end = time.monotonic() + CLAIM_SECONDS
-        while self.history.announced and time.monotonic() < end:
-            time.sleep(0.2)
-            self.history = History(self.run_dir)
-            if not self.history.announced:
-                return None
-        log = self.run_dir / "attempts" / f"{self.history.next_number:04d}.log"
-        log.parent.mkdir(exist_ok=True)
-        try:
-            log.open("xb").close()
-        except FileExistsError:
-            return None
-        return log
-
-    def _attempt(self, command: Sequence[str], log: Path) -> int:
-        number, before = int(log.stem), committed_step(self.run_dir)
-        self.history.append(
-            "begin",
-            attempt=number,
-            job=self.job,
-            restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-            nodes=self.nodes,
-            step=before,
-        )
+    def _attempt(self, command: Sequence[str], number: int, before: int) -> int:
+        log = self.run_dir / "attempts" / f"{number:04d}.log"
         say(f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}")
-        clear_verdict(self.run_dir)  # an earlier attempt's word must not be taken for this one's
+        clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
         started = time.monotonic()
-        status = self._run_ranks(command, log)
+        status = self._run_ranks(command, number, log)
         outcome = self._outcome(status, before, log)
+        decision = self._end(number, outcome, log, seconds=round(time.monotonic() - started, 1), status=status)
+        return self._act(decision, outcome)
+
+    def _end(self, number: int, outcome: Outcome, log: Path, **more: float) -> Decision:
         decision = decide(outcome, *self.history.counts(), self.limits)
         self.history.append(
             "end",
@@ -192,102 +168,50 @@ class Supervisor:
             failures=decision.failures,
             fruitless=decision.fruitless,
             decision=decision.action,
-            seconds=round(time.monotonic() - started, 1),
-            status=status,
+            **more,
         )
         say(f"attempt {number} ended after step {outcome.after}: {outcome.verdict}: {outcome.reason}")
-        return self._act(decision, outcome)
-
-    def _running_elsewhere(self) -> str | None:
-        """The job, not this one, whose attempt has begun, has not ended, and is running by Slurm's word."""
-        begun = self.history.unfinished()
-        job = str(begun.get("job", "")) if begun is not None else ""
-        if not job or job == self.job:
-            return None
-        state = answer("squeue", "-h", "-j", job, "-o", "%T")
-        return job if state in ("RUNNING", "SUSPENDED", "STOPPED") else None
-
-    def _settle_lost_attempt(self) -> Decision | None:
-        """An attempt whose batch script never came to its end: the node under it was lost, or Slurm killed it."""
-        lost = self.history.unfinished()
-        if lost is None:
-            return None
-        log = self.run_dir / "attempts" / f"{lost['attempt']:04d}.log"
-        text = log.read_text(errors="replace") if log.exists() else ""
-        first, node = lost["nodes"][0], lost_node(text)
-        if node is None and was_terminated(log.with_suffix("")):  # a preemption or a scancel
-            word, cause = (
-                "PREEMPTED",
-                Cause("Slurm told the job to end (TERM), and killed it before the ranks had ended"),
-            )
-        else:
-            word, cause = "LOST", node or Cause(f"the batch script on {first} was lost", (first,))
-        after = committed_step(self.run_dir)
-        decision = decide(
-            Outcome(word, lost["step"], after, cause.reason, cause.nodes), *self.history.counts(), self.limits
-        )
-        self.history.append(
-            "end",
-            attempt=lost["attempt"],
-            resumed=read_resumed(log.with_suffix("")),
-            verdict=word,
-            step=after,
-            reason=cause.reason,
-            blamed=list(cause.nodes),
-            failures=decision.failures,
-            fruitless=decision.fruitless,
-            decision=decision.action,
-        )
-        say(f"attempt {lost['attempt']} was {word} after step {after}: {cause.reason}")
+        for node, count in self.history.suspects().items():
+            if node in outcome.blamed:
+                say(f"{node} failed {count} times: to leave it out, cancel and submit again with --exclude={node}")
         return decision
 
-    def _run_ranks(self, command: Sequence[str], log: Path) -> int:
+    def _run_ranks(self, command: Sequence[str], number: int, log: Path) -> int:
         """Run to the end, whatever signals come; its output goes to the job's log and the attempt's."""
-        environ = {**os.environ, FOLDER: str(log.with_suffix("").absolute())}
-        if END_TIME not in environ:
-            environ[END_TIME] = end_time(self.job)
+        environ = {**os.environ, ATTEMPT: str(log.with_suffix("").absolute())}
+        environ.setdefault(END_TIME, end_time(self.job))
         with log.open("ab", buffering=0) as copy:
             try:
                 process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             except OSError as e:
-                told = f"{command[0]} cannot be started: {e}\n"
-                copy.write(told.encode())
-                sys.stdout.write(told)
+                message = f"{command[0]} cannot be started: {e}\n"
+                copy.write(message.encode())
+                sys.stdout.write(message)
                 return 127
             assert process.stdout is not None
             tee = threading.Thread(target=copy_lines, args=(process.stdout, copy))
             tee.start()
-            last_sent, noted = 0.0, False
+            noted = False
             while process.poll() is None:
-                if self.signals.terminated and not noted:
-                    noted = True
-                    leave_terminated(log.with_suffix(""))
-                # A rank that is still being started ignores USR1: say it again until all have ended.
-                if self.signals.time_is_near and time.monotonic() - last_sent > 5:
-                    if not last_sent:
-                        say("USR1, the time limit is near: handed to the ranks")
-                    last_sent = time.monotonic()
-                    # without --batch: to the steps alone. Of an array's task it delivers, and then retries for ever
-                    slurm("scancel", "--signal=USR1", self.job, timeout=3)
+                if self.terminated.is_set() and not noted:
+                    noted = True  # at once: KILL may follow before the ranks have ended
+                    self.history.append("terminated", attempt=number)
                 time.sleep(0.2)
             tee.join(timeout=REST_SECONDS)
         return process.returncode
 
     def _outcome(self, status: int, before: int, log: Path) -> Outcome:
-        word, why = read_verdict(self.run_dir) or ("", {})
-        folder = log.with_suffix("")
-        after = committed_step(self.run_dir)
-        stop_file = (self.run_dir / STOP_FILE).exists()
-        if word in ("DONE", "PREEMPTED"):
-            return Outcome(word, before, after, why["reason"], (), self.signals.terminated, stop_file)
-        text, marks = log.read_text(errors="replace"), read_marks(folder)
-        early = stopped_early(marks, text)
-        if not word and early is not None:
-            return Outcome("PREEMPTED", before, after, early, (), self.signals.terminated, stop_file)
-        ranks, terminated = read_ranks(folder), self.signals.terminated
-        cause = find_cause(marks, ranks, text, status, job_nodes=self.nodes, terminated=terminated)
-        word = "FATAL" if cause.fatal else word or "CRASHED"
-        return Outcome(word, before, after, cause.reason, cause.nodes, self.signals.terminated, stop_file)
+        """By the verdict; where there is none, or a failure, by the error report and by what srun has printed."""
+        word, why = read_verdict(self.run_dir) or ("", {"reason": ""})
+        report, text = read_report(log.with_suffix("")), log.read_text(errors="replace")
+        reason: str = why["reason"]
+        blamed: tuple[str, ...] = ()
+        if word not in ("DONE", "PREEMPTED"):
+            word, reason, blamed = explain(word, report, text, status)
+        if self.terminated.is_set() and (report is None or report.lost):
+            blamed = ()  # who is killed while it saves is not to blame
+        after, stop_file = committed_step(self.run_dir), (self.run_dir / STOP_FILE).exists()
+        return Outcome(word, before, after, reason, blamed, self.terminated.is_set(), stop_file)
 
     def _act(self, decision: Decision, outcome: Outcome) -> int:
         match decision.action:
@@ -306,25 +230,23 @@ class Supervisor:
                     self._end_chain()
                 return 143 if outcome.terminated else 75
         if self.chain:
-            self._leave_out_bad_nodes(os.environ.get("SLURM_ARRAY_JOB_ID", self.job))
-            say(f"the next job of the chain goes on: {decision.why}")
+            say(f"the next job of the chain resumes: {decision.why}")
             return 0
         return self._requeue(decision)
 
     def _requeue(self, decision: Decision) -> int:
         for _ in range(3):
-            if self.signals.terminated:  # since: a requeue now would bring back what the user has cancelled
+            if self.terminated.is_set():  # since: a requeue now would bring back what the user has cancelled
                 say("not requeued: Slurm ended the job in the meantime")
                 return 143
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the requeue itself sends; KillWait is left
-            said = slurm("scontrol", "requeue", self.job)
-            if said is None:
+            refused = slurm("scontrol", "requeue", self.job)
+            if refused is None:
                 say(f"requeued: {decision.why}")
-                self._leave_out_bad_nodes(self.job)
                 return 0  # which no longer matters: the job waits already
-            self.signals.listen()
+            listen(self.terminated)
             time.sleep(2)
-        say(f"scontrol requeue was refused ({said}): submit the same line again to go on")
+        say(f"scontrol requeue was refused ({refused}): submit the same line again to resume")
         return 75
 
     def _give_up(self, decision: Decision) -> int:
@@ -333,31 +255,42 @@ class Supervisor:
         self._end_chain()
         return 1
 
-    def _leave_out_bad_nodes(self, job: str) -> None:
-        """The next attempt runs without them, if it certainly can. Slurm takes it for waiting jobs only."""
-        bad = self.history.bad_nodes(self.limits)
-        if not bad:
-            return
-        told = f"{', '.join(bad)} failed {self.limits.node_failures} times"
-        try:
-            nodelist = exclusion(job, bad, self.nodes, os.environ.get("SLURM_JOB_PARTITION", ""))
-        except NotLeftOut as e:
-            return say(f"{told}, but {e}: not left out")
-        if not nodelist:
-            return
-        for _ in range(20):
-            said = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodelist}")
-            if said is None:
-                break
-            time.sleep(0.3)
-        self.history.append("exclude", attempt=self.history.next_number - 1, nodes=bad, refused=said)
-        say(f"{told}: {'left out of the next attempt' if said is None else f'could not be left out: {said}'}")
-
     def _end_chain(self) -> None:
         """Nothing is left for the other jobs of the array."""
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
         if self.chain and array:
             slurm("scancel", "--state=PENDING", array)
+
+
+# What srun prints of a rank that ended badly: "srun: error: n2: task 1: Killed". The first one is the cause.
+SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited with exit code 75)(\w[\w ]*)")
+NODE_FAILURE = re.compile(r"srun: error: Node failure on ([\w.-]+)")
+
+
+def lost_node(log: str) -> str | None:
+    """A node that Slurm has given up."""
+    found = NODE_FAILURE.search(log)
+    return found[1] if found else None
+
+
+def explain(word: str, report: Failure | None, log: str, status: int) -> tuple[str, str, tuple[str, ...]]:
+    """Verdict, reason and the node to blame, of an attempt that is neither done nor preempted by its VERDICT.
+
+    report: of the first rank that failed, if it came to write one. log: the attempt's.
+    """
+    killed = SRUN_ERROR.search(log)
+    node = lost_node(log)
+    if node is not None:
+        return word or "CRASHED", f"Slurm lost the node {node}", (node,)
+    if report is not None and report.word == "PREEMPTED" and (killed is None or "SIGTERM" not in report.message):
+        return "PREEMPTED", report.message, ()  # before the first step; srun sends TERM when another rank has died
+    if report is not None and report.word != "PREEMPTED" and (report.node_suspect or not report.lost):
+        verdict = "FATAL" if report.word == "FATAL" else word or "CRASHED"
+        return verdict, str(report), (report.node,) if report.node_suspect else ()
+    if killed is not None:
+        return word or "CRASHED", f"rank {killed[2]} on {killed[1]}: {killed[3].strip()}", (killed[1],)
+    reason = str(report) if report is not None else f"the ranks ended with status {status} and left no error report"
+    return word or "CRASHED", reason, ()
 
 
 def copy_lines(source: IO[bytes], log: IO[bytes]) -> None:
@@ -370,7 +303,7 @@ def copy_lines(source: IO[bytes], log: IO[bytes]) -> None:
 
 
 def committed_step(run_dir: Path) -> int:
-    """The newest committed step that is known here: what rank 0 has told, or the commits themselves."""
+    """The newest committed step that is known here: PROGRESS, or the commits themselves."""
     steps = [0]
     with contextlib.suppress(OSError, ValueError):  # none yet
         steps.append(int((run_dir / PROGRESS_FILE).read_text()))

@@ -5,6 +5,7 @@ The templates in slurm/ are used as they are: a few #SBATCH values are set, and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -23,15 +24,15 @@ from clip_train.checkpoint.config import preflight
 from clip_train.errors import UserError
 from clip_train.models import count_parameters
 from clip_train.storage import is_remote, local_path, open_storage
-from launcher.config.recipe import RunConfig
+from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check
 from launcher.runtime.consistency import code_version
-from launcher.runtime.launch import SAVE_SECONDS
-from launcher.slurm.profile import Site
+from launcher.slurm.profile import Site, load_site
+from launcher.slurm.scheduler import answer
 
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN = ("clip_train", "launcher", "ds_configs")
-TEMPLATES = ("single", "train", "chain", "torchrun")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Job:
     partition: str | None
     account: str | None
     qos: str | None
+    exclude: str | None
 
     @property
     def world_size(self) -> int:
@@ -75,9 +77,6 @@ def make_job(site: Site, options: dict[str, Any]) -> Job:
         raise UserError(
             f"--tasks-per-node ({tasks}) must be --gpus-per-node ({gpus}): one rank for each GPU; leave it out"
         )
-    template = given.get("template") or ("single" if nodes == 1 else "train")
-    if template == "single" and nodes > 1:
-        raise UserError(f"--template (single) is for one node, not {nodes}: use train, or leave it out")
     seconds = parse_time(pick("time"))
     if seconds <= 2 * site.warn_seconds:
         raise UserError(
@@ -86,8 +85,8 @@ def make_job(site: Site, options: dict[str, Any]) -> Job:
             "site file"
         )
     return Job(
-        template, nodes, gpus, tasks, cpus, seconds, pick("time"), site.warn_seconds,
-        pick("partition"), pick("account"), pick("qos"),
+        given.get("template", "train"), nodes, gpus, tasks, cpus, seconds, pick("time"), site.warn_seconds,
+        pick("partition"), pick("account"), pick("qos"), given.get("exclude"),
     )  # fmt: skip
 
 
@@ -148,24 +147,19 @@ def check_submission(config: RunConfig, job: Job, site: Site, *, offline: bool) 
 
 
 def check_slurm(job: Job, run_dir: Path) -> None:
-    """What only the cluster itself can tell. UserError."""
+    """What only the cluster itself knows. UserError."""
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not here: submit from a login node, or look at the script with --dry-run")
-    partitions = ask("sinfo", "-h", "-o", "%R").split()
+    partitions = answer("sinfo", "-h", "-o", "%R").split()
     if job.partition is not None and partitions and job.partition not in partitions:
         raise UserError(f"--partition ({job.partition}) is not one of this cluster's: {', '.join(partitions)}")
     for file in sorted(run_dir.glob("submit/*/submit.json")):
         number = json.loads(file.read_text()).get("job")
-        if number and ask("squeue", "-h", "-j", number, "-o", "%T"):
+        if number and answer("squeue", "-h", "-j", number, "-o", "%T"):
             raise UserError(
                 f"job {number} is queued or running for {run_dir} already: two would write the same run. "
                 f"Wait, or scancel {number}, or choose another run.name"
             )
-
-
-def ask(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 # -- render
@@ -180,10 +174,10 @@ def render(template: str, job: Job, site: Site, *, name: str, folder: Path) -> s
         "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
         "cpus-per-task": str(job.cpus_per_task * (job.tasks_per_node if job.template == "torchrun" else 1)),
         "time": job.time,
-        "signal": f"B:USR1@{job.warn_seconds}",
+        "signal": f"USR1@{job.warn_seconds}",
         "output": f"{folder}/%x-%{'A-%a' if job.template == 'chain' else 'j'}.log",
     }
-    extra = {"partition": job.partition, "account": job.account, "qos": job.qos, **site.sbatch}
+    extra = {"partition": job.partition, "account": job.account, "qos": job.qos, "exclude": job.exclude, **site.sbatch}
     lines: list[str] = []
     for given in template.splitlines():
         line = given
@@ -205,7 +199,7 @@ def render(template: str, job: Job, site: Site, *, name: str, folder: Path) -> s
             lines += [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
             if job.template == "torchrun":
                 lines += [f"export RANKS_PER_NODE={job.tasks_per_node}"]
-                lines += [f"export PET_SHUTDOWN_TIMEOUT={max(SAVE_SECONDS, job.warn_seconds)}"]
+                lines += [f"export SAVE_SECONDS={job.warn_seconds}"]
             lines += [f"export {key}={shlex.quote(value)}" for key, value in site.environment.items()]
             lines += site.setup
             lines += [f"set -- {shlex.quote(str(folder / 'recipe.yaml'))}", "# --"]
@@ -243,16 +237,17 @@ def absolute(value: str, base: Path) -> str:
 # -- submit
 
 
-def submit(config: RunConfig, options: dict[str, Any], site: Site, *, dry_run: bool, offline: bool) -> int:
-    """Print the script (dry run), or write, freeze and submit it."""
+def run(args: argparse.Namespace) -> int:
+    """Print the script (--dry-run), or write, freeze and submit it."""
+    config, options, site = load_config(args.recipe, args.overrides), vars(args), load_site(args.site)
     job = make_job(site, options)
-    check_submission(config, job, site, offline=offline)
+    check_submission(config, job, site, offline=args.offline)
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"
     template = (ROOT / "slurm" / f"{job.template}.sbatch").read_text()
     script = render(template, job, site, name=config.run.name, folder=folder)
-    if dry_run:
+    if args.dry_run:
         print(script, end="")
         return 0
     check_slurm(job, run_dir)
@@ -274,9 +269,6 @@ def submit(config: RunConfig, options: dict[str, Any], site: Site, *, dry_run: b
     return 0
 
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 def freeze(folder: Path, script: str, recipe: str, job: Job) -> None:
     """job.sbatch, recipe.yaml, code/ and submit.json: a requeued job runs what was submitted."""
     try:
@@ -290,7 +282,7 @@ def freeze(folder: Path, script: str, recipe: str, job: Job) -> None:
         described = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "code": code_version(),
-            "commit": ask("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None,
+            "commit": answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None,
             "python": sys.executable,
             "world_size": job.world_size,
         }

@@ -6,11 +6,9 @@ All other tests start warm (tests/warm.py), and a world's ranks without a launch
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,18 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runtime.limits import OPEN_FILES
+from launcher.runtime.rendezvous import OPEN_FILES
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import (
     ENDLESS,
     PATIENCE,
-    ROOT,
     clean_environment,
     finish,
     free_port,
     kill,
     metrics,
-    planted,
     run,
     start_cold,
     until,
@@ -41,10 +37,8 @@ from tests.processes import running
 pytestmark = pytest.mark.engine
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launcher")
-OWN_TORCHRUN = ("launcher.runtime.torchrun", *TORCHRUN[1:])
 LAUNCHERS = {
     "torchrun": (TORCHRUN, ()),
-    "launcher.runtime.torchrun": (OWN_TORCHRUN, ()),
     "alone": (("launcher",), ("--ranks=2",)),
 }
 
@@ -99,7 +93,7 @@ ALL_SIGNALS = [*((name, number) for name in LAUNCHERS for number in SIGNALS), ("
 )
 def test_a_signal_to_the_launcher_is_a_commit(recipe, tmp_path, launcher, number):
     """USR1 kills a plain torchrun: its ranks notice, save all the same, and end. Loader workers outlive the signal,
-    which torchrun sends to each rank's whole process group."""
+    which torchrun sends to each rank's whole process group. Without a launcher the exit status is the ranks' own."""
     module, more = LAUNCHERS[launcher]
     process = start_cold(recipe, *ENDLESS, "data.workers=1", *more, module=module)
     wait_for_step(tmp_path / "run", 5, process)
@@ -174,27 +168,36 @@ def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
 
 @pytest.mark.full
 def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
-    """The limit is above a stall's. For a stopped process torchrun waits in vain before it kills it."""
-    process = start_cold(
-        recipe, *ENDLESS, "launch.hang_step_seconds=20", module=TORCHRUN, environ={"PET_SHUTDOWN_TIMEOUT": "5"}
-    )
-    wait_for_step(tmp_path / "run", 5, process)
-    os.kill(ranks_of(recipe)[1], signal.SIGSTOP)
+    """The limit is above a stall's. Both ranks show where they stand, and the one that does not wait is named."""
+    process = start_cold(recipe, *ENDLESS, "launch.hang_step_seconds=20", module=TORCHRUN, fault="sleep:1")
     status, out = finish(process)
     assert gone(recipe)
     assert status != 0
     assert "no progress for" in out and "waiting in" in out and "Current thread" in out, out
     assert "the last collectives: gloo:" in out
+    word, why = read_verdict(tmp_path / "run")
+    assert word == "FAILED" and "in faults/sitecustomize.py" in why["reason"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("module", [("launcher",), OWN_TORCHRUN], ids=["a rank", "an agent"])
-def test_who_may_hold_a_socket_for_each_rank_raises_its_limit(recipe, tmp_path, module):
+def test_a_rank_that_is_frozen_is_found(recipe, tmp_path):
+    """For a stopped process torchrun waits in vain before it kills it."""
+    process = start_cold(recipe, *ENDLESS, module=TORCHRUN, environ={"PET_SHUTDOWN_TIMEOUT": "5"})
+    wait_for_step(tmp_path / "run", 5, process)
+    os.kill(ranks_of(recipe)[1], signal.SIGSTOP)
+    status, out = finish(process)
+    assert gone(recipe)
+    assert status != 0
+    assert out.count("error: rank 1 on") == 1 and "is frozen" in out, out
+
+
+@pytest.mark.full
+def test_who_may_hold_a_socket_for_each_rank_raises_its_limit(recipe, tmp_path):
     """Started, as Slurm does, with the soft limit of another shell."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     try:
-        process = start_cold(recipe, *ENDLESS, module=module)
+        process = start_cold(recipe, *ENDLESS, "--ranks=2")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     try:
@@ -203,67 +206,6 @@ def test_who_may_hold_a_socket_for_each_rank_raises_its_limit(recipe, tmp_path, 
         assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, limits[1])
     finally:
         kill(process)
-
-
-SLURM = {
-    "scontrol": r'case "$*" in show\ hostnames*) echo 127.0.0.1;; esac',
-    "srun": """\
-trap "" USR1  # as the script's own does in a moment, in which a rank would die of it
-export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1
-shift
-"$@" &
-echo $! > "$STEP"
-wait $! || { s=$?; echo "srun: error: n1: task 0: Exited with exit code $s"; exit $s; }""",
-    "scancel": 'case "$1" in --signal=USR1) kill -USR1 "$(cat "$STEP")";; esac',
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("when", ["at once", "in training"])
-def test_usr1_to_torchruns_batch_script(recipe, tmp_path, when):
-    """Its own command, with stand-ins for Slurm's. USR1 comes again every 5 s, and a save takes longer than twice that;
-    at once, there is only torchrun to say why it ends: its ranks make no step before."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, line in SLURM.items():
-        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
-        (folder / name).chmod(0o755)
-    environ = {
-        **clean_environment(), "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        **planted("slow:1" if when == "in training" else "hold:0:0", tmp_path), "STEP": str(tmp_path / "step"),
-        "RANKS_PER_NODE": "2",
-        "SLURM_JOB_ID": str(job_of_a_free_port()), "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-    }  # fmt: skip
-    process = subprocess.Popen(
-        ["bash", ROOT / "slurm" / "torchrun.sbatch", recipe, *ENDLESS, "checkpoint.every_steps=200000"],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        if when == "in training":
-            wait_for_step(tmp_path / "run", 5, process)
-        else:
-            wait_for((tmp_path / "step").exists, "no task was started", process)
-        process.send_signal(signal.SIGUSR1)
-    finally:
-        status, out = finish(process)
-    end = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
-    assert (status, end["verdict"], end["status"], end["decision"]) == (0, "PREEMPTED", 75, "requeue"), out
-    assert "SIGUSR1" in end["reason"] and end["blamed"] == []
-    assert end["step"] == (metrics(tmp_path / "run")[-1]["step"] if when == "in training" else 0)
-
-
-def job_of_a_free_port() -> int:
-    """The script takes port 20000 + the job's number, below 40000."""
-    for job in range(os.getpid() % 10000, 20000):
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("", 20000 + job))
-            return job
-    raise AssertionError("no free port")
 
 
 def test_an_installed_package_trains_from_any_folder(recipe, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from launcher.cli.main import main, parse
-from launcher.cli.options import EXAMPLES
+from launcher.cli.options import VERBS
 from launcher.cli.plan import make_plan
 from launcher.config.recipe import (
     OTHER_NAMES,
@@ -89,8 +89,12 @@ def test_other_trainers_names_lead_to_keys_that_exist():
 
 
 def test_keys_are_printed(capsys):
+    """Not a terminal: a line each, of key, default and meaning; YAML, and what may stand there."""
     assert main(["train", "--keys"]) == 0
-    assert "batch.global_size" in capsys.readouterr().out
+    lines = dict(line.split("\t", 1) for line in capsys.readouterr().out.splitlines())
+    assert set(lines) == {key for key, _ in known_keys()}
+    assert lines["batch.kept_graphs"].startswith("1\tall, auto or a whole number of at least 1. How many")
+    assert lines["run.dir"].startswith("null\t") and lines["data.train"].startswith("required\t")
 
 
 def test_help_teaches_and_names_the_verbs(capsys):
@@ -102,7 +106,7 @@ def test_help_teaches_and_names_the_verbs(capsys):
     assert "doctor" in out and "submit" in out
 
 
-@pytest.mark.parametrize("verb", ["", *EXAMPLES])
+@pytest.mark.parametrize("verb", ["", *VERBS])
 def test_examples_of_the_help_can_be_typed(verb, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"] if verb else ["--help"])

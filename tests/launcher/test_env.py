@@ -44,6 +44,18 @@ def test_a_slurm_step():
     assert detect({**SLURM, "SLURM_PROCID": "0"}).master_port == env.master_port
 
 
+def test_two_steps_of_a_job_have_two_ports():
+    ports = {detect({**SLURM, "SLURM_STEP_ID": step}).master_port for step in ("0", "1")}
+    assert len(ports) == 2 and all(20000 <= port < 32000 for port in ports)
+
+
+def test_slurm_itself_is_asked_for_the_first_host(tmp_path, monkeypatch):
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho rack7-a; echo rack7-b\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert first_host("rack7-[a-b]") == "rack7-a"
+
+
 MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -147,6 +159,7 @@ def test_the_batch_script_itself_is_no_rank():
         ("n[7,9]", "n7"),
         ("x-1,x-2", "x-1"),
         ("r[1-2]-ib,z", "r1-ib"),
+        ("r[1-2]n[1-4],r3n[1,7]", "r1n1"),
     ],
 )
 def test_first_host(nodes, first):
@@ -158,7 +171,7 @@ def test_first_host(nodes, first):
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
         ({**TORCHRUN, "RANK": "16"}, "RANK"),
-        ({**TORCHRUN, "WORLD_SIZE": "two"}, "whole numbers"),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number"),
         ({**SLURM, **TORCHRUN}, "srun started 8 tasks and this is task 6: unset RANK"),
         ({**SLURM, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, "unset RANK"),
         ({**MPI, **TORCHRUN}, "mpirun started 4 tasks"),

@@ -50,6 +50,11 @@ MISTAKES = {
         ["batch.accum_freq=4"],
         ["batch.accum_freq", "4", "did you mean batch.micro_size?"],
     ),
+    "half a word": (["optim.learnrate=1e-3"], ["optim.learnrate", "did you mean optim.lr?"]),
+    "a table instead of shards": (
+        ["data.train=cc3m.tsv"],
+        ["data.train (cc3m.tsv)", "img2dataset --url_list cc3m.tsv"],
+    ),
     "unknown section": (["optimizer.lr=1e-3"], ["optimizer", "did you mean optim?"]),
     "key in the wrong section": (["run.micro_size=8"], ["run.micro_size", "did you mean batch.micro_size?"]),
     "wrong type": (
@@ -141,6 +146,27 @@ def test_every_rank_needs_a_sample(overrides, said, recipe, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "line, environ, said",
+    [
+        (["data.train='pipe:cat x.tar'"], {}, "give a path or a URL"),
+        (["data.val=val.csv"], {}, "data.val (val.csv) is a table"),
+        ([], {"WORLD_SIZE": "abc"}, "WORLD_SIZE (abc) must be a whole number"),
+        (["--world-size=0"], {}, "--world-size (0) must be at least 1"),
+    ],
+)
+def test_a_plan_refuses_what_training_would(line, environ, said, recipe, capsys, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["plan", str(recipe), *line]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_demo_looks_at_its_overrides_before_it_draws(tmp_path, capsys):
+    assert main(["demo", f"--dir={tmp_path}", "optim.lr=-1"]) == 2
+    assert "optim.lr (-1)" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def try_precision(recipe: Path, precision: str, missing: list[str]) -> tuple[int, str, int, list[str]]:
     """Where the processor lacks these: `train`'s status and what it says, `plan`'s status, and what doctor finds."""
     answer(True, "fp16", "bf16")
@@ -209,4 +235,4 @@ def test_a_recipe_that_is_not_there(capsys):
 def test_two_ranks_tell_a_mistake_once(recipe):
     status, out = run(recipe, "data.train=/nowhere/*.tar", ranks=2)
     assert status == 2
-    assert out.count("clip-train:") == 1, out
+    assert out.count("clip-train: error") == 1, out

@@ -14,7 +14,7 @@ from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.restore import Fetched, Skipped
 from clip_train.errors import UserError
 from launcher.config.recipe import RunConfig, check_config, known_keys
-from launcher.config.resume import CLASSES, SECTIONS, compare_with
+from launcher.config.resume import DATA, at_resume, compare_with
 from tests.launcher.conftest import MODEL
 
 BASE = {
@@ -38,12 +38,33 @@ def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
     return "\n".join(compare_with(config, resumed(was, **state), now))
 
 
-def test_every_key_of_a_recipe_has_a_class() -> None:
-    """A new key: say in launcher/config/resume.py what its change means to a run that goes on."""
-    keys = {path for path, _ in known_keys()}
-    classed = {path for path in keys if path in CLASSES or path.split(".")[0] in SECTIONS}
-    assert keys - classed == set()
-    assert set(CLASSES) <= keys and set(SECTIONS) <= {path.split(".")[0] for path in keys}  # none has gone
+REFUSED = """run.seed model.name model.patch_dropout model.dropout model.teacher model.teacher_name
+model.init_logit_bias data.aug_scale batch.global_size batch.schedule batch.accumulation loss.kind optim.name"""
+
+
+def test_what_makes_it_another_run() -> None:
+    """Every other key may change; one without a mark is reported."""
+    kinds = {path: at_resume(path, field.metadata, recipe()) for path, field in known_keys()}
+    assert {path for path, kind in kinds.items() if kind == "refused"} == set(REFUSED.split())
+    assert set(DATA) <= set(kinds)  # none has gone
+    silent = {path.split(".")[0] for path, kind in kinds.items() if kind == "silent"} - {"run", "data"}
+    assert silent == {"storage", "checkpoint", "evaluate", "log", "launch"}
+    assert kinds["optim.lr"] == "reported"
+
+
+def test_a_finished_run_trains_nothing_of_a_changed_recipe() -> None:
+    """It would end with `done`, and the change would be forgotten."""
+
+    def short(steps: int = 40, **sections: dict) -> RunConfig:
+        return recipe(run={"steps": steps}, schedule={"warmup_steps": 5}, **sections)
+
+    state = {"recipe": short().model_dump(mode="json")}
+    with pytest.raises(UserError, match=r"all 40 steps are trained .*optim\.lr was .* would train nothing"):
+        told(short(optim={"lr": 0.5}), **state)
+    for same in ({}, {"log": {"every_steps": 7}}, {"batch": {"micro_size": 8}}):
+        told(short(**same), **state)
+    told(short(30), **state)
+    told(short(80, optim={"lr": 0.5}), **state)
 
 
 def test_the_whole_message() -> None:

@@ -45,7 +45,6 @@ def here(tmp_path, monkeypatch, recipe) -> Path:
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("1", ["--nodes=1", "--gpus-per-node=1", "--time=4:00:00"]),
         ("8", ["--nodes=1", "--gpus-per-node=8"]),
         ("1024", ["--nodes=128", "--gpus-per-node=8", "--time=2-00:00:00", "--qos=large"]),
         ("1024-torchrun", ["--nodes=128", "--gpus-per-node=8", "--template=torchrun"]),
@@ -86,7 +85,12 @@ def test_what_is_installed(here, tmp_path):
 def test_torchrun_waits_as_long_as_the_site_gives_for_a_save(here, capsys):
     (here / "site.yaml").write_text("{warn_seconds: 1800, local_paths: []}\n")
     assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", "--template=torchrun"]) == 0
-    assert "export PET_SHUTDOWN_TIMEOUT=1800\n" in capsys.readouterr().out
+    assert "export SAVE_SECONDS=1800\n" in capsys.readouterr().out
+
+
+def test_nodes_that_are_left_out(here, capsys):
+    assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", "--exclude=n[2-3]"]) == 0
+    assert "#SBATCH --exclude=n[2-3]\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -110,7 +114,6 @@ def test_shells_accept_it(script):
         (["--time=tomorrow"], "write 24:00:00"),
         (["--time=5"], "leaves no time to train"),
         (["run.dir=/dev/shm/run"], "under /dev/shm, which every node has for itself"),
-        (["--nodes=2", "--template=single"], "use train"),
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
         (["checkpoint.resume=never"], "each time that the job is requeued it would begin anew"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),

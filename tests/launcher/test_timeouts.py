@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 import torch.distributed as torch_dist
 
 from clip_train import dist
-from launcher.runtime.consistency import agree, differences
-from launcher.runtime.error_reports import FOLDER, is_lost_contact, read_ranks
+from clip_train.errors import UserError
+from launcher.runtime.consistency import check, differences
+from launcher.runtime.outcome import is_lost_contact
 from launcher.runtime.rendezvous import set_timeout
 from tests.launcher.conftest import until
 from tests.ranks import run_ranks
@@ -53,22 +53,16 @@ def test_a_ranks_own_mistake_is_no_lost_contact(message, lost):
     assert is_lost_contact(torch_dist.DistBackendError(message)) == lost
 
 
-def other_recipe(folder: Path) -> str:
-    os.environ |= {FOLDER: str(folder), "SLURM_STEP_NUM_TASKS": "3", "SLURMD_NODENAME": f"n{dist.rank()}"}
-    try:
-        agree({"run": {"seed": 0}, "optim": {"lr": 1e-3 if dist.rank() < 2 else 2e-3}})
-    except ValueError as e:
-        return str(e)
-    return "agreed"
-
-
-@pytest.mark.distributed
-def test_all_ranks_learn_which_rank_differs_and_in_what(tmp_path):
-    told = run_ranks(other_recipe, 3, tmp_path)
-    assert read_ranks(tmp_path) == ["n0", "n1", "n2"]
-    assert len(set(told)) == 1
-    assert "rank 2 (n2)" in told[0] and "optim.lr: 0.001 against 0.002" in told[0] and "run.seed" not in told[0]
+def test_a_rank_that_differs_learns_in_what(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    store = torch_dist.HashStore()
+    recipe = {"run": {"seed": 0}, "optim": {"lr": 1e-3}, "data": {"aug_scale": (0.9, 1.0)}}
+    check(store, 0, recipe, 1)
+    check(store, 1, recipe, 1)
+    with pytest.raises(UserError, match=r"differs from rank 0 on n0: optim\.lr: 0\.001 against 0\.002 here"):
+        check(store, 2, {**recipe, "optim": {"lr": 2e-3}}, 1)
 
 
 def test_differences():
-    assert differences({"a": {"x": 1}}, {"a": {"x": 1, "y": 2}}) == ["a.y: None against 2"]
+    assert differences({"a.x": 1}, {"a.x": 1, "a.y": 2}) == ["a.y: None against 2"]

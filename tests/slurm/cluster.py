@@ -102,12 +102,11 @@ class Job:
         self.hold.unlink(missing_ok=True)
 
     def warn(self, task: str = "") -> None:
-        """USR1 to the batch script, as before its time limit. Of an array's task scancel delivers it, and then retries
-        for ever."""
-        line = ["scancel", "--batch", "--signal=USR1", self.number + task]
-        scancel = subprocess.Popen(line, env=self.cluster.environ)
+        """USR1 to the ranks, as before its time limit. Of an array's task scancel delivers it, and then retries for
+        ever."""
+        scancel = subprocess.Popen(["scancel", "--signal=USR1", self.number + task], env=self.cluster.environ)
         try:
-            self.wait(lambda: "USR1, the time limit is near" in self.told(), "warned")
+            self.wait(lambda: len(self.attempts()) > 0, "stopped")
         finally:
             scancel.kill()
             scancel.wait()

@@ -20,21 +20,20 @@ if in_rank and fault:
         os._exit(3)
     if fault.startswith("bad:") and socket.gethostname() == fault[4:]:
         from clip_train.errors import RankError
-        from launcher.runtime.error_reports import mark_error
+        from launcher.runtime.outcome import Outcome
 
-        mark_error(RankError("LOCAL_RANK (0) has no GPU: this host shows 0"))
-        os._exit(2)
+        os._exit(Outcome().finish(RankError("LOCAL_RANK (0) has no GPU: this host shows 0")))
 
 if in_rank and "STEP_SECONDS" in os.environ:
     import time
 
-    from launcher.runtime.watchdog import Liveness
+    from launcher.runtime.watchdog import Watchdog
 
     step_seconds, hold = float(os.environ["STEP_SECONDS"]), Path(os.environ.get("HOLD", "/nowhere"))
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
-    phase, begun, steps = Liveness.phase, time.monotonic(), 0
+    phase, begun, steps = Watchdog.phase, time.monotonic(), 0
 
-    def slow_phase(self: Liveness, name: str) -> None:
+    def slow_phase(self: Watchdog, name: str) -> None:
         global begun, steps  # noqa: PLW0603
         if name == "step":
             while first and steps >= 30 and hold.exists() and self.stop.look() is None:
@@ -44,4 +43,4 @@ if in_rank and "STEP_SECONDS" in os.environ:
             begun = time.monotonic()
         phase(self, name)
 
-    Liveness.phase = slow_phase
+    Watchdog.phase = slow_phase

@@ -19,12 +19,14 @@ import torch
 from torch.distributed import Store
 
 from clip_train import dist
+from clip_train.errors import UserError
 from clip_train.stop import StopRequest
 from launcher.runtime.environment import RankEnv
-from launcher.runtime.error_reports import FOLDER, read_marks
-from launcher.runtime.launch import run_agent
-from launcher.runtime.rendezvous import meet
-from launcher.runtime.watchdog import LaunchConfig, Liveness, phase_limit, position, stop_time, unfinished
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.launch import launch_local, local_ranks
+from launcher.runtime.rendezvous import connect, meet
+from launcher.runtime.verdict import ATTEMPT, read_report
+from launcher.runtime.watchdog import LaunchConfig, Watchdog, phase_limit, position, stop_time, unfinished
 from tests.launcher.conftest import PATIENCE, ROOT, free_port, until
 
 
@@ -47,10 +49,10 @@ def test_the_clock(end, now, expected):
 
 def test_the_stop_file_and_progress(tmp_path):
     stop = StopRequest()
-    liveness = Liveness(LaunchConfig(), stop, run_dir=tmp_path, environ={})
+    watchdog = Watchdog(LaunchConfig(), stop, run_dir=tmp_path, environ={})
     steps = iter([3])
-    liveness.committed = lambda: next(steps, 5)
-    liveness.start()
+    watchdog.committed = lambda: next(steps, 5)
+    watchdog.start()
     try:
         assert until(lambda: (tmp_path / "PROGRESS").exists() and (tmp_path / "PROGRESS").read_text() == "5\n")
         assert stop.reason is None
@@ -58,46 +60,57 @@ def test_the_stop_file_and_progress(tmp_path):
         assert until(lambda: stop.reason is not None)
         assert "STOP" in stop.reason
     finally:
-        liveness.close()
+        watchdog.close()
+
+
+def test_nothing_that_goes_wrong_in_a_look_ends_the_watch(tmp_path):
+    beats = []
+    watchdog = Watchdog(LaunchConfig(), StopRequest(), run_dir=tmp_path, environ={})
+    watchdog.committed = lambda: beats.append(1) or 1 / 0 if len(beats) < 3 else None
+    watchdog.start()
+    try:
+        assert until(lambda: len(beats) > 2)
+    finally:
+        watchdog.close()
 
 
 def test_a_disk_that_does_not_answer_ends_no_watch(tmp_path):
     beats = []
-    liveness = Liveness(LaunchConfig(), StopRequest(), run_dir=tmp_path / ("x" * 300), environ={})  # ENAMETOOLONG
-    liveness.committed = lambda: beats.append(1) or len(beats)
-    liveness.start()
+    watchdog = Watchdog(LaunchConfig(), StopRequest(), run_dir=tmp_path / ("x" * 300), environ={})  # ENAMETOOLONG
+    watchdog.committed = lambda: beats.append(1) or len(beats)
+    watchdog.start()
     try:
         assert until(lambda: len(beats) > 2)
     finally:
-        liveness.close()
+        watchdog.close()
 
 
 def test_the_end_of_the_jobs_time_asks_for_a_stop():
     stop = StopRequest()
-    liveness = Liveness(LaunchConfig(), stop, environ={"SLURM_JOB_END_TIME": str(int(time.time()))})
-    liveness.start()
+    watchdog = Watchdog(LaunchConfig(), stop, environ={"SLURM_JOB_END_TIME": str(int(time.time()))})
+    watchdog.start()
     try:
         assert until(lambda: stop.reason is not None)
     finally:
-        liveness.close()
+        watchdog.close()
 
 
 def test_the_first_step_belongs_to_the_start():
     told = []
-    liveness = Liveness(
+    watchdog = Watchdog(
         LaunchConfig(), StopRequest(), environ={}, on_limit=lambda phase, limit: told.append((phase, limit)),
         on_first_step=lambda: told.append("first"),
     )  # fmt: skip
     try:
-        liveness.phase("step")
+        watchdog.phase("step")
         assert told == []
-        liveness.phase("step")
+        watchdog.phase("step")
         assert told == ["first", ("step", 300.0)]
-        liveness.phase("save")
-        liveness.phase("step")
+        watchdog.phase("save")
+        watchdog.phase("step")
         assert told[2:] == [("save", 3600.0), ("step", 300.0)]
     finally:
-        liveness.close()
+        watchdog.close()
 
 
 def test_where_a_rank_stands():
@@ -141,7 +154,7 @@ def test_a_rank_that_reads_the_result_of_a_collective_waits(wait_in_c, monkeypat
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **more: None)
     monkeypatch.setattr(torch, "tensor", lambda *values, **more: SimpleNamespace(tolist=wait_in_c))
     with standing(lambda: dist.max_scalars(1.0), "max_scalars", True) as (told, waiting):
-        assert waiting and told.startswith("waiting in max_scalars, called from launcher/test_liveness.py")
+        assert waiting and told.startswith("waiting in max_scalars, called from launcher/test_watchdog.py")
 
 
 def test_a_rank_that_does_its_own_work_under_an_agreement_hangs_by_itself(wait_in_c):
@@ -158,13 +171,22 @@ def test_a_rank_that_waits_for_the_others_to_come_waits(missing):
     def env(rank: int) -> RankEnv:
         return RankEnv(rank, 2, 0, 1, "127.0.0.1", port, "this test")
 
+    def join(rank: int) -> None:
+        beat = Heartbeat(env(rank))
+        held.append((beat, store := connect(env(rank), beat, 300)))
+        meet(env(rank), beat, store, 300)
+        met.append(rank)
+
     port = free_port()
-    inside = "_wait_for_word" if missing else "open_store"  # rank 0 holds the store
-    stores: list[Store] = []  # kept until both have met: rank 0's is the server, and would hang up on rank 1
-    with standing(lambda: stores.append(meet(env(1 - missing), 300)), inside, True) as (told, waiting):
-        assert waiting and told.startswith("waiting in meet, called from launcher/test_liveness.py")
-        stores.append(meet(env(missing), 300))
-        assert until(lambda: len(stores) == 2)
+    held: list[tuple[Heartbeat, Store]] = []  # until both have met: rank 0's is the server, and would hang up on rank 1
+    met: list[int] = []
+    inside = "meet" if missing else "connect"  # rank 0 holds the store
+    with standing(lambda: join(1 - missing), inside, True) as (where, waiting):
+        assert waiting and where.startswith(f"waiting in {inside}, called from launcher/test_watchdog.py")
+        join(missing)
+        assert until(lambda: len(met) == 2)
+    for beat, _ in sorted(held, key=lambda each: -each[0].env.rank):
+        beat.leave()
 
 
 def entry(name: str, state: str, group: str = "0", retired: bool = False) -> dict:
@@ -199,25 +221,42 @@ def test_the_flight_recorder_of_this_torch_can_be_read():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=PATIENCE)
 
 
-def test_the_mark_of_a_rank_behind_an_unfinished_collective_says_that_it_waits(tmp_path):
+def test_the_report_of_a_rank_behind_an_unfinished_collective_says_that_it_waits(tmp_path):
     code = (
-        "import sys, time; from launcher import liveness\n"
+        "import time; from launcher.runtime import watchdog, outcome, heartbeat, environment\n"
         "pending = {'profiling_name': 'nccl:all_reduce', 'state': 'scheduled'}\n"
-        "liveness.recorded = lambda: ([pending], '')\n"
-        "config = liveness.LaunchConfig(hang_start_seconds=0.5)\n"
-        "liveness.Liveness(config, liveness.StopRequest(), environ={}).start(); time.sleep(1000)\n"
+        "watchdog.recorded = lambda: ([pending], '')\n"
+        "config = watchdog.LaunchConfig(hang_start_seconds=0.5)\n"
+        "beat = heartbeat.Heartbeat(environment.detect({}), outcome.Outcome().publish)\n"
+        "watchdog.Watchdog(config, watchdog.StopRequest(), beat, environ={}).start(); time.sleep(1000)\n"
     )
-    environ = {**os.environ, FOLDER: str(tmp_path)}
+    environ = {**os.environ, ATTEMPT: str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=False, timeout=PATIENCE)
-    (mark,) = read_marks(tmp_path)
-    assert (done.returncode, mark.kind, mark.waiting) == (1, "hang", True)
-    assert "nccl:all_reduce is unfinished" in mark.message
+    report = read_report(tmp_path)
+    assert done.returncode == 1 and report is not None and not report.node_suspect
+    assert "nccl:all_reduce is unfinished" in report.message
 
 
-def test_a_signal_that_comes_as_the_agent_ends_does_not_change_its_status():
-    """Python hands handlers back to the system when it ends, not what is ignored."""
-    assert run_agent(lambda: None, StopRequest()) == 0
-    assert {signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)} == {signal.SIG_IGN}
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_there_are_ranks_starts_none(tmp_path, monkeypatch, number):
+    monkeypatch.setenv(ATTEMPT, str(tmp_path))
+    stop = StopRequest()
+    stop.ask(number.name)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert launch_local(2, ["train", "nowhere.yaml"], stop) == 75
+        # as Python ends it hands handlers back to the system, but not what is ignored
+        assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN}
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    report = read_report(tmp_path)
+    assert report is not None and report.word == "PREEMPTED" and number.name in report.message
+
+
+def test_a_number_of_ranks_that_cannot_be():
+    with pytest.raises(UserError, match=r"--ranks \(-3\) must be at least 1"):
+        local_ranks(-3, {})
 
 
 def test_signals_are_flags_and_a_second_term_does_not_kill():
@@ -241,7 +280,7 @@ def test_a_signal_is_seen_while_the_main_thread_is_in_c(tmp_path):
     """A process that never returns to Python, as in a rendezvous whose other ranks are gone."""
     code = (
         "import ctypes, time; from clip_train.stop import StopRequest; from launcher.runtime.watchdog import *\n"
-        "stop = StopRequest(); stop.listen(); Liveness(LaunchConfig(), stop, environ={}).start()\n"
+        "stop = StopRequest(); stop.listen(); Watchdog(LaunchConfig(), stop, environ={}).start()\n"
         "print('up', flush=True)\n"
         "mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock\n"
         "lock(mutex); lock(mutex)\n"

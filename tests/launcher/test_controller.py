@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import launcher.slurm.controller
-from launcher.runtime.verdict import read_verdict, write_verdict
+from launcher.runtime.verdict import Failure, read_verdict, write_verdict
 from launcher.slurm.attempts import History
 from launcher.slurm.controller import copy_lines
 from tests.launcher.conftest import PATIENCE, ROOT
@@ -40,29 +40,23 @@ def bin(tmp_path) -> Path:
     return folder
 
 
-def hastily() -> None:
-    """It does not wait long for another job."""
-    launcher.slurm.controller.CLAIM_SECONDS = 1.0
-    patiently()
-
-
-def patiently() -> None:
+def control() -> None:
     sys.exit(launcher.slurm.controller.main(sys.argv[1:]))
 
 
-def start(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7", hasty: bool = False) -> Command:
+def start(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7") -> Command:
     """The ranks are `command`; state: of every job, as Slurm has it."""
     environ = {
         **os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": job,
         "SLURM_JOB_NODELIST": "n1", "STATE": state, "SAID": str(bin / "said"),
     }  # fmt: skip
     line = [str(recipe), "--", *command]
-    return Command(line, env=environ, cwd=Path.cwd(), target=hastily if hasty else patiently)
+    return Command(line, env=environ, cwd=Path.cwd(), target=control)
 
 
-def supervise(recipe: Path, bin: Path, *command: str, state: str = "", hasty: bool = False) -> tuple[int, str]:
+def supervise(recipe: Path, bin: Path, *command: str, state: str = "") -> tuple[int, str]:
     """Its exit status and output."""
-    process = start(recipe, bin, *command, state=state, hasty=hasty)
+    process = start(recipe, bin, *command, state=state)
     try:
         out, _ = process.communicate(timeout=PATIENCE)
     finally:
@@ -97,11 +91,10 @@ def test_a_torn_history_and_a_torn_verdict_do_not_stop_it(recipe, bin, tmp_path)
     assert History(run_dir).counts() == (1, 1)
 
 
-def test_marks_of_an_attempt_that_the_history_has_lost_are_not_this_ones(recipe, bin, tmp_path):
+def test_the_report_of_an_attempt_that_the_history_has_lost_is_not_this_ones(recipe, bin, tmp_path):
     old = tmp_path / "run" / "attempts" / "0001"
     old.mkdir(parents=True)
-    mark = {"rank": 0, "node": "n1", "kind": "mistake", "message": "of last week"}
-    (old / "rank00000.json").write_text(json.dumps(mark))
+    (old / "error.json").write_text(json.dumps({"message": {"message": "of last week"}}))
     status, out = supervise(recipe, bin, "false")
     assert status == 0 and requeued(bin), out
     assert history(tmp_path / "run")[-1]["attempt"] == 2
@@ -117,7 +110,7 @@ def test_two_jobs_of_one_run_are_refused(recipe, bin, tmp_path):
     assert not (tmp_path / "ran").exists() and len(history(tmp_path / "run")) == 1
     assert read_verdict(tmp_path / "run")[0] == "DONE"
     status, out = supervise(recipe, bin, "touch", str(tmp_path / "ran"), state="NODE_FAIL")
-    assert (tmp_path / "ran").exists() and "attempt 1 was LOST" in out, out
+    assert (tmp_path / "ran").exists() and "LOST: the batch script on n1 was lost" in out, out
 
 
 def test_of_two_jobs_that_start_in_the_same_moment_one_trains(recipe, bin, tmp_path):
@@ -146,43 +139,32 @@ def test_of_two_jobs_that_start_in_the_same_moment_one_trains(recipe, bin, tmp_p
     assert len(History(tmp_path / "run").ends) == 2 and History(tmp_path / "run").counts() == (2, 2)
 
 
-def test_an_attempt_that_is_about_to_begin_is_waited_for(recipe, bin, tmp_path):
-    """Its log is there, its `begin` is not yet."""
-    run_dir = tmp_path / "run"
-    (run_dir / "attempts").mkdir(parents=True)
-    (run_dir / "attempts" / "0001.log").touch()
-    process = start(recipe, bin, "touch", str(tmp_path / "ran"), state="RUNNING")
-    until((bin / "said").exists)  # it has asked for its nodes' names
-    time.sleep(1)
-    History(run_dir).append("begin", attempt=1, job="5", nodes=["n1"], step=0)
-    out, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2 and "job 5 trains" in out, out
-    assert not (tmp_path / "ran").exists()
-
-
 def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
     """Its job died in that moment, or the history is gone: the run goes on under the next number."""
     (tmp_path / "run" / "attempts").mkdir(parents=True)
     (tmp_path / "run" / "attempts" / "0001.log").write_text("srun: error: Node failure on n1\n")
-    status, out = supervise(recipe, bin, "false", hasty=True)
+    status, out = supervise(recipe, bin, "false")
     assert status == 0 and requeued(bin), out
     assert [(line["attempt"], line.get("blamed")) for line in history(tmp_path / "run")] == [(2, None), (2, [])]
 
 
-def test_a_bad_node_is_left_out_beside_those_that_the_user_has_excluded(recipe, bin, tmp_path):
-    """n1 has failed once already, and fails again; the last answer is none."""
+def test_a_node_that_fails_again_is_named_with_what_to_do(recipe, bin, tmp_path):
     (tmp_path / "run").mkdir()
     History(tmp_path / "run").append("end", attempt=1, blamed=["n1"], decision="requeue", failures=0, fruitless=0)
-    shown = "ReqNodeList=(null) ExcNodeList=n9 Features=(null)"
-    (bin / "sinfo").write_text("#!/bin/sh\nfor n in 1 2 9; do echo n$n idle h100 64 1000 0 gpu:8; done\n")
-    for answer, sent in ((f"echo '{shown}'", ["update JobId=7 ExcNodeList=n9,n1"]), ("true", [])):
-        expand = '"show job"*) ' + answer + ';; "show hostnames"*) echo "$3";;'
-        (bin / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> "$SAID"\ncase "$*" in {expand} esac\n')
-        status, out = supervise(recipe, bin, "sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1")
-        assert status == 0 and requeued(bin), out
-        assert [line for line in (bin / "said").read_text().splitlines() if line.startswith("update")] == sent, out
-        assert ("left out of the next attempt" if sent else "not left out") in out, out
-        (bin / "said").unlink()
+    status, out = supervise(recipe, bin, "sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1")
+    assert status == 0 and requeued(bin), out
+    assert "n1 failed 2 times: to leave it out, cancel and submit again with --exclude=n1" in out, out
+    assert "update" not in (bin / "said").read_text()  # it is for the user to decide
+
+
+def test_what_the_first_rank_that_failed_reports_is_the_reason(recipe, bin, tmp_path):
+    report = Failure(1, "n1", "no GPU", status=2, node_suspect=True)
+    text = json.dumps({"message": {"message": str(report), "extraInfo": asdict(report)}})
+    line = 'mkdir -p "$CLIP_TRAIN_ATTEMPT_DIR"; echo "$0" > "$CLIP_TRAIN_ATTEMPT_DIR/error.json"; exit 2'
+    status, out = supervise(recipe, bin, "sh", "-c", line, text)
+    assert status == 0 and requeued(bin), out
+    end = history(tmp_path / "run")[-1]
+    assert (end["verdict"], end["reason"], end["blamed"]) == ("CRASHED", "rank 1 on n1: no GPU", ["n1"])
 
 
 def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tmp_path):
@@ -192,7 +174,7 @@ def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tm
         process = start(recipe, bin, "sh", "-c", SAVING, str(tmp_path / "pid"))
         until((tmp_path / "pid").exists)
         process.terminate()
-        until((run_dir / "attempts" / f"{number:04d}" / "terminated").exists)
+        until(lambda number=number: History(run_dir).was_terminated(number))
         process.kill()
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         (tmp_path / "pid").unlink()
@@ -208,9 +190,9 @@ def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tm
 def test_a_node_that_slurm_has_lost_is_to_blame_after_a_term_too(recipe, bin, tmp_path):
     """Slurm ends the job of a lost node in the same way, and srun names the node."""
     (tmp_path / "run" / "attempts" / "0001").mkdir(parents=True)
-    (tmp_path / "run" / "attempts" / "0001" / "terminated").touch()
     (tmp_path / "run" / "attempts" / "0001.log").write_text("srun: error: Node failure on n3\n")
     History(tmp_path / "run").append("begin", attempt=1, job="5", nodes=["n1", "n3"], step=0)
+    History(tmp_path / "run").append("terminated", attempt=1)
     supervise(recipe, bin, "true")
     end = next(line for line in history(tmp_path / "run") if line["event"] == "end")
     assert (end["verdict"], end["blamed"], end["failures"]) == ("LOST", ["n3"], 1)

@@ -1,0 +1,196 @@
+"""One way to end: `finish(error)` gives all ranks one error message, one verdict, one error report, one exit status.
+
+Whichever rank fails first decides (`Heartbeat.claim`): it prints and writes; the others end with its status. Exit
+status: 0 done, 75 preempted after a commit, 130 interrupted twice, 2 the user's mistake, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clip_train.errors import ClipTrainError, DivergedError, Preempted, RankError, RemoteRankError, UserError
+from launcher.runtime.environment import RankEnv, detect
+from launcher.runtime.log import log
+from launcher.runtime.verdict import Failure, Word, node_name, read_verdict, write_report, write_verdict
+
+if TYPE_CHECKING:
+    from clip_train.trainer import Trainer
+    from launcher.runtime.heartbeat import Heartbeat
+    from launcher.runtime.watchdog import Watchdog
+
+# For what has ended another rank to be known here: a death 18 s after it, an error once a report has been written.
+CAUSE_SECONDS = 25.0
+MAIN_SECONDS = 2.0  # for rank 0 to be the first where all ranks have the same error: it knows of the checkpoints
+FIRST_SECONDS = 2.0  # the launcher is to see the end of the rank that failed first before the others'
+CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may still be importing
+
+
+class Outcome:
+    """Of this process. `train` fills in what it knows; `finish` works at any time."""
+
+    def __init__(self) -> None:
+        self.heartbeat: Heartbeat | None = None
+        self.watchdog: Watchdog | None = None
+        self.run_dir: Path | None = None  # once the run there is known to be this recipe's: verdicts go there
+        self.trainer: Trainer | None = None
+
+    def done(self) -> None:
+        """Rank 0, when all is committed."""
+        assert self.run_dir is not None
+        write_verdict(self.run_dir, "DONE", self._step, "trained to the last step")
+        self.plot()
+
+    def leave(self) -> None:
+        """In order, with all others; that one of them dies now is no reason to fail."""
+        from clip_train import dist
+        from launcher.runtime import rendezvous
+
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+            rendezvous.stop()
+        self.close()
+
+    def close(self) -> None:
+        """No thread goes on. Again does nothing."""
+        if self.heartbeat is not None:
+            self.heartbeat.leave()
+        if self.watchdog is not None:
+            self.watchdog.close()
+
+    def finish(self, error: BaseException) -> int:
+        """The exit status. Another rank's failure, if it came first, is printed by that rank, and not here."""
+        if self.watchdog is not None:
+            self.watchdog.phase("finish")
+        trace = "".join(traceback.format_exception(error)) if is_unexpected(error) else ""
+        own = None if isinstance(error, RemoteRankError) or is_lost_contact(error) else self.describe(error)
+        heartbeat = self._connected(own)
+        if heartbeat is None:  # alone, or nobody can be reached
+            failure = own or self.describe(error)
+            self.publish(failure, trace)
+            return failure.status
+        patience = CAUSE_SECONDS if own is None else 0.0 if heartbeat.env.rank == 0 else MAIN_SECONDS
+        failure = heartbeat.wait(patience) or heartbeat.claim(own or self.describe(error), trace)
+        if failure.rank != heartbeat.env.rank:
+            if own is not None and trace:
+                print(trace, file=sys.stderr, flush=True)  # an error of its own at the same moment
+            heartbeat.wait_published()
+            time.sleep(FIRST_SECONDS)
+        if heartbeat.env.rank == 0:
+            self.plot()
+        heartbeat.leave()
+        return failure.status
+
+    def describe(self, error: BaseException) -> Failure:
+        """What this error means for the run, wherever it came from."""
+        message = str(error).strip() or type(error).__name__
+        word: Word = "FAILED"
+        if isinstance(error, KeyboardInterrupt):
+            message = "interrupted"
+            if self.trainer is not None:
+                good = self.trainer.checkpoints.last_good
+                saved = f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
+                message = f"interrupted at step {self._step}, without a save: {saved}; run the same line to go on"
+        elif isinstance(error, Preempted):
+            word = "PREEMPTED"
+        elif isinstance(error, (UserError, DivergedError)) and not isinstance(error, RankError):
+            word = "FATAL"
+        elif is_lost_contact(error):
+            message = f"lost contact with another rank, which may have its own message: {' '.join(message.split())}"
+        elif not isinstance(error, ClipTrainError):
+            message = f"{type(error).__name__}: {message}"
+        status = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_status", 1)
+        suspect = not isinstance(error, (ClipTrainError, KeyboardInterrupt)) or isinstance(error, RankError)
+        return Failure(this_rank(), node_name(), message, word, status, node_suspect=suspect)
+
+    def publish(self, failure: Failure, trace: str = "") -> None:
+        """Print it, with the traceback of what nobody has foreseen, and leave verdict and report. The first one stays.
+
+        A disk that is full or gone is no second error.
+        """
+        where = f"[rank {failure.rank} on {failure.node}] " if failure.rank > 0 and not failure.lost else ""
+        if trace:
+            print(trace, file=sys.stderr, flush=True)
+        elif failure.status in (75, 130):
+            log(failure.message)
+        else:
+            log(f"error: {where}{failure.message}")
+        write_report(failure, trace)
+        if self.run_dir is not None and read_verdict(self.run_dir) is None:
+            try:
+                write_verdict(self.run_dir, failure.word, self._step, str(failure) if failure.lost else failure.message)
+            except OSError as e:
+                log(f"the verdict ({failure.word}) could not be written: {e}")
+
+    def plot(self) -> None:
+        """Rank 0, once a step is made: report.html. After all that there is to print: a long run's takes seconds."""
+        if self.trainer is None or self.run_dir is None or not self._step:
+            return
+        from clip_train.metrics import write_report as plot
+
+        bad = self.trainer.bad_samples
+        try:
+            plot(self.run_dir, bad_samples=bad.total, bad_epochs=bad.epochs)
+        except Exception as e:  # a picture is no reason to call a good run failed
+            log(f"the report could not be written: {type(e).__name__}: {e}")
+
+    @property
+    def _step(self) -> int:
+        return self.trainer.position.step if self.trainer is not None else 0
+
+    def _connected(self, failure: Failure | None) -> Heartbeat | None:
+        """The heartbeat, if the others can be reached; None in a world of one."""
+        if self.heartbeat is not None and self.heartbeat.is_open:
+            return self.heartbeat
+        if said_rank() is None or failure is None:
+            return None
+        from launcher.runtime import heartbeat, rendezvous
+
+        try:
+            env = detect(os.environ)
+            self.heartbeat = self.heartbeat or heartbeat.Heartbeat(env, self.publish)
+            rendezvous.connect(env, self.heartbeat, CONNECT_SECONDS)
+        except (RuntimeError, OSError, UserError):  # rank 0 has gone, or the environment itself is wrong
+            return None
+        return self.heartbeat
+
+
+def said_rank() -> int | None:
+    """This rank by its launcher's variables; None in a world of one. Before a process group there is no other way."""
+    with contextlib.suppress(UserError):
+        env: RankEnv = detect(os.environ)
+        return env.rank if env.world_size > 1 else None
+    return None
+
+
+def this_rank() -> int:
+    return said_rank() or 0
+
+
+def is_unexpected(error: BaseException) -> bool:
+    """Whether its traceback is what a user has to send."""
+    return not isinstance(error, (ClipTrainError, KeyboardInterrupt)) and not is_lost_contact(error)
+
+
+LOST = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Timed out (waiting|after)|Broken pipe"
+    r"|NCCL (error|communicator)|Application timeout|wait timeout|Socket (closed|Timeout)|unhandled system error",
+    re.IGNORECASE,
+)
+# This rank's own mistakes, which NCCL reports as errors of communication too.
+OWN = re.compile(r"Duplicate GPU detected|no socket interface found|invalid usage", re.IGNORECASE)
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """A collective that failed because another rank has gone: gloo's and NCCL's words for it."""
+    if OWN.search(str(error)):
+        return False
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
