@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from common import finish, parser
 
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.protocols import Fragment
 from clip_train.storage.object_store import ObjectStorage
 from tests.s3.bucket import Bucket

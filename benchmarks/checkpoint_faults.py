@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from common import finish, parser
 
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.errors import ClipTrainError
 from tests.checkpoint.eyes import damaged_in, newest_in
 from tests.checkpoint.parts import bits, cut, whole

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 def small_clip() -> Any:
     """The Architecture of a CLIP on which real steps take milliseconds: 32 px, contexts of 12 tokens."""
-    from clip_train.models import Architecture  # found by the line above, also where it is not installed
+    from clip_train.models.config import Architecture
 
     return Architecture.model_validate(
         {

@@ -81,7 +81,7 @@ def jpegs(size: int, count: int) -> Iterator[bytes]:
 
 def captions(count: int) -> Iterator[str]:
     """Of 5 to 20 words, the frequent ones often."""
-    from clip_train.data import Tokenizer
+    from clip_train.data.tokenizer import Tokenizer
 
     rng, tokenizer = random.Random(0), Tokenizer()
     words = [w for i in range(320, 12_000) if (w := tokenizer.decode([i]).strip()).isalpha() and w.isascii()]
@@ -91,7 +91,7 @@ def captions(count: int) -> Iterator[str]:
 
 
 def write_dataset(folder: Path, size: int, count: int, different: int) -> None:
-    from clip_train.data import write_shards
+    from clip_train.data.tar import write_shards
 
     images = list(jpegs(size, different))
     samples = (
@@ -105,7 +105,8 @@ def write_dataset(folder: Path, size: int, count: int, different: int) -> None:
 
 
 def our_batches(folder: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    from clip_train.data import DataConfig, TrainLoader
+    from clip_train.data.config import DataConfig
+    from clip_train.data.loader import TrainLoader
 
     device = the_device()
     config = DataConfig(train=f"{folder}/*.tar", workers=1, lanes=SHARDS, shuffle_block=128)
@@ -136,7 +137,8 @@ def openclip_batches(folder: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 def model_input() -> Callable[[torch.Tensor], torch.Tensor]:
     """What our model does first on the device: uint8 -> normalised floats."""
-    from clip_train.models import CLIP, Architecture
+    from clip_train.models.clip import CLIP
+    from clip_train.models.config import Architecture
 
     pixels = CLIP(Architecture.model_validate(TINY)).visual._pixels
     return torch.no_grad()(pixels)
@@ -277,7 +279,7 @@ def pixels(size: int, count: int) -> tuple[float, float]:
     import numpy as np
     from PIL import Image
 
-    from clip_train.data import TrainTransform, decode_image
+    from clip_train.data.decode import TrainTransform, decode_image
 
     decibels = []
     for seed, data in enumerate(jpegs(size, count)):

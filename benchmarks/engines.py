@@ -16,9 +16,10 @@ import torch
 from common import finish, parser
 from step import our_model
 
-from clip_train.contrastive import InfoNCE
+from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.models.weights import WholeState
-from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig

@@ -26,10 +26,15 @@ import torch
 from common import base_ds_config, finish, parser, small_clip
 from invariance import assemble, flatten, own_share
 
-from clip_train.contrastive import Distillation, InfoNCE, MemoryBank, Objective, SigmoidLoss
-from clip_train.models import CLIP
+from clip_train.contrastive.distillation import Distillation
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank
+from clip_train.contrastive.objective import Objective
+from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
-from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch, Features, MicroBatch
 from clip_train.step import train_step
 from launcher.engines import build, describe

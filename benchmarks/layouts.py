@@ -21,10 +21,11 @@ from common import finish, parser, small_clip
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager
-from clip_train.contrastive import InfoNCE
-from clip_train.models import CLIP
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
-from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
 from launcher.engines import build, package

@@ -34,7 +34,8 @@ from common import ROOT, finish, parser
 from torch import Tensor
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_train.contrastive import InfoNCE, SigmoidLoss
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import auto_side, tiles
 from clip_train.protocols import Features
 

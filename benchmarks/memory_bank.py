@@ -26,13 +26,20 @@ from typing import Any
 import torch
 from common import finish, parser
 
-from clip_train.contrastive import InfoNCE, LocalInfoNCE, MemoryBank
-from clip_train.data import Tokenizer, TrainLoader, ValLoader
+from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.data.config import DataConfig
+from clip_train.data.loader import TrainLoader
+from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.validation import ValLoader
 from clip_train.demo.datasets import SyntheticData, shapes
-from clip_train.evaluate import EvaluateConfig, evaluate
-from clip_train.models import CLIP, load_architecture
-from clip_train.optim import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
+from clip_train.evaluate.config import EvaluateConfig
+from clip_train.evaluate.loop import evaluate
+from clip_train.models.clip import CLIP
+from clip_train.models.config import load_architecture
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer
+from clip_train.optim.schedule import ScheduleConfig, learning_rate
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
 from clip_train.step import train_step

@@ -26,10 +26,12 @@ from typing import Any
 import numpy as np
 from common import ROOT, finish, parser
 
-from clip_train.data import DataConfig, TrainLoader, write_shards
 from clip_train.data import reader as reader_module
-from clip_train.data.index import MARK_EVERY
+from clip_train.data.config import DataConfig
+from clip_train.data.index import OFFSET_EVERY
 from clip_train.data.inspect import index_shards, write_indexes
+from clip_train.data.loader import TrainLoader
+from clip_train.data.tar import write_shards
 
 TARGETS = {
     "layouts": "the batch digests of all steps are equal",
@@ -171,7 +173,7 @@ def resume_row(config: dict[str, Any], step: int) -> dict[str, Any]:
     finally:
         reader_module.read_shard = original
     # a stream's blocks share shuffle_block; a stream finds its place in an indexed shard from the last mark
-    bound = lanes * (config["shuffle_block"] + sources * (MARK_EVERY + 1)) + GLOBAL
+    bound = lanes * (config["shuffle_block"] + sources * (OFFSET_EVERY + 1)) + GLOBAL
     return {
         "what": "resume",
         "layout": f"samples read before the first batch, {lanes} streams x {config['shuffle_block']}",

@@ -72,7 +72,7 @@ def global_batch(N: int):
 
 
 def our_model():
-    from clip_train.models import CLIP
+    from clip_train.models.clip import CLIP
     from clip_train.models.config import parse_architecture
 
     torch.manual_seed(SEED)
@@ -83,8 +83,9 @@ class Ours:
     """`clip_train.step.train_step` on the plain engine, or on DeepSpeed's at ZeRO 1."""
 
     def __init__(self, engine: str):
-        from clip_train.contrastive import InfoNCE
-        from clip_train.optim import OptimConfig, build_optimizer
+        from clip_train.contrastive.info_nce import InfoNCE
+        from clip_train.optim.config import OptimConfig
+        from clip_train.optim.optimizer import build_optimizer
         from clip_train.plain_engine import PlainEngine
 
         def optimizer(named):

@@ -14,7 +14,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from clip_train import dist
-from clip_train.contrastive import Context, InfoNCE, SigmoidLoss
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.objective import Context
+from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.plain_engine import surrogate
 from clip_train.protocols import FeatureGradients, Features, MicroBatch
 from clip_train.step import two_pass

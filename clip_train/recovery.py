@@ -17,7 +17,7 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.contrastive import Objective
+from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import OutOfMemoryError
 from clip_train.protocols import Batch, Engine, Phase

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import Context, LossOutput, Objective
+from clip_train.contrastive.objective import Context, LossOutput, Objective
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import DivergedError
 from clip_train.protocols import Batch, Differentiable, Engine, FeatureGradients, Features, MicroBatch, Phase

@@ -18,19 +18,13 @@ from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
-from clip_train.contrastive import Objective
+from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import RngState
-from clip_train.data import InvalidLog
+from clip_train.data.invalid import InvalidLog
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
-from clip_train.metrics import (
-    ProgressLine,
-    Sinks,
-    StepRecord,
-    StepTimer,
-    StepTimes,
-    batch_digest,
-    peak_memory_bytes,
-)
+from clip_train.metrics.meters import StepRecord, StepTimer, StepTimes, batch_digest, peak_memory_bytes
+from clip_train.metrics.progress import ProgressLine
+from clip_train.metrics.sinks import Sinks
 from clip_train.protocols import Batch, Engine
 from clip_train.recovery import recovering_step
 from clip_train.step import StepResult

@@ -17,24 +17,24 @@ import torch
 from clip_train import dist
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
-from clip_train.contrastive import Objective, build_loss
-from clip_train.data import (
-    InvalidTable,
-    ShardIndex,
-    Tokenizer,
-    TrainLoader,
-    ValLoader,
-    count_missing,
-    index_of,
-    order_keys,
-    resume_data,
-)
+from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.objective import Objective
+from clip_train.data.config import order_keys
+from clip_train.data.index import ShardIndex, index_of, resume_data
+from clip_train.data.inspect import count_missing
+from clip_train.data.invalid import InvalidTable
+from clip_train.data.loader import TrainLoader
+from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.validation import ValLoader
 from clip_train.errors import RankError, UserError
-from clip_train.evaluate import evaluate
-from clip_train.metrics import ProgressLine, Sinks
-from clip_train.models import CLIP, Architecture
+from clip_train.evaluate.loop import evaluate
+from clip_train.metrics.progress import ProgressLine
+from clip_train.metrics.sinks import Sinks
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture
 from clip_train.models.weights import initial_weights, load_teacher
-from clip_train.optim import build_optimizer, learning_rate
+from clip_train.optim.optimizer import build_optimizer
+from clip_train.optim.schedule import learning_rate
 from clip_train.protocols import Engine, Features, MicroBatch
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
@@ -348,7 +348,7 @@ def describe_start(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
         f"{engines.package(config.engine.kind).describe(config.engine)}, "
-        f"{config.engine.precision}, {device.type}; {checked.lanes} streams; {config.steps} steps into {config.run_dir}"
+        f"{config.engine.precision}, {device.type}; {checked.streams} streams; {config.steps} steps into {config.run_dir}"
     )
     if checked.source is not None:
         log(f"data.train: {checked.source.index.describe()}")

@@ -19,14 +19,17 @@ import grimp  # of import-linter
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher")
-LINES, FILES, MODULE = 22_700, 34, 390
+LINES, FILES, MODULE = 21_100, 15, 370
 
 WORDS = (
     "lifeline", "liveness", "meeting", "house", "rooms", "seam", "told", "last words", "hand over", "overtaken",
     "put off", "bring", "beginning", "strays", "survey", "saver", "dealing", "taught", "marks", "lane", "lanes",
     "bad sample", "bad samples",
 )  # fmt: skip
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS = {
+    r"^    lanes: |resolve_streams\(lanes|lanes != \"auto\"|return lanes$": "the key data.lanes",
+    r"\"lanes\":|\(\"lanes\", ": "its name in `clip-train plan`",
+}
 """A regular expression for the whole match with what stands around it -> why it is meant so."""
 
 
@@ -72,7 +75,7 @@ def main() -> int:
     print(f"longest module: {num_lines(longest)} lines, {longest.relative_to(ROOT)} (at most {MODULE})")
     print(f"circle of imports: {' -> '.join(ring) or 'none'}")
     print(f"private words: {len(words)}", *words[:20], sep="\n  ")
-    return int(lines > LINES or most > FILES or num_lines(longest) > MODULE or bool(ring))
+    return int(lines > LINES or most > FILES or num_lines(longest) > MODULE or bool(ring) or bool(words))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clip_train.contrastive import LocalInfoNCE, SigmoidLoss
+from clip_train.contrastive.info_nce import LocalInfoNCE
 from clip_train.contrastive.rng import RngState
+from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.library import ModuleEngine, contrastive_step
 from tests import warm
 from tests.ranks import RankFailedError, run_ranks

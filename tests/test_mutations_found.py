@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, manifest
+from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import SaveRequest, commit, put_rank_manifest
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.checkpoint.transfer import write_snapshot
-from clip_train.contrastive import InfoNCE
-from clip_train.optim import OptimConfig
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 from tests.engine.layouts import engine_at
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, share, toy_batch

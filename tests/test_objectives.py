@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import Distillation, LocalInfoNCE, MemoryBank
+from clip_train.contrastive.distillation import Distillation
+from clip_train.contrastive.info_nce import LocalInfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Features
 from clip_train.step import train_step
@@ -141,7 +143,7 @@ def test_local_accumulation_is_what_its_name_says(world_size, micro_size):
 
 
 def on_engine(kind: str, layout: str, micro_size: int):
-    from clip_train.optim import OptimConfig
+    from clip_train.optim.config import OptimConfig
     from tests.engine.layouts import engine_at
 
     optim = OptimConfig(name="sgd", lr=0.3, weight_decay=0.1)

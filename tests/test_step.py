@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import InfoNCE
+from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.rng import RngState
 from clip_train.errors import DivergedError
 from clip_train.plain_engine import PlainEngine

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from clip_train import dist
-from clip_train.contrastive import Distillation, InfoNCE, LocalInfoNCE, MemoryBank, SigmoidLoss
-from clip_train.optim import OptimConfig
+from clip_train.contrastive.distillation import Distillation
+from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank
+from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.optim.config import OptimConfig
 from clip_train.plain_engine import PlainEngine
 from clip_train.step import train_step
 from tests.contrastive.oracles import banked_loss, distill_loss

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.manifest import Commit, CommitRef, FileEntry, FormatError, Manifest
 from clip_train.errors import CheckpointError
-from clip_train.storage import Storage
+from clip_train.storage.base import Storage
 
 T = TypeVar("T")
 READS = 3  # of what does not have its sha256: the bit may have flipped on the way
@@ -57,7 +57,7 @@ class SaveRequest:
     epoch: int
     rank: int
     world_size: int
-    size: int  # bytes, at the beginning of the shared memory: a safetensors file as it will be
+    size: int  # bytes, at the start of the shared memory: a safetensors file as it will be
     fragments: dict[str, Any]  # what it holds and where: `snapshot.Plan.fragments`
     state: Any = None  # rank 0: the trainer's, encoded
     created: str = ""  # ISO 8601, UTC: the same bytes whoever repeats it

@@ -19,7 +19,9 @@ from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.checkpoint.retention import SWEEP_REMEDY, SWEEP_RIGHT, Policy
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
 from clip_train.settings import Settings
-from clip_train.storage import LocalStorage, Storage, is_remote, local_path, open_storage
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import is_remote, local_path, open_storage
 
 T = TypeVar("T")
 Refs = Collection[CommitRef]
@@ -198,7 +200,7 @@ _RIGHTS = {
 class Trial:
     """One thing that was tried. Without `remedy` it went well; without `error` training can start all the same."""
 
-    told: str
+    message: str
     remedy: str = ""
     error: ClipTrainError | None = None
 
@@ -212,7 +214,7 @@ def preflight(storage: Storage) -> list[str]:
     for each in trials:
         if each.error is not None:
             raise each.error
-    return [f"{storage.url} {each.told}. {each.remedy}" for each in trials if each.remedy]
+    return [f"{storage.url} {each.message}. {each.remedy}" for each in trials if each.remedy]
 
 
 def try_all(storage: Storage) -> Iterator[Trial]:
@@ -245,11 +247,11 @@ class _Attempt:
         try:
             return trial()
         except (OSError, ClipTrainError) as e:
-            told, remedy, lasting = self.judged(e)
+            message, remedy, lasting = self.judged(e)
             kind = UserError if lasting else CheckpointError
-            error = kind(f"checkpoint.remote ({self.storage.url}) {told}; {remedy}")
+            error = kind(f"checkpoint.remote ({self.storage.url}) {message}; {remedy}")
             error.__cause__ = e
-            return Trial(told, remedy, error)
+            return Trial(message, remedy, error)
 
     def judged(self, e: OSError | ClipTrainError) -> tuple[str, str, bool]:
         """What to say, what to do, and whether the user has to: a server that is merely busy is no mistake of his."""
@@ -257,12 +259,12 @@ class _Attempt:
             return str(e), "use another server, or tell those who run it", False
         if isinstance(e, ClipTrainError):
             return f"cannot {self.doing}: {e}", _WRITABLE, True
-        told = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
+        message = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
         if not isinstance(e, PermissionError) and e.errno not in _LASTING:
-            return told, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", False
-        head, _, remedy = told.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
+            return message, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", False
+        head, _, remedy = message.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
         if not head:
-            return told, "mend its permissions, or choose another place", True
+            return message, "mend its permissions, or choose another place", True
         return head, f"{remedy} ({_RIGHTS[self.doing]})" if "the right" in remedy else remedy, True
 
     def put(self, name: str, *, if_absent: bool) -> tuple[bool, bytes]:
@@ -328,8 +330,8 @@ class _Attempt:
         try:
             self.storage.sweep(0.0, prefix="ckpt")
         except OSError as e:
-            told, remedy, _ = self.judged(e)
-            return Trial(told, f"{remedy}; {SWEEP_REMEDY}")
+            message, remedy, _ = self.judged(e)
+            return Trial(message, f"{remedy}; {SWEEP_REMEDY}")
         return Trial("can have its unfinished uploads listed")
 
     def tidy(self) -> None:

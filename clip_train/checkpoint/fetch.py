@@ -28,7 +28,8 @@ from clip_train.checkpoint.commit import READS, DamagedError, Found, in_parallel
 from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry, num_blocks
 from clip_train.checkpoint.retention import check_space, free_bytes
 from clip_train.errors import CheckpointError
-from clip_train.storage import LocalStorage, Storage
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
 
 T = TypeVar("T")
 PARALLEL_BLOCKS = 4  # hashed or fetched at a time by one rank: 64 MiB

@@ -24,7 +24,9 @@ from clip_train.checkpoint.manifest import CommitRef, FileEntry, FormatError, at
 from clip_train.checkpoint.restore import Places, Resumed, list_places, resolve
 from clip_train.checkpoint.retention import Policy, read_metrics, verdicts
 from clip_train.errors import UserError
-from clip_train.storage import LocalStorage, Storage, open_storage
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import FencedError, list_commits, read_checked
 from clip_train.errors import CheckpointError, UserError
-from clip_train.storage import Storage
+from clip_train.storage.base import Storage
 
 
 def epochs(storage: Storage) -> list[int]:

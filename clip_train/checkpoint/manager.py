@@ -23,7 +23,9 @@ from clip_train.checkpoint.status import LastGood, Saves, Schedule
 from clip_train.checkpoint.transfer import Settings
 from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
-from clip_train.storage import LocalStorage, Storage, open_storage
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
 
 logger = logging.getLogger(__name__)
 

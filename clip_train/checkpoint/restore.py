@@ -32,7 +32,9 @@ from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.snapshot import FragmentReader
 from clip_train.errors import CheckpointError
-from clip_train.storage import LocalStorage, Storage, open_storage
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
 
 _LISTINGS = 5  # how often the selection is begun anew
 Log = Callable[[str], None]

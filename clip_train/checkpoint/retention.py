@@ -16,7 +16,8 @@ from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import list_commits, prefix_of, read_checked
 from clip_train.checkpoint.manifest import CommitRef, attempt_of, parse_prefix
 from clip_train.errors import CheckpointError
-from clip_train.storage import LocalStorage, Storage
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
 
 HEADROOM = 64 << 20  # bytes left free beside a checkpoint: manifests, and whoever else writes there
 SWEEP_RIGHT = "s3:ListBucketMultipartUploads"
@@ -104,7 +105,7 @@ def apply_retention(
     own: Callable[[], Attempts] = lambda: Attempts(set(), -1, 0.0),
     note: Callable[[str], None] = lambda text: None,
 ) -> list[CommitRef]:
-    """Rank 0's saver, after a commit: returns the checkpoints removed. OSError; FencedError.
+    """Rank 0's checkpoint writer, after a commit: returns the checkpoints removed. OSError; FencedError.
 
     note: takes what cannot be removed and does not matter for the rest.
 
@@ -201,7 +202,11 @@ def _tidy_folders(storage: LocalStorage, older_than: float, own: Callable[[], At
     left = list(storage.path("tmp").glob("ckpt+*"))
     in_flight = tuple(own().in_flight)
     for path in left:
-        if not path.name.replace("+", "/").startswith(in_flight) and _modified(path) < older_than:
+        ref = parse_prefix(attempt_of(path.name.replace("+", "/")))
+        newer = (
+            ref is not None and ref.epoch == newest.epoch and ref.step > newest.step
+        )  # another rank may write it now
+        if not newer and not path.name.replace("+", "/").startswith(in_flight) and _modified(path) < older_than:
             path.unlink(missing_ok=True)
     _remove_empty_folders(storage, newest)
 

@@ -15,7 +15,7 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.transfer import Settings
 from clip_train.checkpoint.writer import Message, WriterProcess
 from clip_train.errors import CheckpointError
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from clip_train.checkpoint.commit import (
 from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry
 from clip_train.checkpoint.retention import Policy, check_space, free_bytes
 from clip_train.errors import CheckpointError
-from clip_train.storage import LocalStorage, Storage
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
 
 _LONGEST_PAUSE = 60.0  # seconds between tries of an upload
 _CHUNK = 4 << 20  # bytes written at a time
@@ -37,7 +38,7 @@ _HASHING_THREADS = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What a checkpoint writer is told at its start."""
+    """A checkpoint writer's first message."""
 
     folder: str
     remote: str | None
@@ -54,7 +55,7 @@ class Settings:
 
 
 def write_snapshot(storage: LocalStorage, memory_fd: int, request: SaveRequest) -> FileEntry:
-    """The beginning of `memory_fd` as a file of the attempt, hashed on the way. CheckpointError, OSError."""
+    """The start of `memory_fd` as a file of the attempt, hashed on the way. CheckpointError, OSError."""
     check_space(storage.root, request.size, free_bytes(storage.root))
     name = manifest.rank_file(request.rank)
     staged = storage.path(manifest.staged_name(request.prefix, name))

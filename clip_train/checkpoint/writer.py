@@ -25,7 +25,9 @@ from clip_train.checkpoint.commit import FencedError, RefusedError, SaveRequest,
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.retention import Attempts, apply_retention, remove_own_files
 from clip_train.checkpoint.transfer import Settings, Uploads, upload, write_snapshot
-from clip_train.storage import LocalStorage, Storage, open_storage
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
 
 _EXIT_SECONDS = 10.0  # for a process whose socket is closed to be gone
 Metrics = dict[CommitRef, dict[str, float]]

@@ -19,7 +19,8 @@ from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import RankError, UserError
 from clip_train.explain import Allowed
 from clip_train.settings import Settings
-from clip_train.storage import StorageConfig, is_remote, local_path
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.urls import is_remote, local_path
 
 SHARDS_TRIED = 3  # by the first look
 FEW_STREAMS, MANY_STREAMS = 64, 1024  # what `auto` chooses up to, for small and for large global batches
@@ -126,12 +127,12 @@ class DataConfig(Settings):
 
 
 def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
-    """The number of lanes: a function of the global batches' sizes alone, so that the order never depends on W.
+    """The number of streams: a function of the global batches' sizes alone, so that the order never depends on W.
 
-    Any number works with any sizes and ranks. Where it divides all sizes, each lane gives every batch equally
-    many; where it does not, the fewer samples a lane gives, the more lanes are read by several ranks, which costs
+    Any number works with any sizes and ranks. Where it divides all sizes, each stream gives every batch equally
+    many; where it does not, the fewer samples a stream gives, the more streams are read by several ranks, which costs
     reading (each sample is decoded once). Hence `auto`: a divisor where there is one of some size, else a
-    number that takes a few samples from each lane.
+    number that takes a few samples from each stream.
     """
     if lanes != "auto":
         return lanes
@@ -144,9 +145,9 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     return max(divisor, min(FEW_STREAMS, smallest // SAMPLES_PER_STREAM))
 
 
-def resolve_block(shuffle_block: int | Literal["auto"], lanes: int) -> int:
-    """Samples that a lane permutes together: a function of the recipe alone, as the number of lanes is."""
-    return max(1, min(LARGEST_BLOCK, SHUFFLED // lanes)) if shuffle_block == "auto" else shuffle_block
+def resolve_block(shuffle_block: int | Literal["auto"], streams: int) -> int:
+    """Samples that a stream permutes together: a function of the recipe alone, as the number of streams is."""
+    return max(1, min(LARGEST_BLOCK, SHUFFLED // streams)) if shuffle_block == "auto" else shuffle_block
 
 
 def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, Any]:

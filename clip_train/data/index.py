@@ -18,14 +18,16 @@ from typing import Any
 
 from clip_train.data.shards import ShardList, expand, split_name
 from clip_train.errors import UserError
-from clip_train.storage import Checksums, StorageConfig, open_read
+from clip_train.storage.blocks import Checksums
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.urls import open_read
 
 INDEX_NAME = "clip_train_index.json"  # MosaicML has taken index.json
 SIZES_NAME = "sizes.json"
 STATS_SUFFIX = "_stats.json"  # img2dataset's, in place of .tar
 FORMAT = "clip-train index 2"
 FORMAT_1 = "clip-train index 1"  # counted samples with an image and a caption apart from the others
-MARK_EVERY = 64  # samples
+OFFSET_EVERY = 64  # samples
 READS = 3  # of an index that does not fit its own sum: other bytes may come
 THREADS = 16  # for many small files
 
@@ -38,9 +40,9 @@ class ShardEntry:
     sha256: str  # of the whole file
     checksums: Checksums
     damage: str | None = None  # of the archive, as it was indexed: what follows is lost
-    # bytes: where sample MARK_EVERY, 2 MARK_EVERY, ... begins; as 8 bytes each, for every worker of a run has all marks
+    # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins; 8 bytes each: every worker of a run has all
     # of all shards
-    marks: array[int] = field(default_factory=lambda: array("Q"))
+    offsets: array[int] = field(default_factory=lambda: array("Q"))
 
     @property
     def count(self) -> int:
@@ -51,18 +53,18 @@ class ShardEntry:
         sums = self.checksums
         return {
             "samples": self.samples, "bytes": sums.size, "sha256": self.sha256, "block_bytes": sums.block_bytes,
-            "blocks": sums.sums, "damage": self.damage, "marks": list(self.marks),
+            "blocks": sums.sums, "damage": self.damage, "offsets": list(self.offsets),
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ShardEntry:
         sums = Checksums(found["bytes"], found["block_bytes"], found["blocks"])
-        samples, marks = found["samples"], found["marks"]
-        if len(marks) != samples // MARK_EVERY:
-            raise ValueError(f"it has {len(marks)} marks for {samples} samples")
-        if found.get("unusable"):  # of FORMAT_1: not counted above, so the marks are not of these numbers
-            samples, marks = samples + found["unusable"], array("Q")
-        return cls(samples, found["sha256"], sums, found["damage"], marks)
+        samples, offsets = found["samples"], found["offsets"]
+        if len(offsets) != samples // OFFSET_EVERY:
+            raise ValueError(f"it has {len(offsets)} offsets for {samples} samples")
+        if found.get("unusable"):  # of FORMAT_1: not counted above, so the offsets are not of these numbers
+            samples, offsets = samples + found["unusable"], array("Q")
+        return cls(samples, found["sha256"], sums, found["damage"], offsets)
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
         verify: as `data.verify`; "off" leaves indexes alone.
 
     Raises:
-        UserError: an index is damaged, or it cannot be told whether there is one.
+        UserError: an index is damaged, or it is not known whether there is one.
     """
     shards = [shard for source in sources for shard in source]
     entries: dict[str, ShardEntry] = {}
@@ -266,7 +268,7 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
             return {}
         except OSError as e:
             raise UserError(
-                f"it cannot be told whether there is an index, {url} ({type(e).__name__}: {e}); "
+                f"it is not known whether there is an index, {url} ({type(e).__name__}: {e}); "
                 "data.verify=off goes without"
             ) from e
         except (ValueError, LookupError, TypeError, OverflowError) as e:
@@ -294,9 +296,9 @@ def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
 
 
 def _with_small_marks(found: dict[str, Any]) -> dict[str, Any]:
-    """A shard's marks as they are kept, at once: as numbers of Python's own those of all shards are much larger."""
-    marks = found.get("marks")
-    return {**found, "marks": array("Q", marks)} if isinstance(marks, list) else found
+    """A shard's offsets as they are kept, at once: as numbers of Python's own those of all shards are much larger."""
+    offsets = found.get("offsets")
+    return {**found, "offsets": array("Q", offsets)} if isinstance(offsets, list) else found
 
 
 def _sum(shards: Mapping[str, Any]) -> str:

@@ -26,7 +26,9 @@ from clip_train.data.reader import read_shard
 from clip_train.data.shards import Reading, open_shard, split_name
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError
-from clip_train.storage import BlockFile, Checksums, StorageConfig, block_sum, is_remote, local_path, write_bytes
+from clip_train.storage.blocks import BlockFile, Checksums, block_sum
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.urls import is_remote, local_path, write_bytes
 
 BLOCK_BYTES = 4 << 20
 OUT_OF_ORDER = "members out of order"
@@ -94,7 +96,7 @@ def index_shard(
     Raises:
         DataError: it cannot be read.
     """
-    samples, marks, damage = 0, array("Q"), None
+    samples, offsets, damage = 0, array("Q"), None
     invalid: Counter[str] = Counter()
     seen: set[str] = set()
     keys: tuple[str, ...] = ()
@@ -110,14 +112,14 @@ def index_shard(
                         keys = decode.json_keys(sample)
                     seen.add(sample.key)
                     samples += 1
-                    if samples % index.MARK_EVERY == 0:
-                        marks.append(sample.end)
+                    if samples % index.OFFSET_EVERY == 0:
+                        offsets.append(sample.end)
             except TarError as e:
                 damage = str(e)
             checksums, sha256 = hashed.finish()
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
-    return Indexed(ShardEntry(samples, sha256, checksums, damage, marks), invalid, keys)
+    return Indexed(ShardEntry(samples, sha256, checksums, damage, offsets), invalid, keys)
 
 
 def index_shards(

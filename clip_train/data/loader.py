@@ -39,7 +39,7 @@ from clip_train.data.worker import (
 )
 from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch, text_lengths
-from clip_train.storage import StorageConfig
+from clip_train.storage.config import StorageConfig
 
 PRELOAD = ["torch", "webdataset", "clip_train.data.worker"]  # once in the fork server, not in every worker
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from clip_train.data.config import DataConfig
 from clip_train.data.decode import why_invalid
-from clip_train.data.index import MARK_EVERY, ShardIndex
+from clip_train.data.index import OFFSET_EVERY, ShardIndex
 from clip_train.data.invalid import Invalid, table_of
 from clip_train.data.order import Block, Order, Segment, Source, hash64
 from clip_train.data.shards import PLAIN, Reading, open_shard
 from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import DataError, UserError
-from clip_train.storage import ReadError, StorageConfig
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.errors import ReadError
 
 RETRIES = 4
 BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
@@ -101,7 +102,7 @@ class Files:
 
     shards: Sequence[str]
     counts: Sequence[int]
-    marks: Sequence[Sequence[int]]  # of each shard, bytes: where sample MARK_EVERY, 2 MARK_EVERY, ... begins
+    offsets: Sequence[Sequence[int]]  # of each shard, bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins
     caption_key: str | None
     reading: Reading
 
@@ -109,8 +110,8 @@ class Files:
     def of(cls, index: ShardIndex, shards: Sequence[str], caption_key: str | None, reading: Reading) -> Files:
         """Of some of an index's shards, all of which are counted."""
         entries = [index.entries.get(shard) for shard in shards]
-        marks = [entry.marks if entry else () for entry in entries]
-        return cls(shards, [index.count(shard) or 0 for shard in shards], marks, caption_key, reading)
+        offsets = [entry.offsets if entry else () for entry in entries]
+        return cls(shards, [index.count(shard) or 0 for shard in shards], offsets, caption_key, reading)
 
 
 class SegmentReader:
@@ -156,10 +157,10 @@ class SegmentReader:
         """Where reading goes on, or from the shard's last known place before `number`."""
         if self._shard == shard and self._number == number and self._events is not None:
             return
-        skip = min(number // MARK_EVERY, len(self.files.marks[shard]))
-        if self._shard != shard or not skip * MARK_EVERY <= self._number <= number:
-            self._shard, self._number = shard, skip * MARK_EVERY
-            self._offset = self.files.marks[shard][skip - 1] if skip else 0
+        skip = min(number // OFFSET_EVERY, len(self.files.offsets[shard]))
+        if self._shard != shard or not skip * OFFSET_EVERY <= self._number <= number:
+            self._shard, self._number = shard, skip * OFFSET_EVERY
+            self._offset = self.files.offsets[shard][skip - 1] if skip else 0
         unread = number - self._number
         self._events = read_shard(self.files.shards[shard], self.files.reading, self._offset, unread)
 

@@ -17,7 +17,9 @@ from typing import BinaryIO
 from braceexpand import braceexpand
 
 from clip_train.errors import UserError
-from clip_train.storage import Checksums, StorageConfig, expand_glob, is_remote, local_path, open_read
+from clip_train.storage.blocks import Checksums
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
 
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")

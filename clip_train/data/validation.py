@@ -23,7 +23,7 @@ from clip_train.data.reader import Files, SegmentReader, Undecoded
 from clip_train.data.shards import Reading
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.errors import DataError
-from clip_train.storage import StorageConfig
+from clip_train.storage.config import StorageConfig
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from clip_train.data import write_shards
+from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
 
 Progress = Callable[[int, int], None]  # (images written, images in all)

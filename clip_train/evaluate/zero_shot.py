@@ -17,7 +17,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.errors import UserError
 from clip_train.protocols import Engine
-from clip_train.storage import open_read
+from clip_train.storage.urls import open_read
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions -> int64 [b, context_length]
 

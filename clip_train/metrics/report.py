@@ -14,7 +14,7 @@ import numpy as np
 
 from clip_train.metrics.progress import format_seconds
 from clip_train.metrics.sinks import iter_jsonl
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 
 Curve = tuple[Sequence[int], Sequence[float]]  # steps, and a value at each
 _COLOUR, _PALE, _GRID = "#2f5d8a", "#b9cde0", "#e4e4e4"
@@ -62,7 +62,7 @@ def write_report(
         last = [(name, f"{values[-1]:.6g}") for name, (_, values) in evals.items()]
         parts.append(_table(("metric", "last value"), last))
     if bad_samples:
-        parts.append("<h2>Bad samples</h2>" + _bad_samples(bad_samples) + _bad_epochs(bad_epochs))
+        parts.append("<h2>Invalid samples</h2>" + _bad_samples(bad_samples) + _bad_epochs(bad_epochs))
     recipe = run_dir / "recipe.yaml"
     if recipe.exists():
         import yaml
@@ -234,4 +234,4 @@ def _bad_epochs(epochs: Sequence[Mapping[str, int]]) -> str:
         (str(e["epoch"]), f"{e['step']:,}", f"{e['bad_samples'] - previous:,}")
         for e, previous in zip(epochs, before, strict=False)
     ]
-    return _table(("epoch", "ended at step", "bad samples in it"), rows)
+    return _table(("epoch", "ended at step", "invalid samples in it"), rows)

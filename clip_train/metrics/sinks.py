@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 from clip_train import dist
 from clip_train.errors import UserError
 from clip_train.metrics.config import LogConfig
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.inspect import Line, list_checkpoints, places_of
 from clip_train.checkpoint.restore import Places
 from clip_train.errors import UserError
-from clip_train.storage import LocalStorage, is_remote, open_storage
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import is_remote, open_storage
 from launcher.config.recipe import RunConfig, load_config
 from launcher.engines import describe
 

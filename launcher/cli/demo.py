@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import Progress
 
 from clip_train.demo.datasets import SyntheticData, digits, shapes
-from clip_train.evaluate import ZeroShotClasses
+from clip_train.evaluate.zero_shot import ZeroShotClasses
 from launcher.config.recipe import apply_overrides, check_config, read_recipe
 from launcher.runtime.log import log
 from launcher.train import train

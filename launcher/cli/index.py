@@ -15,7 +15,7 @@ from clip_train.data.index import look_up
 from clip_train.data.inspect import OUT_OF_ORDER, Indexed, differences, index_shards, try_folders, write_indexes
 from clip_train.data.shards import expand, missing_files
 from clip_train.errors import DataError, UserError
-from clip_train.storage import StorageConfig
+from clip_train.storage.config import StorageConfig
 
 SHOWN = 20  # shards named in a message
 

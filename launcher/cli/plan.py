@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from clip_train.data import times_read
+from clip_train.data.order import times_read
 from clip_train.errors import UserError
 from clip_train.memory import RECOMPUTED
-from clip_train.metrics import iter_jsonl
 from clip_train.metrics.progress import format_seconds
-from clip_train.models import count_parameters, flops_per_sample
+from clip_train.metrics.sinks import iter_jsonl
+from clip_train.models.clip import count_parameters, flops_per_sample
 from launcher.config.memory import estimate_memory, memory_limit, predicted_profile
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check, pays_twice, sized
@@ -49,7 +49,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
     recomputed = RECOMPUTED * checkpointing
     forwards = 1 if config.batch.accumulation == "local" else plan.forwards_per_sample
     teacher = config.model.teacher_architecture()
-    taught = flops_per_sample(teacher) if teacher else 0
+    teacher_flops = flops_per_sample(teacher) if teacher else 0
     rate = rate or measured_rate(config)
     samples = config.batch.sizes.before(config.steps)
     return {
@@ -69,12 +69,12 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
         "memory_limit_bytes": checked.decision.room.limit if checked.decision else None,
         "reason": checked.decision.describe(config.chosen) if checked.decision else None,
         "advice": pays_twice(plan) if checkpointing and plan.kept_graphs < plan.accum_steps else None,
-        "lanes": checked.lanes,
-        "times_read": times_read(config.batch.sizes, checked.lanes, world_size),
+        "lanes": checked.streams,
+        "times_read": times_read(config.batch.sizes, checked.streams, world_size),
         "steps": config.steps,
         "samples": samples,
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
-        "flops_per_step": plan.global_size * (forward * (2 + forwards + recomputed) + taught),
+        "flops_per_step": plan.global_size * (forward * (2 + forwards + recomputed) + teacher_flops),
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,

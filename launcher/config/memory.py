@@ -17,7 +17,8 @@ from clip_train.batch import BatchPlan, parse_bytes
 from clip_train.contrastive.tiles import GPU_SIDE
 from clip_train.errors import UserError
 from clip_train.memory import Layout, Profile, Room, choose, gib
-from clip_train.models import CLIP, Architecture, count_parameters
+from clip_train.models.clip import CLIP, count_parameters
+from clip_train.models.config import Architecture
 from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import Engine, MicroBatch
 from launcher.config.recipe import RunConfig

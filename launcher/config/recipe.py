@@ -31,9 +31,10 @@ from clip_train.evaluate.config import EvaluateConfig
 from clip_train.explain import Allowed, explain, shown
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import ModelConfig
-from clip_train.optim import OptimConfig, ScheduleConfig
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import LARGEST, Refused, Settings, Silent
-from clip_train.storage import StorageConfig
+from clip_train.storage.config import StorageConfig
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
 
@@ -43,7 +44,7 @@ class RunSection(Settings):
 
     name: Annotated[
         str,
-        Allowed("letters, digits, dots, dashes and underscores, at most 100, beginning with a letter or digit"),
+        Allowed("letters, digits, dots, dashes and underscores, at most 100, a letter or digit first"),
         Silent,
     ] = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Letters, digits, dots, dashes and underscores."""
@@ -61,8 +62,8 @@ class RunSection(Settings):
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
         if (self.steps is None) == (self.epochs is None):
-            told = f"run.steps (it is {shown(self.steps)}) and run.epochs (it is {shown(self.epochs)})"
-            raise ValueError(f"give exactly one of {told}; the other is null")
+            both = f"run.steps (it is {shown(self.steps)}) and run.epochs (it is {shown(self.epochs)})"
+            raise ValueError(f"give exactly one of {both}; the other is null")
         return self
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from clip_train.batch import BatchPlan, plan_batch
-from clip_train.data import SourceSummary, check_source, resolve_streams
+from clip_train.data.config import SourceSummary, check_source, resolve_streams
 from clip_train.data.shards import expand_braces
 from clip_train.errors import RankError, UserError
-from clip_train.evaluate import ZeroShotClasses
+from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED
-from clip_train.models import Architecture
+from clip_train.models.config import Architecture
 from launcher.config.memory import Decision, decide, no_limit
 from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, package
@@ -28,7 +28,7 @@ class Checked:
 
     plan: BatchPlan
     architecture: Architecture
-    lanes: int
+    streams: int
     engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at
     decision: Decision | None = None  # where something is `auto`
     source: SourceSummary | None = None  # on the rank that has looked at the shards
@@ -56,7 +56,7 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     plan = collect(lambda: plan_batch(config.batch, world_size))
     facts = engine_facts(config, plan, world_size, on_this_machine=is_rank)
     problems += map(UserError, package(config.engine.kind).mistakes(config.engine, facts))
-    lanes = resolve_streams(config.data.lanes, config.batch.sizes)
+    streams = resolve_streams(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
     source = None
@@ -72,7 +72,7 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             raise problems[0]
         kind = RankError if all(isinstance(problem, RankError) for problem in problems) else UserError
         raise kind("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
-    return Checked(plan, architecture, lanes, config.engine, source=source)
+    return Checked(plan, architecture, streams, config.engine, source=source)
 
 
 def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int, *, on_this_machine: bool = False) -> Facts:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def line(finding: Finding) -> Text:
     text = Text(f"{finding.level:8}", style=COLOURS[finding.level])
-    text.append(f"{finding.check}: {finding.told}", style="default")
+    text.append(f"{finding.check}: {finding.message}", style="default")
     if finding.remedy:
         text.append(f" -> {finding.remedy}", style="bold")
     return text

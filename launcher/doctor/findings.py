@@ -15,20 +15,20 @@ class Finding:
 
     check: str
     level: Level
-    told: str
+    message: str
     remedy: str = ""
 
 
-def ok(check: str, told: str) -> Finding:
-    return Finding(check, "ok", told)
+def ok(check: str, message: str) -> Finding:
+    return Finding(check, "ok", message)
 
 
-def warning(check: str, told: str, remedy: str) -> Finding:
-    return Finding(check, "warning", told, remedy)
+def warning(check: str, message: str, remedy: str) -> Finding:
+    return Finding(check, "warning", message, remedy)
 
 
-def error(check: str, told: str, remedy: str) -> Finding:
-    return Finding(check, "error", told, remedy)
+def error(check: str, message: str, remedy: str) -> Finding:
+    return Finding(check, "error", message, remedy)
 
 
 Check = Callable[[], Iterator[Finding]]

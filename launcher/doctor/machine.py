@@ -26,8 +26,8 @@ GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy 
 
 
 def check_versions() -> Iterator[Finding]:
-    told = f"Python {platform.python_version()}, torch {torch.__version__}, clip-train's code {code_version()}"
-    yield ok("versions", told)
+    message = f"Python {platform.python_version()}, torch {torch.__version__}, clip-train's code {code_version()}"
+    yield ok("versions", message)
 
 
 def check_devices() -> Iterator[Finding]:
@@ -36,11 +36,11 @@ def check_devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        told = f"{torch.cuda.get_device_name(index)} {index}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+        message = f"{torch.cuda.get_device_name(index)} {index}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
         if free < 0.9 * total:
-            yield warning("devices", told, "another process holds its memory: nvidia-smi shows which")
+            yield warning("devices", message, "another process holds its memory: nvidia-smi shows which")
         else:
-            yield ok("devices", told)
+            yield ok("devices", message)
 
 
 def check_ranks() -> Iterator[Finding]:
@@ -84,10 +84,12 @@ def check_group() -> Iterator[Finding]:
         return
     found = json.loads(answers[0])
     speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
-    told = f"{ranks} ranks, {speed}"
+    message = f"{ranks} ranks, {speed}"
     slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
     yield (
-        warning("process group", told, "slow for GPUs: check nvidia-smi topo -m") if slow else ok("process group", told)
+        warning("process group", message, "slow for GPUs: check nvidia-smi topo -m")
+        if slow
+        else ok("process group", message)
     )
 
 
@@ -101,9 +103,9 @@ def check_limits() -> Iterator[Finding]:
         yield ok("limits", f"{files} open files")
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     if shm is not None and shm.free < 2**30:
-        told = f"/dev/shm has {shm.free / 2**20:.0f} MiB free"
+        message = f"/dev/shm has {shm.free / 2**20:.0f} MiB free"
         yield warning(
-            "limits", told, "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
+            "limits", message, "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
         )
 
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from clip_train.checkpoint.config import try_all
-from clip_train.data import DataConfig, check_source
-from clip_train.data.config import SourceSummary
+from clip_train.data.config import DataConfig, SourceSummary, check_source
 from clip_train.data.decode import caption
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import Reading, open_shard, split_sources
 from clip_train.data.tar import iter_samples
 from clip_train.errors import UserError
-from clip_train.models import count_parameters
-from clip_train.storage import StorageConfig, is_remote, open_storage
+from clip_train.models.clip import count_parameters
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.urls import is_remote, open_storage
 from launcher.config.recipe import RunConfig
 from launcher.doctor.findings import Finding, error, ok, warning
 from launcher.engines import package
@@ -70,8 +70,8 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
             yield from check_ends(source, found, storage)
         except UserError as e:
             which = f"{source.which}: " if source.which else ""
-            told = which + str(e).replace("data.train", source.key, 1)
-            yield error("shards", told, "see the message; `clip-train index --check` reads all of them")
+            message = which + str(e).replace("data.train", source.key, 1)
+            yield error("shards", message, "see the message; `clip-train index --check` reads all of them")
             continue
         if source.key == "data.train":
             yield from check_index(source, found)
@@ -86,8 +86,8 @@ def check_ends(source: Source, found: SourceSummary, storage: StorageConfig) -> 
             with open_shard(last, Reading(storage)) as file:
                 file.read(512)
         except OSError as e:
-            told = f"{source.name}: the last shard, {last}, cannot be read ({type(e).__name__}: {e})"
-            yield error("shards", told, "correct the range in braces, or upload what is missing")
+            message = f"{source.name}: the last shard, {last}, cannot be read ({type(e).__name__}: {e})"
+            yield error("shards", message, "correct the range in braces, or upload what is missing")
             return
     shards = f"{found.num_shards} shard{'s' if found.num_shards > 1 else ''}"
     first = f"the first sample is {found.first_key}: {found.first_caption[:60]!r}"
@@ -125,14 +125,14 @@ def check_captions(source: Source, found: SourceSummary, storage: StorageConfig,
             if seen >= LOOK_AT or time.monotonic() - began > seconds:
                 break
     rate = size / max(time.monotonic() - began, 1e-6) / 1e6
-    told = f"{source.name}: {seen - bad} of the first {seen} samples have one, read at {rate:.0f} MB/s"
+    message = f"{source.name}: {seen - bad} of the first {seen} samples have one, read at {rate:.0f} MB/s"
     if bad > source.data.bad_sample_limit * seen:
         why = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
         yield error(
-            "captions", f"{told} ({why})", "data.caption_key names the key of the .json; or write the shards again"
+            "captions", f"{message} ({why})", "data.caption_key names the key of the .json; or write the shards again"
         )
     else:
-        yield ok("captions", told)
+        yield ok("captions", message)
 
 
 def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Finding]:
@@ -148,8 +148,8 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
     storage = open_storage(remote, patience_seconds=patience_seconds)
     for trial in try_all(storage):
         make = error if trial.error is not None else warning
-        told = f"checkpoint.remote ({storage.url}) {trial.told}"
-        yield make("S3", told, trial.remedy) if trial.remedy else ok("S3", told)
+        message = f"checkpoint.remote ({storage.url}) {trial.message}"
+        yield make("S3", message, trial.remedy) if trial.remedy else ok("S3", message)
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
@@ -165,7 +165,7 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     plan = checked.plan
     yield ok(
         "recipe",
-        f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.lanes} streams; "
+        f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.streams} streams; "
         f"{config.steps} steps",
     )
 
@@ -182,19 +182,19 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
         yield error("disk", f"{folder} cannot be written: {e}", "choose another run.dir")
         return
     if abs(skew) > 5:
-        told = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
-        yield warning("disk", told, "synchronise both clocks (chronyd)")
+        message = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
+        yield warning("disk", message, "synchronise both clocks (chronyd)")
     needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
     free = shutil.disk_usage(folder).free
-    told = f"{free / 1e9:.1f} GB free for run.dir, {needed / 1e9:.1f} needed by checkpoints"
+    message = f"{free / 1e9:.1f} GB free for run.dir, {needed / 1e9:.1f} needed by checkpoints"
     if needed > free:
-        yield error("disk", told, "make room, choose another run.dir, or lower checkpoint.keep_last")
+        yield error("disk", message, "make room, choose another run.dir, or lower checkpoint.keep_last")
     else:
-        yield ok("disk", told)
+        yield ok("disk", message)
     local = next((path for path in load_site(None).local_paths if run_dir.is_relative_to(path)), None)
     if local is not None and shutil.which("sbatch") is not None:
-        told = f"run.dir ({run_dir}) is under {local}, which each node has for itself"
-        yield warning("disk", told, "choose a shared folder")
+        message = f"run.dir ({run_dir}) is under {local}, which each node has for itself"
+        yield warning("disk", message, "choose a shared folder")
     if (run_dir / STOP_FILE).exists():
         yield error("run", f"{run_dir / STOP_FILE} is there: training would stop at once", f"rm {run_dir / STOP_FILE}")
 

@@ -193,8 +193,8 @@ class Heartbeat:
 
 
 def lost(rank: int, node: str, how: str) -> Failure:
-    told = f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), or its node is gone"
-    return Failure(rank, node, told, lost=True, node_suspect=True)
+    message = f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), or its node is gone"
+    return Failure(rank, node, message, lost=True, node_suspect=True)
 
 
 def parse(text: bytes) -> Failure:

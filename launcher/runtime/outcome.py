@@ -132,7 +132,7 @@ class Outcome:
         """Rank 0, once a step is made: report.html. After all that there is to print: a long run's takes seconds."""
         if self.trainer is None or self.run_dir is None or not self._step:
             return
-        from clip_train.metrics import write_report as plot
+        from clip_train.metrics.report import write_report as plot
 
         bad = self.trainer.bad_samples
         try:

@@ -236,7 +236,7 @@ class Controller:
 
     def _requeue(self, decision: Decision) -> int:
         for _ in range(3):
-            if self.terminated.is_set():  # since: a requeue now would bring back what the user has cancelled
+            if self.terminated.is_set():  # since: a requeue now would restart what the user has cancelled
                 say("not requeued: Slurm ended the job in the meantime")
                 return 143
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the requeue itself sends; KillWait is left

@@ -35,7 +35,7 @@ class Site(Settings):
     time: str = "24:00:00"
     """Time limit, as sbatch writes it."""
     warn_seconds: PositiveInt = 300
-    """How long before the limit the ranks are told; enough for a checkpoint. Slurm may be 30 s early."""
+    """How long before the limit the ranks get the signal; enough for a checkpoint. Slurm may be 30 s early."""
     setup: list[str] = Field(default_factory=list)
     """Shell lines before the ranks start: module load, conda activate, a virtual environment."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -57,5 +57,5 @@ def load_site(path: str | None, environ: Mapping[str, str] = os.environ) -> Site
         return Site.model_validate(raw)
     except ValidationError as e:
         known = f"known keys: {', '.join(Site.model_fields)}"
-        told = explain(e, Site, raw, unknown=lambda path: known, within="site file")
-        raise UserError("; ".join([f"the site file {file}: {told[0]}", *told[1:]])) from None
+        mistakes = explain(e, Site, raw, unknown=lambda path: known, within="site file")
+        raise UserError("; ".join([f"the site file {file}: {mistakes[0]}", *mistakes[1:]])) from None

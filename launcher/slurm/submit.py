@@ -22,8 +22,8 @@ import yaml
 
 from clip_train.checkpoint.config import preflight
 from clip_train.errors import UserError
-from clip_train.models import count_parameters
-from clip_train.storage import is_remote, local_path, open_storage
+from clip_train.models.clip import count_parameters
+from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check
 from launcher.runtime.consistency import code_version

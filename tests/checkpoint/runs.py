@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.restore import Resumed
 from tests.checkpoint.parts import bits, cut, whole
 
 PATIENCE = 120.0  # seconds for what comes in a moment, on a machine that may hold any process up

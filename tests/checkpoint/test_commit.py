@@ -14,8 +14,8 @@ import pytest
 from clip_train.checkpoint import lease, manifest
 from clip_train.checkpoint.commit import FencedError, RefusedError, SaveRequest, commit, put_rank_manifest
 from clip_train.checkpoint.manifest import FileEntry
-from clip_train.storage import LocalStorage
 from clip_train.storage.base import Entry
+from clip_train.storage.local import LocalStorage
 
 WORLD_SIZE = 200
 

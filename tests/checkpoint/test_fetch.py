@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.errors import CheckpointError
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 from tests import warm
 from tests.checkpoint.parts import committed, cut, whole
 

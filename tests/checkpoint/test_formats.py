@@ -10,7 +10,7 @@ import pytest
 from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.restore import Places
 from clip_train.errors import CheckpointError
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 from launcher.cli.checkpoints import print_checkpoints
 from tests.checkpoint.parts import bits, rewrite, whole
 from tests.checkpoint.runs import Run, assert_is, data_file, flip

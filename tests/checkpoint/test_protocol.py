@@ -16,7 +16,7 @@ import pytest
 from clip_train.checkpoint import commit, lease, manifest
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files, verdicts
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 from tests.checkpoint.eyes import damaged_in, newest_in
 from tests.checkpoint.parts import committed
 from tests.checkpoint.runs import Gate, Run, assert_is, data_file, flip, kill_writer

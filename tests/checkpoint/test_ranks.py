@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.errors import CheckpointError, RemoteRankError
 from clip_train.protocols import Wanted
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.checkpoint.runs import writers
 from tests.ranks import run_ranks

@@ -12,15 +12,14 @@ import safetensors
 import safetensors.torch
 import torch
 
-from clip_train.checkpoint import FragmentReader
 from clip_train.checkpoint.commit import Found
 from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.checkpoint.manifest import BLOCK_BYTES, Commit, FileEntry, Manifest, build_layout
-from clip_train.checkpoint.snapshot import Plan, SharedMemory, lay_out, plan_file
+from clip_train.checkpoint.snapshot import FragmentReader, Plan, SharedMemory, lay_out, plan_file
 from clip_train.checkpoint.transfer import copy_hashed
 from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 from tests.checkpoint.parts import SHAPES, SLOTS, bits, cut, whole
 
 PREFIX = "ckpt/s0000000001/e000000-1"

@@ -8,7 +8,7 @@ from typing import Any
 from clip_train.checkpoint import lease, manifest
 from clip_train.checkpoint.manifest import Commit, CommitRef
 from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files
-from clip_train.storage import LocalStorage
+from clip_train.storage.local import LocalStorage
 
 
 def attempt(step: int, name: str, epoch: int = 0) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.errors import CheckpointError
 from tests.checkpoint.parts import committed
 from tests.checkpoint.runs import PATIENCE, Gate, Run, assert_holds, kill_writer, stop_writer, wake_writers

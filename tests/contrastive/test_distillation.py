@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import Context, Distillation
+from clip_train.contrastive.distillation import Distillation
+from clip_train.contrastive.objective import Context
 from clip_train.protocols import Features
 from tests.contrastive.oracles import distill_loss, leaves, pairs, relative
 from tests.ranks import run_ranks

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import Context, InfoNCE
 from clip_train.contrastive.exchange import Pairs, Shares
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.objective import Context
 from clip_train.contrastive.softmax import Softmaxes
 from clip_train.contrastive.tiles import AUTO_SIDE, TileBuffer, auto_side, tiles
 from clip_train.protocols import Features

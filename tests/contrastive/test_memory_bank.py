@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import Context, InfoNCE, MemoryBank, sample_ids
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank, sample_ids
+from clip_train.contrastive.objective import Context
 from clip_train.protocols import Features
 from tests.contrastive.oracles import banked_loss, leaves, pairs, relative
 from tests.ranks import run_ranks

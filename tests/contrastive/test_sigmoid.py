@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import Context, LossConfig, SigmoidLoss, build_loss
+from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.config import LossConfig
+from clip_train.contrastive.objective import Context
+from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.protocols import Features
 from tests.contrastive.oracle import autograd, features, relative
 from tests.ranks import run_ranks

@@ -8,21 +8,13 @@ from pathlib import Path
 import pytest
 
 from clip_train.batch import BatchSizes
-from clip_train.data import (
-    DataConfig,
-    ResumedData,
-    ShardIndex,
-    TrainLoader,
-    count_missing,
-    index_of,
-    order_keys,
-    resume_data,
-)
-from clip_train.data.index import look_up
-from clip_train.data.inspect import index_shards, write_indexes
+from clip_train.data.config import DataConfig, order_keys
+from clip_train.data.index import ResumedData, ShardIndex, index_of, look_up, resume_data
+from clip_train.data.inspect import count_missing, index_shards, write_indexes
+from clip_train.data.loader import TrainLoader
 from clip_train.data.shards import ShardList
 from clip_train.errors import UserError
-from clip_train.storage import StorageConfig
+from clip_train.storage.config import StorageConfig
 from tests.data.shards import keys_in, sample, write_dataset, write_shard
 
 STEP = 5

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from clip_train.data import DataConfig, check_source
+from clip_train.data.config import DataConfig, check_source
 from clip_train.data.shards import expand
 from clip_train.errors import RankError, UserError
 from tests.data.shards import jpeg, sample, write_dataset, write_shard

@@ -11,13 +11,17 @@ from pathlib import Path
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from clip_train.data import DataConfig, ShardIndex, TrainLoader, ValLoader, count_missing
+from clip_train.data.config import DataConfig
 from clip_train.data.decode import TrainTransform, decode_image, image_bytes
+from clip_train.data.index import ShardIndex
+from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import InvalidSample
+from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Source
 from clip_train.data.reader import Files, SegmentReader, Undecoded
 from clip_train.data.shards import PLAIN
-from clip_train.storage import StorageConfig
+from clip_train.data.validation import ValLoader
+from clip_train.storage.config import StorageConfig
 from tests.data.hostile import CAPTION_KEY, EPS, Kind, json_kinds, kinds, planted, write_hostile
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clip_train.data import DataConfig, TrainLoader, ValLoader, check_source
+from clip_train.data.config import DataConfig, check_source
 from clip_train.data.index import (
     FORMAT,
     FORMAT_1,
@@ -28,10 +28,14 @@ from clip_train.data.index import (
     to_bytes,
 )
 from clip_train.data.inspect import BLOCK_BYTES, differences, index_shard, index_shards, write_indexes
+from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import Files
 from clip_train.data.shards import PLAIN
+from clip_train.data.validation import ValLoader
 from clip_train.errors import DataError, UserError
-from clip_train.storage import Checksums, StorageConfig, open_read
+from clip_train.storage.blocks import Checksums
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.urls import open_read
 from launcher.cli.index import run_index
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
@@ -91,20 +95,20 @@ def test_sizes_json_is_openclips_and_both_survive_each_other(folder: Path) -> No
 
 
 def test_the_sum_of_an_index_is_that_of_its_json(folder: Path) -> None:
-    write_shard(folder / "marks", sample("a", 0))  # a name that a field has
+    write_shard(folder / "offsets", sample("a", 0))  # a name that a field has
     write_shard(folder / 'd\u00e9 "j".tar', [m for i in range(130) for m in sample(f"k{i}", i)])
     urls = [str(path) for path in sorted(folder.iterdir())]
     entries = index_shards(urls, workers=1)
     written = json.loads(Path(*write_indexes(entries)[0]).read_text())
     assert written["sha256"] == hashlib.sha256(json.dumps(written["shards"], sort_keys=True).encode()).hexdigest()
-    assert len(written["shards"]['d\u00e9 "j".tar']["marks"]) == 2
+    assert len(written["shards"]['d\u00e9 "j".tar']["offsets"]) == 2
     assert known(*urls).entries == {url: each.entry for url, each in entries.items()}
 
 
 def test_marks_take_little_memory_in_trainer_and_workers() -> None:
     """20,000 shards of 10,000 samples have three million."""
-    marks = [10_000_000_000 + 70_000 * k for k in range(1500)]
-    entry = ShardEntry(64 * 1500, "0" * 64, Checksums(8, 8, "0" * 16), None, array("Q", marks))
+    offsets = [10_000_000_000 + 70_000 * k for k in range(1500)]
+    entry = ShardEntry(64 * 1500, "0" * 64, Checksums(8, 8, "0" * 16), None, array("Q", offsets))
     data = to_bytes({f"{number:05}.tar": entry for number in range(200)})
     tracemalloc.start()
     known = parse(data)
@@ -113,7 +117,7 @@ def test_marks_take_little_memory_in_trainer_and_workers() -> None:
     files = pickle.loads(pickle.dumps(Files.of(found, found.shards, None, PLAIN)))
     copied = tracemalloc.get_traced_memory()[0] - kept
     tracemalloc.stop()
-    assert list(files.marks[199]) == marks and known["00199.tar"] == entry
+    assert list(files.offsets[199]) == offsets and known["00199.tar"] == entry
     assert max(kept, copied) < 9 * 1500 * 200
 
 
@@ -129,7 +133,7 @@ def test_an_index_counts_all_samples_whatever_their_captions(tmp_path: Path) -> 
 
 
 def test_an_index_of_version_0_1_still_verifies_and_counts(tmp_path: Path) -> None:
-    """It counted usable samples apart, so its marks are of no use where there were others."""
+    """It counted usable samples apart, so its offsets are of no use where there were others."""
     data = tar_bytes([m for i in range(70) for m in sample(f"k{i}", i)])
     (tmp_path / "a.tar").write_bytes(data)
     make(tmp_path)
@@ -139,7 +143,7 @@ def test_an_index_of_version_0_1_still_verifies_and_counts(tmp_path: Path) -> No
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
     old = parse(json.dumps({"format": FORMAT_1, "sha256": digest, "shards": shards}).encode())
     assert [old[name].samples for name in ("a.tar", "b.tar")] == [70, 70]
-    assert [len(old[name].marks) for name in ("a.tar", "b.tar")] == [1, 0]
+    assert [len(old[name].offsets) for name in ("a.tar", "b.tar")] == [1, 0]
     assert FORMAT.encode() in to_bytes(old)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from clip_train import dist
-from clip_train.data import InvalidLog
-from clip_train.data.invalid import Invalid, InvalidTable, table_of
+from clip_train.data.invalid import Invalid, InvalidLog, InvalidTable, table_of
 from tests.ranks import run_ranks
 
 

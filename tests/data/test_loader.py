@@ -18,7 +18,8 @@ import torch
 import webdataset
 from torch.utils.data import get_worker_info
 
-from clip_train.data import DataConfig, TrainLoader
+from clip_train.data.config import DataConfig
+from clip_train.data.loader import TrainLoader
 from clip_train.data.order import hash64
 from clip_train.errors import DataError, UserError
 from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard

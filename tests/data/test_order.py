@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from clip_train.batch import BatchConfig, BatchSizes
-from clip_train.data import DataConfig, TrainLoader, resolve_streams, times_read
-from clip_train.data.config import resolve_block
-from clip_train.data.index import MARK_EVERY
+from clip_train.data.config import DataConfig, resolve_block, resolve_streams
+from clip_train.data.index import OFFSET_EVERY
 from clip_train.data.inspect import index_shards, write_indexes
-from clip_train.data.order import Order, Source, hash64
+from clip_train.data.loader import TrainLoader
+from clip_train.data.order import Order, Source, hash64, times_read
 from clip_train.errors import UserError
 from launcher.config.recipe import check_config
 from tests.covering import pairwise
 from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more than cores
-SIZES = [130, 3, 1, 70, MARK_EVERY, 2 * MARK_EVERY + 1, 0, 17]  # samples; none divides another
+SIZES = [130, 3, 1, 70, OFFSET_EVERY, 2 * OFFSET_EVERY + 1, 0, 17]  # samples; none divides another
 LAYOUTS = [(1, 3), (2, 0), (4, 1)]  # ranks, workers
 
 
@@ -132,7 +132,7 @@ def unequal(tmp_path_factory) -> Path:
         members = [(f"silent{next(silent)}.jpg", jpeg(1))]
         for i in range(SIZES[shard]):
             members += sample(f"s{shard}n{i}", i)
-            if i in (MARK_EVERY - 1, 2 * MARK_EVERY, 100):
+            if i in (OFFSET_EVERY - 1, 2 * OFFSET_EVERY, 100):
                 members += [(f"silent{next(silent)}.jpg", jpeg(1))]
         members += [(f"silent{next(silent)}.jpg", jpeg(1))]
         write_shard(folder / f"{shard:03d}.tar", members)
@@ -205,7 +205,7 @@ def whole(unequal) -> dict[int, list[list[str]]]:
 
 @pytest.mark.parametrize("streams, layout, verify", pairwise((1, 7, 64), ((1, 3), (2, 0), (4, 1)), ("auto", "off")))
 def test_a_run_resumes_at_any_step(unequal, whole, streams, layout, verify):
-    """With the marks of an index and without: the order is the same, since the counts are."""
+    """With the offsets of an index and without: the order is the same, since the counts are."""
     stop, (ranks, workers) = random.Random(f"{streams} {layout}").randrange(1, 35), layout
     config = config_of(f"{unequal}/*.tar", lanes=streams, workers=workers, verify=verify)
     assert keys_of(config, 5, ranks, step=stop)[0] == whole[streams][stop : stop + 5]

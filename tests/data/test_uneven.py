@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from clip_train.batch import BatchConfig, BatchSizes
-from clip_train.data import DataConfig, TrainLoader
+from clip_train.data.config import DataConfig
+from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Partition, hash64
 from clip_train.errors import UserError
 from tests.covering import pairwise

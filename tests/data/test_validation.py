@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from clip_train.data import ValLoader
+from clip_train.data.validation import ValLoader
 from clip_train.errors import DataError, UserError
 from tests.data.shards import jpeg, keys_in, sample, shards_open_as, write_dataset, write_shard
 

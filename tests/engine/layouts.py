@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from clip_train.models.weights import WholeState
-from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer
 from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests.processor import answer

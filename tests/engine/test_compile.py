@@ -7,9 +7,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from clip_train import dist
-from clip_train.contrastive import InfoNCE
-from clip_train.models import CLIP, Architecture
-from clip_train.optim import OptimConfig
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture
+from clip_train.optim.config import OptimConfig
 from clip_train.protocols import Batch, text_lengths
 from clip_train.step import train_step
 from tests.covering import pairwise

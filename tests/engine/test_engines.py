@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive import InfoNCE
+from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.errors import UserError
-from clip_train.models import CLIP, Architecture
-from clip_train.optim import OptimConfig, build_optimizer
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import FeatureGradients, Fragment, MicroBatch, Wanted
 from clip_train.step import train_step
 from launcher.engines import build

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clip_train.evaluate import ZeroShotClasses
+from clip_train.evaluate.zero_shot import ZeroShotClasses
 
 CLASSES = ZeroShotClasses(
     classnames=["red", "green", "blue", "a cat", "dog", "owl", "fox"],

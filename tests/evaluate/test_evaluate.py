@@ -12,10 +12,11 @@ import torch
 
 from clip_train import dist
 from clip_train.errors import UserError
-from clip_train.evaluate import EvaluateConfig, ZeroShotClasses, evaluate
+from clip_train.evaluate.config import EvaluateConfig
+from clip_train.evaluate.loop import evaluate
 from clip_train.evaluate.retrieval import gather_uneven, ranks_of_matches
-from clip_train.evaluate.zero_shot import count_hits
-from clip_train.models import load_architecture
+from clip_train.evaluate.zero_shot import ZeroShotClasses, count_hits
+from clip_train.models.config import load_architecture
 from tests.evaluate.fake import CLASSES, Batch, FakeEngine, batches, samples, tokenize
 from tests.ranks import RankFailedError, run_ranks
 
@@ -185,7 +186,7 @@ def test_mistakes_in_the_classes_are_explained(tmp_path: Path, content: dict[str
 
 def test_runs_on_the_model():
     """The plain engine and the real model; a label for each caption, as in the demo."""
-    from clip_train.models import CLIP
+    from clip_train.models.clip import CLIP
     from clip_train.plain_engine import PlainEngine
 
     torch.manual_seed(0)

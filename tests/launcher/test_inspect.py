@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from clip_train.models import CLIP, load_openclip
+from clip_train.models.clip import CLIP
+from clip_train.models.convert import load_openclip
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import clean_environment, finish, metrics, run
 from tests.warm import Command

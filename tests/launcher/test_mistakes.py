@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as torch_dist
 from PIL import Image
 
-from clip_train.data import write_shards
+from clip_train.data.tar import write_shards
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
 from launcher.config.validate import check

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from clip_train.models import CLIP, load_architecture
+from clip_train.models.clip import CLIP
+from clip_train.models.config import load_architecture
 from clip_train.models.convert import export_openclip
 from launcher.cli.plan import make_plan
 from launcher.config.recipe import check_config

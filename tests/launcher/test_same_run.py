@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from clip_train.checkpoint import Resumed
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Fetched, Skipped
+from clip_train.checkpoint.restore import Fetched, Resumed, Skipped
 from clip_train.errors import UserError
 from launcher.config.recipe import RunConfig, check_config, known_keys
 from launcher.config.resume import DATA, at_resume, compare_with

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from clip_train import dist
-from clip_train.data import DataConfig
+from clip_train.data.config import DataConfig
 from clip_train.data.inspect import index_shards, write_indexes
 from clip_train.data.shards import expand
-from clip_train.storage import StorageConfig
+from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
 from launcher.train import shared_index
 from tests.launcher.conftest import RECIPE, finish, free_port, kill, metrics, run, start

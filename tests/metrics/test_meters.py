@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from clip_train.metrics import StepRecord, StepTimer, batch_digest, peak_memory_bytes
+from clip_train.metrics.meters import StepRecord, StepTimer, batch_digest, peak_memory_bytes
 
 
 def test_batch_digest_is_of_the_set() -> None:

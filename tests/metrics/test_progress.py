@@ -2,8 +2,7 @@ import io
 
 import pytest
 
-from clip_train.metrics import ProgressLine
-from clip_train.metrics.progress import format_seconds
+from clip_train.metrics.progress import ProgressLine, format_seconds
 
 
 def record(step: int) -> dict:

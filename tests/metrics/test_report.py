@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from clip_train.metrics import write_report
+from clip_train.metrics.report import write_report
 
 
 def write_jsonl(path: Path, records: list[dict]) -> None:

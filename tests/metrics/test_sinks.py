@@ -9,8 +9,8 @@ import torch
 
 from clip_train import dist
 from clip_train.errors import UserError
-from clip_train.metrics import JsonlSink, LogConfig, Sinks, read_jsonl
-from clip_train.metrics.sinks import truncate_jsonl
+from clip_train.metrics.config import LogConfig
+from clip_train.metrics.sinks import JsonlSink, Sinks, read_jsonl, truncate_jsonl
 from tests.ranks import run_ranks
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clip_train.models import CLIP, Architecture
-from clip_train.models.config import parse_architecture
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture, parse_architecture
 
 
 def small_architecture(**changes: Any) -> Architecture:

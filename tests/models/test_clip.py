@@ -11,14 +11,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from clip_train.models import (
-    CLIP,
-    IMAGE_MEAN,
-    IMAGE_STD,
-    count_parameters,
-    flops_per_sample,
-    load_architecture,
-)
+from clip_train.models.clip import CLIP, count_parameters, flops_per_sample
+from clip_train.models.config import IMAGE_MEAN, IMAGE_STD, load_architecture
 from clip_train.models.dropout import PatchDropout, SampleDropout
 from tests.models.small import inputs, small_architecture, small_model
 

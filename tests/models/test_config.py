@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from clip_train.errors import UserError
-from clip_train.models import ModelConfig, load_architecture, preset_names
-from clip_train.models.config import parse_architecture
+from clip_train.models.config import ModelConfig, load_architecture, parse_architecture, preset_names
 from tests.models.small import small_architecture
 
 

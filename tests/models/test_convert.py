@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from clip_train.errors import CheckpointError, UserError
-from clip_train.models import CLIP, export_openclip, load_openclip
+from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig
+from clip_train.models.convert import export_openclip, load_openclip
 from clip_train.models.weights import load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from clip_train.models import CLIP, load_architecture
-from clip_train.optim import OptimConfig, ScheduleConfig, build_optimizer, decay_groups, learning_rate
+from clip_train.models.clip import CLIP
+from clip_train.models.config import load_architecture
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer, decay_groups
+from clip_train.optim.schedule import ScheduleConfig, learning_rate
 
 
 def test_gains_biases_and_the_temperature_do_not_decay():

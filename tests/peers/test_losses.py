@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_train.contrastive import Context, Distillation
+from clip_train.contrastive.distillation import Distillation
+from clip_train.contrastive.objective import Context
 from clip_train.protocols import Features
 from tests.contrastive.oracles import leaves, pairs, relative
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.storage import Storage
+from clip_train.storage.base import Storage
 from clip_train.storage.bucket import shared_bucket
 from clip_train.storage.object_store import ObjectStorage
 from tests.s3.bucket import Bucket

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from clip_train.data import DataConfig, TrainLoader
+from clip_train.data.config import DataConfig
 from clip_train.data.inspect import index_shards, write_indexes
-from clip_train.storage import StorageConfig
+from clip_train.data.loader import TrainLoader
+from clip_train.storage.config import StorageConfig
 from tests.data.shards import write_shard
 from tests.s3.proxy import Fault
 from tests.s3.server import Server

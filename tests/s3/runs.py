@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager, Resumed
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.restore import Resumed
 from tests.checkpoint.parts import bits, cut, whole
 from tests.s3.bucket import Bucket
 

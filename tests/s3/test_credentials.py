@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.storage import ReadError, Storage, StorageConfig, open_read, open_storage
+from clip_train.storage.base import Storage
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.errors import ReadError
+from clip_train.storage.urls import open_read, open_storage
 from tests import warm
 from tests.launcher.conftest import MODEL, RECIPE, finish, start, wait_for_step
 from tests.s3.bucket import Bucket

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from clip_train.models import CLIP, Architecture, load_openclip
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture
+from clip_train.models.convert import load_openclip
 from tests.launcher.conftest import MODEL, PATIENCE, RECIPE, ROOT, finish, start
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy

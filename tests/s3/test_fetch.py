@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.protocols import Fragment, Wanted
 from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket

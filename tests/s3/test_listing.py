@@ -8,7 +8,7 @@ import pytest
 
 from clip_train.data.shards import expand
 from clip_train.errors import UserError
-from clip_train.storage import expand_glob
+from clip_train.storage.urls import expand_glob
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
 

@@ -8,7 +8,7 @@ import pytest
 
 from clip_train.checkpoint import commit, manifest
 from clip_train.errors import CheckpointError
-from clip_train.storage import open_storage
+from clip_train.storage.urls import open_storage
 from tests.checkpoint.parts import committed
 from tests.checkpoint.runs import kill_writer
 from tests.s3.bucket import Bucket

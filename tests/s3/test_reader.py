@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.storage import Checksums, ReadError, StorageConfig, expand_glob, open_read, write_bytes
-from clip_train.storage.errors import DeniedError, MissingError
+from clip_train.storage.blocks import Checksums
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.errors import DeniedError, MissingError, ReadError
+from clip_train.storage.urls import expand_glob, open_read, write_bytes
 from tests.launcher.conftest import until
 from tests.s3.proxy import Fault, FaultyProxy, fresh
 from tests.s3.server import Server

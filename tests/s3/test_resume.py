@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.checkpoint import CheckpointConfig, CheckpointManager
+from clip_train.checkpoint.config import CheckpointConfig
+from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.errors import CheckpointError, UserError
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.checkpoint.runs import flip

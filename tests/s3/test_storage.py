@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from clip_train.errors import UserError
-from clip_train.storage import Storage, open_read, open_storage
+from clip_train.storage.base import Storage
+from clip_train.storage.urls import open_read, open_storage
 from tests.s3.bucket import Bucket
 from tests.s3.conftest import DATA, PART
 from tests.s3.proxy import Fault, FaultyProxy, fresh

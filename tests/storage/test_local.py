@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.storage import Entry, LocalStorage, open_storage
+from clip_train.storage.base import Entry
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
 
 
 @pytest.fixture

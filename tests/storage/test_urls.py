@@ -9,7 +9,8 @@ import pytest
 
 from clip_train.data.shards import expand
 from clip_train.errors import UserError
-from clip_train.storage import Entry, expand_glob, is_remote, local_path, open_read, open_storage, write_bytes
+from clip_train.storage.base import Entry
+from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read, open_storage, write_bytes
 from tests.s3.conftest import forget_buckets
 
 

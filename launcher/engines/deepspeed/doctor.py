@@ -53,8 +53,8 @@ def check_hosts() -> Iterator[Finding]:
     else:
         yield ok("hosts", f"{hostfile}, with ssh keep-alives")
     if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
-        told = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the other hosts"
-        yield warning("hosts", told, "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env")
+        message = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the other hosts"
+        yield warning("hosts", message, "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env")
 
 
 CHECKS = (("engine", check_version), ("extensions", check_extensions), ("hosts", check_hosts))

@@ -1,7 +1,7 @@
 """The Engine protocol on DeepSpeed, ZeRO 0 to 3. The only module that imports DeepSpeed.
 
 DeepSpeed's own accumulation is switched off (`config.py`): `backward` only accumulates, `step` is
-the boundary, so the number of micro-batches is free. The two factors it would bring in are undone here.
+the boundary, so the number of micro-batches is free. The two factors it would add are undone here.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _refuse_scalars(model: nn.Module) -> None:
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Bring a ZeRO optimizer of stage 1 or 2 back to where a step begins, also from the midst of a backward.
+    """Return a ZeRO optimizer of stage 1 or 2 back to where a step begins, also from the midst of a backward.
 
     DeepSpeed has nothing for this: its own clearing after an overflow expects whole backwards.
     """
