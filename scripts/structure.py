@@ -28,7 +28,7 @@ WORDS = (
 )  # fmt: skip
 EXCEPTIONS = {
     r"^    lanes: |resolve_streams\(lanes|lanes != \"auto\"|return lanes$": "the key data.lanes",
-    r"\"lanes\":|\(\"lanes\", ": "its name in `clip-train plan`",
+    r"\"lanes\":|plan\['lanes'\]": "its name in `clip-train plan`",
 }
 """A regular expression for the whole match with what stands around it -> why it is meant so."""
 
