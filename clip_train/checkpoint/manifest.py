@@ -221,15 +221,8 @@ class Manifest:
         """ValueError for anything but a manifest of this format."""
         body = _check_format(json.loads(data))
         try:
-            return cls(
-                step=int(body["step"]),
-                epoch=int(body["epoch"]),
-                world_size=int(body["world_size"]),
-                files=[FileEntry.from_json(entry) for entry in body["files"]],
-                layout_sha256=str(body["layout_sha256"]),
-                state=decode_state(body["state"]),
-                created=str(body["created"]),
-            )
+            files, state = [FileEntry.from_json(entry) for entry in body["files"]], decode_state(body["state"])
+            return cls(**{**{name: body[name] for name in cls.__dataclass_fields__}, "files": files, "state": state})
         except (KeyError, TypeError) as e:
             raise ValueError(f"not a manifest: {type(e).__name__} {e}") from e
 
@@ -256,15 +249,9 @@ class Commit:
         """ValueError for anything but a commit marker of this format."""
         body = parse_checked(data)
         try:
-            commit = cls(
-                epoch=int(body["epoch"]),
-                step=int(body["step"]),
-                prefix=str(body["prefix"]),
-                manifest_sha256=str(body["manifest_sha256"]),
-                token=str(body["token"]),
-            )
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not a commit marker: {type(e).__name__} {e}") from e
+            commit = cls(**{name: body[name] for name in cls.__dataclass_fields__})
+        except KeyError as e:
+            raise ValueError(f"not a commit marker: it has no {e}") from e
         if parse_prefix(commit.prefix) != commit.ref:
             raise ValueError(f"it names the folder {commit.prefix!r}")
         return commit
