@@ -118,21 +118,17 @@ def commit(
     the next time.
     """
     found = _rank_manifests(store, request, end, newer_since)
-    sizes = {entry.name: entry.size for entry in store.list(request.prefix)}
-    for entry in found.files:
-        name = f"{request.prefix}/{entry.name}"
-        size = sizes[name] if name in sizes else store.size(name)
-        if size != entry.size:
-            raise CheckpointError(f"{store.url}/{name} has {size} bytes instead of {entry.size}")
+    files = [FileEntry.from_json(body["file"]) for body in found]
+    try:
+        check_sizes(store, request.prefix, files)
+    except DamagedError as e:
+        raise CheckpointError(f"{store.url}: {e}") from e
     if request.files is None:
-        layout = manifest.build_layout(found.fragments, [entry.name for entry in found.files])
-        state = manifest.decode_state(request.state)
-        whole = Manifest(
-            request.step, request.epoch, request.world_size, found.files, manifest.sha256_of(layout), state,
-            request.created,
-        )  # fmt: skip
+        layout = manifest.build_layout([body["fragments"] for body in found], [entry.name for entry in files])
+        state, layout_sha256 = manifest.decode_state(request.state), manifest.sha256_of(layout)
+        whole = Manifest(request.step, request.epoch, request.world_size, files, layout_sha256, state, request.created)
         request.files = (whole.to_bytes(), layout)
-        for text in found.notes:
+        for text in [f"rank {rank}: {text}" for rank, body in enumerate(found) for text in body["notes"] if rank]:
             note(text)
     data, layout = request.files
     store.put_bytes(f"{request.prefix}/{manifest.LAYOUT}", layout)
@@ -151,19 +147,10 @@ def commit(
         note(f"{store.url}/{manifest.LATEST} could not be written: {explain(e)}")
 
 
-@dataclass
-class _RankManifests:
-    """All ranks', in their order."""
-
-    files: list[FileEntry]
-    fragments: list[dict[str, Any]]
-    notes: list[str]
-
-
 def _rank_manifests(
     store: Storage, request: SaveRequest, end: float, newer_since: Callable[[], float | None]
-) -> _RankManifests:
-    """RefusedError where a rank has failed, or has written none in time; OSError.
+) -> list[dict[str, Any]]:
+    """All ranks', in their order. RefusedError where a rank has failed, or has written none in time; OSError.
 
     end: when to give up (`time.monotonic`). newer_since: since when all ranks have been done with this save, as a newer
     one is there; None while that is not known.
@@ -192,10 +179,7 @@ def _rank_manifests(
             pass
         missing = [rank for rank in hidden[_UNLISTED:] + shown + hidden[:_UNLISTED] if rank not in found]
         if not missing:
-            ordered = [found[rank] for rank in range(request.world_size)]
-            files = [FileEntry.from_json(body["file"]) for body in ordered]
-            notes = [f"rank {rank}: {text}" for rank, body in enumerate(ordered) for text in body["notes"] if rank]
-            return _RankManifests(files, [body["fragments"] for body in ordered], notes)
+            return [found[rank] for rank in range(request.world_size)]
         now = time.monotonic()
         if now > end or (done_since is not None and now > done_since + _LATE_SECONDS):
             ranks = ", ".join(map(str, sorted(missing)[:8]))
@@ -321,11 +305,11 @@ def copy_commit(source: Storage, target: Storage, found: Found) -> None:
     target.put_bytes(of.ref.name, of.to_bytes())
 
 
-def check_sizes(storage: Storage, found: Found) -> None:
+def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> None:
     """DamagedError for the first file that is not there in its size; OSError."""
-    sizes = {entry.name: entry.size for entry in storage.list(found.commit.prefix)}
-    for entry in found.manifest.files:
-        name = f"{found.commit.prefix}/{entry.name}"
+    sizes = {entry.name: entry.size for entry in storage.list(prefix)}
+    for entry in files:
+        name = f"{prefix}/{entry.name}"
         size = sizes.get(name)
         if size is None:  # a listing may hide a file
             try:

@@ -286,8 +286,7 @@ class CheckpointFiles:
         everything = range(len(self.entries))
         mine = share(self.entries, everything, dist.rank(), dist.world_size())
         if not self._together:
-            problem = self._all(lambda: self._make_ready(mine))
-            if problem is None:
+            if (problem := self._all(lambda: self._make_ready(mine))) is None:
                 own = {file for file, _ in mine if len(self.entries) == dist.world_size()} - self._copies
                 self._publish(own, own)  # for the next time
                 self._copies = dist.agreed(self._right_sized)

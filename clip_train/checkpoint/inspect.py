@@ -78,7 +78,7 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tup
     for ref in commits:
         try:
             found[ref] = read_found(storage, ref)
-            check_sizes(storage, found[ref])
+            check_sizes(storage, found[ref].commit.prefix, found[ref].manifest.files)
             if verify:
                 _verify(storage, found[ref])
         except (DamagedError, FormatError) as e:

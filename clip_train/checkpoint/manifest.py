@@ -221,15 +221,8 @@ class Manifest:
         """ValueError for anything but a manifest of this format."""
         body = _check_format(json.loads(data))
         try:
-            return cls(
-                step=int(body["step"]),
-                epoch=int(body["epoch"]),
-                world_size=int(body["world_size"]),
-                files=[FileEntry.from_json(entry) for entry in body["files"]],
-                layout_sha256=str(body["layout_sha256"]),
-                state=decode_state(body["state"]),
-                created=str(body["created"]),
-            )
+            files, state = [FileEntry.from_json(entry) for entry in body["files"]], decode_state(body["state"])
+            return cls(**{**{name: body[name] for name in cls.__dataclass_fields__}, "files": files, "state": state})
         except (KeyError, TypeError) as e:
             raise ValueError(f"not a manifest: {type(e).__name__} {e}") from e
 
@@ -256,15 +249,9 @@ class Commit:
         """ValueError for anything but a commit marker of this format."""
         body = parse_checked(data)
         try:
-            commit = cls(
-                epoch=int(body["epoch"]),
-                step=int(body["step"]),
-                prefix=str(body["prefix"]),
-                manifest_sha256=str(body["manifest_sha256"]),
-                token=str(body["token"]),
-            )
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not a commit marker: {type(e).__name__} {e}") from e
+            commit = cls(**{name: body[name] for name in cls.__dataclass_fields__})
+        except KeyError as e:
+            raise ValueError(f"not a commit marker: it has no {e}") from e
         if parse_prefix(commit.prefix) != commit.ref:
             raise ValueError(f"it names the folder {commit.prefix!r}")
         return commit
@@ -273,12 +260,13 @@ class Commit:
 def build_layout(fragments: Sequence[dict[str, Any]], files: Sequence[str]) -> bytes:
     """LAYOUT: where every fragment of every rank lies. fragments: of each file (`snapshot.Plan.fragments`).
 
-    Zlib over: 8 bytes of the header's length, the header (JSON), and six columns of int64, sorted by parameter, slot
-    and start: parameter, kind (slot and dtype), start, numel, file, byte offset in the file.
+    Zlib over: 8 bytes of the header's length, the header (JSON), and columns of int64 with a row for each fragment,
+    sorted by parameter and start: parameter, start, numel, file, and its byte offset in the file for each kind (slot
+    and dtype), -1 where it has none. ValueError where ranks do not fit together.
     """
     params: dict[str, list[int]] = {}
     kinds: dict[tuple[str, str], int] = {}
-    rows: list[tuple[int, int, int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, dict[int, int]]] = []
     numbers: dict[str, int] = {}
     for file, part in enumerate(fragments):
         for name, shape in part["shapes"].items():
@@ -286,12 +274,11 @@ def build_layout(fragments: Sequence[dict[str, Any]], files: Sequence[str]) -> b
             if params.setdefault(name, shape) != shape:
                 raise ValueError(f"{name} has shape {shape} on rank {file}, and {params[name]} elsewhere")
         for name, start, numel, slots in part["rows"]:
-            for slot, dtype, offset in slots:
-                kind = kinds.setdefault((slot, dtype), len(kinds))
-                rows.append((numbers[name], kind, start, numel, file, offset))
-    slot_numbers = {slot: i for i, slot in enumerate(dict.fromkeys(slot for slot, _ in kinds))}
-    of_kind = [slot_numbers[slot] for slot, _ in kinds]
-    rows.sort(key=lambda row: (row[0], of_kind[row[1]], row[2]))
+            offsets = {kinds.setdefault((slot, dtype), len(kinds)): offset for slot, dtype, offset in slots}
+            rows.append((numbers[name], start, numel, file, offsets))
+    rows.sort(key=lambda row: row[:2])
+    columns = [array("q", column) for column in list(zip(*rows, strict=True))[:4]] if rows else []
+    columns += [array("q", (row[4].get(kind, -1) for row in rows)) for kind in kinds.values()]
     head = {
         "params": list(params.items()),
         "kinds": list(kinds),
@@ -299,9 +286,10 @@ def build_layout(fragments: Sequence[dict[str, Any]], files: Sequence[str]) -> b
         "rows": len(rows),
         "tensors": [part["tensors"] for part in fragments],
     }
-    columns = [array("q", column).tobytes() for column in zip(*rows, strict=True)]
     encoded = json.dumps(head).encode()
-    return zlib.compress(b"".join([len(encoded).to_bytes(8, "little"), encoded, *columns]), 1)
+    return zlib.compress(
+        b"".join([len(encoded).to_bytes(8, "little"), encoded, *(column.tobytes() for column in columns)]), 1
+    )
 
 
 # -- the trainer's state

@@ -281,7 +281,7 @@ def _read_small_files(
 
         def look(storage: Storage) -> tuple[Found, bytes]:
             found = read_found(storage, ref)
-            check_sizes(storage, found)
+            check_sizes(storage, found.commit.prefix, found.manifest.files)
             return found, read_layout(storage, found)
 
         try:

@@ -242,18 +242,12 @@ class FragmentReader:
             self._slots = [slot for slot, _ in head["kinds"]]
             self._tensors: list[dict[str, Any]] = head["tensors"]
             self._names: list[str] = head["files"]
-            self._rows = np.frombuffer(data, np.int64, 6 * head["rows"], begin).reshape(6, -1)
+            shape = (4 + len(self._slots), head["rows"])
+            self._rows = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
         except (ValueError, KeyError, TypeError, zlib.error) as e:
             raise CheckpointError(f"{where}: its layout is not readable: {type(e).__name__}: {e}") from e
-        slots = np.array([self._slots.index(slot) for slot in self._slots], np.int64)
-        groups = self._rows[0] * (len(slots) + 1) + slots[self._rows[1]] if len(slots) else self._rows[0]
-        cuts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), self._rows.shape[1]]
-        names = list(self._shapes)
-        self._range: dict[tuple[str, str], tuple[int, int]] = {}  # (name, slot) -> its rows, by start
-        for first, end in itertools.pairwise(cuts):
-            if first < end:
-                key = names[self._rows[0, first]], self._slots[self._rows[1, first]]
-                self._range[key] = (first, end)
+        cuts = np.searchsorted(self._rows[0], np.arange(len(self._shapes) + 1)).tolist()
+        self._range = dict(zip(self._shapes, itertools.pairwise(cuts), strict=False))  # name -> its rows, by start
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""
@@ -265,15 +259,15 @@ class FragmentReader:
 
     def _pieces(self, name: str, slot: str, start: int, end: int) -> Iterator[tuple[int, int, int, int, torch.dtype]]:
         """What overlaps elements `[start, end)`: first element, the one after the last, file, byte offset, dtype."""
-        low, high = self._range.get((name, slot), (0, 0))
-        starts = self._rows[2, low:high]
+        low, high = self._range.get(name, (0, 0))
+        starts = self._rows[1, low:high] if low < high else self._rows[:0]
         first = max(low, low + int(np.searchsorted(starts, start, side="right")) - 1)
         for row in range(first, low + int(np.searchsorted(starts, end, side="left"))):
-            _, kind, begin, numel, file, offset = map(int, self._rows[:, row])
+            _, begin, numel, file, *offsets = map(int, self._rows[:, row])
             lower, upper = max(start, begin), min(end, begin + numel)
-            if lower < upper:
-                dtype = self._dtypes[kind]
-                yield lower, upper, file, offset + (lower - begin) * dtype.itemsize, dtype
+            for of, dtype, offset in zip(self._slots, self._dtypes, offsets, strict=True):
+                if of == slot and offset >= 0 and lower < upper:
+                    yield lower, upper, file, offset + (lower - begin) * dtype.itemsize, dtype
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
         """Collective: what this rank is going to read is verified and fetched now. CheckpointError, on all ranks."""

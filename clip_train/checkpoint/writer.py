@@ -131,9 +131,10 @@ class Writer:
         self._newest_done = -1  # step; each rank's saves go one by one, so all have finished with what is older
         self._newest = ("", 0.0)  # attempt, and when its request came
         self._lock = threading.Lock()
-        self._retaining = threading.Lock()  # two at once would find each other's folders gone
         self._noted: set[str] = set()
         self._metrics: dict[str, Metrics] = {store.url: {} for store in self._stores()}  # not yet in that store
+        # of each store: two retentions at once would find each other's folders gone
+        self._tidying = {store.url: threading.Lock() for store in self._stores()}
         self._errors: list[tuple[SaveRequest, str, bool]] = []  # that rank 0 has to read in the remote store
         self._jobs: queue.SimpleQueue[SaveRequest | str] = queue.SimpleQueue()
         self._uploads = Uploads()
@@ -322,7 +323,7 @@ class Writer:
     def _tidy(self, store: Storage, *, retention: bool = True) -> None:
         """Rank 0: metrics, which decide what is removed, and retention."""
         try:
-            with self._retaining:
+            with self._tidying[store.url]:
                 waiting = self._metrics[store.url]
                 for ref, values in list(waiting.items()):
                     store.put_bytes(ref.metric_name, manifest.add_checksum({"step": ref.step, "values": values}))

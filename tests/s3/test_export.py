@@ -117,7 +117,11 @@ def test_export_and_evaluate_from_the_bucket_alone(
     content = bytearray(view.get(key))
     content[len(content) // 8] ^= 1
     view.put(key, bytes(content))
-    for verb in (("export", url, "--output", "x"), ("export", url, "--output", "x", "--step", "4"), ("evaluate", url)):
+    for verb in (
+        ("export", url, "--output", "x"),
+        ("export", url, "--output", "x", "--step", "4"),
+        ("evaluate", url, f"data.val={data.val}"),
+    ):
         status, out = command(*verb)
         assert status == 1 and key.removeprefix("run/") in out and "does not have its sha256" in out, out
     assert not (elsewhere / "x").exists()
