@@ -1,4 +1,4 @@
-"""What a recipe says under `data:`, what follows from it, and a first look whether the shards fit it."""
+"""The `data` section of a recipe, what follows from it, and a first look whether the shards fit it."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ class DataConfig(Settings):
 
 
 def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
-    """The number of lanes: a function of the global batches' sizes alone, so that the order never depends on W.
+    """The number of streams: a function of the global batches' sizes alone, so that the order never depends on W.
 
-    Any number works with any sizes and ranks. Where it divides all sizes, each lane gives every batch equally
-    many; where it does not, the fewer samples a lane gives, the more lanes are read by several ranks, which costs
+    Any number works with any sizes and ranks. Where it divides all sizes, each stream gives every batch equally
+    many; where it does not, the fewer samples a stream gives, the more of them are read by several ranks, which costs
     reading (each sample is decoded once). Hence `auto`: a divisor where there is one of some size, else a
-    number that takes a few samples from each lane.
+    number that takes a few samples from each.
     """
     if lanes != "auto":
         return lanes
@@ -144,9 +144,9 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     return max(divisor, min(FEW_STREAMS, smallest // SAMPLES_PER_STREAM))
 
 
-def resolve_block(shuffle_block: int | Literal["auto"], lanes: int) -> int:
-    """Samples that a lane permutes together: a function of the recipe alone, as the number of lanes is."""
-    return max(1, min(LARGEST_BLOCK, SHUFFLED // lanes)) if shuffle_block == "auto" else shuffle_block
+def resolve_block(shuffle_block: int | Literal["auto"], streams: int) -> int:
+    """Samples that a stream permutes together: a function of the recipe alone, as the number of streams is."""
+    return max(1, min(LARGEST_BLOCK, SHUFFLED // streams)) if shuffle_block == "auto" else shuffle_block
 
 
 def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, Any]:
