@@ -1,4 +1,4 @@
-"""What a recipe says under `data:`, what follows from it, and a first look whether the shards fit it."""
+"""The `data` section of a recipe, what follows from it, and a first look whether the shards fit it."""
 
 from __future__ import annotations
 
@@ -130,9 +130,9 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     """The number of streams: a function of the global batches' sizes alone, so that the order never depends on W.
 
     Any number works with any sizes and ranks. Where it divides all sizes, each stream gives every batch equally
-    many; where it does not, the fewer samples a stream gives, the more streams are read by several ranks, which costs
+    many; where it does not, the fewer samples a stream gives, the more of them are read by several ranks, which costs
     reading (each sample is decoded once). Hence `auto`: a divisor where there is one of some size, else a
-    number that takes a few samples from each stream.
+    number that takes a few samples from each.
     """
     if lanes != "auto":
         return lanes

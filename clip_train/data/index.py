@@ -34,7 +34,7 @@ THREADS = 16  # for many small files
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What an index says of one shard."""
+    """One shard in an index."""
 
     samples: int  # in the archive, usable or not
     sha256: str  # of the whole file
@@ -73,7 +73,7 @@ class ShardIndex:
 
     shards: list[str]
     entries: Mapping[str, ShardEntry] = field(default_factory=dict)  # by path or URL
-    sizes: Mapping[str, int] = field(default_factory=dict)  # samples by path or URL; before what the entries say
+    sizes: Mapping[str, int] = field(default_factory=dict)  # samples by path or URL; go before the entries'
     sources: tuple[int, ...] = ()  # shards of each of those that `::` joins; (): they are one
 
     @property
@@ -147,7 +147,7 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
         verify: as `data.verify`; "off" leaves indexes alone.
 
     Raises:
-        UserError: an index is damaged, or it is not known whether there is one.
+        UserError: an index is damaged, or whether there is one cannot be found out.
     """
     shards = [shard for source in sources for shard in source]
     entries: dict[str, ShardEntry] = {}
@@ -228,7 +228,7 @@ def load_sizes(folder: str, storage: StorageConfig) -> dict[str, int]:
 
 
 def _successes(shard: str, storage: StorageConfig) -> int | None:
-    """Samples that img2dataset says it has written into a shard."""
+    """Samples that img2dataset has written into a shard, by its own statistics."""
     found = _json(shard.removesuffix(".tar") + STATS_SUFFIX, storage).get("successes")
     return found if _is_count(found) else None
 
@@ -238,7 +238,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _json(url: str, storage: StorageConfig) -> dict[str, Any]:
-    """{} where there is no JSON object: what it would say is found out otherwise."""
+    """{} where there is no JSON object: what would be in it is counted."""
     try:
         with open_read(url, storage) as file:
             found = json.loads(file.read())
@@ -268,7 +268,7 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
             return {}
         except OSError as e:
             raise UserError(
-                f"it is not known whether there is an index, {url} ({type(e).__name__}: {e}); "
+                f"whether there is an index cannot be found out, {url} ({type(e).__name__}: {e}); "
                 "data.verify=off goes without"
             ) from e
         except (ValueError, LookupError, TypeError, OverflowError) as e:

@@ -91,7 +91,7 @@ def index_shard(
 ) -> Indexed:
     """One shard's entry. A damaged archive is counted up to its damage, which the entry names.
 
-    caption_key: as `data.caption_key`; only says which samples are invalid.
+    caption_key: as `data.caption_key`; only decides which samples are invalid.
 
     Raises:
         DataError: it cannot be read.
@@ -170,7 +170,7 @@ def write_indexes(found: Mapping[str, Indexed], storage: StorageConfig | None = 
     """sizes.json and our index in every folder, with what they knew of other shards.
 
     Returns:
-        The indexes' paths; and what sizes.json had said otherwise of these shards.
+        The indexes' paths; and where sizes.json had another number.
 
     Raises:
         UserError: an index that is there is damaged.
@@ -196,7 +196,7 @@ def write_indexes(found: Mapping[str, Indexed], storage: StorageConfig | None = 
 
 
 def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
-    """What of a shard is not what its index says; None where all is."""
+    """Where a shard differs from its index; None where it does not."""
     if then is None:
         return "is not in the index"
     if then.checksums.size != now.checksums.size:
@@ -225,13 +225,13 @@ def count_missing(
     together: bool = True,
     log: Callable[[str], None] = lambda line: None,
 ) -> ShardIndex:
-    """The index with the counts of the shards of which nobody has said them. DataError where one cannot be read.
+    """The index with the counts of the shards that nobody has counted. DataError where one cannot be read.
 
     Args:
         keep: a folder in which every count is written down at once: a run that is killed and started again goes on.
             None: nothing is written.
         together: all ranks call this, each counts some of the shards. Else this process counts all of them.
-        log: called by rank 0 with a line about every round of `ROUND_SECONDS`.
+        log: called by rank 0 with a line about every round of `ROUND_SECONDS` but the first.
     """
     ranks, rank = (dist.world_size(), dist.rank()) if together else (1, 0)
     todo = found.uncounted
@@ -241,7 +241,7 @@ def count_missing(
     known = dist.broadcast_object(known) if together else known
     total = len(todo)
     while todo := [url for url in todo if url not in known]:
-        if rank == 0:
+        if rank == 0 and known:
             log(
                 f"counting samples: {total - len(todo)} of {total} shards are done; `clip-train index` keeps the counts"
             )

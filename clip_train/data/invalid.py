@@ -14,7 +14,7 @@ from clip_train import dist
 from clip_train.errors import DataError
 
 WINDOW = 10_000  # samples
-MIN_INVALID = 20  # before the limit may stop a run: one of the first ten says little
+MIN_INVALID = 20  # before the limit may stop a run: one of the first ten means little
 KEYS_SHOWN = 3
 KEY_LENGTH = 60  # characters of a key that are shown
 ROWS_SHOWN = 20
@@ -131,7 +131,7 @@ class InvalidLog:
         self.mine.update(counts)
 
     def sum(self) -> None:
-        """Collective: brings `total` up to date."""
+        """Collective: `total` is up to date then."""
         self.total = sum((Counter(counts) for counts in dist.gather_objects(dict(self.mine))), Counter[str]())
 
     def reached(self, epoch: int, step: int) -> str | None:
