@@ -42,7 +42,8 @@ from launcher import engines
 from launcher.config.memory import measure, memory_limit
 from launcher.config.recipe import RunConfig
 from launcher.config.resume import compare_with
-from launcher.config.validate import Checked, check, engine_facts, pays_twice, sized
+from launcher.config.validate import Checked, check, engine_facts, sized
+from launcher.describe import describe_start, log_done
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
@@ -79,12 +80,12 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest | None = None, 
         checked = sized(config, checked, memory_limit(config, device))
     trainer = build_trainer(config, checked, device, outcome)
     trainer.stop, trainer.phase = stop, watchdog.phase
-    watchdog.committed = partial(committed_step, trainer)
+    watchdog.committed = lambda: good.step if (good := trainer.checkpoints.last_good) else None
     startup.done("model, engine and data")
     evaluated = run(config, trainer)
     if dist.is_main():
         outcome.done()
-        log_done(config, evaluated)
+        log_done(config.run_dir, evaluated)
     stop.ignore()  # all is committed: a launcher's hurry must not look like a crash
     outcome.leave()
     return 0
@@ -112,11 +113,6 @@ def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Sta
     )
     watchdog.start()
     return watchdog
-
-
-def committed_step(trainer: Trainer) -> int | None:
-    good = trainer.checkpoints.last_good
-    return good.step if good else None
 
 
 def make_run_dir(config: RunConfig) -> None:
@@ -337,31 +333,3 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
         trainer.sinks.close()
         if isinstance(trainer.batches, TrainLoader):
             trainer.batches.close()
-
-
-def describe_start(
-    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None, notes: list[str]
-) -> None:
-    plan, sizes = checked.plan, config.batch.sizes
-    varying = f"{sizes}; the largest, " if config.batch.schedule else ""
-    log(
-        f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
-        f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
-        f"{engines.package(config.engine.kind).describe(config.engine)}, "
-        f"{config.engine.precision}, {device.type}; {checked.streams} streams; "
-        f"{config.steps} steps into {config.run_dir}"
-    )
-    if checked.source is not None:
-        log(f"data.train: {checked.source.index.describe()}")
-    if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
-        log(pays_twice(plan))
-    if resumed is not None:
-        log("\n".join([resumed.describe(), *notes]))
-
-
-def log_done(config: RunConfig, evaluated: dict[str, float]) -> None:
-    for name, value in evaluated.items():
-        log(f"{name}: {value:.4g}")
-    run_dir = config.run_dir
-    log(f"done. Run directory: {run_dir}; plot: {run_dir / 'loss.png'}; report: {run_dir / 'report.html'}")
-    log(f"next: clip-train export {run_dir / 'recipe.yaml'}")
