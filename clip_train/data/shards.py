@@ -47,7 +47,8 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
         if part.lower().endswith(TABLES):
             raise UserError(
                 f"{field} ({part}) is a table, not shards: write its images and captions into WebDataset tars first, "
-                "for example with `img2dataset --output_format webdataset`, and give those: 'shards/{00000..00099}.tar'"
+                f"for example with `img2dataset --url_list {part} --output_format webdataset`, and give those: "
+                "'shards/{00000..00099}.tar'"
             )
         try:
             patterns = list(braceexpand(part)) if part else []

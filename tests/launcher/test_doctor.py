@@ -49,7 +49,7 @@ def test_a_healthy_set_up(recipe, tmp_path):
     status, out = doctor(tmp_path, "--json", str(recipe), PATH="/usr/bin:/bin", limit=4096)
     assert status == 0, out
     report = json.loads(out)
-    told = {finding["check"]: finding["told"] for finding in report["findings"]}
+    told = {finding["check"]: finding["message"] for finding in report["findings"]}
     checks = {"versions", "devices", "ranks", "process group", "limits", "shards", "captions", "S3", "disk", "time"}
     assert report["worst"] != "error" and checks <= set(told)
     assert "GB/s" in told["process group"] and "latency" in told["process group"]
@@ -75,7 +75,7 @@ def test_an_index_and_its_captions(data, recipe, tmp_path):
 
     def index(*more: str) -> list[str]:
         found = [f for f in check_shards(load_config(str(recipe), [*train, *more])) if f.check == "index"]
-        return [f"{f.level}: {f.told} {f.remedy}" for f in found]
+        return [f"{f.level}: {f.message} {f.remedy}" for f in found]
 
     (line,) = index()
     assert line.startswith("warning") and "clip-train index '" in line

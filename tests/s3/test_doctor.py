@@ -38,14 +38,14 @@ def look(config: RunConfig) -> list[Finding]:
 
 
 def found(findings: list[Finding], level: str) -> list[str]:
-    return [f"{each.check}: {each.told} -> {each.remedy}" for each in findings if each.level == level]
+    return [f"{each.check}: {each.message} -> {each.remedy}" for each in findings if each.level == level]
 
 
 def test_a_healthy_bucket(view: Bucket) -> None:
     findings = look(config(f"{view.url}/run"))
-    assert found(findings, "ok") == [f"{each.check}: {each.told} -> " for each in findings]
+    assert found(findings, "ok") == [f"{each.check}: {each.message} -> " for each in findings]
     for did in ("listed", "written to", "reads back", "conditional writes: of two runs only one", "deleted", "time"):
-        assert any(did in each.told for each in findings), (did, findings)
+        assert any(did in each.message for each in findings), (did, findings)
     assert view.keys() == [] and view.unfinished_uploads() == []
 
 

@@ -186,7 +186,7 @@ def test_file_url_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_local_run_does_not_import_fsspec(tmp_path: Path) -> None:
     code = (
-        "import sys; from clip_train.storage import open_read, expand_glob, open_storage\n"
+        "import sys; from clip_train.storage.urls import open_read, expand_glob, open_storage\n"
         f"open_storage({str(tmp_path)!r}).put_bytes('f', b'1'); expand_glob({str(tmp_path)!r} + '/*')\n"
         f"open_read({str(tmp_path)!r} + '/f').close()\n"
         "sys.exit('fsspec' in sys.modules)"
