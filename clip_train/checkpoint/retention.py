@@ -104,11 +104,11 @@ def apply_retention(
     own: Callable[[], Attempts] = lambda: Attempts(set(), -1, 0.0),
     note: Callable[[str], None] = lambda text: None,
 ) -> list[CommitRef]:
-    """Rank 0's saver, after a commit: returns the checkpoints removed. OSError; FencedError.
+    """Rank 0's checkpoint writer, after a commit: returns the checkpoints removed. OSError; FencedError.
 
     note: takes what cannot be removed and does not matter for the rest.
 
-    The marker goes first and the data second, so a kill in between leaves rubbish for the next time, not a
+    The marker goes first and the data second, so a kill in between leaves an orphan for the next time, not a
     broken checkpoint. What has a higher epoch than this writer's is never touched: it may have slept since it
     asked for its lease.
     """
