@@ -30,7 +30,7 @@ from typing import Any
 from common import ROOT, finish, parser
 
 from clip_train.demo.datasets import shapes
-from tests.checkpoint.eyes import damaged_in, newest_in, strays
+from tests.checkpoint.eyes import damaged_in, newest_in, orphans_in
 from tests.processes import family, kill_tree
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
@@ -213,7 +213,7 @@ class Storm:
         here = self.checkpoints
         names = [path.relative_to(here).as_posix() for path in here.rglob("*") if path.is_file()]
         markers = [path.read_bytes() for path in here.glob("commit/e*.json")]
-        return self.bucket.orphans("run") + [f"{here}/{name}" for name in strays(names, markers)]
+        return self.bucket.orphans("run") + [f"{here}/{name}" for name in orphans_in(names, markers)]
 
     def last_files(self) -> list[str]:
         """sha256 of the data of the newest commit in the bucket."""

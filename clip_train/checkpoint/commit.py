@@ -26,7 +26,7 @@ _LATE_SECONDS = 30.0  # for a manifest to show after all ranks have written it: 
 
 
 class DamagedError(Exception):
-    """A committed checkpoint that is not whole; says what is wrong."""
+    """A committed checkpoint that is not whole, and why."""
 
 
 class RefusedError(CheckpointError):
@@ -243,7 +243,7 @@ def _read_again(storage: Storage, name: str, parse: Callable[[bytes], T]) -> T:
 
 
 def read_commit(storage: Storage, ref: CommitRef) -> Commit:
-    """What the marker `ref` says. DamagedError, FormatError, OSError."""
+    """The content of the marker `ref`. DamagedError, FormatError, OSError."""
     try:
         found = _read_again(storage, ref.name, Commit.from_bytes)
     except FileNotFoundError:

@@ -134,7 +134,7 @@ def writable(storage: Storage, action: Callable[[], T]) -> T:
 
 
 def locate(path: str) -> tuple[str, CommitRef | None]:
-    """(the checkpoints' root, which one in it if `path` says so). UserError where there are none."""
+    """(the checkpoints' root, which one in it if `path` names one). UserError where there are none."""
     return _locate_remote(path) if is_remote(path) else _locate_local(path)
 
 
@@ -200,7 +200,7 @@ _RIGHTS = {
 class Trial:
     """One thing that was tried. Without `remedy` it went well; without `error` training can start all the same."""
 
-    message: str
+    result: str  # what the store does, or cannot do
     remedy: str = ""
     error: ClipTrainError | None = None
 
@@ -214,7 +214,7 @@ def preflight(storage: Storage) -> list[str]:
     for each in trials:
         if each.error is not None:
             raise each.error
-    return [f"{storage.url} {each.message}. {each.remedy}" for each in trials if each.remedy]
+    return [f"{storage.url} {each.result}. {each.remedy}" for each in trials if each.remedy]
 
 
 def try_all(storage: Storage) -> Iterator[Trial]:
@@ -247,24 +247,24 @@ class _Attempt:
         try:
             return trial()
         except (OSError, ClipTrainError) as e:
-            message, remedy, lasting = self.judged(e)
+            result, remedy, lasting = self.judged(e)
             kind = UserError if lasting else CheckpointError
-            error = kind(f"checkpoint.remote ({self.storage.url}) {message}; {remedy}")
+            error = kind(f"checkpoint.remote ({self.storage.url}) {result}; {remedy}")
             error.__cause__ = e
-            return Trial(message, remedy, error)
+            return Trial(result, remedy, error)
 
     def judged(self, e: OSError | ClipTrainError) -> tuple[str, str, bool]:
-        """What to say, what to do, and whether the user has to: a server that is merely busy is no mistake of his."""
+        """What went wrong, what to do, and whether the user has to: a server that is merely busy is no mistake."""
         if isinstance(e, CheckpointError):
-            return str(e), "use another server, or tell those who run it", False
+            return str(e), "use another server, or ask those who run it", False
         if isinstance(e, ClipTrainError):
             return f"cannot {self.doing}: {e}", _WRITABLE, True
-        message = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
+        result = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
         if not isinstance(e, PermissionError) and e.errno not in _LASTING:
-            return message, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", False
-        head, _, remedy = message.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
+            return result, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", False
+        head, _, remedy = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
         if not head:
-            return message, "mend its permissions, or choose another place", True
+            return result, "mend its permissions, or choose another place", True
         return head, f"{remedy} ({_RIGHTS[self.doing]})" if "the right" in remedy else remedy, True
 
     def put(self, name: str, *, if_absent: bool) -> tuple[bool, bytes]:
@@ -330,8 +330,8 @@ class _Attempt:
         try:
             self.storage.sweep(0.0, prefix="ckpt")
         except OSError as e:
-            message, remedy, _ = self.judged(e)
-            return Trial(message, f"{remedy}; {SWEEP_REMEDY}")
+            result, remedy, _ = self.judged(e)
+            return Trial(result, f"{remedy}; {SWEEP_REMEDY}")
         return Trial("can have its unfinished uploads listed")
 
     def tidy(self) -> None:

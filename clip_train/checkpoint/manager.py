@@ -94,7 +94,7 @@ class CheckpointManager:
     # -- begin
 
     def preflight(self) -> None:
-        """Before anything is built: can the remote store be used? UserError or CheckpointError says what to fix."""
+        """Before anything is built: can the remote store be used? UserError, CheckpointError: what to fix."""
         if (remote := self.remote) is not None:
             for warning in dist.on_main(lambda: preflight(remote)):
                 self._saves.report(f"warning: {warning}")
@@ -338,7 +338,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """The checkpoint writer finishes what is under way within `checkpoint.grace_seconds`, or abandons it, and the
-        log says which. What a last save has waited counts. Every rank for itself: nothing here waits for another one.
+        log has which. What a last save has waited counts. Every rank for itself: nothing here waits for another one.
         """
         grace = self.config.grace_seconds
         self._saves.close(

@@ -229,7 +229,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a commit marker says."""
+    """The content of a commit marker."""
 
     epoch: int
     step: int

@@ -109,7 +109,7 @@ def apply_retention(
 
     note: takes what cannot be removed and does not matter for the rest.
 
-    The marker goes first and the data second, so a kill in between leaves rubbish for the next time, not a
+    The marker goes first and the data second, so a kill in between leaves an orphan for the next time, not a
     broken checkpoint. What has a higher epoch than this writer's is never touched: it may have slept since it
     asked for its lease.
     """

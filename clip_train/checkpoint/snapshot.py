@@ -50,7 +50,7 @@ SPARE_BYTES = 1 << 20  # beside what is needed: a later header may be longer
 class Plan:
     """What a file will hold and where; nothing is copied yet."""
 
-    head: bytes  # the file's start, its length a multiple of 8
+    head: bytes  # the start of the file, its length a multiple of 8
     places: list[tuple[int, Tensor]]  # byte offset in the file -> tensor, still the training's own
     num_bytes: int  # of the file
     fragments: dict[str, Any]  # for the rank's manifest: `shapes`, `rows` of fragments, other `tensors`
@@ -180,7 +180,7 @@ class SharedMemory:
         self._pinned = plan.on_gpu and _register(self._view)
 
     def fill(self, plan: Plan) -> None:
-        """Copy the file that `plan` describes to the start. When it returns, training may go on."""
+        """Copy the file that `plan` describes to its start. When it returns, training may go on."""
         assert plan.num_bytes <= self.capacity
         self._map[: len(plan.head)] = plan.head
         for at, tensor in plan.places:

@@ -69,7 +69,7 @@ class Schedule:
         return self._every_steps is not None and step > 0 and step % self._every_steps == 0
 
     def _due_by_time(self, step: int) -> bool:
-        """Rank 0's clock decides. It also says when to ask again, so that most steps cost no message."""
+        """Rank 0's clock decides. It also decides when to ask again, so that most steps cost no message."""
         if self._every_minutes is None:
             return False
         if self._since_step is None:

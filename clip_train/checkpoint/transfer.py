@@ -38,7 +38,7 @@ _HASHING_THREADS = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """A checkpoint writer's first message."""
+    """The first message to a checkpoint writer."""
 
     folder: str
     remote: str | None
@@ -55,7 +55,7 @@ class Settings:
 
 
 def write_snapshot(storage: LocalStorage, memory_fd: int, request: SaveRequest) -> FileEntry:
-    """The start of `memory_fd` as a file of the attempt, hashed on the way. CheckpointError, OSError."""
+    """The first bytes of `memory_fd` as a file of the attempt, hashed on the way. CheckpointError, OSError."""
     check_space(storage.root, request.size, free_bytes(storage.root))
     name = manifest.rank_file(request.rank)
     staged = storage.path(manifest.staged_name(request.prefix, name))

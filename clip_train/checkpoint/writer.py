@@ -1,4 +1,4 @@
-"""The checkpoint writer: one process beside each rank that brings its snapshots to disk and remote store. No torch.
+"""The checkpoint writer: one process beside each rank that writes its snapshots to disk and remote store. No torch.
 
 Its rank starts it and holds the other end of a socketpair; the snapshot lies in memory that both have. Three threads:
 messages; the local disk (file, rank manifest, commit, retention); the remote store (the same). It ends with its rank.

@@ -14,10 +14,10 @@ def damage(marker: bytes, read: Callable[[str], bytes]) -> str | None:
     """What is wrong with a committed checkpoint; None if it is whole. read: a file by its name under the root;
     LookupError where there is none."""
     try:
-        told = json.loads(marker)
-        folder = told["prefix"]
+        body = json.loads(marker)
+        folder = body["prefix"]
         manifest = read(f"{folder}/_MANIFEST.json")
-        if hashlib.sha256(manifest).hexdigest() != told["manifest_sha256"]:
+        if hashlib.sha256(manifest).hexdigest() != body["manifest_sha256"]:
             return "another manifest"
         body = json.loads(manifest)
         names = [entry["name"] for entry in body["files"]]
@@ -48,10 +48,10 @@ def _look_into(
     """Of a safetensors file: which elements of which parameter's slots it has."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     shapes |= json.loads(header.pop("__metadata__")["shapes"])
-    for key, told in header.items():
+    for key, body in header.items():
         if not key.startswith("@"):
             slot, start, name = key.split("|", 2)
-            pieces[name, slot].append((int(start), int(start) + math.prod(told["shape"])))
+            pieces[name, slot].append((int(start), int(start) + math.prod(body["shape"])))
 
 
 def _gap(pieces: dict[tuple[str, str], list[tuple[int, int]]], shapes: dict[str, list[int]]) -> str | None:
@@ -86,11 +86,11 @@ def damaged_in(folder: Path) -> list[str]:
     return wrong
 
 
-def strays(names: list[str], markers: list[bytes]) -> list[str]:
+def orphans_in(names: list[str], markers: list[bytes]) -> list[str]:
     """What does not belong to a committed checkpoint, of all that is stored."""
-    told = [json.loads(marker) for marker in markers]
-    folders = tuple(f"{each['prefix']}/" for each in told)
-    refs = {f"e{each['epoch']:06d}-s{each['step']:010d}.json" for each in told}
+    body = [json.loads(marker) for marker in markers]
+    folders = tuple(f"{each['prefix']}/" for each in body)
+    refs = {f"e{each['epoch']:06d}-s{each['step']:010d}.json" for each in body}
     known = {f"{kind}/{ref}" for kind in ("commit", "metric") for ref in refs} | {"latest.json"}
     return [name for name in names if not name.startswith(("lease/", *folders)) and name not in known]
 
@@ -98,7 +98,7 @@ def strays(names: list[str], markers: list[bytes]) -> list[str]:
 def newest_in(folder: Path) -> list[tuple[int, int]]:
     """(epoch, step) of every marker."""
     return [
-        (told["epoch"], told["step"])
+        (body["epoch"], body["step"])
         for path in folder.glob("commit/e*.json")
-        if (told := json.loads(path.read_bytes()))
+        if (body := json.loads(path.read_bytes()))
     ]

@@ -9,7 +9,7 @@ import urllib.error
 import xml.etree.ElementTree as ET
 from typing import Any
 
-from tests.checkpoint.eyes import damage, strays
+from tests.checkpoint.eyes import damage, orphans_in
 from tests.s3.server import Server
 
 
@@ -93,5 +93,5 @@ class Bucket:
     def orphans(self, root: str) -> list[str]:
         """Keys that belong to no commit, and uploads that were never finished."""
         names = [key.removeprefix(f"{root}/") for key in self.keys(f"{root}/")]
-        stray = strays(names, [json.dumps(marker).encode() for marker in self.commits(root).values()])
+        stray = orphans_in(names, [json.dumps(marker).encode() for marker in self.commits(root).values()])
         return stray + [f"unfinished {key}" for key in self.unfinished_uploads()]
