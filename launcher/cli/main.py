@@ -40,14 +40,15 @@ def entry() -> NoReturn:
 
 def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     """Run one verb; returns the exit status. SystemExit for a line that cannot be parsed, and after --help."""
-    startup, outcome = Startup(), Outcome()
+    stop, startup = stop or StopRequest(), Startup()
+    outcome = Outcome(stop)
     startup.done("python")
     # launchers of ranks may append --local_rank=N; the environment has it already.
     arguments = [
         a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith(("--local_rank", "--local-rank"))
     ]
     args = parse(arguments)
-    args.arguments, args.stop, args.startup, args.outcome = arguments, stop or StopRequest(), startup, outcome
+    args.arguments, args.stop, args.startup, args.outcome = arguments, stop, startup, outcome
     try:
         module, _, function = VERBS[args.verb].run.partition(":")
         return getattr(importlib.import_module(module), function)(args)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clip_train.errors import ClipTrainError, DivergedError, Preempted, RankError, RemoteRankError, UserError
+from clip_train.stop import StopRequest
 from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.log import log
 from launcher.runtime.verdict import Failure, Word, node_name, read_verdict, write_report, write_verdict
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # For what has ended another rank to be known here: a death 18 s after it, an error once a report has been written.
 CAUSE_SECONDS = 25.0
+STOPPED_SECONDS = 3.0  # the same, where the launcher has asked this rank to stop: it names the other one
 MAIN_SECONDS = 2.0  # for rank 0 to be the first where all ranks have the same error: it knows of the checkpoints
 FIRST_SECONDS = 2.0  # the launcher is to see the end of the rank that failed first before the others'
 CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may still be importing
@@ -35,7 +37,8 @@ CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may st
 class Outcome:
     """Of this process. `train` fills in what it knows; `finish` works at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: StopRequest | None = None) -> None:
+        self.stop = stop
         self.heartbeat: Heartbeat | None = None
         self.watchdog: Watchdog | None = None
         self.run_dir: Path | None = None  # once the run there is known to be this recipe's: verdicts go there
@@ -75,8 +78,11 @@ class Outcome:
             failure = own or self.describe(error)
             self.publish(failure, trace)
             return failure.status
-        patience = CAUSE_SECONDS if own is None else 0.0 if heartbeat.env.rank == 0 else MAIN_SECONDS
-        failure = heartbeat.wait(patience) or heartbeat.claim(own or self.describe(error), trace)
+        if own is None:
+            cause = self._cause(heartbeat)
+        else:
+            cause = heartbeat.wait(0.0 if heartbeat.env.rank == 0 else MAIN_SECONDS)
+        failure = cause or heartbeat.claim(own or self.describe(error), trace)
         if failure.rank != heartbeat.env.rank:
             if own is not None and trace:
                 print(trace, file=sys.stderr, flush=True)  # an error of its own at the same moment
@@ -86,6 +92,14 @@ class Outcome:
             self.plot()
         heartbeat.leave()
         return failure.status
+
+    def _cause(self, heartbeat: Heartbeat) -> Failure | None:
+        """What has ended another rank; a launcher that is ending this one already, and knows, is not held up."""
+        end = time.monotonic() + CAUSE_SECONDS
+        while heartbeat.wait(0.5) is None and time.monotonic() < end:
+            if self.stop is not None and self.stop.look() is not None:
+                end = min(end, time.monotonic() + STOPPED_SECONDS)
+        return heartbeat.abort
 
     def describe(self, error: BaseException) -> Failure:
         """What this error means for the run, wherever it came from."""
@@ -106,8 +120,9 @@ class Outcome:
         elif not isinstance(error, ClipTrainError):
             message = f"{type(error).__name__}: {message}"
         status = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_status", 1)
-        suspect = not isinstance(error, (ClipTrainError, KeyboardInterrupt)) or isinstance(error, RankError)
-        return Failure(this_rank(), node_name(), message, word, status, node_suspect=suspect)
+        lost = is_lost_contact(error)
+        suspect = not (isinstance(error, (ClipTrainError, KeyboardInterrupt)) or lost) or isinstance(error, RankError)
+        return Failure(this_rank(), node_name(), message, word, status, lost=lost, node_suspect=suspect)
 
     def publish(self, failure: Failure, trace: str = "") -> None:
         """Print it, with the traceback of what nobody has foreseen, and leave verdict and report. The first one stays.

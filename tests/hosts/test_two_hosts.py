@@ -75,7 +75,7 @@ def test_it_trains_and_a_cut_link_ends_it_everywhere(hosts, recipe, tmp_path):
     try:
         status, out = finish(process)
         assert status != 0, out
-        assert any(told in out for told in ("has died without a word", "no progress for", "lost contact")), out
+        assert any(told in out for told in ("has died or is frozen", "no progress for", "lost contact")), out
         until(lambda: not left_on(hosts, "h1") and not left_on(hosts, "h2"), 180)
         assert left_on(hosts, "h1") == [] and left_on(hosts, "h2") == []
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -78,6 +79,19 @@ def test_one_process_exits_75_itself(recipe, tmp_path):
     process.send_signal(signal.SIGINT)
     status, out = finish(process)
     assert status == 75, out
+
+
+def test_ctrl_c_twice_ends_at_once_and_names_what_is_committed(recipe, tmp_path):
+    process = start(recipe, *ENDLESS, "checkpoint.every_steps=100000", fault="slow:0")  # its save takes 13 s
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(4)  # it saves by now; where it does not, the second one interrupts a step
+    process.send_signal(signal.SIGINT)
+    status, out = finish(process)
+    assert status == 130, out
+    assert "without a save: nothing is committed; run the same line to go on" in out and "Traceback" not in out, out
+    word, why = read_verdict(tmp_path / "run")
+    assert word == "FAILED" and why["step"] >= 3 and "interrupted" in why["reason"]
 
 
 def test_resuming_from_what_a_resumed_run_has_saved(recipe, tmp_path, uninterrupted):
