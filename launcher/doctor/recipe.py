@@ -148,8 +148,8 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
     storage = open_storage(remote, patience_seconds=patience_seconds)
     for trial in try_all(storage):
         make = error if trial.error is not None else warning
-        told = f"checkpoint.remote ({storage.url}) {trial.result}"
-        yield make("S3", told, trial.remedy) if trial.remedy else ok("S3", told)
+        message = f"checkpoint.remote ({storage.url}) {trial.result}"
+        yield make("S3", message, trial.remedy) if trial.remedy else ok("S3", message)
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
