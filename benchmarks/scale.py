@@ -282,9 +282,9 @@ def main() -> int:
     rows.append(shards())
     rows.sort(key=lambda each: (each["what"], each["ranks"]))
     print(
-        "largest terms. save, rank 0: the manifests of all ranks, parsed. resume, rank 0 and a rank: the files' "
-        f"entries, with a sha256 of every {BLOCK_BYTES >> 20} MiB. heartbeat, rank 0: one key of each rank. shards: the "
-        "blocks' checksums, 16 digits for each 4 MiB, and 8 bytes for every 64 samples."
+        "largest terms. save, rank 0: the manifests of all ranks, parsed. resume, rank 0 and a rank: the files'\n"
+        f"entries, with a sha256 of every {BLOCK_BYTES >> 20} MiB. heartbeat, rank 0: one key of each rank.\n"
+        "shards: the blocks' checksums, 16 digits for each 4 MiB, and 8 bytes for every 64 samples."
     )
     return finish("scale", rows, TARGETS, judge(rows), args)
 
