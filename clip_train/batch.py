@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, PositiveInt, model_validator
 
 from clip_train.errors import UserError
-from clip_train.explain import Allowed, shown
-from clip_train.settings import Refused, Rounding, Settings
+from clip_train.settings import Allowed, Refused, Rounding, Settings, shown
 
 
 class BatchStage(Settings):

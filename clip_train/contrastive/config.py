@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, PositiveInt, model_validator
 
-from clip_train.explain import Allowed
-from clip_train.settings import Refused, Rounding, Settings
+from clip_train.settings import Allowed, Refused, Rounding, Settings
 
 AUTO_SIDE = 0
 

@@ -17,8 +17,7 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import Reading, expand, missing_files, open_shard, split_sources
 from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import RankError, UserError
-from clip_train.explain import Allowed
-from clip_train.settings import Settings
+from clip_train.settings import Allowed, Settings
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 

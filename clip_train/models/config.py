@@ -13,8 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from clip_train.errors import UserError
-from clip_train.explain import Allowed, clipped, explain, shown
-from clip_train.settings import Refused, Settings
+from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -10,7 +10,7 @@ import textwrap
 from typing import Any
 
 from clip_train.errors import UserError
-from clip_train.explain import allowed, as_yaml
+from clip_train.settings import allowed, as_yaml
 from launcher.config.recipe import known_keys, load_config
 
 

@@ -28,12 +28,11 @@ from clip_train.data.config import DataConfig
 from clip_train.data.index import index_of
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
-from clip_train.explain import Allowed, explain, shown
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import ModelConfig
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
-from clip_train.settings import LARGEST, Refused, Settings, Silent
+from clip_train.settings import LARGEST, Allowed, Refused, Settings, Silent, explain, shown
 from clip_train.storage.config import StorageConfig
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig

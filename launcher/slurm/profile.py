@@ -9,8 +9,7 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from clip_train.errors import UserError
-from clip_train.explain import explain
-from clip_train.settings import Settings
+from clip_train.settings import Settings, explain
 from launcher.config.recipe import read_recipe
 
 ENV = "CLIP_TRAIN_SITE"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_train.errors import UserError
-from clip_train.explain import clipped
+from clip_train.settings import clipped
 from launcher.engines.config import EngineConfig
 
 SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
