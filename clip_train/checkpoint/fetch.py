@@ -84,8 +84,7 @@ class CheckpointFiles:
     ) -> None:
         """OSError where it cannot be found out which copies there are."""
         self.entries = found.manifest.files
-        self.fetched = 0  # bytes, by this rank
-        self.seconds = 0.0  # of fetching
+        self.fetched, self.seconds = 0, 0.0  # bytes, by this rank; of fetching
         self._found, self._local, self._remote = found, local, remote
         self._ranks, self._log = ranks, log
         self._together = len(ranks) == dist.world_size()
