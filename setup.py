@@ -14,7 +14,7 @@ INSTALL = [
     "deepspeed>=0.19.8",
     "webdataset>=1.0.2",
     "braceexpand",
-    "fsspec",
+    "fsspec[http]",  # https:// shards too
     "obstore>=0.11",
     "botocore>=1.34",
     "pyyaml",
