@@ -71,10 +71,9 @@ class Fault:
             return False
         if self.access_key and f"Credential={self.access_key}".encode() not in headers:
             return False
-        if self.region and f"/{self.region}/s3/".encode() not in headers:
-            return False
         begins = re.search(rb"(?im)^range: *bytes=(\d+)-", headers)
-        if self.begin and (begins is None or int(begins[1]) < self.begin):
+        elsewhere = self.begin and (begins is None or int(begins[1]) < self.begin)
+        if elsewhere or (self.region and f"/{self.region}/s3/".encode() not in headers):
             return False
         self.seen += 1
         if not self.left:
