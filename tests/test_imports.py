@@ -35,3 +35,9 @@ def test_the_checkpoint_writer_runs_without_torch():
     """It starts beside every run: torch would cost a second of that start, and 200 MiB on each node."""
     code = "import sys; sys.modules['torch'] = None; import clip_train.checkpoint.writer"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_recipe_is_read_without_torch():
+    """`train --keys` and the mistakes of a recipe come at once, on a login node too."""
+    code = "import sys; sys.modules['torch'] = None; import launcher.config.recipe"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from pydantic import Field, field_validator
 
-from clip_train import dist
 from clip_train.checkpoint.commit import explain, list_commits, readable
 from clip_train.checkpoint.lease import Lease
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
@@ -102,6 +101,8 @@ def ranks_of_folder(storage: LocalStorage) -> list[int]:
 
     One of them leaves a file with its number: first rank 0, and where that does not reach all, one for each folder.
     """
+    from clip_train import dist  # torch, without which a recipe is read
+
     if dist.world_size() == 1:
         return [0]
     name = str(dist.broadcast_object(f".seen-{time.time_ns()}"))

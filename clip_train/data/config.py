@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from clip_train.batch import BatchSizes
-from clip_train.data.decode import IMAGE_EXTENSIONS, caption, image_bytes, json_keys
 from clip_train.data.index import ShardIndex, look_up
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import Reading, expand, missing_files, open_shard, split_sources
@@ -201,6 +200,8 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
 
 
 def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: str | None) -> SourceSummary:
+    from clip_train.data.decode import IMAGE_EXTENSIONS, caption, image_bytes  # torch: a recipe is read without
+
     try:
         with open_shard(shard, reading) as file:
             sample = next(iter_samples(file), None)
@@ -231,6 +232,8 @@ def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: s
 
 
 def _caption_remedy(sample: TarSample, members: str, caption_key: str | None) -> str:
+    from clip_train.data.decode import json_keys
+
     keys = ", ".join(json_keys(sample)) or "none that can be read"
     if "json" in sample.members and caption_key is None:
         return f"{members}; set data.caption_key to one of the .json's keys: {keys}"

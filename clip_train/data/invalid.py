@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clip_train import dist
 from clip_train.errors import DataError
 
 WINDOW = 10_000  # samples
@@ -132,6 +131,8 @@ class InvalidLog:
 
     def sum(self) -> None:
         """Collective: `total` is up to date then."""
+        from clip_train import dist  # torch: a recipe is read without
+
         self.total = sum((Counter(counts) for counts in dist.gather_objects(dict(self.mine))), Counter[str]())
 
     def reached(self, epoch: int, step: int) -> str | None:
@@ -164,4 +165,6 @@ class InvalidLog:
     def load(cls, state: Mapping[str, Any], epoch: int) -> InvalidLog:
         """From a checkpoint's state, in epoch `epoch`. It holds the sum over ranks: rank 0 takes it for its own."""
         total = Counter[str](state["bad_samples"])
+        from clip_train import dist
+
         return cls(Counter(total) if dist.is_main() else Counter[str](), total, epoch, list(state["bad_epochs"]))

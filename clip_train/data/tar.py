@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import webdataset
-
 BLOCK = 512  # bytes: everything in a tar is padded to this
 ZEROS = bytes(BLOCK)
 MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
@@ -254,6 +252,8 @@ def write_shards(
         ValueError: a key with a dot, or without content.
         OSError: from the disk.
     """
+    import webdataset  # torch: a recipe is read without
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []

@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-import torch
-from torch import nn
-
-from clip_train.protocols import Engine
 from launcher.doctor.findings import Check
 from launcher.engines.config import EngineConfig
 
-MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+if TYPE_CHECKING:  # a recipe is read without torch
+    import torch
+    from torch import nn
+
+    from clip_train.protocols import Engine
+
+MakeOptimizer: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
 
 
 @dataclass(frozen=True)
@@ -84,32 +85,6 @@ def describe(section: Mapping[str, Any]) -> str:
 def load(kind: str) -> None:
     """Import what the engine needs, which takes seconds."""
     importlib.import_module(f"launcher.engines.{kind}.engine")
-
-
-def units(model: nn.Module) -> list[nn.Module]:
-    """The parts whose parameters travel together, and which are compiled one by one: what module lists hold, such as a
-    tower's transformer blocks."""
-    return [part for each in model.modules() if isinstance(each, nn.ModuleList) for part in each]
-
-
-def compile_units(model: nn.Module) -> None:
-    """torch.compile each of `units` but every list's last, which reads one token only: its graphs would be others.
-
-    The method, not the module: hooks stay outside, and names as they are. The graphs take any batch and length, and
-    are shared by the blocks of a tower: two (with a gradient or without), three with dropout (and none in evaluation).
-    """
-    torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal need not stay so
-    for each in model.modules():
-        if isinstance(each, nn.ModuleList):
-            for unit in each[:-1]:
-                unit.forward = partial(_compiled, unit.forward, torch.compile(unit.forward, dynamic=True))
-
-
-def _compiled(eager: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any) -> Any:
-    """A single sample, such as a last micro-batch, and views of other tensors would need graphs of their own."""
-    if len(inputs[0]) == 1:
-        return eager(*inputs)
-    return compiled(*(x.clone() if isinstance(x, torch.Tensor) and x._is_view() else x for x in inputs))
 
 
 def build(

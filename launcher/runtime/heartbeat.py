@@ -11,12 +11,13 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-from torch.distributed import Store
+from typing import TYPE_CHECKING, Any
 
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.verdict import Failure, node_name
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 BEAT_SECONDS = 3.0
 SILENT_BEATS = 5  # a rank whose key has not changed for so many looks is lost: 15 to 18 s
@@ -50,7 +51,8 @@ class Heartbeat:
         self._seen: dict[int, tuple[bytes, int]] = {}  # rank -> its key's value, and looks since it changed
         self._all_came = False
         self._closed = threading.Event()
-        self._lock = threading.Lock()  # of `abort`
+        self._claimed = False  # by a thread of this rank, which publishes it
+        self._lock = threading.Lock()  # of `abort` and `_claimed`
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def open(self, store: Store, *, server: Store | None = None) -> None:
@@ -79,7 +81,11 @@ class Heartbeat:
             with contextlib.suppress(RuntimeError):  # gone: every rank for itself
                 first = parse(self._store.compare_set("abort", "", failure.to_json()))
                 self._store.set("all", "1")  # wakes the ranks that wait for the others to come
-        if self._learn(first) and first == failure:
+        self._learn(first)
+        with self._lock:  # not who learned of it: this rank's other threads may have read it in the store by now
+            is_mine = first == failure and not self._claimed
+            self._claimed = self._claimed or is_mine
+        if is_mine:
             self._publish(failure, trace)
             with contextlib.suppress(RuntimeError):
                 if self._store is not None:

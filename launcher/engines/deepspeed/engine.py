@@ -31,7 +31,7 @@ from clip_train.protocols import (
     StepReport,
     Wanted,
 )
-from launcher.engines import compile_units, units
+from launcher.engines.compile import compile_units, units
 from launcher.engines.deepspeed.shards import OwnedSlice, owned_slices, start_optimizer_state
 from launcher.engines.towers import SCALARS, Towers
 

@@ -28,7 +28,8 @@ from clip_train.protocols import (
     StepReport,
     Wanted,
 )
-from launcher.engines import MakeOptimizer, compile_units, units
+from launcher.engines import MakeOptimizer
+from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
 from launcher.engines.fsdp.shards import find_shards, flat
 from launcher.engines.towers import SCALARS, Towers
