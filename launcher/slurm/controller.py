@@ -208,8 +208,8 @@ class Controller:
         blamed: tuple[str, ...] = ()
         if word not in ("DONE", "PREEMPTED"):
             word, reason, blamed = explain(word, report, text, status)
-        if self.terminated.is_set() and (report is None or report.lost):
-            blamed = ()  # who is killed while it saves is not to blame
+        if self.terminated.is_set() and (report is None or report.lost) and lost_node(text) is None:
+            blamed = ()  # who is killed while it saves is not to blame; a node that Slurm has lost is
         after, stop_file = committed_step(self.run_dir), (self.run_dir / STOP_FILE).exists()
         return Outcome(word, before, after, reason, blamed, self.terminated.is_set(), stop_file)
 
