@@ -2,7 +2,7 @@
 
     python scripts/structure.py            the figures; exit status 1 where one is over its limit
 
-Limits only go down. Words: a reader of this field must not have to translate (CONTRIBUTING.md); each entry of
+Limits only go down. Words: a reader of this field must not have to translate; each entry of
 `EXCEPTIONS` says where one is meant in its ordinary sense.
 """
 
