@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -51,7 +52,7 @@ class LossOutput:
         ]
 
 
-class Objective:
+class Objective(abc.ABC):
     """A contrastive loss in closed form: its gradients need no autograd graph, and no collective after the call.
 
     All ranks make the same calls. Only `__call__` has to be overridden.
@@ -65,18 +66,18 @@ class Objective:
         """Once for each micro-batch, in the first pass, without grad: a teacher's features."""
         return None
 
+    @abc.abstractmethod
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         """features: of this rank's n samples, detached; row i of image belongs to row i of text."""
-        raise NotImplementedError
 
-    def after_step(self) -> None:
+    def after_step(self) -> None:  # noqa: B027  most need nothing
         """The optimizer has stepped."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """For a checkpoint; the same on all ranks, and good on any number of them."""
         return {}
 
-    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:  # noqa: B027
         """Take over what `state_dict` gave; it may hold nothing of this objective's."""
 
 

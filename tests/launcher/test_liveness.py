@@ -201,7 +201,7 @@ def test_the_flight_recorder_of_this_torch_can_be_read():
 
 def test_the_mark_of_a_rank_behind_an_unfinished_collective_says_that_it_waits(tmp_path):
     code = (
-        "import sys, time; from launcher import liveness\n"
+        "import sys, time; from launcher.runtime import watchdog as liveness\n"
         "pending = {'profiling_name': 'nccl:all_reduce', 'state': 'scheduled'}\n"
         "liveness.recorded = lambda: ([pending], '')\n"
         "config = liveness.LaunchConfig(hang_start_seconds=0.5)\n"
