@@ -217,6 +217,7 @@ def test_the_flight_recorder_of_this_torch_can_be_read():
         "d.all_reduce(torch.ones(2)); entries, missing = recorded()\n"
         "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), (entries, missing)\n"
         "entries[-1]['profiling_name'] = 'nccl:all_reduce'; assert unfinished(entries) is None, entries\n"
+        "d.destroy_process_group()\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=PATIENCE)
 
