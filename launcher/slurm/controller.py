@@ -87,6 +87,7 @@ def listen(terminated: threading.Event) -> None:
         terminated.set()
 
     signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)  # --signal=B:USR1, to this script alone: see END_TIME
 
 
 def say(message: str) -> None:

@@ -145,7 +145,7 @@ def out_of_time(request) -> Iterator[Job | None]:
     submit = submitter(cluster, server, data, folders.mktemp("out-of-time"), jobs)
     # n3 is crashed by other tests. Slurm's signal comes 70 to 100 s after the start, the trainer's own clock rings
     # after 90: less than 90 steps in an attempt. One minute would leave 10 s, in which a busy machine is starting.
-    limited = ("--time=2", "--signal=B:USR1@20", "--nodelist=n[1-2]")
+    limited = ("--time=2", "--signal=USR1@20", "--nodelist=n[1-2]")
     yield submit("2x1", *limited, steps=MANY_STEPS, STEP_SECONDS="1.0")
     end_all(jobs, describe(item), item.name)
 
