@@ -38,7 +38,7 @@ def test_preemption_with_a_grace(submit, cluster, undisturbed):
         before = job.attempts()[-1]["step"]
     job.let_go()
     finished_like(job, undisturbed)
-    story = check_story(job, *[PREEMPTED] * PREEMPTIONS, DONE)
+    story = check_preempted(job, PREEMPTIONS)
     assert all("SIGTERM" in each.end["reason"] for each in story[:-1])
 
 
@@ -54,7 +54,14 @@ def test_preemption_under_fsdp(submit, cluster, undisturbed):
     job.wait_for_attempts(1)
     job.let_go()
     finished_like(job, undisturbed)  # whose engine is DeepSpeed
-    check_story(job, PREEMPTED, DONE)
+    check_preempted(job, 1)
+
+
+def check_preempted(job, times):
+    """At least so often: Slurm may start the job anew before the higher one, and preempt it again."""
+    preemptions = len(job.attempts()) - 1
+    assert preemptions >= times
+    return check_story(job, *[PREEMPTED] * preemptions, DONE)
 
 
 def test_power_loss_of_a_node(submit, cluster, undisturbed):
