@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["ok", "warning", "error"]
-
 
 @dataclass(frozen=True)
 class Finding:
     """One line of the report."""
 
     check: str
-    level: Level
+    level: Literal["ok", "warning", "error"]
     message: str
     remedy: str = ""
 

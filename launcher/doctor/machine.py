@@ -11,16 +11,16 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from launcher.doctor.findings import Finding, error, ok, warning
+from launcher.doctor.findings import Check, Finding, error, ok, warning
 from launcher.runtime.consistency import code_version
 from launcher.runtime.environment import detect, has_launcher
-from launcher.slurm.scheduler import answer as ask
-from launcher.slurm.submit import LAUNCHERS, parse_time
+from launcher.slurm.scheduler import answer
+from launcher.slurm.submit import LAUNCHERS
 
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 
@@ -58,7 +58,7 @@ def check_ranks() -> Iterator[Finding]:
 
 def check_group() -> Iterator[Finding]:
     """A process group over this machine's devices (two ranks on CPU), in processes of its own."""
-    ranks = max(2, torch.cuda.device_count()) if torch.cuda.device_count() != 1 else 1
+    ranks = torch.cuda.device_count() or 2
     line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launcher.doctor.probe"]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     environ["PYTHONPATH"] = f"{Path(__file__).resolve().parents[2]}:{environ.get('PYTHONPATH', '')}"
@@ -69,56 +69,40 @@ def check_group() -> Iterator[Finding]:
             env=environ,
             capture_output=True,
             text=True,
-            check=False,
             timeout=GROUP_SECONDS,
+            check=True,
         )
     except subprocess.TimeoutExpired:
-        yield error(
-            "process group", f"{ranks} ranks on this machine do not find each other within {GROUP_SECONDS} s", remedy
-        )
+        yield error("process group", f"{ranks} ranks do not find each other within {GROUP_SECONDS} s", remedy)
         return
-    answers = [text for text in done.stdout.splitlines() if text.startswith("{")]
-    if done.returncode or not answers:
-        said = [text for text in done.stderr.splitlines() if "Error" in text]
-        yield error("process group", (said or ["it failed without a word"])[0][:300], remedy)
+    except subprocess.CalledProcessError as e:
+        lines = [text for text in e.stderr.splitlines() if "Error" in text]
+        yield error("process group", (lines or ["it failed without a message"])[0][:300], remedy)
         return
-    found = json.loads(answers[0])
+    found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
     speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
-    message = f"{ranks} ranks, {speed}"
-    slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
-    yield (
-        warning("process group", message, "slow for GPUs: check nvidia-smi topo -m")
-        if slow
-        else ok("process group", message)
-    )
+    if found["device"] == "cuda" and found["bandwidth"] < 2e9:
+        yield warning("process group", f"{ranks} ranks, {speed}", "slow for GPUs: check nvidia-smi topo -m")
+    else:
+        yield ok("process group", f"{ranks} ranks, {speed}")
 
 
 def check_limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < 4096:
-        yield warning(
-            "limits", f"{files} open files (ulimit -n)", "ulimit -n 65536: loader workers and sockets need them"
-        )
+        remedy = "ulimit -n 65536: loader workers and sockets need them"
+        yield warning("limits", f"{files} open files (ulimit -n)", remedy)
     else:
         yield ok("limits", f"{files} open files")
-    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    if shm is not None and shm.free < 2**30:
-        message = f"/dev/shm has {shm.free / 2**20:.0f} MiB free"
-        yield warning(
-            "limits", message, "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
-        )
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 2**30
+    if free < 2**30:
+        remedy = "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
+        yield warning("limits", f"/dev/shm has {free / 2**20:.0f} MiB free", remedy)
 
 
 def check_time() -> Iterator[Finding]:
     """The kernel says whether something keeps the clock right: a job's end and S3's signatures depend on it."""
-
-    class Timex(ctypes.Structure):
-        _fields_ = (("modes", ctypes.c_int), ("rest", ctypes.c_byte * 508))
-
-    try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(Timex()))
-    except (OSError, AttributeError):
-        state = -1
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # struct timex; zeros: change nothing
     if state == 5:  # TIME_ERROR: not synchronised
         yield warning("time", "the clock is not synchronised", "start chronyd or systemd-timesyncd")
     else:
@@ -129,56 +113,54 @@ def check_slurm() -> Iterator[Finding]:
     """Settings of the cluster that hurt a job which is to requeue itself."""
     if shutil.which("scontrol") is None:
         return
-    shown = ask("scontrol", "show", "config")
+    shown = answer("scontrol", "show", "config")
     if not shown:
         yield warning("slurm", "scontrol does not answer", "is this a login node, and is SLURM_CONF right?")
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
     yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
-    if config.get("JobRequeue") == "0":
-        yield warning(
-            "slurm",
+    kill_wait = re.match(r"\d+", config.get("KillWait", ""))
+    hurting = [
+        (
+            config.get("JobRequeue") == "0",
             "JobRequeue=0: jobs are not requeued by default",
             "keep #SBATCH --requeue, or submit --template chain",
-        )
-    if config.get("PreemptMode", "").startswith("CANCEL"):
-        yield warning(
-            "slurm",
+        ),
+        (
+            config.get("PreemptMode", "").startswith("CANCEL"),
             "PreemptMode=CANCEL: a job that is preempted is not queued again",
             "submit --template chain: the next job of the array goes on",
-        )
-    wait = int(re.match(r"\d*", config.get("KillWait", ""))[0] or 30)  # type: ignore[index]
-    if wait < 15:
-        yield warning("slurm", f"KillWait={wait} s: scancel leaves no time to save", "touch STOP before you cancel")
-    if config.get("ProctrackType", "").endswith("linuxproc"):
-        yield warning(
-            "slurm",
+        ),
+        (
+            kill_wait is not None and int(kill_wait[0]) < 15,
+            f"KillWait={config.get('KillWait')}: scancel leaves no time to save",
+            "touch STOP before you cancel",
+        ),
+        (
+            config.get("ProctrackType", "").endswith("linuxproc"),
             "ProctrackType=proctrack/linuxproc signals every process and loses some",
             "ask for proctrack/cgroup",
-        )
-    exported = [name for name in ("SBATCH_EXPORT", "SLURM_EXPORT_ENV") if name in os.environ]
-    if exported:
-        yield warning(
-            "slurm",
-            f"{exported[0]}={os.environ[exported[0]]} changes which variables jobs get",
-            f"unset {exported[0]}, or name PATH and HOME in it",
-        )
-    for text in ask("scontrol", "show", "partition", "--oneliner").splitlines():
+        ),
+    ]
+    for name in ("SBATCH_EXPORT", "SLURM_EXPORT_ENV"):
+        message = f"{name}={os.environ.get(name)} changes which variables jobs get"
+        hurting.append((name in os.environ, message, f"unset {name}, or name PATH and HOME in it"))
+    for text in answer("scontrol", "show", "partition", "--oneliner").splitlines():
         values = dict(word.split("=", 1) for word in text.split() if "=" in word)
-        if values.get("PreemptMode") not in (None, "OFF") and _seconds(values.get("GraceTime", "0")) < 60:
-            yield warning(
-                "slurm",
-                f"partition {values['PartitionName']} preempts {values.get('GraceTime', '0')} s after its warning",
+        grace = values.get("GraceTime", "0")  # seconds
+        hurting.append(
+            (
+                values.get("PreemptMode", "OFF") != "OFF" and grace.isdigit() and int(grace) < 60,
+                f"partition {values.get('PartitionName')} preempts {grace} s after its warning",
                 "lower checkpoint.every_minutes: a save that takes longer is lost",
             )
+        )
+    for hurts, message, remedy in hurting:
+        if hurts:
+            yield warning("slurm", message, remedy)
 
 
-def _seconds(text: str) -> int:
-    """Of `60` or `00:01:00`; a limit that is written otherwise is none."""
-    return int(text) if text.isdigit() else parse_time(text) if re.fullmatch(r"[\d:-]+", text) else sys.maxsize
-
-
-MACHINE: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+MACHINE: tuple[tuple[str, Check], ...] = (
     ("versions", check_versions),
     ("devices", check_devices),
     ("ranks", check_ranks),

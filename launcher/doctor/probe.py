@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import time
 
 import torch
+import torch.distributed as torch_dist
 
 from clip_train import dist
 from launcher.runtime import environment as ranks
-from launcher.runtime import rendezvous
-from launcher.runtime.heartbeat import Heartbeat
 
 BYTES = 16 * 2**20
-RENDEZVOUS_SECONDS = 60  # and of a collective
+TIMEOUT = datetime.timedelta(seconds=60)  # of the rendezvous and of a collective
 
 
 def measure(action_bytes: int, device: torch.device, repeats: int) -> float:
@@ -28,19 +28,11 @@ def measure(action_bytes: int, device: torch.device, repeats: int) -> float:
     return (time.perf_counter() - began) / repeats
 
 
-def main() -> None:
-    env = ranks.detect(os.environ)
-    device = ranks.take_device(env)
-    heartbeat = Heartbeat(env)
-    rendezvous.start(env, device, heartbeat, timeout_seconds=RENDEZVOUS_SECONDS)
+if __name__ == "__main__":
+    device = ranks.take_device(ranks.detect(os.environ))
+    torch_dist.init_process_group(ranks.backend(device), timeout=TIMEOUT)
     latency, seconds = measure(4, device, 20), measure(BYTES, device, 3)
     if dist.is_main():
-        found = {"ranks": env.world_size, "device": device.type, "latency": latency, "bandwidth": BYTES / seconds}
-        print(json.dumps(found), flush=True)
+        print(json.dumps({"device": device.type, "latency": latency, "bandwidth": BYTES / seconds}), flush=True)
     dist.barrier()
-    rendezvous.stop()
-    heartbeat.leave()
-
-
-if __name__ == "__main__":
-    main()
+    torch_dist.destroy_process_group()

@@ -21,15 +21,9 @@ NEEDED = {  # of each event's line, by those who read it here
     "begin": {"attempt": int, "nodes": list, "step": int},
     "end": {"attempt": int, "blamed": list, "decision": str, "failures": int, "fruitless": int},
 }
+MOST_FAILURES = 3  # in a row, without a new checkpoint: then it gives up
+MOST_FRUITLESS = 10  # attempts in a row, preempted ones too, without a new checkpoint: the same
 Action = Literal["done", "requeue", "leave", "stop", "give up"]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to give up."""
-
-    failures: int = 3  # in a row, without a new checkpoint
-    fruitless: int = 10  # attempts in a row, preempted ones too, without a new checkpoint
 
 
 @dataclass(frozen=True)
@@ -143,14 +137,14 @@ def parsed(text: str) -> dict[str, Any] | None:
     return line if all(isinstance(line.get(name), kind) for name, kind in needed.items()) else None
 
 
-def decide(outcome: Outcome, failures: int, fruitless: int, limits: Limits) -> Decision:
+def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     """By the verdict and by progress, never by an exit code. failures, fruitless: in a row before this attempt."""
     progress = outcome.after > outcome.before
     failed = outcome.verdict not in ("DONE", "PREEMPTED") and not outcome.terminated
     failures = 0 if progress else failures + failed
     fruitless = 0 if progress else fruitless + (outcome.verdict != "DONE")
 
-    failure = f"failure {failures} without a new checkpoint, of {limits.failures}"
+    failure = f"failure {failures} without a new checkpoint, of {MOST_FAILURES}"
     last = f"in a row without a new checkpoint; the last: {outcome.reason}"
     ended = "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to"
     rules: tuple[tuple[bool, Action, str], ...] = (  # the first that holds
@@ -158,8 +152,8 @@ def decide(outcome: Outcome, failures: int, fruitless: int, limits: Limits) -> D
         (outcome.terminated, "leave", ended),
         (outcome.verdict == "FATAL", "stop", f"it would come again: {outcome.reason}"),
         (outcome.stop_file, "leave", "the run directory has a STOP file: remove it and submit again to resume"),
-        (failures >= limits.failures, "give up", f"{failures} failures {last}"),
-        (fruitless >= limits.fruitless, "give up", f"{fruitless} attempts {last}"),
+        (failures >= MOST_FAILURES, "give up", f"{failures} failures {last}"),
+        (fruitless >= MOST_FRUITLESS, "give up", f"{fruitless} attempts {last}"),
         (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
         (True, "requeue", failure if failures else "it failed, but had come further"),
     )

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -37,9 +37,10 @@ from launcher.runtime.verdict import (
     read_verdict,
     write_verdict,
 )
-from launcher.slurm.attempts import Decision, History, Limits, Outcome, decide
+from launcher.slurm.attempts import Decision, History, Outcome, decide
 from launcher.slurm.scheduler import answer, end_time, node_names, slurm
 
+USAGE = "[--chain] RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 REST_SECONDS = 60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
 
@@ -47,14 +48,14 @@ REST_SECONDS = 60.0  # for what the ranks have written to reach the logs, of whi
 def main(arguments: Sequence[str]) -> int:
     terminated = threading.Event()
     listen(terminated)  # before anything else: Slurm may be in a hurry
-    if "--" not in arguments:
-        print("usage: python -m launcher.slurm.controller RECIPE [key.path=value ...] -- srun ...", file=sys.stderr)
-        return 2
-    split = list(arguments).index("--")
-    args, command = parse(arguments[:split]), list(arguments[split + 1 :])
-    if "SLURM_JOB_ID" not in os.environ:
-        say("SLURM_JOB_ID is not set: this belongs in a batch script, see slurm/")
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m launcher.slurm.controller", usage="%(prog)s [-h] " + USAGE)
+    parser.add_argument("--chain", action="store_true", help="the next job of an array resumes instead")
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    split = list(arguments).index("--") if "--" in arguments else len(arguments)
+    args, command = parser.parse_args(arguments[:split]), list(arguments[split + 1 :])
+    if not command or "SLURM_JOB_ID" not in os.environ:
+        parser.error("SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, see slurm/")
     from clip_train.errors import UserError
     from launcher.config.recipe import load_config
 
@@ -64,22 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     except (UserError, OSError) as e:
         say(f"error: {e}")
         return 2
-    limits = Limits(args.max_failures, args.max_fruitless)
     try:
-        return Controller(config.run_dir, config.steps, limits, terminated, chain=args.chain).run(command)
+        return Controller(config.run_dir, config.steps, terminated, chain=args.chain).run(command)
     except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
         say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
         return 1
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m launcher.slurm.controller")
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    parser.add_argument("--chain", action="store_true", help="the next job of an array resumes instead")
-    parser.add_argument("--max-failures", type=int, default=Limits.failures)
-    parser.add_argument("--max-fruitless", type=int, default=Limits.fruitless)
-    return parser.parse_args(arguments)
 
 
 def listen(terminated: threading.Event) -> None:
@@ -97,10 +87,8 @@ def say(message: str) -> None:
 class Controller:
     """One attempt of one run."""
 
-    def __init__(
-        self, run_dir: Path, steps: int, limits: Limits, terminated: threading.Event, *, chain: bool = False
-    ) -> None:
-        self.run_dir, self.steps, self.limits, self.terminated, self.chain = run_dir, steps, limits, terminated, chain
+    def __init__(self, run_dir: Path, steps: int, terminated: threading.Event, *, chain: bool = False) -> None:
+        self.run_dir, self.steps, self.terminated, self.chain = run_dir, steps, terminated, chain
         self.job = os.environ["SLURM_JOB_ID"]
         self.nodes = node_names()
 
@@ -157,7 +145,7 @@ class Controller:
         return self._act(decision, outcome)
 
     def _end(self, number: int, outcome: Outcome, log: Path, **more: float) -> Decision:
-        decision = decide(outcome, *self.history.counts(), self.limits)
+        decision = decide(outcome, *self.history.counts())
         self.history.append(
             "end",
             attempt=number,
@@ -185,9 +173,7 @@ class Controller:
             try:
                 process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             except OSError as e:
-                message = f"{command[0]} cannot be started: {e}\n"
-                copy.write(message.encode())
-                sys.stdout.write(message)
+                copy_lines([f"{command[0]} cannot be started: {e}\n".encode()], copy)
                 return 127
             assert process.stdout is not None
             tee = threading.Thread(target=copy_lines, args=(process.stdout, copy))
@@ -221,19 +207,15 @@ class Controller:
                 return 0
             case "give up":
                 return self._give_up(decision)
-            case "stop":
-                say(f"not requeued: {decision.why}")
-                self._end_chain()
-                return 2
-            case "leave":
-                say(f"not requeued: {decision.why}")
-                if outcome.stop_file:
-                    self._end_chain()
-                return 143 if outcome.terminated else 75
-        if self.chain:
-            say(f"the next job of the chain resumes: {decision.why}")
-            return 0
-        return self._requeue(decision)
+            case "requeue" if self.chain:
+                say(f"the next job of the chain resumes: {decision.why}")
+                return 0
+            case "requeue":
+                return self._requeue(decision)
+        say(f"not requeued: {decision.why}")
+        if decision.action == "stop" or outcome.stop_file:
+            self._end_chain()
+        return 2 if decision.action == "stop" else 143 if outcome.terminated else 75
 
     def _requeue(self, decision: Decision) -> int:
         for _ in range(3):
@@ -241,8 +223,8 @@ class Controller:
                 say("not requeued: Slurm ended the job in the meantime")
                 return 143
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the requeue itself sends; KillWait is left
-            refused = slurm("scontrol", "requeue", self.job)
-            if refused is None:
+            _, refused = slurm("scontrol", "requeue", self.job)
+            if not refused:
                 say(f"requeued: {decision.why}")
                 return 0  # which no longer matters: the job waits already
             listen(self.terminated)
@@ -294,7 +276,7 @@ def explain(word: str, report: Failure | None, log: str, status: int) -> tuple[s
     return word or "CRASHED", reason, ()
 
 
-def copy_lines(source: IO[bytes], log: IO[bytes]) -> None:
+def copy_lines(source: Iterable[bytes], log: IO[bytes]) -> None:
     """To both logs, to the end: a pipe that nobody empties would stop the ranks, so a full disk must not end this."""
     for line in source:
         for target in (log, sys.stdout.buffer):

@@ -8,10 +8,8 @@ import socket
 import pytest
 
 from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, read_resumed, write_report, write_resumed
-from launcher.slurm.attempts import History, Limits, Outcome, decide
+from launcher.slurm.attempts import History, Outcome, decide
 from launcher.slurm.controller import explain
-
-LIMITS = Limits(failures=3, fruitless=5)
 
 
 def outcome(verdict: str, before: int = 10, after: int = 10, **more) -> Outcome:
@@ -36,17 +34,17 @@ def outcome(verdict: str, before: int = 10, after: int = 10, **more) -> Outcome:
     ],
 )
 def test_decisions(ended, failures, action):
-    assert decide(ended, failures, 0, LIMITS).action == action
+    assert decide(ended, failures, 0).action == action
 
 
 def test_preemptions_without_progress_end_too_but_later():
     failures = fruitless = 0
     actions = []
-    for _ in range(5):
-        decision = decide(outcome("PREEMPTED"), failures, fruitless, LIMITS)
+    for _ in range(10):
+        decision = decide(outcome("PREEMPTED"), failures, fruitless)
         failures, fruitless = decision.failures, decision.fruitless
         actions.append(decision.action)
-    assert actions == ["requeue"] * 4 + ["give up"]
+    assert actions == ["requeue"] * 9 + ["give up"]
 
 
 def end(attempt: int, decision: str = "requeue", blamed: tuple[str, ...] = (), failures: int = 1) -> dict:
