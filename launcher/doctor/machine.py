@@ -20,8 +20,8 @@ from launcher.doctor.findings import Check, Finding, error, ok, warning
 from launcher.runtime.consistency import code_version
 from launcher.runtime.environment import detect, has_launcher
 from launcher.slurm.scheduler import answer
-from launcher.slurm.submit import LAUNCHERS
 
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
 import platform
-import re
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from clip_train.errors import UserError
 from launcher.runtime.verdict import node_name
 
 SOURCES = ("clip_train", "launcher")
+PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "simplejpeg", "ftfy", "regex")
 
 
 def code_version() -> str:
@@ -30,17 +31,11 @@ def code_version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on all ranks beside the recipe: the code, and every package that it builds on."""
+    """What has to be the same on all ranks beside the recipe: the code, and what reads, augments and computes."""
     found = {"clip-train's code": code_version(), "Python": platform.python_version()}
-    try:
-        needed = [line for line in requires("clip-train") or () if "extra ==" not in line]
-    except PackageNotFoundError:  # run from its folder
-        needed = ["torch"]
-    for package in (re.match(r"[\w.-]+", line)[0] for line in needed):  # type: ignore[index]
-        try:
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
     return found
 
 

@@ -76,20 +76,18 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
 
 def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> None:
     """Returns once all ranks have come. RemoteRankError where one has failed, RuntimeError after `seconds`."""
-    end, remind = time.monotonic() + seconds, time.monotonic() + REMIND_SECONDS
+    end = time.monotonic() + seconds
     if store.add("here", 1) == env.world_size:
         store.set("all", "1")  # `Heartbeat.claim` does so as well
-    if env.rank > 0:
-        with contextlib.suppress(DistStoreError):  # timed out
-            store.wait(["all"], datetime.timedelta(seconds=seconds))
     while not store.check(["all"]):
+        with contextlib.suppress(DistStoreError):  # timed out
+            store.wait(["all"], datetime.timedelta(seconds=min(seconds, REMIND_SECONDS)))
+            break
         missing = f"{store.add('here', 0)} of {env.world_size} ranks have come to {env.master_addr}:{env.master_port}"
         if time.monotonic() > end:
             raise RuntimeError(f"Timed out waiting for the other ranks: {missing} within {seconds:.0f} s")
-        if time.monotonic() > remind:
-            remind += REMIND_SECONDS
+        if env.rank == 0:
             log(f"waiting: {missing}, by {env.found}. If there are no others, unset what says so")
-        time.sleep(0.02)
     if heartbeat.wait(0.0) is not None:
         raise RemoteRankError(str(heartbeat.abort))
     heartbeat.came()
@@ -100,19 +98,17 @@ def start(
     device: torch.device,
     heartbeat: Heartbeat,
     *,
-    store: Store | None = None,
     recipe: dict[str, Any] | None = None,
     timeout_seconds: float = 1800.0,
 ) -> None:
     """Meet the other ranks and form the process group. RemoteRankError where one of them fails before.
 
-    store: of `connect`, if that was done earlier. recipe: as resolved; UserError where a rank's differs from rank 0's,
-    or its code. timeout_seconds: of every collective, until `set_timeout`.
+    recipe: as resolved; UserError where a rank's differs from rank 0's, or its code. timeout_seconds: of every
+    collective, until `set_timeout`.
     """
-    if env.world_size == 1:
-        store = torch_dist.HashStore()  # alone: no port to lose
-    else:
-        store = store or connect(env, heartbeat, timeout_seconds)
+    store: Store = torch_dist.HashStore()  # alone: no port to lose
+    if env.world_size > 1:
+        store = connect(env, heartbeat, timeout_seconds)
         if recipe is not None:
             consistency.check(store, env.rank, recipe, timeout_seconds)
         meet(env, heartbeat, store, timeout_seconds)

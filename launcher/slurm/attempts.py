@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from clip_train.storage.local import LocalStorage
 
 FILE = "attempts.jsonl"
 NEEDED = {  # of each event's line, by those who read it here
@@ -71,15 +72,10 @@ class History:
 
     def claim(self, **begin: Any) -> int | None:
         """The number of the next attempt, begun by no other job; None where one has been quicker."""
-        self.folder.mkdir(exist_ok=True)
         number = self.next_number
-        with tempfile.NamedTemporaryFile("w", dir=self.folder) as f:
-            json.dump({"event": "begin", "attempt": number, **begin}, f)
-            f.flush()
-            try:
-                os.link(f.name, self.folder / f"{number:04d}.job")  # whole, or not there
-            except FileExistsError:
-                return None
+        line = json.dumps({"event": "begin", "attempt": number, **begin})
+        if not LocalStorage(self.folder).put_bytes(f"{number:04d}.job", line.encode(), if_absent=True):
+            return None
         self.append("begin", attempt=number, **begin)
         return number
 

@@ -29,11 +29,12 @@ from launcher.runtime.environment import END_TIME
 from launcher.runtime.verdict import (
     ATTEMPT,
     PROGRESS_FILE,
+    RESUMED,
     STOP_FILE,
     Failure,
     clear_verdict,
     read_report,
-    read_resumed,
+    read_step,
     read_verdict,
     write_verdict,
 )
@@ -94,16 +95,25 @@ class Controller:
 
     def run(self, command: Sequence[str]) -> int:
         """Returns the batch job's exit status. OSError where the run directory cannot be written."""
-        while True:
+        restart, number = int(os.environ.get("SLURM_RESTART_COUNT", "0")), None
+        while number is None:  # again where another job has been quicker
             self.history = History(self.run_dir)
             status = self._nothing_to_do()
             if status is not None:
                 return status
             before = committed_step(self.run_dir)
-            restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
             number = self.history.claim(job=self.job, restart=restart, nodes=self.nodes, step=before)
-            if number is not None:
-                return self._attempt(command, number, before)
+        log = self._log(number)
+        say(f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}")
+        clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
+        started = time.monotonic()
+        status = self._run_ranks(command, number)
+        outcome = self._outcome(status, before, log)
+        decision = self._end(number, outcome, seconds=round(time.monotonic() - started, 1), status=status)
+        return self._act(decision, outcome)
+
+    def _log(self, number: int) -> Path:
+        return self.run_dir / "attempts" / f"{number:04d}.log"
 
     def _nothing_to_do(self) -> int | None:
         """The exit status where another job trains this run, it has been given up, or is done."""
@@ -125,31 +135,21 @@ class Controller:
 
     def _settle_lost_attempt(self, number: int, before: int, first_node: str) -> Decision:
         """An attempt whose batch script never came to its end: the node under it was lost, or Slurm killed it."""
-        log = self.run_dir / "attempts" / f"{number:04d}.log"
+        log = self._log(number)
         node = lost_node(log.read_text(errors="replace") if log.exists() else "")
         after = committed_step(self.run_dir)
         if node is None and self.history.was_terminated(number):
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
-            return self._end(number, Outcome("PREEMPTED", before, after, reason), log)
+            return self._end(number, Outcome("PREEMPTED", before, after, reason))
         reason = f"Slurm lost the node {node}" if node else f"the batch script on {first_node} was lost"
-        return self._end(number, Outcome("LOST", before, after, reason, (node or first_node,)), log)
+        return self._end(number, Outcome("LOST", before, after, reason, (node or first_node,)))
 
-    def _attempt(self, command: Sequence[str], number: int, before: int) -> int:
-        log = self.run_dir / "attempts" / f"{number:04d}.log"
-        say(f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}")
-        clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
-        started = time.monotonic()
-        status = self._run_ranks(command, number, log)
-        outcome = self._outcome(status, before, log)
-        decision = self._end(number, outcome, log, seconds=round(time.monotonic() - started, 1), status=status)
-        return self._act(decision, outcome)
-
-    def _end(self, number: int, outcome: Outcome, log: Path, **more: float) -> Decision:
+    def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
         decision = decide(outcome, *self.history.counts())
         self.history.append(
             "end",
             attempt=number,
-            resumed=read_resumed(log.with_suffix("")),
+            resumed=read_step(self._log(number).with_suffix("") / RESUMED),
             verdict=outcome.verdict,
             step=outcome.after,
             reason=outcome.reason,
@@ -165,8 +165,9 @@ class Controller:
                 say(f"{node} failed {count} times: to leave it out, cancel and submit again with --exclude={node}")
         return decision
 
-    def _run_ranks(self, command: Sequence[str], number: int, log: Path) -> int:
+    def _run_ranks(self, command: Sequence[str], number: int) -> int:
         """Run to the end, whatever signals come; its output goes to the job's log and the attempt's."""
+        log = self._log(number)
         environ = {**os.environ, ATTEMPT: str(log.with_suffix("").absolute())}
         environ.setdefault(END_TIME, end_time(self.job))
         with log.open("ab", buffering=0) as copy:
@@ -286,15 +287,8 @@ def copy_lines(source: Iterable[bytes], log: IO[bytes]) -> None:
 
 
 def committed_step(run_dir: Path) -> int:
-    """The newest committed step that is known here: PROGRESS, or the commits themselves."""
-    steps = [0]
-    with contextlib.suppress(OSError, ValueError):  # none yet
-        steps.append(int((run_dir / PROGRESS_FILE).read_text()))
-    for commit in (run_dir / "checkpoints" / "commit").glob("e*-s*.json"):
-        number = commit.stem.rpartition("-s")[2]
-        if number.isdigit():
-            steps.append(int(number))
-    return max(steps)
+    """The newest committed step that is known here."""
+    return read_step(run_dir / PROGRESS_FILE) or 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import shutil
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -30,7 +30,6 @@ from launcher.slurm.scheduler import answer
 
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN = ("clip_train", "launcher", "ds_configs")
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 # -- checks
@@ -186,16 +185,12 @@ def run(args: argparse.Namespace) -> int:
         print(script, end="")
         return 0
     check_slurm(job, run_dir)
-    freeze(folder, script, frozen_recipe(config, base), job)
-    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    sent = subprocess.run(
-        ["sbatch", "--parsable", str(folder / "job.sbatch")],
-        capture_output=True, text=True, check=False, timeout=120, env=environ,
-    )  # fmt: skip
+    described = freeze(folder, script, frozen_recipe(config, base), job)
+    line = ["sbatch", "--parsable", str(folder / "job.sbatch")]
+    sent = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
     if sent.returncode:
         raise UserError(f"sbatch refused {folder / 'job.sbatch'}: {sent.stderr.strip()}")
     identity = sent.stdout.strip().split(";")[0]
-    described = json.loads((folder / "submit.json").read_text())
     (folder / "submit.json").write_text(json.dumps(described | {"job": identity}, indent=2) + "\n")
     print(f"job {identity}: {job.nodes} nodes x {job.tasks} ranks, {job.time}, from {folder}")
     print(f"watch:   squeue -j {identity}; tail -F {folder}/{config.run.name}-{identity}*.log")
@@ -204,14 +199,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def freeze(folder: Path, script: str, recipe: str, job: Site) -> None:
-    """job.sbatch, recipe.yaml, code/ and submit.json: a requeued job runs what was submitted."""
+def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
+    """job.sbatch, recipe.yaml, code/ and submit.json: a requeued job runs what was submitted. What the last has."""
     try:
         (folder / "code").mkdir(parents=True)
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for package in FROZEN:
-            shutil.copytree(
-                ROOT / package, folder / "code" / package, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
-            )
+            shutil.copytree(ROOT / package, folder / "code" / package, ignore=ignored)
         (folder / "job.sbatch").write_text(script)
         (folder / "recipe.yaml").write_text(recipe)
         described = {
@@ -222,5 +216,6 @@ def freeze(folder: Path, script: str, recipe: str, job: Site) -> None:
             "world_size": job.world_size,
         }
         (folder / "submit.json").write_text(json.dumps(described, indent=2) + "\n")
+        return described
     except OSError as e:
         raise UserError(f"{folder} cannot be written: {e}; choose another run.dir") from e

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, read_resumed, write_report, write_resumed
+from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, read_step, write_report, write_resumed
 from launcher.slurm.attempts import History, Outcome, decide
 from launcher.slurm.controller import explain
 
@@ -154,7 +154,7 @@ def test_the_step_that_an_attempt_resumed_from(tmp_path, monkeypatch):
     write_resumed(5)  # without a batch script nobody wants to know
     monkeypatch.setenv(ATTEMPT, str(tmp_path / "0002"))
     write_resumed(20)
-    assert [read_resumed(tmp_path / name) for name in ("0001", "0002")] == [None, 20]
+    assert [read_step(tmp_path / name / "resumed") for name in ("0001", "0002")] == [None, 20]
     assert [file.name for file in tmp_path.iterdir()] == ["0002"]
 
 
