@@ -29,4 +29,12 @@ def error(check: str, message: str, remedy: str) -> Finding:
     return Finding(check, "error", message, remedy)
 
 
+def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
+    return warning(check, message, remedy) if wrong else ok(check, message)
+
+
+def error_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
+    return error(check, message, remedy) if wrong else ok(check, message)
+
+
 Check = Callable[[], Iterator[Finding]]

@@ -1,8 +1,12 @@
-"""What `clip-train doctor` looks at on this machine and its cluster; one function for each thing that can go wrong."""
+"""What `clip-train doctor` looks at on this machine and its cluster; one function for each thing that can go wrong.
+
+As a program, under torchrun, it is one rank of the process group that `check_group` measures.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import json
 import os
 import platform
@@ -11,14 +15,17 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as torch_dist
 
-from launcher.doctor.findings import Check, Finding, error, ok, warning
-from launcher.runtime.consistency import code_version
-from launcher.runtime.environment import detect, has_launcher
+from clip_train import dist
+from launcher.doctor.findings import Check, Finding, error, ok, warning, warning_if
+from launcher.runtime.environment import backend, detect, has_launcher, take_device
+from launcher.runtime.rendezvous import code_version
 from launcher.slurm.scheduler import answer
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,10 +44,8 @@ def check_devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         message = f"{torch.cuda.get_device_name(index)} {index}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-        if free < 0.9 * total:
-            yield warning("devices", message, "another process holds its memory: nvidia-smi shows which")
-        else:
-            yield ok("devices", message)
+        remedy = "another process holds its memory: nvidia-smi shows which"
+        yield warning_if(free < 0.9 * total, "devices", message, remedy)
 
 
 def check_ranks() -> Iterator[Finding]:
@@ -59,7 +64,7 @@ def check_ranks() -> Iterator[Finding]:
 def check_group() -> Iterator[Finding]:
     """A process group over this machine's devices (two ranks on CPU), in processes of its own."""
     ranks = torch.cuda.device_count() or 2
-    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launcher.doctor.probe"]
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", __name__]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     environ["PYTHONPATH"] = f"{Path(__file__).resolve().parents[2]}:{environ.get('PYTHONPATH', '')}"
     remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
@@ -81,32 +86,26 @@ def check_group() -> Iterator[Finding]:
         return
     found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
     speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
-    if found["device"] == "cuda" and found["bandwidth"] < 2e9:
-        yield warning("process group", f"{ranks} ranks, {speed}", "slow for GPUs: check nvidia-smi topo -m")
-    else:
-        yield ok("process group", f"{ranks} ranks, {speed}")
+    slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
+    yield warning_if(slow, "process group", f"{ranks} ranks, {speed}", "slow for GPUs: check nvidia-smi topo -m")
 
 
 def check_limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files < 4096:
-        remedy = "ulimit -n 65536: loader workers and sockets need them"
-        yield warning("limits", f"{files} open files (ulimit -n)", remedy)
-    else:
-        yield ok("limits", f"{files} open files")
-    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 2**30
-    if free < 2**30:
+    remedy = "ulimit -n 65536: loader workers and sockets need them"
+    yield warning_if(files < 4096, "limits", f"{files} open files (ulimit -n)", remedy)
+    if Path("/dev/shm").is_dir():
+        free = shutil.disk_usage("/dev/shm").free
         remedy = "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
-        yield warning("limits", f"/dev/shm has {free / 2**20:.0f} MiB free", remedy)
+        yield warning_if(free < 2**30, "limits", f"/dev/shm has {free / 2**20:.0f} MiB free", remedy)
 
 
 def check_time() -> Iterator[Finding]:
     """The kernel says whether something keeps the clock right: a job's end and S3's signatures depend on it."""
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # struct timex; zeros: change nothing
-    if state == 5:  # TIME_ERROR: not synchronised
-        yield warning("time", "the clock is not synchronised", "start chronyd or systemd-timesyncd")
-    else:
-        yield ok("time", "the clock is synchronised" if state >= 0 else "the kernel does not tell of its clock")
+    message = {5: "the clock is not synchronised", -1: "the kernel does not tell of its clock"}  # 5: TIME_ERROR
+    remedy = "start chronyd or systemd-timesyncd"
+    yield warning_if(state == 5, "time", message.get(state, "the clock is synchronised"), remedy)
 
 
 def check_slurm() -> Iterator[Finding]:
@@ -169,3 +168,25 @@ MACHINE: tuple[tuple[str, Check], ...] = (
     ("time", check_time),
     ("slurm", check_slurm),
 )
+
+
+def measure(num_bytes: int, device: torch.device, repeats: int) -> float:
+    """Seconds of one all-reduce."""
+    x = torch.zeros(num_bytes // 4, device=device)
+    dist.all_reduce_sum(x)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        dist.all_reduce_sum(x)
+    x.sum().item()  # waits for the device
+    return (time.perf_counter() - began) / repeats
+
+
+if __name__ == "__main__":
+    device = take_device(detect(os.environ))
+    torch_dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=60))
+    latency, seconds = measure(4, device, 20), measure(16 * 2**20, device, 3)
+    if dist.is_main():
+        found = {"device": device.type, "latency": latency, "bandwidth": 16 * 2**20 / seconds}  # bytes per second
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    torch_dist.destroy_process_group()

@@ -22,7 +22,7 @@ from clip_train.models.clip import count_parameters
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
-from launcher.doctor.findings import Finding, error, ok, warning
+from launcher.doctor.findings import Finding, error, error_if, ok, warning, warning_if
 from launcher.engines import package
 from launcher.runtime.environment import detect
 from launcher.runtime.verdict import STOP_FILE
@@ -76,13 +76,14 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
 def check_index(name: str, data: DataConfig, found: SourceSummary) -> Iterator[Finding]:
     if data.verify == "off":
         yield ok("index", f"{name}: data.verify is off, so no index is looked for")
-    elif found.index.without:
-        with_key = f" --caption-key {data.caption_key}" if data.caption_key else ""
-        lost = f"{len(found.index.without)} of {found.num_shards} shards have none, so damage in them goes unseen"
-        counted = f", and {len(found.index.uncounted)} have to be counted first" if found.index.uncounted else ""
-        yield warning("index", f"{name}: {lost}{counted}", f"clip-train index '{data.train}'{with_key}")
-    else:
-        yield ok("index", f"{name}: {found.index.describe()}")
+        return
+    missing, uncounted = len(found.index.without), len(found.index.uncounted)
+    message = found.index.describe()
+    if missing:
+        counted = f", and {uncounted} have to be counted first" if uncounted else ""
+        message = f"{missing} of {found.num_shards} shards have none, so damage in them goes unseen{counted}"
+    with_key = f" --caption-key {data.caption_key}" if data.caption_key else ""
+    yield warning_if(bool(missing), "index", f"{name}: {message}", f"clip-train index '{data.train}'{with_key}")
 
 
 def check_captions(
@@ -91,26 +92,26 @@ def check_captions(
     """How many of the first samples have one, and how fast they are read."""
     began = time.monotonic()
     seen = size = 0
-    reasons: Counter[str] = Counter()
+    bad: Counter[str] = Counter()  # by the reason
     with open_shard(found.first_shard, Reading(storage, found.index.checksums)) as file:
         for sample in iter_samples(file):
             seen += 1
             size += sum(len(member) for member in sample.members.values())
             try:
-                if not caption(sample.members, data.caption_key).strip():
-                    reasons["an empty caption"] += 1
+                bad["an empty caption"] += not caption(sample.members, data.caption_key).strip()
             except InvalidSample as e:
-                reasons[e.reason] += 1
+                bad[e.reason] += 1
             if seen >= LOOK_AT or time.monotonic() - began > seconds:
                 break
-    bad, rate = reasons.total(), size / max(time.monotonic() - began, 1e-6) / 1e6
-    message = f"{name}: {seen - bad} of the first {seen} samples have one, read at {rate:.0f} MB/s"
-    if bad > data.bad_sample_limit * seen:
-        why = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
-        remedy = "data.caption_key names the key of the .json; or write the shards again"
-        yield error("captions", f"{message} ({why})", remedy)
-    else:
-        yield ok("captions", message)
+    rate = size / max(time.monotonic() - began, 1e-6) / 1e6
+    why = ", ".join(f"{reason} {count}" for reason, count in (+bad).items())
+    message = f"{name}: {seen - bad.total()} of the first {seen} samples have one, read at {rate:.0f} MB/s"
+    yield error_if(
+        bad.total() > data.bad_sample_limit * seen,
+        "captions",
+        f"{message}{why and f' ({why})'}",
+        "data.caption_key names the key of the .json; or write the shards again",
+    )
 
 
 def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Finding]:
@@ -166,10 +167,8 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
     needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
     free = shutil.disk_usage(folder).free
     message = f"{free / 1e9:.1f} GB free for run.dir ({run_dir}), {needed / 1e9:.1f} needed by checkpoints"
-    if needed > free:
-        yield error("disk", message, "make room, choose another run.dir, or lower checkpoint.keep_last")
-    else:
-        yield ok("disk", message)
+    remedy = "make room, choose another run.dir, or lower checkpoint.keep_last"
+    yield error_if(needed > free, "disk", message, remedy)
 
 
 def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:

@@ -23,7 +23,6 @@ SILENT_BEATS = 5  # a rank whose key has not changed for so many looks is lost: 
 SILENT_SECONDS = 20.0  # the store itself, if it does not answer for so long
 LEAVE_SECONDS = 15.0  # for the others, before the rank that holds the store ends
 LEAVE_EARLY_SECONDS = 120.0  # the same before all have come: imports may take one rank much longer than another
-PUBLISHED_SECONDS = 20.0  # for the first rank that failed to print and write what it has to
 LEFT = "left"
 
 
@@ -72,7 +71,7 @@ class Heartbeat:
     def claim(self, failure: Failure, trace: str = "") -> Failure:
         """The failure that ends the run: this one, which is published here and now, or the first one before it.
 
-        From any thread. Later ranks wait until the first one has published, and say nothing.
+        From any thread. Later ranks say nothing.
         """
         if self.abort is not None:
             return self.abort
@@ -86,8 +85,6 @@ class Heartbeat:
             self._claimed = self._claimed or is_mine
         if is_mine:
             self._publish(failure, trace)
-            with contextlib.suppress(RuntimeError):
-                self._store.set("published", "1")
         return first
 
     def _learn(self, failure: Failure) -> bool:
@@ -107,13 +104,6 @@ class Heartbeat:
             if self.abort is not None or time.monotonic() >= end:
                 return self.abort
             time.sleep(0.1)
-
-    def wait_published(self) -> None:
-        """Until the rank that failed first has said all, so that no launcher ends it before."""
-        end = time.monotonic() + PUBLISHED_SECONDS
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < end and not self._store.check(["published"]):
-                time.sleep(0.1)
 
     def leave(self) -> None:
         """This rank ends; whoever holds the store waits for the others. Again does nothing."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # For what has ended another rank to be known here: a death 18 s after it, an error once a report has been written.
 CAUSE_SECONDS = 25.0
 MAIN_SECONDS = 2.0  # for rank 0 to be the first where all ranks have the same error: it knows of the checkpoints
-FIRST_SECONDS = 2.0  # the launcher is to see the end of the rank that failed first before the others'
+FIRST_SECONDS = 3.0  # for the rank that failed first to print, write and end: a launcher is to see its end first
 CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may still be importing
 
 
@@ -82,7 +82,6 @@ class Outcome:
         if first.rank != heartbeat.env.rank:
             if trace:
                 print(trace, file=sys.stderr, flush=True)  # an error of its own at the same moment
-            heartbeat.wait_published()
             time.sleep(FIRST_SECONDS)
         if is_main:
             self.plot()

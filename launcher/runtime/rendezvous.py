@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
+import json
 import os
+import platform
 import resource
 import socket
 import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
-from clip_train.errors import RemoteRankError
-from launcher.runtime import consistency
+from clip_train.errors import RemoteRankError, UserError
 from launcher.runtime.environment import RankEnv, backend
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
+from launcher.runtime.verdict import node_name
 
 LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
 ANSWER_SECONDS = 15.0  # of the store to one request
 OPEN_FILES = 65536
+SOURCES = ("clip_train", "launcher")
+PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "simplejpeg", "ftfy", "regex")
 
 
 def raise_open_files() -> None:
@@ -93,6 +100,60 @@ def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> No
     heartbeat.came()
 
 
+# -- the same recipe and code on all ranks
+
+
+def code_version() -> str:
+    """Twelve hex digits over all sources of this project: a git commit does not know of changed files."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parents[2]
+    for package in SOURCES:
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same on all ranks beside the recipe: the code, and what reads, augments and computes."""
+    found = {"clip-train's code": code_version(), "Python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def check_same(store: Store, rank: int, recipe: dict[str, Any], seconds: float) -> None:
+    """UserError on a rank that differs from rank 0. recipe: as resolved. seconds: to wait for rank 0."""
+    here = flat({"": versions(), **recipe})
+    if rank == 0:
+        return store.set("recipe", json.dumps([node_name(), here]))
+    store.wait(["recipe"], datetime.timedelta(seconds=seconds))
+    node, first = json.loads(store.get("recipe"))
+    found = differences(first, json.loads(json.dumps(here)))
+    if found:
+        raise UserError(
+            f"this rank differs from rank 0 on {node}: {'; '.join(found)} here; start all with the same line, from "
+            "the same folder"
+        )
+
+
+def flat(sections: dict[str, Any]) -> dict[str, Any]:
+    """section -> key -> value as `section.key` -> value."""
+    return {f"{section}.{key}".lstrip("."): value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """`key: a against b` for every key that is not the same."""
+    return [
+        f"{key}: {one.get(key)!r} against {other.get(key)!r}"
+        for key in sorted(one.keys() | other.keys())
+        if one.get(key) != other.get(key)
+    ]
+
+
+# -- the process group
+
+
 def start(
     env: RankEnv,
     device: torch.device,
@@ -110,7 +171,7 @@ def start(
     if env.world_size > 1:
         store = connect(env, heartbeat, timeout_seconds)
         if recipe is not None:
-            consistency.check(store, env.rank, recipe, timeout_seconds)
+            check_same(store, env.rank, recipe, timeout_seconds)
         meet(env, heartbeat, store, timeout_seconds)
     torch_dist.init_process_group(
         backend(device),

@@ -24,7 +24,7 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check
 from launcher.doctor.recipe import check_disk, check_places
-from launcher.runtime.consistency import code_version
+from launcher.runtime.rendezvous import code_version
 from launcher.slurm.profile import Site, load_site
 from launcher.slurm.scheduler import answer
 
