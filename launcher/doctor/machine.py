@@ -24,11 +24,20 @@ import torch.distributed as torch_dist
 
 from clip_train import dist
 from launcher.doctor.findings import Check, Finding, error, ok, warning, warning_if
-from launcher.runtime.environment import backend, detect, has_launcher, take_device
+from launcher.runtime.environment import backend, detect, launcher_pid, take_device
 from launcher.runtime.rendezvous import code_version
 from launcher.slurm.scheduler import answer
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and what to do
+    ("JobRequeue", "0", "jobs are not requeued by default", "keep #SBATCH --requeue, or submit --template chain"),
+    (
+        "PreemptMode", "CANCEL.*", "a job that is preempted is not queued again",
+        "submit --template chain: the next job of the array goes on",
+    ),
+    ("KillWait", r"(\d|1[0-4])\b.*", "scancel leaves no time to save", "touch STOP before you cancel"),
+    ("ProctrackType", ".*linuxproc", "it signals every process and loses some", "ask for proctrack/cgroup"),
+)  # fmt: skip
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 
 
@@ -51,7 +60,7 @@ def check_devices() -> Iterator[Finding]:
 def check_ranks() -> Iterator[Finding]:
     env = detect(os.environ)
     left = [name for name in LAUNCHERS if name in os.environ]
-    if left and not has_launcher(os.environ) and "SLURM_STEP_ID" not in os.environ:
+    if left and launcher_pid(os.environ) is None and "SLURM_STEP_ID" not in os.environ:
         yield warning(
             "ranks",
             f"{', '.join(left)} are set in this shell, and sbatch and srun would hand them to every task",
@@ -118,45 +127,18 @@ def check_slurm() -> Iterator[Finding]:
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
     yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
-    kill_wait = re.match(r"\d+", config.get("KillWait", ""))
-    hurting = [
-        (
-            config.get("JobRequeue") == "0",
-            "JobRequeue=0: jobs are not requeued by default",
-            "keep #SBATCH --requeue, or submit --template chain",
-        ),
-        (
-            config.get("PreemptMode", "").startswith("CANCEL"),
-            "PreemptMode=CANCEL: a job that is preempted is not queued again",
-            "submit --template chain: the next job of the array goes on",
-        ),
-        (
-            kill_wait is not None and int(kill_wait[0]) < 15,
-            f"KillWait={config.get('KillWait')}: scancel leaves no time to save",
-            "touch STOP before you cancel",
-        ),
-        (
-            config.get("ProctrackType", "").endswith("linuxproc"),
-            "ProctrackType=proctrack/linuxproc signals every process and loses some",
-            "ask for proctrack/cgroup",
-        ),
-    ]
+    for name, bad, effect, remedy in SLURM_SETTINGS:
+        if re.fullmatch(bad, config.get(name, "")):
+            yield warning("slurm", f"{name}={config[name]}: {effect}", remedy)
     for name in ("SBATCH_EXPORT", "SLURM_EXPORT_ENV"):
-        message = f"{name}={os.environ.get(name)} changes which variables jobs get"
-        hurting.append((name in os.environ, message, f"unset {name}, or name PATH and HOME in it"))
+        if name in os.environ:
+            message = f"{name}={os.environ[name]} changes which variables jobs get"
+            yield warning("slurm", message, f"unset {name}, or name PATH and HOME in it")
     for text in answer("scontrol", "show", "partition", "--oneliner").splitlines():
         values = dict(word.split("=", 1) for word in text.split() if "=" in word)
-        grace = values.get("GraceTime", "0")  # seconds
-        hurting.append(
-            (
-                values.get("PreemptMode", "OFF") != "OFF" and grace.isdigit() and int(grace) < 60,
-                f"partition {values.get('PartitionName')} preempts {grace} s after its warning",
-                "lower checkpoint.every_minutes: a save that takes longer is lost",
-            )
-        )
-    for hurts, message, remedy in hurting:
-        if hurts:
-            yield warning("slurm", message, remedy)
+        if values.get("PreemptMode", "OFF") != "OFF" and int(values.get("GraceTime", "0")) < 60:  # seconds
+            message = f"partition {values['PartitionName']} preempts {values.get('GraceTime', '0')} s after its warning"
+            yield warning("slurm", message, "lower checkpoint.every_minutes: a save that takes longer is lost")
 
 
 MACHINE: tuple[tuple[str, Check], ...] = (

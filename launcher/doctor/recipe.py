@@ -7,7 +7,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 
@@ -22,8 +21,8 @@ from clip_train.models.clip import count_parameters
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
+from launcher.config.validate import check
 from launcher.doctor.findings import Finding, error, error_if, ok, warning, warning_if
-from launcher.engines import package
 from launcher.runtime.environment import detect
 from launcher.runtime.verdict import STOP_FILE
 from launcher.slurm.profile import Site, load_site
@@ -131,15 +130,12 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    from launcher.config.validate import check, engine_facts
-
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
-    here = engine_facts(config, None, world, on_this_machine=True)
-    anywhere = set(package(config.engine.kind).mistakes(config.engine, replace(here, on_this_machine=False)))
-    for mistake in package(config.engine.kind).mistakes(config.engine, here):
-        if mistake not in anywhere:
-            yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     checked = check(config, world, read_data=False)
+    try:
+        check(config, world, read_data=False, is_rank=True)
+    except UserError as e:
+        yield warning("recipe", str(e), "see the message; nothing, where the run has GPUs")
     plan = checked.plan
     yield ok(
         "recipe",

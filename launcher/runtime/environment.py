@@ -202,16 +202,12 @@ def threads(cores: int, workers: int) -> int:
     return max(1, cores // 2, cores - workers)
 
 
-def has_launcher(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of ranks is this process's parent, so that its death leaves the rank an orphan."""
-    return any(name in environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI)))
-
-
 def launcher_pid(environ: Mapping[str, str]) -> int | None:
-    """The process above this rank whose death it has to notice; None where there is none."""
+    """The launcher of ranks above this process, whose death leaves the rank an orphan; None where there is none."""
     if LAUNCHER in environ:
         return int(environ[LAUNCHER])
-    return PARENT if has_launcher(environ) else None
+    variables = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI))
+    return PARENT if any(name in environ for name in variables) else None
 
 
 def backend(device: torch.device) -> str:

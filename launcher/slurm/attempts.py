@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from clip_train.storage.local import LocalStorage
 
@@ -24,7 +24,6 @@ NEEDED = {  # of each event's line, by those who read it here
 }
 MOST_FAILURES = 3  # in a row, without a new checkpoint: then it gives up
 MOST_FRUITLESS = 10  # attempts in a row, preempted ones too, without a new checkpoint: the same
-Action = Literal["done", "requeue", "leave", "stop", "give up"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Outcome:
 class Decision:
     """What the batch script does, and the counts that go into the history."""
 
-    action: Action
+    action: str  # "done", "requeue", "leave", "stop" or "give up"
     why: str
     failures: int
     fruitless: int
@@ -143,7 +142,7 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     failure = f"failure {failures} without a new checkpoint, of {MOST_FAILURES}"
     last = f"in a row without a new checkpoint; the last: {outcome.reason}"
     ended = "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to"
-    rules: tuple[tuple[bool, Action, str], ...] = (  # the first that holds
+    rules: tuple[tuple[bool, str, str], ...] = (  # the first that holds
         (outcome.verdict == "DONE", "done", "trained to the last step"),
         (outcome.terminated, "leave", ended),
         (outcome.verdict == "FATAL", "stop", f"it would come again: {outcome.reason}"),

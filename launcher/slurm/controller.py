@@ -63,13 +63,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load_config(args.recipe, args.overrides)
         config.run_dir.mkdir(parents=True, exist_ok=True)
-    except (UserError, OSError) as e:
+        return Controller(config.run_dir, config.steps, terminated, chain=args.chain).run(command)
+    except UserError as e:
         say(f"error: {e}")
         return 2
-    try:
-        return Controller(config.run_dir, config.steps, terminated, chain=args.chain).run(command)
     except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
-        say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
+        say(f"error: run.dir cannot be read or written: {e}; not requeued. Mend it, submit again")
         return 1
 
 
