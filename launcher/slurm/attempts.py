@@ -32,7 +32,7 @@ class Outcome:
 
     verdict: str  # DONE, PREEMPTED, FAILED, FATAL; where there is none CRASHED, or LOST with the batch script
     before: int  # the newest committed step when it began
-    after: int  # and when it ended
+    step: int  # and when it ended
     reason: str
     blamed: tuple[str, ...] = ()  # the node of the rank that failed, if it may be the node's fault
     terminated: bool = False  # by TERM to the batch script: scancel, or Slurm requeues the job itself
@@ -43,7 +43,7 @@ class Outcome:
 class Decision:
     """What the batch script does, and the counts that go into the history."""
 
-    action: str  # "done", "requeue", "leave", "stop" or "give up"
+    decision: str  # "done", "requeue", "leave", "stop" or "give up"
     why: str
     failures: int
     fruitless: int
@@ -134,7 +134,7 @@ def parsed(text: str) -> dict[str, Any] | None:
 
 def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     """By the verdict and by progress, never by an exit code. failures, fruitless: in a row before this attempt."""
-    progress = outcome.after > outcome.before
+    progress = outcome.step > outcome.before
     failed = outcome.verdict not in ("DONE", "PREEMPTED") and not outcome.terminated
     failures = 0 if progress else failures + failed
     fruitless = 0 if progress else fruitless + (outcome.verdict != "DONE")
@@ -152,5 +152,5 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
         (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
         (True, "requeue", failure if failures else "it failed, but had come further"),
     )
-    action, why = next((action, why) for holds, action, why in rules if holds)
-    return Decision(action, why, failures, fruitless)
+    decision, why = next((decision, why) for holds, decision, why in rules if holds)
+    return Decision(decision, why, failures, fruitless)

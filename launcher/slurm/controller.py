@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -123,7 +124,7 @@ class Controller:
             return 2
         if begun is not None:
             decision = self._settle_lost_attempt(begun["attempt"], begun["step"], begun["nodes"][0])
-            if decision.action == "give up":
+            if decision.decision == "give up":
                 return self._give_up(decision)
         verdict = read_verdict(self.run_dir)
         if verdict is not None and verdict[0] == "DONE" and verdict[1]["step"] >= self.steps:
@@ -145,20 +146,9 @@ class Controller:
 
     def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
         decision = decide(outcome, *self.history.counts())
-        self.history.append(
-            "end",
-            attempt=number,
-            resumed=read_step(self._log(number).with_suffix("") / RESUMED),
-            verdict=outcome.verdict,
-            step=outcome.after,
-            reason=outcome.reason,
-            blamed=list(outcome.blamed),
-            failures=decision.failures,
-            fruitless=decision.fruitless,
-            decision=decision.action,
-            **more,
-        )
-        say(f"attempt {number} ended after step {outcome.after}: {outcome.verdict}: {outcome.reason}")
+        resumed = read_step(self._log(number).with_suffix("") / RESUMED)
+        self.history.append("end", attempt=number, resumed=resumed, **asdict(outcome), **asdict(decision), **more)
+        say(f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}")
         for node, count in self.history.suspects().items():
             if node in outcome.blamed:
                 say(f"{node} failed {count} times: to leave it out, cancel and submit again with --exclude={node}")
@@ -201,7 +191,7 @@ class Controller:
         return Outcome(word, before, after, reason, blamed, self.terminated.is_set(), stop_file)
 
     def _act(self, decision: Decision, outcome: Outcome) -> int:
-        match decision.action:
+        match decision.decision:
             case "done":
                 self._end_chain()
                 return 0
@@ -213,9 +203,9 @@ class Controller:
             case "requeue":
                 return self._requeue(decision)
         say(f"not requeued: {decision.why}")
-        if decision.action == "stop" or outcome.stop_file:
+        if decision.decision == "stop" or outcome.stop_file:
             self._end_chain()
-        return 2 if decision.action == "stop" else 143 if outcome.terminated else 75
+        return 2 if decision.decision == "stop" else 143 if outcome.terminated else 75
 
     def _requeue(self, decision: Decision) -> int:
         for _ in range(3):

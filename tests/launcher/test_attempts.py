@@ -12,8 +12,8 @@ from launcher.slurm.attempts import History, Outcome, decide
 from launcher.slurm.controller import explain
 
 
-def outcome(verdict: str, before: int = 10, after: int = 10, **more) -> Outcome:
-    return Outcome(verdict, before, after, "why", **more)
+def outcome(verdict: str, before: int = 10, step: int = 10, **more) -> Outcome:
+    return Outcome(verdict, before, step, "why", **more)
 
 
 @pytest.mark.parametrize(
@@ -21,20 +21,20 @@ def outcome(verdict: str, before: int = 10, after: int = 10, **more) -> Outcome:
     [
         (outcome("DONE"), 2, "done"),
         (outcome("DONE", terminated=True), 0, "done"),
-        (outcome("PREEMPTED", after=12), 2, "requeue"),
-        (outcome("PREEMPTED", after=12, terminated=True), 0, "leave"),  # scancel
-        (outcome("PREEMPTED", after=12, stop_file=True), 0, "leave"),
-        (outcome("FATAL", after=12), 0, "stop"),
+        (outcome("PREEMPTED", step=12), 2, "requeue"),
+        (outcome("PREEMPTED", step=12, terminated=True), 0, "leave"),  # scancel
+        (outcome("PREEMPTED", step=12, stop_file=True), 0, "leave"),
+        (outcome("FATAL", step=12), 0, "stop"),
         (outcome("CRASHED"), 1, "requeue"),
         (outcome("CRASHED"), 2, "give up"),
         (outcome("FAILED"), 2, "give up"),
         (outcome("LOST"), 2, "give up"),
-        (outcome("CRASHED", after=11), 2, "requeue"),  # it had come further
+        (outcome("CRASHED", step=11), 2, "requeue"),  # it had come further
         (outcome("CRASHED", terminated=True), 2, "leave"),
     ],
 )
 def test_decisions(ended, failures, action):
-    assert decide(ended, failures, 0).action == action
+    assert decide(ended, failures, 0).decision == action
 
 
 def test_preemptions_without_progress_end_too_but_later():
@@ -43,7 +43,7 @@ def test_preemptions_without_progress_end_too_but_later():
     for _ in range(10):
         decision = decide(outcome("PREEMPTED"), failures, fruitless)
         failures, fruitless = decision.failures, decision.fruitless
-        actions.append(decision.action)
+        actions.append(decision.decision)
     assert actions == ["requeue"] * 9 + ["give up"]
 
 
