@@ -51,6 +51,7 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
     each = list(sources(config.data))
     for key, which, data in each:
         name = f"{which}{key} ({data.train})"
+        last = data.train
         try:
             found = check_source(data, storage)
             last = found.index.shards[-1]
@@ -62,7 +63,7 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
             yield error("shards", message, "see the message; `clip-train index --check` reads all of them")
             continue
         except OSError as e:
-            message = f"{name}: the last shard, {last}, cannot be read ({type(e).__name__}: {e})"
+            message = f"{name}: {last} cannot be read ({type(e).__name__}: {e})"
             yield error("shards", message, "correct the range in braces, or upload what is missing")
             continue
         first = f"the first sample is {found.first_key}: {found.first_caption[:60]!r}"
