@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 import platform
+import re
 import resource
 import socket
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ REMIND_SECONDS = 30.0
 ANSWER_SECONDS = 15.0  # of the store to one request
 OPEN_FILES = 65536
 SOURCES = ("clip_train", "launcher")
-PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "simplejpeg", "ftfy", "regex")
 
 
 def raise_open_files() -> None:
@@ -114,9 +114,12 @@ def code_version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on all ranks beside the recipe: the code, and what reads, augments and computes."""
+    """What has to be the same on all ranks beside the recipe: the code, and every package that it builds on."""
     found = {"clip-train's code": code_version(), "Python": platform.python_version()}
-    for package in PACKAGES:
+    needed = ["torch"]
+    with contextlib.suppress(PackageNotFoundError):  # run from its folder
+        needed = [line for line in requires("clip-train") or () if "extra ==" not in line]
+    for package in (re.split(r"[^\w.-]", line)[0] for line in needed):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
