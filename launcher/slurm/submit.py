@@ -162,9 +162,8 @@ def absolute(value: str, base: Path) -> str:
     """Each `::` source that is a relative path whose first folder or file is there, under `base`."""
     parts = []
     for part in value.split("::"):
-        plain = re.split(r"[{*?\[]", part)[0]
-        is_path = "://" not in part and ":" not in plain and not plain.startswith("/")
-        there = is_path and plain and (base / (plain if "/" not in plain else plain.rpartition("/")[0])).exists()
+        first = re.split(r"[/{*?\[]", part)[0]
+        there = first and "://" not in part and (base / first).exists()
         parts.append(str(base / part) if there else part)
     return "::".join(parts)
 
