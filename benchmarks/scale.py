@@ -41,9 +41,9 @@ from clip_train.models.config import load_architecture
 from clip_train.protocols import Wanted
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.local import LocalStorage
-from launcher.runtime.consistency import versions
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.rendezvous import versions
 
 WORLDS = (64, 1024, 4096)
 SLOTS = ("param", "exp_avg", "exp_avg_sq")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -42,27 +42,39 @@ from launcher import engines
 from launcher.config.memory import measure, memory_limit
 from launcher.config.recipe import RunConfig
 from launcher.config.resume import compare_with
-from launcher.config.validate import Checked, check, engine_facts, sized
-from launcher.describe import describe_start, log_done
+from launcher.config.validate import Checked, check, engine_facts, pays_twice, sized
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.log import log
+from launcher.runtime.log import Startup, log
 from launcher.runtime.outcome import Outcome
-from launcher.runtime.startup import Startup
 from launcher.runtime.verdict import clear_verdict, node_name, write_resumed
 from launcher.runtime.watchdog import Watchdog, first_timeout
 
 
-def train(config: RunConfig, outcome: Outcome, stop: StopRequest | None = None, startup: Startup | None = None) -> int:
+def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Startup) -> int:
     """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish` explains.
 
     stop: listening already, since before the imports.
     """
-    stop, startup = stop or StopRequest(), startup or Startup()
     env = ranks.detect(os.environ)
     outcome.heartbeat = heartbeat = Heartbeat(env, outcome.publish)
-    outcome.watchdog = watchdog = watch(config, stop, env, startup, heartbeat)
+
+    def first_step() -> None:
+        startup.done("first step")
+        if env.rank == 0:
+            log(startup.describe())
+
+    outcome.watchdog = watchdog = Watchdog(
+        config.launch,
+        stop,
+        heartbeat,
+        run_dir=config.run_dir if env.rank == 0 else None,
+        # a rank that waits must not give up before the one that hangs has been found out
+        on_limit=lambda limit: rendezvous.set_timeout(max(config.launch.timeout_seconds, 2 * limit)),
+        on_first_step=first_step,
+    )
+    watchdog.start()
     engines.load(config.engine.kind)  # its imports, which are counted apart from what follows
 
     startup.done("imports")
@@ -71,7 +83,8 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest | None = None, 
     device = ranks.take_device(env, config.data.workers)
     startup.done("checks")
     if env.rank == 0:
-        log(ranks.describe_start(env, device))
+        through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
+        log(f"{env.describe()}; {device}, {ranks.backend(device)}{through}, {torch.get_num_threads()} threads")
     recipe = config.model_dump(mode="json")
     rendezvous.start(env, device, heartbeat, recipe=recipe, timeout_seconds=first_timeout(config.launch))
     startup.done("process group")
@@ -85,34 +98,14 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest | None = None, 
     evaluated = run(config, trainer)
     if dist.is_main():
         outcome.done()
-        log_done(config.run_dir, evaluated)
+        for name, value in evaluated.items():
+            log(f"{name}: {value:.4g}")
+        folder = config.run_dir
+        log(f"done. Run directory: {folder}; plot: {folder / 'loss.png'}; report: {folder / 'report.html'}")
+        log(f"next: clip-train export {folder / 'recipe.yaml'}")
     stop.ignore()  # all is committed: a launcher's hurry must not look like a crash
     outcome.leave()
     return 0
-
-
-def watch(config: RunConfig, stop: StopRequest, env: ranks.RankEnv, startup: Startup, heartbeat: Heartbeat) -> Watchdog:
-    """The thread beside this rank, already running."""
-
-    def set_timeout(phase: str, limit: float) -> None:
-        # a rank that waits must not give up before the one that hangs has been found out
-        rendezvous.set_timeout(max(config.launch.timeout_seconds, 2 * limit))
-
-    def first_step() -> None:
-        startup.done("first step")
-        if env.rank == 0:
-            log(startup.describe())
-
-    watchdog = Watchdog(
-        config.launch,
-        stop,
-        heartbeat,
-        run_dir=config.run_dir if env.rank == 0 else None,
-        on_limit=set_timeout,
-        on_first_step=first_step,
-    )
-    watchdog.start()
-    return watchdog
 
 
 def make_run_dir(config: RunConfig) -> None:
@@ -153,8 +146,11 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device, out
     engine = build_engine_for(config, checked, device)
     if resumed is None:
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
-    if checked.decision is not None:
-        checked = measured(config, checked, engine)
+    if checked.decision is not None:  # the micro-batch that the engine's own forwards allow
+        decision = measure(config, checked.architecture, engine, checked.decision, checked.decision.room.limit)
+        checked = replace(checked, plan=decision.layout.plan, decision=decision)
+        if dist.is_main():
+            log(decision.describe(config.chosen))
     index = shared_index(config, "data.train", config.data.train, checked.source.index if checked.source else None)
     loader = build_loader(config, checked, device, resumed, index)
     sinks = dist.agreed(
@@ -195,13 +191,25 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device, out
     return trainer
 
 
-def measured(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
-    """`checked` with the micro-batch that the engine's own forwards allow; says once what was chosen, and why."""
-    assert checked.decision is not None
-    decision = measure(config, checked.architecture, engine, checked.decision, checked.decision.room.limit)
-    if dist.is_main():
-        log(decision.describe(config.chosen))
-    return replace(checked, plan=decision.layout.plan, decision=decision)
+def describe_start(
+    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None, notes: list[str]
+) -> None:
+    """Logged by rank 0: what this run is."""
+    plan, sizes = checked.plan, config.batch.sizes
+    varying = f"{sizes}; the largest, " if config.batch.schedule else ""
+    log(
+        f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
+        f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
+        f"{engines.package(config.engine.kind).describe(config.engine)}, "
+        f"{config.engine.precision}, {device.type}; {checked.streams} streams; "
+        f"{config.steps} steps into {config.run_dir}"
+    )
+    if checked.source is not None:
+        log(f"data.train: {checked.source.index.describe()}")
+    if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
+        log(pays_twice(plan))
+    if resumed is not None:
+        log("\n".join([resumed.describe(), *notes]))
 
 
 def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | None = None) -> ShardIndex:
@@ -209,10 +217,11 @@ def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | Non
 
     known: what this rank has found before.
     """
-    looks = ranks.detect(os.environ).local_rank == 0
 
     def look() -> ShardIndex | None:
-        return (known or index_of(spec, config.data.verify, config.storage, key)) if looks else None
+        if ranks.detect(os.environ).local_rank > 0:
+            return None
+        return known or index_of(spec, config.data.verify, config.storage, key)
 
     found = dist.agreed(look)
     if len({each for each in dist.gather_objects(found and found.fingerprint()) if each is not None}) > 1:
@@ -291,12 +300,9 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
     if url is None:
         return None
     tokenizer = Tokenizer(architecture.text_cfg.context_length)
-    found: ShardIndex | None = None
+    index = cache(lambda: count_missing(shared_index(config, "data.val", url), config.storage))
 
     def run_once() -> dict[str, float]:
-        nonlocal found
-        if found is None:
-            found = count_missing(shared_index(config, "data.val", url), config.storage)
         batches = ValLoader(
             url,
             image_size=architecture.vision_cfg.image_size,
@@ -305,7 +311,7 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
             rank=dist.rank(),
             world_size=dist.world_size(),
             caption_key=config.data.caption_key,
-            index=found,
+            index=index(),
             storage=config.storage,
         )
         try:

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from clip_train.stop import StopRequest
 from launcher.cli.options import VERBS, build_parser
+from launcher.runtime.log import Startup
 from launcher.runtime.outcome import Outcome
-from launcher.runtime.startup import Startup
 
 
 def entry() -> NoReturn:
@@ -41,7 +41,7 @@ def entry() -> NoReturn:
 def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     """Run one verb; returns the exit status. SystemExit for a line that cannot be parsed, and after --help."""
     stop, startup = stop or StopRequest(), Startup()
-    outcome = Outcome(stop)
+    outcome = Outcome()
     startup.done("python")
     # launchers of ranks may append --local_rank=N; the environment has it already.
     arguments = [

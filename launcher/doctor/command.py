@@ -4,72 +4,67 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 
 from rich.console import Console
 from rich.text import Text
 
 from clip_train.errors import UserError
+from launcher.config.recipe import load_config
 from launcher.doctor.findings import Check, Finding, error
+from launcher.doctor.machine import MACHINE
+from launcher.doctor.recipe import RECIPE
+from launcher.engines import package
+from launcher.engines.config import EngineConfig
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
-def guarded(name: str, check: Check) -> Iterator[Finding]:
-    """A check that fails itself is a finding, and not the end of the others."""
-    try:
-        yield from check()
-    except UserError as e:
-        yield error(name, str(e), "see the message")
-    except Exception as e:
-        yield error(name, f"{type(e).__name__}: {e}", "mend it, or report it if it is no fault of this machine")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Returns 1 if there is an error, else 0."""
-    recipe, overrides, as_json = args.recipe, args.overrides, args.json
-    from launcher import engines
-    from launcher.config.recipe import RunConfig, load_config
-    from launcher.doctor import machine
-    from launcher.doctor import recipe as recipe_checks
-    from launcher.engines.config import EngineConfig
-
-    config: RunConfig | None = None
-    findings: list[Finding] = []
-    console = Console()
-
-    def tell(found: Iterator[Finding]) -> None:
-        for finding in found:
-            findings.append(finding)
-            if not as_json:
-                console.print(line(finding), soft_wrap=True)
-
-    for name, check in machine.MACHINE:
-        tell(guarded(name, check))
+def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
+    """At the machine, the recipe's engine, and the recipe where there is one that can be read."""
+    yield from guarded(MACHINE)
+    config = None
     if recipe is not None:
         try:
             config = load_config(recipe, overrides)
         except UserError as e:
-            tell(iter([error("recipe", str(e), "see the message; clip-train train --keys lists all keys")]))
-    kind = (config.engine if config else EngineConfig()).kind
-    for name, check in engines.package(kind).doctor_checks():
-        tell(guarded(name, check))
+            yield error("recipe", str(e), "see the message; clip-train train --keys lists all keys")
+    engine = config.engine if config else EngineConfig()
+    yield from guarded(package(engine.kind).doctor_checks())
     if config is not None:
-        for name, check_config in recipe_checks.RECIPE:
-            tell(guarded(name, lambda check_config=check_config: check_config(config)))  # type: ignore[misc]
-    worst = next((level for level in ("error", "warning") if any(f.level == level for f in findings)), "ok")
-    if as_json:
+        yield from guarded(tuple((name, partial(check, config)) for name, check in RECIPE))
+
+
+def guarded(checks: tuple[tuple[str, Check], ...]) -> Iterator[Finding]:
+    """A check that fails itself is a finding, and not the end of the others."""
+    for name, check in checks:
+        try:
+            yield from check()
+        except UserError as e:
+            yield error(name, str(e), "see the message")
+        except Exception as e:
+            yield error(name, f"{type(e).__name__}: {e}", "mend it, or report it if it is no fault of this machine")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if there is an error, else 0."""
+    findings, console = [], Console()
+    for finding in look(args.recipe, args.overrides):
+        findings.append(finding)
+        if not args.json:
+            text = Text(f"{finding.level:8}", style=COLOURS[finding.level])
+            text.append(f"{finding.check}: {finding.message}", style="default")
+            if finding.remedy:
+                text.append(f" -> {finding.remedy}", style="bold")
+            console.print(text, soft_wrap=True)
+    counts: Counter[str] = Counter(finding.level for finding in findings)
+    worst = "error" if counts["error"] else "warning" if counts["warning"] else "ok"
+    if args.json:
         print(json.dumps({"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        counts = ", ".join(f"{sum(f.level == level for f in findings)} {level}" for level in ("ok", "warning", "error"))
-        console.print(f"{counts}" + ("" if recipe else "; with a recipe also shards, captions, S3 and disk"))
-    return 1 if worst == "error" else 0
-
-
-def line(finding: Finding) -> Text:
-    text = Text(f"{finding.level:8}", style=COLOURS[finding.level])
-    text.append(f"{finding.check}: {finding.message}", style="default")
-    if finding.remedy:
-        text.append(f" -> {finding.remedy}", style="bold")
-    return text
+        line = ", ".join(f"{counts[level]} {level}" for level in COLOURS)
+        console.print(line + ("" if args.recipe else "; with a recipe also shards, captions, S3 and disk"))
+    return int(worst == "error")

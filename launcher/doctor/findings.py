@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["ok", "warning", "error"]
-
 
 @dataclass(frozen=True)
 class Finding:
     """One line of the report."""
 
     check: str
-    level: Level
+    level: Literal["ok", "warning", "error"]
     message: str
     remedy: str = ""
 
@@ -29,6 +27,14 @@ def warning(check: str, message: str, remedy: str) -> Finding:
 
 def error(check: str, message: str, remedy: str) -> Finding:
     return Finding(check, "error", message, remedy)
+
+
+def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
+    return warning(check, message, remedy) if wrong else ok(check, message)
+
+
+def error_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
+    return error(check, message, remedy) if wrong else ok(check, message)
 
 
 Check = Callable[[], Iterator[Finding]]

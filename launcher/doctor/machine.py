@@ -1,8 +1,12 @@
-"""What `clip-train doctor` looks at on this machine and its cluster; one function for each thing that can go wrong."""
+"""What `clip-train doctor` looks at on this machine and its cluster; one function for each thing that can go wrong.
+
+As a program, under torchrun, it is one rank of the process group that `check_group` measures.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import json
 import os
 import platform
@@ -11,17 +15,29 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as torch_dist
 
-from launcher.doctor.findings import Finding, error, ok, warning
-from launcher.runtime.consistency import code_version
-from launcher.runtime.environment import detect, has_launcher
-from launcher.slurm.scheduler import answer as ask
-from launcher.slurm.submit import LAUNCHERS, parse_time
+from clip_train import dist
+from launcher.doctor.findings import Check, Finding, error, ok, warning, warning_if
+from launcher.runtime.environment import backend, detect, launcher_pid, take_device
+from launcher.runtime.rendezvous import code_version
+from launcher.slurm.scheduler import answer
 
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and what to do
+    ("JobRequeue", "0", "jobs are not requeued by default", "keep #SBATCH --requeue, or submit --template chain"),
+    (
+        "PreemptMode", "CANCEL.*", "a job that is preempted is not queued again",
+        "submit --template chain: the next job of the array goes on",
+    ),
+    ("KillWait", r"(\d|1[0-4])\b.*", "scancel leaves no time to save", "touch STOP before you cancel"),
+    ("ProctrackType", ".*linuxproc", "it signals every process and loses some", "ask for proctrack/cgroup"),
+)  # fmt: skip
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 
 
@@ -37,16 +53,14 @@ def check_devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         message = f"{torch.cuda.get_device_name(index)} {index}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-        if free < 0.9 * total:
-            yield warning("devices", message, "another process holds its memory: nvidia-smi shows which")
-        else:
-            yield ok("devices", message)
+        remedy = "another process holds its memory: nvidia-smi shows which"
+        yield warning_if(free < 0.9 * total, "devices", message, remedy)
 
 
 def check_ranks() -> Iterator[Finding]:
     env = detect(os.environ)
     left = [name for name in LAUNCHERS if name in os.environ]
-    if left and not has_launcher(os.environ) and "SLURM_STEP_ID" not in os.environ:
+    if left and launcher_pid(os.environ) is None and "SLURM_STEP_ID" not in os.environ:
         yield warning(
             "ranks",
             f"{', '.join(left)} are set in this shell, and sbatch and srun would hand them to every task",
@@ -58,8 +72,8 @@ def check_ranks() -> Iterator[Finding]:
 
 def check_group() -> Iterator[Finding]:
     """A process group over this machine's devices (two ranks on CPU), in processes of its own."""
-    ranks = max(2, torch.cuda.device_count()) if torch.cuda.device_count() != 1 else 1
-    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launcher.doctor.probe"]
+    ranks = torch.cuda.device_count() or 2
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", __name__]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     environ["PYTHONPATH"] = f"{Path(__file__).resolve().parents[2]}:{environ.get('PYTHONPATH', '')}"
     remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
@@ -69,116 +83,65 @@ def check_group() -> Iterator[Finding]:
             env=environ,
             capture_output=True,
             text=True,
-            check=False,
             timeout=GROUP_SECONDS,
+            check=True,
         )
     except subprocess.TimeoutExpired:
-        yield error(
-            "process group", f"{ranks} ranks on this machine do not find each other within {GROUP_SECONDS} s", remedy
-        )
+        yield error("process group", f"{ranks} ranks do not find each other within {GROUP_SECONDS} s", remedy)
         return
-    answers = [text for text in done.stdout.splitlines() if text.startswith("{")]
-    if done.returncode or not answers:
-        said = [text for text in done.stderr.splitlines() if "Error" in text]
-        yield error("process group", (said or ["it failed without a word"])[0][:300], remedy)
+    except subprocess.CalledProcessError as e:
+        lines = [text for text in e.stderr.splitlines() if "Error" in text]
+        yield error("process group", (lines or ["it failed without a message"])[0][:300], remedy)
         return
-    found = json.loads(answers[0])
+    found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
     speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
-    message = f"{ranks} ranks, {speed}"
     slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
-    yield (
-        warning("process group", message, "slow for GPUs: check nvidia-smi topo -m")
-        if slow
-        else ok("process group", message)
-    )
+    yield warning_if(slow, "process group", f"{ranks} ranks, {speed}", "slow for GPUs: check nvidia-smi topo -m")
 
 
 def check_limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files < 4096:
-        yield warning(
-            "limits", f"{files} open files (ulimit -n)", "ulimit -n 65536: loader workers and sockets need them"
-        )
-    else:
-        yield ok("limits", f"{files} open files")
-    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    if shm is not None and shm.free < 2**30:
-        message = f"/dev/shm has {shm.free / 2**20:.0f} MiB free"
-        yield warning(
-            "limits", message, "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
-        )
+    remedy = "ulimit -n 65536: loader workers and sockets need them"
+    yield warning_if(files < 4096, "limits", f"{files} open files (ulimit -n)", remedy)
+    if Path("/dev/shm").is_dir():
+        free = shutil.disk_usage("/dev/shm").free
+        remedy = "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
+        yield warning_if(free < 2**30, "limits", f"/dev/shm has {free / 2**20:.0f} MiB free", remedy)
 
 
 def check_time() -> Iterator[Finding]:
     """The kernel says whether something keeps the clock right: a job's end and S3's signatures depend on it."""
-
-    class Timex(ctypes.Structure):
-        _fields_ = (("modes", ctypes.c_int), ("rest", ctypes.c_byte * 508))
-
-    try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(Timex()))
-    except (OSError, AttributeError):
-        state = -1
-    if state == 5:  # TIME_ERROR: not synchronised
-        yield warning("time", "the clock is not synchronised", "start chronyd or systemd-timesyncd")
-    else:
-        yield ok("time", "the clock is synchronised" if state >= 0 else "the kernel does not tell of its clock")
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # struct timex; zeros: change nothing
+    message = {5: "the clock is not synchronised", -1: "the kernel does not tell of its clock"}  # 5: TIME_ERROR
+    remedy = "start chronyd or systemd-timesyncd"
+    yield warning_if(state == 5, "time", message.get(state, "the clock is synchronised"), remedy)
 
 
 def check_slurm() -> Iterator[Finding]:
     """Settings of the cluster that hurt a job which is to requeue itself."""
     if shutil.which("scontrol") is None:
         return
-    shown = ask("scontrol", "show", "config")
+    shown = answer("scontrol", "show", "config")
     if not shown:
         yield warning("slurm", "scontrol does not answer", "is this a login node, and is SLURM_CONF right?")
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
     yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
-    if config.get("JobRequeue") == "0":
-        yield warning(
-            "slurm",
-            "JobRequeue=0: jobs are not requeued by default",
-            "keep #SBATCH --requeue, or submit --template chain",
-        )
-    if config.get("PreemptMode", "").startswith("CANCEL"):
-        yield warning(
-            "slurm",
-            "PreemptMode=CANCEL: a job that is preempted is not queued again",
-            "submit --template chain: the next job of the array goes on",
-        )
-    wait = int(re.match(r"\d*", config.get("KillWait", ""))[0] or 30)  # type: ignore[index]
-    if wait < 15:
-        yield warning("slurm", f"KillWait={wait} s: scancel leaves no time to save", "touch STOP before you cancel")
-    if config.get("ProctrackType", "").endswith("linuxproc"):
-        yield warning(
-            "slurm",
-            "ProctrackType=proctrack/linuxproc signals every process and loses some",
-            "ask for proctrack/cgroup",
-        )
-    exported = [name for name in ("SBATCH_EXPORT", "SLURM_EXPORT_ENV") if name in os.environ]
-    if exported:
-        yield warning(
-            "slurm",
-            f"{exported[0]}={os.environ[exported[0]]} changes which variables jobs get",
-            f"unset {exported[0]}, or name PATH and HOME in it",
-        )
-    for text in ask("scontrol", "show", "partition", "--oneliner").splitlines():
+    for name, bad, effect, remedy in SLURM_SETTINGS:
+        if re.fullmatch(bad, config.get(name, "")):
+            yield warning("slurm", f"{name}={config[name]}: {effect}", remedy)
+    for name in ("SBATCH_EXPORT", "SLURM_EXPORT_ENV"):
+        if name in os.environ:
+            message = f"{name}={os.environ[name]} changes which variables jobs get"
+            yield warning("slurm", message, f"unset {name}, or name PATH and HOME in it")
+    for text in answer("scontrol", "show", "partition", "--oneliner").splitlines():
         values = dict(word.split("=", 1) for word in text.split() if "=" in word)
-        if values.get("PreemptMode") not in (None, "OFF") and _seconds(values.get("GraceTime", "0")) < 60:
-            yield warning(
-                "slurm",
-                f"partition {values['PartitionName']} preempts {values.get('GraceTime', '0')} s after its warning",
-                "lower checkpoint.every_minutes: a save that takes longer is lost",
-            )
+        if values.get("PreemptMode", "OFF") != "OFF" and int(values.get("GraceTime", "0")) < 60:  # seconds
+            message = f"partition {values['PartitionName']} preempts {values.get('GraceTime', '0')} s after its warning"
+            yield warning("slurm", message, "lower checkpoint.every_minutes: a save that takes longer is lost")
 
 
-def _seconds(text: str) -> int:
-    """Of `60` or `00:01:00`; a limit that is written otherwise is none."""
-    return int(text) if text.isdigit() else parse_time(text) if re.fullmatch(r"[\d:-]+", text) else sys.maxsize
-
-
-MACHINE: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+MACHINE: tuple[tuple[str, Check], ...] = (
     ("versions", check_versions),
     ("devices", check_devices),
     ("ranks", check_ranks),
@@ -187,3 +150,25 @@ MACHINE: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("time", check_time),
     ("slurm", check_slurm),
 )
+
+
+def measure(num_bytes: int, device: torch.device, repeats: int) -> float:
+    """Seconds of one all-reduce."""
+    x = torch.zeros(num_bytes // 4, device=device)
+    dist.all_reduce_sum(x)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        dist.all_reduce_sum(x)
+    x.sum().item()  # waits for the device
+    return (time.perf_counter() - began) / repeats
+
+
+if __name__ == "__main__":
+    device = take_device(detect(os.environ))
+    torch_dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=60))
+    latency, seconds = measure(4, device, 20), measure(16 * 2**20, device, 3)
+    if dist.is_main():
+        found = {"device": device.type, "latency": latency, "bandwidth": 16 * 2**20 / seconds}  # bytes per second
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    torch_dist.destroy_process_group()

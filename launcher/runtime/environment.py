@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import subprocess
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from clip_train.errors import RankError
@@ -46,20 +44,22 @@ class Launcher(NamedTuple):
     size: str
     local_rank: str
     local_size: str
-    job: str  # the same on all ranks, another for each start
+    job: tuple[str, ...]  # the same on all ranks, together another for each start
     name: str
+    command: str
 
 
-TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "", "RANK and WORLD_SIZE")
+TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", (), "RANK and WORLD_SIZE", "torchrun")
 SRUN = Launcher(
-    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", SLURM_STEP
-)
+    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"), SLURM_STEP, "srun",
+)  # fmt: skip
 MPI = (
     Launcher(
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMIX_NAMESPACE", "Open MPI",
+        ("PMIX_NAMESPACE",), "Open MPI", "mpirun",
     ),
-    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID", "MPICH or Intel MPI"),
+    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_ID",), "MPICH or Intel MPI", "mpirun"),
 )  # fmt: skip
 NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # set by launchers that start several ranks on each node: of how many nodes
 
@@ -73,18 +73,18 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
     above = [each for each in (SRUN, *MPI) if each.rank in environ and _number(environ, each.size, 1) > 1]
     # A batch script may have exported WORLD_SIZE alone, as many do: then the step has to agree.
     if "RANK" in environ or ("WORLD_SIZE" in environ and not above):
-        env = _explicit(environ)
+        env = _rank_env(environ, TORCHRUN)
         for each in above:
             _refuse_two(env, each, environ)
         return env
     if not above:
         _number(environ, SRUN.size, 1)
         return RankEnv(0, 1, 0, 1, "127.0.0.1", 0, "no launcher: a single process")
-    env = _srun(environ) if above[0] is SRUN else _mpi(environ, above[0])
+    env = _rank_env(environ, above[0])
     size = _number(environ, "WORLD_SIZE", env.world_size)
     if size != env.world_size:
         raise RankError(
-            f"the environment has WORLD_SIZE={size}, but {_command(above[0])} started {env.world_size} tasks: unset "
+            f"the environment has WORLD_SIZE={size}, but {above[0].command} started {env.world_size} tasks: unset "
             "WORLD_SIZE, or start as many tasks"
         )
     return env
@@ -97,13 +97,9 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         raise RankError(f"{name} must be a whole number: {e}") from None
 
 
-def _command(launcher: Launcher) -> str:
-    return "srun" if launcher is SRUN else "mpirun"
-
-
 def _refuse_two(env: RankEnv, above: Launcher, environ: Mapping[str, str]) -> None:
     """A task of srun or mpirun is one rank, or the launcher of one node's ranks; anything else is a mistake."""
-    tasks, task, launcher = _number(environ, above.size, 1), _number(environ, above.rank, 0), _command(above)
+    tasks, task, launcher = _number(environ, above.size, 1), _number(environ, above.rank, 0), above.command
     if env.world_size == tasks and env.rank == task:
         return
     nodes = next((_number(environ, name, 1) for name in NODES if name in environ), None)
@@ -122,58 +118,36 @@ def _refuse_two(env: RankEnv, above: Launcher, environ: Mapping[str, str]) -> No
         )
 
 
-def _explicit(environ: Mapping[str, str]) -> RankEnv:
+def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in environ]
-    if missing:
+    if names is TORCHRUN and missing:
         raise RankError(
             f"the environment has {', '.join(n for n in needed if n in environ)} but not {', '.join(missing)}: "
             "start ranks with torchrun, or unset RANK and WORLD_SIZE for a single process"
         )
-    env = _rank_env(environ, TORCHRUN, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", 0))
-    local_size = _number(environ, "LOCAL_WORLD_SIZE", _number(environ, "LOCAL_SIZE", 1))
-    return replace(env, local_world_size=local_size, agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-
-
-def _srun(environ: Mapping[str, str]) -> RankEnv:
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    step = f"{environ.get(SRUN.job)}.{environ.get('SLURM_STEP_ID')}"  # two steps of a job need two ports
-    return _rank_env(environ, SRUN, environ.get("MASTER_ADDR") or first_host(nodes), port_of(step))
-
-
-def _mpi(environ: Mapping[str, str], names: Launcher) -> RankEnv:
-    port = port_of(environ.get(names.job, str(os.getppid())))
-    env = _rank_env(environ, names, environ.get("MASTER_ADDR", "127.0.0.1"), port)
-    if env.local_world_size < env.world_size and "MASTER_ADDR" not in environ:
-        raise RankError(
-            f"{names.size} ({env.world_size}) ranks are on several hosts, and MPI does not say which is first: "
-            "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
-        )
-    return env
-
-
-def _rank_env(environ: Mapping[str, str], names: Launcher, host: str, port: int) -> RankEnv:
     rank, world = _number(environ, names.rank, 0), _number(environ, names.size, 1)
     if not 0 <= rank < world:
         raise RankError(f"{names.rank} ({rank}) must be at least 0 and below {names.size} ({world})")
     local = _number(environ, names.local_rank, 0 if names is SRUN else rank)
-    local_size = _number(environ, names.local_size, 1)
-    return RankEnv(rank, world, local, local_size, host, _number(environ, "MASTER_PORT", port), names.name)
-
-
-def port_of(job: str) -> int:
-    """The same on all ranks, another for each job; below the ports that the kernel gives out."""
-    return 20000 + zlib.crc32(job.encode()) % 12000
+    local_size = _number(environ, names.local_size, _number(environ, "LOCAL_SIZE", 1))
+    host = environ.get("MASTER_ADDR", "")
+    if not host and names is SRUN:
+        host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1")
+    elif not host and local_size < world:
+        raise RankError(
+            f"{names.size} ({world}) ranks are on several hosts, and MPI does not say which is first: "
+            "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
+        )
+    # the same on all ranks, another for each job, below the ports that the kernel gives out
+    job = ".".join(environ[name] for name in names.job if name in environ) or str(os.getppid())
+    port = _number(environ, "MASTER_PORT", 20000 + zlib.crc32(job.encode()) % 12000)
+    agent_store = names is TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RankEnv(rank, world, local, local_size, host or "127.0.0.1", port, names.name, agent_store)
 
 
 def first_host(nodelist: str) -> str:
-    """`gpu[003-005,9],login` -> `gpu003`; Slurm itself knows all of its notation, and is asked first."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        shown = subprocess.run(
-            ["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=60
-        )
-        if shown.stdout.split():
-            return shown.stdout.split()[0]
+    """`gpu[003-005,9],login` -> `gpu003`."""
     match = re.match(r"[^,\[]+(\[[^\]]+\][^,\[]*)*", nodelist)
     if match is None:
         raise RankError(f"SLURM_JOB_NODELIST ({nodelist!r}) names no host; set MASTER_ADDR")
@@ -228,26 +202,14 @@ def threads(cores: int, workers: int) -> int:
     return max(1, cores // 2, cores - workers)
 
 
-def has_launcher(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of ranks is this process's parent, so that its death leaves the rank an orphan."""
-    return any(name in environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI)))
-
-
 def launcher_pid(environ: Mapping[str, str]) -> int | None:
-    """The process above this rank whose death it has to notice; None where there is none."""
+    """The launcher of ranks above this process, whose death leaves the rank an orphan; None where there is none."""
     if LAUNCHER in environ:
         return int(environ[LAUNCHER])
-    return PARENT if has_launcher(environ) else None
+    variables = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI))
+    return PARENT if any(name in environ for name in variables) else None
 
 
 def backend(device: torch.device) -> str:
     """What ranks decide together goes by gloo even on GPUs: it must not wait for their queues."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def describe_start(env: RankEnv, device: torch.device) -> str:
-    """The one line about what was found, before the others are waited for."""
-    import torch
-
-    through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
-    return f"{env.describe()}; {device}, {backend(device)}{through}, {torch.get_num_threads()} threads"

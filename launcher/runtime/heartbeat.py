@@ -7,11 +7,10 @@ rank 0's. The first rank that fails, or that finds another one silent, writes `a
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.verdict import Failure, node_name
@@ -24,7 +23,6 @@ SILENT_BEATS = 5  # a rank whose key has not changed for so many looks is lost: 
 SILENT_SECONDS = 20.0  # the store itself, if it does not answer for so long
 LEAVE_SECONDS = 15.0  # for the others, before the rank that holds the store ends
 LEAVE_EARLY_SECONDS = 120.0  # the same before all have come: imports may take one rank much longer than another
-PUBLISHED_SECONDS = 20.0  # for the first rank that failed to print and write what it has to
 LEFT = "left"
 
 
@@ -40,12 +38,13 @@ class Heartbeat:
         silent_seconds: float = SILENT_SECONDS,
     ) -> None:
         """publish: prints the failure that ends the run and writes its verdict, on one rank only; see `claim`."""
+        from torch.distributed import HashStore
+
         self.env, self._publish = env, publish
         self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
         self.abort: Failure | None = None  # why all ranks end
         self.aborted_at = 0.0  # seconds, monotonic: when this rank learned of it
-        self.launcher_lost = False  # the store is gone, and torchrun's agent held it
-        self._store: Store | None = None
+        self._store: Store = HashStore()  # until `open`: of this rank alone
         self._server: Store | None = None  # it is closed when the last reference to it goes
         self._answered = 0.0  # seconds, monotonic: the store's last answer
         self._seen: dict[int, tuple[bytes, int]] = {}  # rank -> its key's value, and looks since it changed
@@ -63,7 +62,7 @@ class Heartbeat:
 
     @property
     def is_open(self) -> bool:
-        return self._store is not None
+        return self._thread.ident is not None
 
     def came(self) -> None:
         """All ranks have opened theirs: from now on silence is a death."""
@@ -72,24 +71,20 @@ class Heartbeat:
     def claim(self, failure: Failure, trace: str = "") -> Failure:
         """The failure that ends the run: this one, which is published here and now, or the first one before it.
 
-        From any thread. Later ranks wait until the first one has published, and say nothing.
+        From any thread. Later ranks say nothing.
         """
         if self.abort is not None:
             return self.abort
         first = failure
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # gone: every rank for itself
-                first = parse(self._store.compare_set("abort", "", failure.to_json()))
-                self._store.set("all", "1")  # wakes the ranks that wait for the others to come
+        with contextlib.suppress(RuntimeError):  # gone: every rank for itself
+            first = Failure.parse(self._store.compare_set("abort", "", failure.to_json()))
+            self._store.set("all", "1")  # wakes the ranks that wait for the others to come
         self._learn(first)
         with self._lock:  # not who learned of it: this rank's other threads may have read it in the store by now
             is_mine = first == failure and not self._claimed
             self._claimed = self._claimed or is_mine
         if is_mine:
             self._publish(failure, trace)
-            with contextlib.suppress(RuntimeError):
-                if self._store is not None:
-                    self._store.set("published", "1")
         return first
 
     def _learn(self, failure: Failure) -> bool:
@@ -103,28 +98,18 @@ class Heartbeat:
     def wait(self, seconds: float) -> Failure | None:
         """What ends the run, if that is known within `seconds`; a collective fails before a death is known."""
         end = time.monotonic() + seconds
-        while self._store is not None:
+        while True:
             with contextlib.suppress(RuntimeError):  # gone: the thread finds out what that means
                 self._poll()
             if self.abort is not None or time.monotonic() >= end:
-                break
+                return self.abort
             time.sleep(0.1)
-        return self.abort
-
-    def wait_published(self) -> None:
-        """Until the rank that failed first has said all, so that no launcher ends it before."""
-        end = time.monotonic() + PUBLISHED_SECONDS
-        with contextlib.suppress(RuntimeError):
-            while self._store is not None and time.monotonic() < end and not self._store.check(["published"]):
-                time.sleep(0.1)
 
     def leave(self) -> None:
         """This rank ends; whoever holds the store waits for the others. Again does nothing."""
         if self._closed.is_set():
             return
         self._closed.set()
-        if self._store is None:
-            return
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT)
             left = self._store.add("left", 1)
@@ -139,10 +124,9 @@ class Heartbeat:
         frozen_seconds: for which this whole process has not run.
         """
         self._answered += frozen_seconds
-        if self.is_open and self.abort is None and not self._closed.is_set():
-            silent = time.monotonic() - self._answered
-            if silent > self._silent_seconds:
-                self._lose_store(f"its store does not answer for {silent:.0f} s")
+        silent = time.monotonic() - self._answered
+        if self.is_open and self.abort is None and not self._closed.is_set() and silent > self._silent_seconds:
+            self._lose_store(f"its store does not answer for {silent:.0f} s")
         return self.abort
 
     # -- the thread
@@ -163,17 +147,14 @@ class Heartbeat:
             self._answered = time.monotonic()
 
     def _beat(self, number: int) -> None:
-        assert self._store is not None
         self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()}")
 
     def _poll(self) -> None:
-        assert self._store is not None
         if self.abort is None and self._store.check(["abort"]):
-            self._learn(parse(self._store.get("abort")))
+            self._learn(Failure.parse(self._store.get("abort")))
 
     def _look(self) -> None:
         """Rank 0 at all keys, which are W, the others at rank 0's: nothing grows as W squared."""
-        assert self._store is not None
         ranks = [r for r in (range(self.env.world_size) if self.env.rank == 0 else [0]) if r != self.env.rank]
         for rank, value in zip(ranks, self._store.multi_get([f"beat/{r}" for r in ranks]), strict=True):
             before, looks = self._seen.get(rank, (b"", 0))
@@ -187,22 +168,14 @@ class Heartbeat:
         return self._seen.get(rank, (b"", 0))[0].decode().partition(" ")[2] or "another node"
 
     def _lose_store(self, how: str) -> None:
-        """Rank 0 held it, or torchrun's agent; then the ranks are without a launcher, but may still save and end."""
-        if self.env.agent_store:
-            self.launcher_lost = True
-            return
+        """Rank 0 held it. Where torchrun's agent did, the watchdog asks the ranks to save and end."""
         failure = lost(0, self._node(0), how)
         # Nobody is left to ask which rank is the first: rank 1, and where it may be lost as well, one for each node.
         publishes = self.env.rank == 1 or (self.env.rank > self.env.local_rank == 0 and self._node(0) != node_name())
-        if self._learn(failure) and publishes:
+        if not self.env.agent_store and self._learn(failure) and publishes:
             self._publish(failure, "")
 
 
 def lost(rank: int, node: str, how: str) -> Failure:
     message = f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), or its node is gone"
     return Failure(rank, node, message, lost=True, node_suspect=True)
-
-
-def parse(text: bytes) -> Failure:
-    found: dict[str, Any] = json.loads(text)
-    return Failure(**found)

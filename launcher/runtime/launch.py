@@ -13,12 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from clip_train.errors import UserError
+from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.runtime import rendezvous
 from launcher.runtime.environment import LAUNCHER, detect
-from launcher.runtime.log import log
-from launcher.runtime.verdict import Failure, node_name, write_report
 from launcher.runtime.watchdog import CLOSE_SECONDS
 
 TOGETHER_SECONDS = CLOSE_SECONDS + 30  # for all ranks to end once one has failed; they do within 30 s, or close
@@ -38,7 +36,7 @@ def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
 
 
 def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int:
-    """Run `python -m launcher ARGUMENTS` as `ranks` ranks; their exit status.
+    """Run `python -m launcher ARGUMENTS` as `ranks` ranks; their exit status. Preempted where `stop` was asked before.
 
     stop: has listened since the process began. A signal from now on goes to each rank, once.
     """
@@ -54,24 +52,24 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
+    line = [sys.executable, "-m", "launcher", *arguments]
     processes: list[subprocess.Popen] = []
 
-    def forward(number: int, frame: FrameType | None = None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
             process.send_signal(number)
 
     try:
         if stop.look() is not None:
-            return stopped_early(stop)
+            raise Preempted(f"stopped by {stop.reason} before the first step; run the same line to begin")
         for rank in range(ranks):
             environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            line = [sys.executable, "-m", "launcher", *arguments]
             # in sessions of their own: Ctrl-C of a terminal comes here alone
             processes.append(subprocess.Popen(line, env=environ, start_new_session=True))
         for number in handled:
             signal.signal(number, forward)
         if stop.look() is not None:  # a thread of some library has taken it
-            forward(signal.SIGTERM)
+            forward(signal.SIGTERM, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         return wait(processes)
     finally:
@@ -81,21 +79,14 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
             process.kill()
 
 
-def stopped_early(stop: StopRequest) -> int:
-    """There are no ranks yet to say so."""
-    message = f"stopped by {stop.reason} before the first step"
-    log(message)
-    write_report(Failure(0, node_name(), message, "PREEMPTED", 75))
-    return 75
-
-
 def wait(processes: Sequence[subprocess.Popen]) -> int:
     """0, or the exit status of the first rank that failed; after TOGETHER_SECONDS the others are given up."""
     failed, end = 0, float("inf")
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        if not failed:
-            failed = next((process.returncode for process in processes if process.returncode), 0)
-            end = time.monotonic() + TOGETHER_SECONDS if failed else end
+    while time.monotonic() < end:
+        statuses = [process.poll() for process in processes]
+        if not failed and any(statuses):
+            failed, end = next(filter(None, statuses)), time.monotonic() + TOGETHER_SECONDS
+        if None not in statuses:
+            break
         time.sleep(0.1)
-    failed = failed or next((process.returncode for process in processes if process.returncode), 0)
     return failed if failed >= 0 else 1

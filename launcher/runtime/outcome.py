@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clip_train.errors import ClipTrainError, DivergedError, Preempted, RankError, RemoteRankError, UserError
-from clip_train.stop import StopRequest
 from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.log import log
 from launcher.runtime.verdict import Failure, Word, node_name, read_verdict, write_report, write_verdict
@@ -28,17 +27,15 @@ if TYPE_CHECKING:
 
 # For what has ended another rank to be known here: a death 18 s after it, an error once a report has been written.
 CAUSE_SECONDS = 25.0
-STOPPED_SECONDS = 3.0  # the same, where the launcher has asked this rank to stop: it names the other one
 MAIN_SECONDS = 2.0  # for rank 0 to be the first where all ranks have the same error: it knows of the checkpoints
-FIRST_SECONDS = 2.0  # the launcher is to see the end of the rank that failed first before the others'
+FIRST_SECONDS = 3.0  # for the rank that failed first to print, write and end: a launcher is to see its end first
 CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may still be importing
 
 
 class Outcome:
     """Of this process. `train` fills in what it knows; `finish` works at any time."""
 
-    def __init__(self, stop: StopRequest | None = None) -> None:
-        self.stop = stop
+    def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
         self.watchdog: Watchdog | None = None
         self.run_dir: Path | None = None  # once the run there is known to be this recipe's: verdicts go there
@@ -71,42 +68,46 @@ class Outcome:
         """The exit status. Another rank's failure, if it came first, is printed by that rank, and not here."""
         if self.watchdog is not None:
             self.watchdog.phase("finish")
-        trace = "".join(traceback.format_exception(error)) if is_unexpected(error) else ""
-        own = None if isinstance(error, RemoteRankError) or is_lost_contact(error) else self.describe(error)
-        heartbeat = self._connected(own)
-        if heartbeat is None:  # alone, or nobody can be reached
-            failure = own or self.describe(error)
-            self.publish(failure, trace)
-            return failure.status
-        if own is None:
-            cause = self._cause(heartbeat)
-        else:
-            cause = heartbeat.wait(0.0 if heartbeat.env.rank == 0 else MAIN_SECONDS)
-        failure = cause or heartbeat.claim(own or self.describe(error), trace)
-        if failure.rank != heartbeat.env.rank:
-            if own is not None and trace:
+        own, trace = self.describe(error)
+        secondhand = own.lost or isinstance(error, RemoteRankError)
+        heartbeat = self.heartbeat
+        if (heartbeat is None or not heartbeat.is_open) and not secondhand:
+            heartbeat = self._connect()
+        if heartbeat is None or not heartbeat.is_open:  # alone, or nobody can be reached
+            self.publish(own, trace)
+            return own.status
+        is_main = heartbeat.env.rank == 0
+        cause = heartbeat.wait(CAUSE_SECONDS if secondhand else 0.0 if is_main else MAIN_SECONDS)
+        first = cause or heartbeat.claim(own, trace)
+        if first.rank != heartbeat.env.rank:
+            if trace:
                 print(trace, file=sys.stderr, flush=True)  # an error of its own at the same moment
-            heartbeat.wait_published()
             time.sleep(FIRST_SECONDS)
-        if heartbeat.env.rank == 0:
+        if is_main:
             self.plot()
         heartbeat.leave()
-        return failure.status
+        return first.status
 
-    def _cause(self, heartbeat: Heartbeat) -> Failure | None:
-        """What has ended another rank; a launcher that is ending this one already, and knows, is not held up."""
-        end = time.monotonic() + CAUSE_SECONDS
-        while heartbeat.wait(0.5) is None and time.monotonic() < end:
-            if self.stop is not None and self.stop.look() is not None:
-                end = min(end, time.monotonic() + STOPPED_SECONDS)
-        return heartbeat.abort
+    def _connect(self) -> Heartbeat | None:
+        """The heartbeat, before the ranks have met; None in a world of one, or where rank 0 has gone."""
+        env = world()
+        if env is not None:
+            from launcher.runtime import heartbeat, rendezvous
 
-    def describe(self, error: BaseException) -> Failure:
-        """What this error means for the run, wherever it came from."""
+            self.heartbeat = self.heartbeat or heartbeat.Heartbeat(env, self.publish)
+            with contextlib.suppress(RuntimeError, OSError):
+                rendezvous.connect(env, self.heartbeat, CONNECT_SECONDS)
+        return self.heartbeat
+
+    def describe(self, error: BaseException) -> tuple[Failure, str]:
+        """What this error means for the run, wherever it came from; and the traceback of what nobody has foreseen."""
         message = str(error).strip() or type(error).__name__
+        lost = is_lost_contact(error)
+        foreseen = lost or isinstance(error, (ClipTrainError, KeyboardInterrupt))
+        status = getattr(error, "exit_status", 1)
         word: Word = "FAILED"
         if isinstance(error, KeyboardInterrupt):
-            message = "interrupted"
+            status, message = 130, "interrupted"
             if self.trainer is not None:
                 good = self.trainer.checkpoints.last_good
                 saved = f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
@@ -115,14 +116,13 @@ class Outcome:
             word = "PREEMPTED"
         elif isinstance(error, (UserError, DivergedError)) and not isinstance(error, RankError):
             word = "FATAL"
-        elif is_lost_contact(error):
+        elif lost:
             message = f"lost contact with another rank, which may have its own message: {' '.join(message.split())}"
-        elif not isinstance(error, ClipTrainError):
+        elif not foreseen:
             message = f"{type(error).__name__}: {message}"
-        status = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_status", 1)
-        lost = is_lost_contact(error)
-        suspect = not (isinstance(error, (ClipTrainError, KeyboardInterrupt)) or lost) or isinstance(error, RankError)
-        return Failure(this_rank(), node_name(), message, word, status, lost=lost, node_suspect=suspect)
+        env, suspect = world(), not foreseen or isinstance(error, RankError)
+        trace = "" if foreseen else "".join(traceback.format_exception(error))
+        return Failure(env.rank if env else 0, node_name(), message, word, status, lost, suspect), trace
 
     def publish(self, failure: Failure, trace: str = "") -> None:
         """Print it, with the traceback of what nobody has foreseen, and leave verdict and report. The first one stays.
@@ -159,38 +159,13 @@ class Outcome:
     def _step(self) -> int:
         return self.trainer.position.step if self.trainer is not None else 0
 
-    def _connected(self, failure: Failure | None) -> Heartbeat | None:
-        """The heartbeat, if the others can be reached; None in a world of one."""
-        if self.heartbeat is not None and self.heartbeat.is_open:
-            return self.heartbeat
-        if said_rank() is None or failure is None:
-            return None
-        from launcher.runtime import heartbeat, rendezvous
 
-        try:
-            env = detect(os.environ)
-            self.heartbeat = self.heartbeat or heartbeat.Heartbeat(env, self.publish)
-            rendezvous.connect(env, self.heartbeat, CONNECT_SECONDS)
-        except (RuntimeError, OSError, UserError):  # rank 0 has gone, or the environment itself is wrong
-            return None
-        return self.heartbeat
-
-
-def said_rank() -> int | None:
+def world() -> RankEnv | None:
     """This rank by its launcher's variables; None in a world of one. Before a process group there is no other way."""
     with contextlib.suppress(UserError):
-        env: RankEnv = detect(os.environ)
-        return env.rank if env.world_size > 1 else None
+        env = detect(os.environ)
+        return env if env.world_size > 1 else None
     return None
-
-
-def this_rank() -> int:
-    return said_rank() or 0
-
-
-def is_unexpected(error: BaseException) -> bool:
-    """Whether its traceback is what a user has to send."""
-    return not isinstance(error, (ClipTrainError, KeyboardInterrupt)) and not is_lost_contact(error)
 
 
 LOST = re.compile(

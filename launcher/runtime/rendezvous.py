@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
+import json
 import os
+import platform
+import re
 import resource
 import socket
 import time
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
-from clip_train.errors import RemoteRankError
-from launcher.runtime import consistency
+from clip_train.errors import RemoteRankError, UserError
 from launcher.runtime.environment import RankEnv, backend
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
+from launcher.runtime.verdict import node_name
 
 LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
 ANSWER_SECONDS = 15.0  # of the store to one request
 OPEN_FILES = 65536
+SOURCES = ("clip_train", "launcher")
 
 
 def raise_open_files() -> None:
@@ -76,23 +83,78 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
 
 def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> None:
     """Returns once all ranks have come. RemoteRankError where one has failed, RuntimeError after `seconds`."""
-    end, remind = time.monotonic() + seconds, time.monotonic() + REMIND_SECONDS
+    end = time.monotonic() + seconds
     if store.add("here", 1) == env.world_size:
         store.set("all", "1")  # `Heartbeat.claim` does so as well
-    if env.rank > 0:
-        with contextlib.suppress(DistStoreError):  # timed out
-            store.wait(["all"], datetime.timedelta(seconds=seconds))
     while not store.check(["all"]):
+        with contextlib.suppress(DistStoreError):  # timed out
+            store.wait(["all"], datetime.timedelta(seconds=min(seconds, REMIND_SECONDS)))
+            break
         missing = f"{store.add('here', 0)} of {env.world_size} ranks have come to {env.master_addr}:{env.master_port}"
         if time.monotonic() > end:
             raise RuntimeError(f"Timed out waiting for the other ranks: {missing} within {seconds:.0f} s")
-        if time.monotonic() > remind:
-            remind += REMIND_SECONDS
+        if env.rank == 0:
             log(f"waiting: {missing}, by {env.found}. If there are no others, unset what says so")
-        time.sleep(0.02)
     if heartbeat.wait(0.0) is not None:
         raise RemoteRankError(str(heartbeat.abort))
     heartbeat.came()
+
+
+# -- the same recipe and code on all ranks
+
+
+def code_version() -> str:
+    """Twelve hex digits over all sources of this project: a git commit does not know of changed files."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parents[2]
+    for package in SOURCES:
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same on all ranks beside the recipe: the code, and every package that it builds on."""
+    found = {"clip-train's code": code_version(), "Python": platform.python_version()}
+    needed = ["torch"]
+    with contextlib.suppress(PackageNotFoundError):  # run from its folder
+        needed = [line for line in requires("clip-train") or () if "extra ==" not in line]
+    for package in (re.split(r"[^\w.-]", line)[0] for line in needed):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def check_same(store: Store, rank: int, recipe: dict[str, Any], seconds: float) -> None:
+    """UserError on a rank that differs from rank 0. recipe: as resolved. seconds: to wait for rank 0."""
+    here = flat({"": versions(), **recipe})
+    if rank == 0:
+        return store.set("recipe", json.dumps([node_name(), here]))
+    store.wait(["recipe"], datetime.timedelta(seconds=seconds))
+    node, first = json.loads(store.get("recipe"))
+    found = differences(first, json.loads(json.dumps(here)))
+    if found:
+        raise UserError(
+            f"this rank differs from rank 0 on {node}: {'; '.join(found)} here; start all with the same line, from "
+            "the same folder"
+        )
+
+
+def flat(sections: dict[str, Any]) -> dict[str, Any]:
+    """section -> key -> value as `section.key` -> value."""
+    return {f"{section}.{key}".lstrip("."): value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """`key: a against b` for every key that is not the same."""
+    return [
+        f"{key}: {one.get(key)!r} against {other.get(key)!r}"
+        for key in sorted(one.keys() | other.keys())
+        if one.get(key) != other.get(key)
+    ]
+
+
+# -- the process group
 
 
 def start(
@@ -100,21 +162,19 @@ def start(
     device: torch.device,
     heartbeat: Heartbeat,
     *,
-    store: Store | None = None,
     recipe: dict[str, Any] | None = None,
     timeout_seconds: float = 1800.0,
 ) -> None:
     """Meet the other ranks and form the process group. RemoteRankError where one of them fails before.
 
-    store: of `connect`, if that was done earlier. recipe: as resolved; UserError where a rank's differs from rank 0's,
-    or its code. timeout_seconds: of every collective, until `set_timeout`.
+    recipe: as resolved; UserError where a rank's differs from rank 0's, or its code. timeout_seconds: of every
+    collective, until `set_timeout`.
     """
-    if env.world_size == 1:
-        store = torch_dist.HashStore()  # alone: no port to lose
-    else:
-        store = store or connect(env, heartbeat, timeout_seconds)
+    store: Store = torch_dist.HashStore()  # alone: no port to lose
+    if env.world_size > 1:
+        store = connect(env, heartbeat, timeout_seconds)
         if recipe is not None:
-            consistency.check(store, env.rank, recipe, timeout_seconds)
+            check_same(store, env.rank, recipe, timeout_seconds)
         meet(env, heartbeat, store, timeout_seconds)
     torch_dist.init_process_group(
         backend(device),

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from clip_train.storage.local import LocalStorage
+
 # One word, then a JSON line with `step` and `reason`.
 #   DONE       all steps are trained and committed
 #   PREEMPTED  asked to stop; a checkpoint is committed; run the same line again
@@ -44,6 +46,10 @@ class Failure:
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
+    @staticmethod
+    def parse(text: bytes) -> Failure:
+        return Failure(**json.loads(text))
+
     def __str__(self) -> str:
         return self.message if self.lost else f"rank {self.rank} on {self.node}: {self.message}"
 
@@ -55,10 +61,9 @@ def node_name() -> str:
 
 
 def write_verdict(run_dir: Path, word: Word, step: int, reason: str) -> None:
-    """Atomically."""
-    temporary = run_dir / f"{FILE}.{socket.gethostname()}.{os.getpid()}.tmp"  # ranks may write at the same moment
-    temporary.write_text(f"{word}\n{json.dumps({'step': step, 'reason': ' '.join(reason.split())})}\n")
-    os.replace(temporary, run_dir / FILE)
+    """Atomically; ranks may write at the same moment."""
+    text = f"{word}\n{json.dumps({'step': step, 'reason': ' '.join(reason.split())})}\n"
+    LocalStorage(run_dir).put_bytes(FILE, text.encode())
 
 
 def clear_verdict(run_dir: Path) -> None:
@@ -84,11 +89,10 @@ def write_report(failure: Failure, trace: str = "") -> None:
     extra = {"timestamp": str(int(time.time())), "py_callstack": trace, **asdict(failure)}
     text = json.dumps({"message": {"message": str(failure), "extraInfo": extra}})
     attempt, torchrun = os.environ.get(ATTEMPT), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for file in [*([Path(attempt, REPORT)] if attempt else []), *([Path(torchrun)] if torchrun else [])]:
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("x") as f:
-                f.write(text)
+    for file in (attempt and Path(attempt, REPORT), torchrun and Path(torchrun)):
+        if file:
+            with contextlib.suppress(OSError):
+                LocalStorage(file.parent).put_bytes(file.name, text.encode(), if_absent=True)
 
 
 def read_report(attempt: Path) -> Failure | None:
@@ -105,13 +109,12 @@ def write_resumed(step: int) -> None:
     attempt = os.environ.get(ATTEMPT)
     if attempt:
         with contextlib.suppress(OSError):
-            Path(attempt).mkdir(parents=True, exist_ok=True)
-            Path(attempt, RESUMED).write_text(f"{step}\n")
+            LocalStorage(attempt).put_bytes(RESUMED, f"{step}\n".encode())
 
 
-def read_resumed(attempt: Path) -> int | None:
-    """None: the ranks did not come so far."""
+def read_step(file: Path) -> int | None:
+    """Of `RESUMED`, None where the ranks did not come so far; of `PROGRESS_FILE`."""
     try:
-        return int((attempt / RESUMED).read_text())
+        return int(file.read_text())
     except (OSError, ValueError):
         return None

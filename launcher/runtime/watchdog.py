@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import statistics
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
+from clip_train.storage.local import LocalStorage
 from launcher.runtime.environment import END_TIME, detect, launcher_pid
 from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
 from launcher.runtime.log import log
@@ -68,11 +68,11 @@ class Watchdog:
         *,
         run_dir: Path | None = None,
         environ: Mapping[str, str] = os.environ,
-        on_limit: Callable[[str, float], None] = lambda phase, limit: None,
+        on_limit: Callable[[float], None] = lambda limit: None,
         on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_limit: called with each phase and
-        its limit, to set the collectives' timeouts. on_first_step: called when it is done."""
+        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_limit: called with the limit of a
+        phase, in seconds, where it is another one than before. on_first_step: called when it is done."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         self.committed: Callable[[], int | None] = lambda: None  # the newest committed step, once there is a trainer
         self._heartbeat = heartbeat or Heartbeat(detect({}))
@@ -90,21 +90,14 @@ class Watchdog:
 
     def start(self) -> None:
         self._thread.start()
-        self._arm()
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-            signal.signal(signal.SIGTSTP, self._pause)
 
     def close(self) -> None:
         """The rank ends; also writes the last PROGRESS. Again does nothing."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        if signal.getsignal(signal.SIGTSTP) == self._pause:
-            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        faulthandler.cancel_dump_traceback_later()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._write_progress()
+        if not self._closed.is_set():
+            self._closed.set()
+            if self._thread.is_alive():
+                self._thread.join()
+            self._write_progress()
 
     def phase(self, name: str) -> None:
         """A "step", a "save" or an "evaluate" begins; "end": the loop has been left; "finish": so has `train`."""
@@ -120,62 +113,37 @@ class Watchdog:
         limit = phase_limit(self.config, name, self._steps)
         if limit != self._limit:
             self._limit = limit
-            self._arm()
-            self._on_limit(name, limit)
-
-    def _arm(self) -> None:
-        """The last resort, in C: a main thread that holds the interpreter's lock stops this module's thread too."""
-        faulthandler.dump_traceback_later(2 * self._limit + 60, exit=True, file=2)  # stderr, whoever holds sys.stderr
-
-    def _pause(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z; Slurm before it suspends a job. The timer in C would take the pause for a hang when it is over."""
-        faulthandler.cancel_dump_traceback_later()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._arm()
+            self._on_limit(limit)
 
     def _run(self) -> None:
-        armed = before = time.monotonic()
+        before = time.monotonic()
         while not self._closed.wait(0.25):
             now = time.monotonic()
-            frozen, before = now - before, now  # seconds
-            if frozen > FROZEN_SECONDS:  # not even this thread ran: a suspended job, a paused machine
-                self._since += frozen
-                armed = 0.0
+            frozen, before = now - before, now
+            if frozen < FROZEN_SECONDS:
+                frozen = 0.0  # else not even this thread ran: Ctrl-Z, a suspended job, a paused machine
+            self._since += frozen
             try:
-                self._look(now, frozen if frozen > FROZEN_SECONDS else 0.0)
+                self._look(now, frozen)
             except Exception as e:  # it goes on watching, whatever a disk or a library makes of it
                 log(f"warning: the watchdog could not look: {type(e).__name__}: {e}")
-            if now - armed > 30:  # this thread runs, so the lock is free
-                armed = now
-                self._arm()
 
     def _look(self, now: float, frozen_seconds: float) -> None:
         self._look_for_stop()
         if self._phase == "start" and not self._begun and self.stop.look():
-            self._leave_early(now)
-        self._look_for_abort(now, frozen_seconds)
+            self._asked = self._asked or now
+            if now - self._asked > EARLY_SECONDS:  # nothing is to be saved, and the others may be gone already
+                message = f"stopped by {self.stop.reason} before the first step"
+                self._exit(self._claim(message, word="PREEMPTED", status=75))
+        abort = self._heartbeat.check(frozen_seconds)
+        if abort is not None and self._phase != "finish":
+            # The main thread notices in a collective, but it may be elsewhere, or on a GPU.
+            allowed = CLOSE_SECONDS if self._phase == "end" and not abort.lost else ABORT_SECONDS
+            if now - self._heartbeat.aborted_at > allowed:
+                self._exit(abort)
         self._write_progress()
         if now - self._since > self._limit:
             self._fire(now - self._since)
-
-    def _look_for_abort(self, now: float, frozen_seconds: float) -> None:
-        """Another rank has failed. The main thread notices in a collective, but it may be elsewhere, or on a GPU."""
-        abort = self._heartbeat.check(frozen_seconds)
-        if self._heartbeat.launcher_lost:
-            self.stop.ask("its launcher's death")
-        if abort is None or self._phase == "finish":
-            return
-        if now - self._heartbeat.aborted_at > (
-            CLOSE_SECONDS if self._phase == "end" and not abort.lost else ABORT_SECONDS
-        ):
-            self._exit(abort)
-
-    def _exit(self, abort: Failure) -> None:
-        """At once, whatever the main thread does; a store that does not answer must not hold this up."""
-        leaving = threading.Thread(target=self._heartbeat.leave, daemon=True)
-        leaving.start()
-        leaving.join(LEAVE_SECONDS + 1)
-        os._exit(abort.status)
 
     def _look_for_stop(self) -> None:
         if self._stop_at is not None and time.time() >= self._stop_at:
@@ -186,38 +154,35 @@ class Watchdog:
         if self._launcher is not None and os.getppid() != self._launcher:
             self.stop.ask("its launcher's death")
 
-    def _leave_early(self, now: float) -> None:
-        """Asked to stop before the first step: nothing is to be saved, and the others may be gone already."""
-        self._asked = self._asked or now
-        if now - self._asked > EARLY_SECONDS:
-            message = f"stopped by {self.stop.reason} before the first step"
-            self._exit(self._claim(message, word="PREEMPTED", status=75))
-
     def _claim(self, message: str, **more: Any) -> Failure:
         return self._heartbeat.claim(Failure(self._heartbeat.env.rank, node_name(), message, **more))
+
+    def _exit(self, abort: Failure) -> None:
+        """At once, whatever the main thread does; a store that does not answer must not hold this up."""
+        leaving = threading.Thread(target=self._heartbeat.leave, daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_SECONDS + 1)
+        os._exit(abort.status)
 
     def _write_progress(self) -> None:
         """For the batch script: it counts attempts that have come no further."""
         step = self.committed() if self.run_dir is not None else None
-        if step is None or step == self._progress or self.run_dir is None:
-            return
-        try:
-            temporary = self.run_dir / f"{PROGRESS_FILE}.tmp"
-            temporary.write_text(f"{step}\n")
-            os.replace(temporary, self.run_dir / PROGRESS_FILE)
-            self._progress = step
-        except OSError:
-            return  # again in a moment
+        if step is not None and step != self._progress and self.run_dir is not None:
+            with contextlib.suppress(OSError):  # again in a moment
+                LocalStorage(self.run_dir).put_bytes(PROGRESS_FILE, f"{step}\n".encode())
+                self._progress = step
 
     def _fire(self, seconds: float) -> None:
         where, waiting = position(sys._current_frames().get(self._main or 0))
-        pending = None if waiting else unfinished(recorded()[0])
+        entries = recorded()
+        pending = None if waiting else unfinished(entries)
         if pending is not None:
             where, waiting = f"{where}, where {pending} is unfinished", True
         message = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
         log(f"[rank {self._heartbeat.env.rank} on {node_name()}] {message}")
         faulthandler.dump_traceback(all_threads=True)
-        print(last_collectives(), file=sys.stderr, flush=True)
+        newest = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries[-4:]]
+        print(f"the last collectives: {'; '.join(newest) or 'none recorded'}", file=sys.stderr, flush=True)
         if waiting:
             self._heartbeat.wait(5)  # the rank that hangs itself is the one to name
         abort = self._claim(message, node_suspect=not waiting)
@@ -232,22 +197,20 @@ def first_timeout(config: LaunchConfig) -> float:
 
 def phase_limit(config: LaunchConfig, phase: str, steps: deque[float]) -> float:
     """Seconds that a phase may take."""
-    match phase:
-        case "save" | "end":
-            return config.hang_save_seconds
-        case "finish":
-            return FINISH_SECONDS
-        case "evaluate":
-            return config.hang_evaluate_seconds
-        case _:
-            if config.hang_step_seconds is not None:
-                return config.hang_step_seconds
-            # rounded up to a power of two, so that it seldom changes
-            observed = 20 * statistics.median(steps) if steps else 0.0
-            limit = 300.0
-            while limit < observed:
-                limit *= 2
-            return limit
+    others = {
+        "save": config.hang_save_seconds,
+        "end": config.hang_save_seconds,
+        "finish": FINISH_SECONDS,
+        "evaluate": config.hang_evaluate_seconds,
+    }
+    if phase in others:
+        return others[phase]
+    if config.hang_step_seconds is not None:
+        return config.hang_step_seconds
+    limit = 300.0  # doubled, so that it seldom changes
+    while steps and limit < 20 * statistics.median(steps):
+        limit *= 2
+    return limit
 
 
 def stop_time(config: LaunchConfig, environ: Mapping[str, str], now: float) -> float | None:
@@ -283,14 +246,13 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
     return f"waiting in {collective}, called from {place}", True
 
 
-def recorded() -> tuple[list[dict[str, Any]], str]:
-    """torch's flight recorder, the oldest entry first, or why there is none."""
-    try:
+def recorded() -> list[dict[str, Any]]:
+    """torch's flight recorder, the oldest entry first; empty where this torch has none."""
+    with contextlib.suppress(Exception):
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
-        return json.loads(_dump_fr_trace_json(True, False)).get("entries", []), ""
-    except Exception as e:  # another torch
-        return [], f"{type(e).__name__}: {e}"
+        return json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
+    return []
 
 
 def unfinished(entries: Sequence[Mapping[str, Any]]) -> str | None:
@@ -302,12 +264,3 @@ def unfinished(entries: Sequence[Mapping[str, Any]]) -> str | None:
         if name.startswith("nccl:") and entry.get("state") != "completed" and not entry.get("retired"):
             return name
     return None
-
-
-def last_collectives() -> str:
-    """The newest entries of torch's flight recorder: what each group did last, and whether it was completed."""
-    entries, missing = recorded()
-    if missing:
-        return f"the last collectives are not known: {missing}"
-    newest = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries[-4:]]
-    return f"the last collectives: {'; '.join(newest) or 'none recorded'}"

@@ -9,27 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from clip_train.storage.local import LocalStorage
 
 FILE = "attempts.jsonl"
 NEEDED = {  # of each event's line, by those who read it here
     "begin": {"attempt": int, "nodes": list, "step": int},
     "end": {"attempt": int, "blamed": list, "decision": str, "failures": int, "fruitless": int},
 }
-Action = Literal["done", "requeue", "leave", "stop", "give up"]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to give up."""
-
-    failures: int = 3  # in a row, without a new checkpoint
-    fruitless: int = 10  # attempts in a row, preempted ones too, without a new checkpoint
+MOST_FAILURES = 3  # in a row, without a new checkpoint: then it gives up
+MOST_FRUITLESS = 10  # attempts in a row, preempted ones too, without a new checkpoint: the same
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Outcome:
 
     verdict: str  # DONE, PREEMPTED, FAILED, FATAL; where there is none CRASHED, or LOST with the batch script
     before: int  # the newest committed step when it began
-    after: int  # and when it ended
+    step: int  # and when it ended
     reason: str
     blamed: tuple[str, ...] = ()  # the node of the rank that failed, if it may be the node's fault
     terminated: bool = False  # by TERM to the batch script: scancel, or Slurm requeues the job itself
@@ -49,7 +43,7 @@ class Outcome:
 class Decision:
     """What the batch script does, and the counts that go into the history."""
 
-    action: Action
+    decision: str  # "done", "requeue", "leave", "stop" or "give up"
     why: str
     failures: int
     fruitless: int
@@ -77,15 +71,10 @@ class History:
 
     def claim(self, **begin: Any) -> int | None:
         """The number of the next attempt, begun by no other job; None where one has been quicker."""
-        self.folder.mkdir(exist_ok=True)
         number = self.next_number
-        with tempfile.NamedTemporaryFile("w", dir=self.folder) as f:
-            json.dump({"event": "begin", "attempt": number, **begin}, f)
-            f.flush()
-            try:
-                os.link(f.name, self.folder / f"{number:04d}.job")  # whole, or not there
-            except FileExistsError:
-                return None
+        line = json.dumps({"event": "begin", "attempt": number, **begin})
+        if not LocalStorage(self.folder).put_bytes(f"{number:04d}.job", line.encode(), if_absent=True):
+            return None
         self.append("begin", attempt=number, **begin)
         return number
 
@@ -143,25 +132,25 @@ def parsed(text: str) -> dict[str, Any] | None:
     return line if all(isinstance(line.get(name), kind) for name, kind in needed.items()) else None
 
 
-def decide(outcome: Outcome, failures: int, fruitless: int, limits: Limits) -> Decision:
+def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     """By the verdict and by progress, never by an exit code. failures, fruitless: in a row before this attempt."""
-    progress = outcome.after > outcome.before
+    progress = outcome.step > outcome.before
     failed = outcome.verdict not in ("DONE", "PREEMPTED") and not outcome.terminated
     failures = 0 if progress else failures + failed
     fruitless = 0 if progress else fruitless + (outcome.verdict != "DONE")
 
-    failure = f"failure {failures} without a new checkpoint, of {limits.failures}"
+    failure = f"failure {failures} without a new checkpoint, of {MOST_FAILURES}"
     last = f"in a row without a new checkpoint; the last: {outcome.reason}"
     ended = "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to"
-    rules: tuple[tuple[bool, Action, str], ...] = (  # the first that holds
+    rules: tuple[tuple[bool, str, str], ...] = (  # the first that holds
         (outcome.verdict == "DONE", "done", "trained to the last step"),
         (outcome.terminated, "leave", ended),
         (outcome.verdict == "FATAL", "stop", f"it would come again: {outcome.reason}"),
         (outcome.stop_file, "leave", "the run directory has a STOP file: remove it and submit again to resume"),
-        (failures >= limits.failures, "give up", f"{failures} failures {last}"),
-        (fruitless >= limits.fruitless, "give up", f"{fruitless} attempts {last}"),
+        (failures >= MOST_FAILURES, "give up", f"{failures} failures {last}"),
+        (fruitless >= MOST_FRUITLESS, "give up", f"{fruitless} attempts {last}"),
         (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
         (True, "requeue", failure if failures else "it failed, but had come further"),
     )
-    action, why = next((action, why) for holds, action, why in rules if holds)
-    return Decision(action, why, failures, fruitless)
+    decision, why = next((decision, why) for holds, decision, why in rules if holds)
+    return Decision(decision, why, failures, fruitless)

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -29,17 +30,19 @@ from launcher.runtime.environment import END_TIME
 from launcher.runtime.verdict import (
     ATTEMPT,
     PROGRESS_FILE,
+    RESUMED,
     STOP_FILE,
     Failure,
     clear_verdict,
     read_report,
-    read_resumed,
+    read_step,
     read_verdict,
     write_verdict,
 )
-from launcher.slurm.attempts import Decision, History, Limits, Outcome, decide
+from launcher.slurm.attempts import Decision, History, Outcome, decide
 from launcher.slurm.scheduler import answer, end_time, node_names, slurm
 
+USAGE = "[--chain] RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 REST_SECONDS = 60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
 
@@ -47,39 +50,27 @@ REST_SECONDS = 60.0  # for what the ranks have written to reach the logs, of whi
 def main(arguments: Sequence[str]) -> int:
     terminated = threading.Event()
     listen(terminated)  # before anything else: Slurm may be in a hurry
-    if "--" not in arguments:
-        print("usage: python -m launcher.slurm.controller RECIPE [key.path=value ...] -- srun ...", file=sys.stderr)
-        return 2
-    split = list(arguments).index("--")
-    args, command = parse(arguments[:split]), list(arguments[split + 1 :])
-    if "SLURM_JOB_ID" not in os.environ:
-        say("SLURM_JOB_ID is not set: this belongs in a batch script, see slurm/")
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m launcher.slurm.controller", usage="%(prog)s [-h] " + USAGE)
+    parser.add_argument("--chain", action="store_true", help="the next job of an array resumes instead")
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    split = list(arguments).index("--") if "--" in arguments else len(arguments)
+    args, command = parser.parse_args(arguments[:split]), list(arguments[split + 1 :])
+    if not command or "SLURM_JOB_ID" not in os.environ:
+        parser.error("SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, see slurm/")
     from clip_train.errors import UserError
     from launcher.config.recipe import load_config
 
     try:
         config = load_config(args.recipe, args.overrides)
         config.run_dir.mkdir(parents=True, exist_ok=True)
-    except (UserError, OSError) as e:
+        return Controller(config.run_dir, config.steps, terminated, chain=args.chain).run(command)
+    except UserError as e:
         say(f"error: {e}")
         return 2
-    limits = Limits(args.max_failures, args.max_fruitless)
-    try:
-        return Controller(config.run_dir, config.steps, limits, terminated, chain=args.chain).run(command)
     except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
-        say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
+        say(f"error: run.dir cannot be read or written: {e}; not requeued. Mend it, submit again")
         return 1
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m launcher.slurm.controller")
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    parser.add_argument("--chain", action="store_true", help="the next job of an array resumes instead")
-    parser.add_argument("--max-failures", type=int, default=Limits.failures)
-    parser.add_argument("--max-fruitless", type=int, default=Limits.fruitless)
-    return parser.parse_args(arguments)
 
 
 def listen(terminated: threading.Event) -> None:
@@ -97,25 +88,32 @@ def say(message: str) -> None:
 class Controller:
     """One attempt of one run."""
 
-    def __init__(
-        self, run_dir: Path, steps: int, limits: Limits, terminated: threading.Event, *, chain: bool = False
-    ) -> None:
-        self.run_dir, self.steps, self.limits, self.terminated, self.chain = run_dir, steps, limits, terminated, chain
+    def __init__(self, run_dir: Path, steps: int, terminated: threading.Event, *, chain: bool = False) -> None:
+        self.run_dir, self.steps, self.terminated, self.chain = run_dir, steps, terminated, chain
         self.job = os.environ["SLURM_JOB_ID"]
         self.nodes = node_names()
 
     def run(self, command: Sequence[str]) -> int:
         """Returns the batch job's exit status. OSError where the run directory cannot be written."""
-        while True:
+        restart, number = int(os.environ.get("SLURM_RESTART_COUNT", "0")), None
+        while number is None:  # again where another job has been quicker
             self.history = History(self.run_dir)
             status = self._nothing_to_do()
             if status is not None:
                 return status
             before = committed_step(self.run_dir)
-            restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
             number = self.history.claim(job=self.job, restart=restart, nodes=self.nodes, step=before)
-            if number is not None:
-                return self._attempt(command, number, before)
+        log = self._log(number)
+        say(f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}")
+        clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
+        started = time.monotonic()
+        status = self._run_ranks(command, number)
+        outcome = self._outcome(status, before, log)
+        decision = self._end(number, outcome, seconds=round(time.monotonic() - started, 1), status=status)
+        return self._act(decision, outcome)
+
+    def _log(self, number: int) -> Path:
+        return self.run_dir / "attempts" / f"{number:04d}.log"
 
     def _nothing_to_do(self) -> int | None:
         """The exit status where another job trains this run, it has been given up, or is done."""
@@ -126,7 +124,7 @@ class Controller:
             return 2
         if begun is not None:
             decision = self._settle_lost_attempt(begun["attempt"], begun["step"], begun["nodes"][0])
-            if decision.action == "give up":
+            if decision.decision == "give up":
                 return self._give_up(decision)
         verdict = read_verdict(self.run_dir)
         if verdict is not None and verdict[0] == "DONE" and verdict[1]["step"] >= self.steps:
@@ -137,57 +135,35 @@ class Controller:
 
     def _settle_lost_attempt(self, number: int, before: int, first_node: str) -> Decision:
         """An attempt whose batch script never came to its end: the node under it was lost, or Slurm killed it."""
-        log = self.run_dir / "attempts" / f"{number:04d}.log"
+        log = self._log(number)
         node = lost_node(log.read_text(errors="replace") if log.exists() else "")
         after = committed_step(self.run_dir)
         if node is None and self.history.was_terminated(number):
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
-            return self._end(number, Outcome("PREEMPTED", before, after, reason), log)
+            return self._end(number, Outcome("PREEMPTED", before, after, reason))
         reason = f"Slurm lost the node {node}" if node else f"the batch script on {first_node} was lost"
-        return self._end(number, Outcome("LOST", before, after, reason, (node or first_node,)), log)
+        return self._end(number, Outcome("LOST", before, after, reason, (node or first_node,)))
 
-    def _attempt(self, command: Sequence[str], number: int, before: int) -> int:
-        log = self.run_dir / "attempts" / f"{number:04d}.log"
-        say(f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}")
-        clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
-        started = time.monotonic()
-        status = self._run_ranks(command, number, log)
-        outcome = self._outcome(status, before, log)
-        decision = self._end(number, outcome, log, seconds=round(time.monotonic() - started, 1), status=status)
-        return self._act(decision, outcome)
-
-    def _end(self, number: int, outcome: Outcome, log: Path, **more: float) -> Decision:
-        decision = decide(outcome, *self.history.counts(), self.limits)
-        self.history.append(
-            "end",
-            attempt=number,
-            resumed=read_resumed(log.with_suffix("")),
-            verdict=outcome.verdict,
-            step=outcome.after,
-            reason=outcome.reason,
-            blamed=list(outcome.blamed),
-            failures=decision.failures,
-            fruitless=decision.fruitless,
-            decision=decision.action,
-            **more,
-        )
-        say(f"attempt {number} ended after step {outcome.after}: {outcome.verdict}: {outcome.reason}")
+    def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
+        decision = decide(outcome, *self.history.counts())
+        resumed = read_step(self._log(number).with_suffix("") / RESUMED)
+        self.history.append("end", attempt=number, resumed=resumed, **asdict(outcome), **asdict(decision), **more)
+        say(f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}")
         for node, count in self.history.suspects().items():
             if node in outcome.blamed:
                 say(f"{node} failed {count} times: to leave it out, cancel and submit again with --exclude={node}")
         return decision
 
-    def _run_ranks(self, command: Sequence[str], number: int, log: Path) -> int:
+    def _run_ranks(self, command: Sequence[str], number: int) -> int:
         """Run to the end, whatever signals come; its output goes to the job's log and the attempt's."""
+        log = self._log(number)
         environ = {**os.environ, ATTEMPT: str(log.with_suffix("").absolute())}
         environ.setdefault(END_TIME, end_time(self.job))
         with log.open("ab", buffering=0) as copy:
             try:
                 process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             except OSError as e:
-                message = f"{command[0]} cannot be started: {e}\n"
-                copy.write(message.encode())
-                sys.stdout.write(message)
+                copy_lines([f"{command[0]} cannot be started: {e}\n".encode()], copy)
                 return 127
             assert process.stdout is not None
             tee = threading.Thread(target=copy_lines, args=(process.stdout, copy))
@@ -215,25 +191,21 @@ class Controller:
         return Outcome(word, before, after, reason, blamed, self.terminated.is_set(), stop_file)
 
     def _act(self, decision: Decision, outcome: Outcome) -> int:
-        match decision.action:
+        match decision.decision:
             case "done":
                 self._end_chain()
                 return 0
             case "give up":
                 return self._give_up(decision)
-            case "stop":
-                say(f"not requeued: {decision.why}")
-                self._end_chain()
-                return 2
-            case "leave":
-                say(f"not requeued: {decision.why}")
-                if outcome.stop_file:
-                    self._end_chain()
-                return 143 if outcome.terminated else 75
-        if self.chain:
-            say(f"the next job of the chain resumes: {decision.why}")
-            return 0
-        return self._requeue(decision)
+            case "requeue" if self.chain:
+                say(f"the next job of the chain resumes: {decision.why}")
+                return 0
+            case "requeue":
+                return self._requeue(decision)
+        say(f"not requeued: {decision.why}")
+        if decision.decision == "stop" or outcome.stop_file:
+            self._end_chain()
+        return 2 if decision.decision == "stop" else 143 if outcome.terminated else 75
 
     def _requeue(self, decision: Decision) -> int:
         for _ in range(3):
@@ -241,8 +213,8 @@ class Controller:
                 say("not requeued: Slurm ended the job in the meantime")
                 return 143
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the requeue itself sends; KillWait is left
-            refused = slurm("scontrol", "requeue", self.job)
-            if refused is None:
+            _, refused = slurm("scontrol", "requeue", self.job)
+            if not refused:
                 say(f"requeued: {decision.why}")
                 return 0  # which no longer matters: the job waits already
             listen(self.terminated)
@@ -294,7 +266,7 @@ def explain(word: str, report: Failure | None, log: str, status: int) -> tuple[s
     return word or "CRASHED", reason, ()
 
 
-def copy_lines(source: IO[bytes], log: IO[bytes]) -> None:
+def copy_lines(source: Iterable[bytes], log: IO[bytes]) -> None:
     """To both logs, to the end: a pipe that nobody empties would stop the ranks, so a full disk must not end this."""
     for line in source:
         for target in (log, sys.stdout.buffer):
@@ -304,15 +276,8 @@ def copy_lines(source: IO[bytes], log: IO[bytes]) -> None:
 
 
 def committed_step(run_dir: Path) -> int:
-    """The newest committed step that is known here: PROGRESS, or the commits themselves."""
-    steps = [0]
-    with contextlib.suppress(OSError, ValueError):  # none yet
-        steps.append(int((run_dir / PROGRESS_FILE).read_text()))
-    for commit in (run_dir / "checkpoints" / "commit").glob("e*-s*.json"):
-        number = commit.stem.rpartition("-s")[2]
-        if number.isdigit():
-            steps.append(int(number))
-    return max(steps)
+    """The newest committed step that is known here."""
+    return read_step(run_dir / PROGRESS_FILE) or 0
 
 
 if __name__ == "__main__":

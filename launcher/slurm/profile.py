@@ -1,10 +1,11 @@
-"""What is the same for all jobs of a site: a small YAML file that `clip-train submit` reads."""
+"""What is asked of Slurm: a small YAML file of a site, with the options of `clip-train submit` over it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
@@ -29,12 +30,18 @@ class Site(Settings):
     """Nodes of a job."""
     gpus_per_node: NonNegativeInt = 8
     """GPUs of a node, each with a rank; 0: CPUs only, with --tasks-per-node ranks."""
+    tasks_per_node: PositiveInt | None = None
+    """Ranks of a node, where gpus_per_node is 0."""
     cpus_per_task: PositiveInt = 8
     """CPU cores of a rank: its loader's workers run there."""
     time: str = "24:00:00"
     """Time limit, as sbatch writes it."""
     warn_seconds: PositiveInt = 300
     """How long before the limit the ranks get the signal; enough for a checkpoint. Slurm may be 30 s early."""
+    template: Literal["train", "chain", "torchrun"] = "train"
+    """Of slurm/."""
+    exclude: str | None = None
+    """Nodes to leave out, as sbatch writes them."""
     setup: list[str] = Field(default_factory=list)
     """Shell lines before the ranks start: module load, conda activate, a virtual environment."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -44,17 +51,28 @@ class Site(Settings):
     local_paths: list[str] = Field(default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"])
     """Folders that every node has for itself: no place for a run directory."""
 
+    @property
+    def tasks(self) -> int:
+        """Ranks of a node."""
+        return self.tasks_per_node or self.gpus_per_node
 
-def load_site(path: str | None, environ: Mapping[str, str] = os.environ) -> Site:
-    """From `path`, else $CLIP_TRAIN_SITE, else ~/.config/clip-train/site.yaml, else the defaults. UserError."""
-    named = path or environ.get(ENV)
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.tasks
+
+
+def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Site:
+    """From `path`, else $CLIP_TRAIN_SITE, else ~/.config/clip-train/site.yaml, else the defaults. UserError.
+
+    options: of `submit`; they override their namesakes, but where they are None.
+    """
+    named = path or os.environ.get(ENV)
     file = Path(named) if named else HOME.expanduser()
-    if named is None and not file.exists():
-        return Site()
+    raw = read_recipe(str(file), what="site file") if named is not None or file.exists() else {}
+    given = {name: value for name, value in (options or {}).items() if name in Site.model_fields and value is not None}
     try:
-        raw = read_recipe(str(file), what="site file")
-        return Site.model_validate(raw)
+        return Site.model_validate(raw | given)
     except ValidationError as e:
         known = f"known keys: {', '.join(Site.model_fields)}"
-        mistakes = explain(e, Site, raw, unknown=lambda path: known, within="site file")
-        raise UserError("; ".join([f"the site file {file}: {mistakes[0]}", *mistakes[1:]])) from None
+        mistakes = explain(e, Site, raw | given, unknown=lambda path: known, within="site file")
+        raise UserError(f"submit's options, or the site file {file}: {'; '.join(mistakes)}") from None

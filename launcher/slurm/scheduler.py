@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import shlex
 import subprocess
-import time
 
 
-def slurm(*command: str) -> str | None:
-    """Run one of Slurm's commands; None if it worked, else its error message."""
+def slurm(*command: str) -> tuple[str, str]:
+    """The output of one of Slurm's commands, empty where it failed, and then its error message."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
-        return f"{shlex.join(command)}: {e}"
-    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or f"status {done.returncode}"
+        return "", f"{shlex.join(command)}: {e}"
+    if done.returncode:
+        return "", (done.stderr or done.stdout).strip() or f"status {done.returncode}"
+    return done.stdout.strip(), ""
 
 
 def answer(*command: str) -> str:
     """The output of a command, empty where it failed."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return slurm(*command)[0]
 
 
 def node_names() -> list[str]:
@@ -34,8 +33,7 @@ def node_names() -> list[str]:
 
 def end_time(job: str) -> str:
     """Unix time of the job's time limit, empty where it has none."""
-    text = answer("squeue", "-h", "-j", job, "-o", "%e").split("\n")[0]
-    try:
-        return str(int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))))
-    except ValueError:
-        return ""
+    with contextlib.suppress(ValueError):
+        shown = answer("squeue", "-h", "-j", job, "-o", "%e").split("\n")[0]
+        return str(int(datetime.datetime.fromisoformat(shown).timestamp()))
+    return ""

@@ -7,15 +7,13 @@ import socket
 
 import pytest
 
-from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, read_resumed, write_report, write_resumed
-from launcher.slurm.attempts import History, Limits, Outcome, decide
+from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, read_step, write_report, write_resumed
+from launcher.slurm.attempts import History, Outcome, decide
 from launcher.slurm.controller import explain
 
-LIMITS = Limits(failures=3, fruitless=5)
 
-
-def outcome(verdict: str, before: int = 10, after: int = 10, **more) -> Outcome:
-    return Outcome(verdict, before, after, "why", **more)
+def outcome(verdict: str, before: int = 10, step: int = 10, **more) -> Outcome:
+    return Outcome(verdict, before, step, "why", **more)
 
 
 @pytest.mark.parametrize(
@@ -23,30 +21,30 @@ def outcome(verdict: str, before: int = 10, after: int = 10, **more) -> Outcome:
     [
         (outcome("DONE"), 2, "done"),
         (outcome("DONE", terminated=True), 0, "done"),
-        (outcome("PREEMPTED", after=12), 2, "requeue"),
-        (outcome("PREEMPTED", after=12, terminated=True), 0, "leave"),  # scancel
-        (outcome("PREEMPTED", after=12, stop_file=True), 0, "leave"),
-        (outcome("FATAL", after=12), 0, "stop"),
+        (outcome("PREEMPTED", step=12), 2, "requeue"),
+        (outcome("PREEMPTED", step=12, terminated=True), 0, "leave"),  # scancel
+        (outcome("PREEMPTED", step=12, stop_file=True), 0, "leave"),
+        (outcome("FATAL", step=12), 0, "stop"),
         (outcome("CRASHED"), 1, "requeue"),
         (outcome("CRASHED"), 2, "give up"),
         (outcome("FAILED"), 2, "give up"),
         (outcome("LOST"), 2, "give up"),
-        (outcome("CRASHED", after=11), 2, "requeue"),  # it had come further
+        (outcome("CRASHED", step=11), 2, "requeue"),  # it had come further
         (outcome("CRASHED", terminated=True), 2, "leave"),
     ],
 )
 def test_decisions(ended, failures, action):
-    assert decide(ended, failures, 0, LIMITS).action == action
+    assert decide(ended, failures, 0).decision == action
 
 
 def test_preemptions_without_progress_end_too_but_later():
     failures = fruitless = 0
     actions = []
-    for _ in range(5):
-        decision = decide(outcome("PREEMPTED"), failures, fruitless, LIMITS)
+    for _ in range(10):
+        decision = decide(outcome("PREEMPTED"), failures, fruitless)
         failures, fruitless = decision.failures, decision.fruitless
-        actions.append(decision.action)
-    assert actions == ["requeue"] * 4 + ["give up"]
+        actions.append(decision.decision)
+    assert actions == ["requeue"] * 9 + ["give up"]
 
 
 def end(attempt: int, decision: str = "requeue", blamed: tuple[str, ...] = (), failures: int = 1) -> dict:
@@ -156,7 +154,7 @@ def test_the_step_that_an_attempt_resumed_from(tmp_path, monkeypatch):
     write_resumed(5)  # without a batch script nobody wants to know
     monkeypatch.setenv(ATTEMPT, str(tmp_path / "0002"))
     write_resumed(20)
-    assert [read_resumed(tmp_path / name) for name in ("0001", "0002")] == [None, 20]
+    assert [read_step(tmp_path / name / "resumed") for name in ("0001", "0002")] == [None, 20]
     assert [file.name for file in tmp_path.iterdir()] == ["0002"]
 
 

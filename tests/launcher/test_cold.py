@@ -154,7 +154,7 @@ def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
     """Ctrl-Z and fg, a suspended job: the watchdog's clock stands still meanwhile. The limit is above a stall's."""
     process = start_cold(recipe, *ENDLESS, "launch.hang_step_seconds=20")
     wait_for_step(tmp_path / "run", 5, process)
-    process.send_signal(signal.SIGTSTP)
+    process.send_signal(signal.SIGSTOP)  # Slurm's; a terminal's TSTP is dropped in a session without one
     stat = Path(f"/proc/{process.pid}/stat")
     wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop", process)
     time.sleep(24)

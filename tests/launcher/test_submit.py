@@ -14,7 +14,7 @@ from clip_train.errors import UserError
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
 from launcher.slurm.profile import load_site
-from launcher.slurm.submit import absolute, check_slurm, frozen_recipe, make_job, parse_time
+from launcher.slurm.submit import absolute, check_slurm, frozen_recipe, parse_time
 from tests.launcher.conftest import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -108,9 +108,9 @@ def test_shells_accept_it(script):
         (["--nodes=8", "--gpus-per-node=8"], "batch.global_size (32) must be at least the number of ranks (64)"),
         (["--gpus-per-node=8", "--tasks-per-node=4"], "--tasks-per-node (4) must be --gpus-per-node (8)"),
         (["--gpus-per-node=0"], "--tasks-per-node"),
-        (["--nodes=0"], "--nodes (0) must be at least 1"),
-        (["--cpus-per-task=0"], "--cpus-per-task (0) must be at least 1"),
-        (["--tasks-per-node=0"], "--tasks-per-node (0) must be at least 1"),
+        (["--nodes=0"], "nodes (0) must be a whole number of at least 1"),
+        (["--cpus-per-task=0"], "cpus_per_task (0) must be a whole number of at least 1"),
+        (["--tasks-per-node=0"], "tasks_per_node (0) must be a whole number of at least 1"),
         (["--time=tomorrow"], "write 24:00:00"),
         (["--time=5"], "leaves no time to train"),
         (["run.dir=/dev/shm/run"], "under /dev/shm, which every node has for itself"),
@@ -143,14 +143,14 @@ def test_the_cluster_is_asked(here, tmp_path, monkeypatch):
     for name, says in (("sbatch", "1"), ("sinfo", "gpu\nlong"), ("squeue", "RUNNING")):
         (bin / name).write_text(f"#!/bin/sh\nprintf '{says}\\n'\n")
         (bin / name).chmod(0o755)
-    job = make_job(load_site(None), {"gpus_per_node": 1})
+    job = load_site(None, {"gpus_per_node": 1, "partition": None})
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     with pytest.raises(UserError, match="--dry-run"):
         check_slurm(job, tmp_path)
     monkeypatch.setenv("PATH", f"{bin}:/bin:/usr/bin")
     check_slurm(job, tmp_path)
     with pytest.raises(UserError, match="not one of this cluster's: gpu, long"):
-        check_slurm(make_job(load_site(None), {"partition": "gpuu", "gpus_per_node": 1}), tmp_path)
+        check_slurm(load_site(None, {"partition": "gpuu", "gpus_per_node": 1}), tmp_path)
     (tmp_path / "submit" / "0001").mkdir(parents=True)
     (tmp_path / "submit" / "0001" / "submit.json").write_text(json.dumps({"job": "77"}))
     with pytest.raises(UserError, match="job 77 is queued or running"):

@@ -10,9 +10,8 @@ import torch.distributed as torch_dist
 
 from clip_train import dist
 from clip_train.errors import UserError
-from launcher.runtime.consistency import check, differences
 from launcher.runtime.outcome import is_lost_contact
-from launcher.runtime.rendezvous import set_timeout
+from launcher.runtime.rendezvous import check_same, differences, set_timeout
 from tests.launcher.conftest import until
 from tests.ranks import run_ranks
 
@@ -58,10 +57,10 @@ def test_a_rank_that_differs_learns_in_what(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n0")
     store = torch_dist.HashStore()
     recipe = {"run": {"seed": 0}, "optim": {"lr": 1e-3}, "data": {"aug_scale": (0.9, 1.0)}}
-    check(store, 0, recipe, 1)
-    check(store, 1, recipe, 1)
+    check_same(store, 0, recipe, 1)
+    check_same(store, 1, recipe, 1)
     with pytest.raises(UserError, match=r"differs from rank 0 on n0: optim\.lr: 0\.001 against 0\.002 here"):
-        check(store, 2, {**recipe, "optim": {"lr": 2e-3}}, 1)
+        check_same(store, 2, {**recipe, "optim": {"lr": 2e-3}}, 1)
 
 
 def test_differences():

@@ -19,11 +19,12 @@ import torch
 from torch.distributed import Store
 
 from clip_train import dist
-from clip_train.errors import UserError
+from clip_train.errors import Preempted, UserError
 from clip_train.stop import StopRequest
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.launch import launch_local, local_ranks
+from launcher.runtime.outcome import Outcome
 from launcher.runtime.rendezvous import connect, meet
 from launcher.runtime.verdict import ATTEMPT, read_report
 from launcher.runtime.watchdog import LaunchConfig, Watchdog, phase_limit, position, stop_time, unfinished
@@ -98,17 +99,17 @@ def test_the_end_of_the_jobs_time_asks_for_a_stop():
 def test_the_first_step_belongs_to_the_start():
     told = []
     watchdog = Watchdog(
-        LaunchConfig(), StopRequest(), environ={}, on_limit=lambda phase, limit: told.append((phase, limit)),
+        LaunchConfig(), StopRequest(), environ={}, on_limit=told.append,
         on_first_step=lambda: told.append("first"),
     )  # fmt: skip
     try:
         watchdog.phase("step")
         assert told == []
         watchdog.phase("step")
-        assert told == ["first", ("step", 300.0)]
+        assert told == ["first", 300.0]
         watchdog.phase("save")
         watchdog.phase("step")
-        assert told[2:] == [("save", 3600.0), ("step", 300.0)]
+        assert told[2:] == [3600.0, 300.0]
     finally:
         watchdog.close()
 
@@ -214,8 +215,8 @@ def test_the_flight_recorder_of_this_torch_can_be_read():
     code = (
         "import torch, torch.distributed as d; from launcher.runtime.watchdog import recorded, unfinished\n"
         "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\n"
-        "d.all_reduce(torch.ones(2)); entries, missing = recorded()\n"
-        "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), (entries, missing)\n"
+        "d.all_reduce(torch.ones(2)); entries = recorded()\n"
+        "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), entries\n"
         "entries[-1]['profiling_name'] = 'nccl:all_reduce'; assert unfinished(entries) is None, entries\n"
         "d.destroy_process_group()\n"
     )
@@ -226,7 +227,7 @@ def test_the_report_of_a_rank_behind_an_unfinished_collective_says_that_it_waits
     code = (
         "import time; from launcher.runtime import watchdog, outcome, heartbeat, environment\n"
         "pending = {'profiling_name': 'nccl:all_reduce', 'state': 'scheduled'}\n"
-        "watchdog.recorded = lambda: ([pending], '')\n"
+        "watchdog.recorded = lambda: [pending]\n"
         "config = watchdog.LaunchConfig(hang_start_seconds=0.5)\n"
         "beat = heartbeat.Heartbeat(environment.detect({}), outcome.Outcome().publish)\n"
         "watchdog.Watchdog(config, watchdog.StopRequest(), beat, environ={}).start(); time.sleep(1000)\n"
@@ -245,7 +246,9 @@ def test_a_signal_before_there_are_ranks_starts_none(tmp_path, monkeypatch, numb
     stop.ask(number.name)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)}
     try:
-        assert launch_local(2, ["train", "nowhere.yaml"], stop) == 75
+        with pytest.raises(Preempted, match=number.name) as caught:
+            launch_local(2, ["train", "nowhere.yaml"], stop)
+        assert Outcome().finish(caught.value) == 75
         # as Python ends it hands handlers back to the system, but not what is ignored
         assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN}
     finally:
