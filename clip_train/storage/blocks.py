@@ -92,18 +92,11 @@ class BlockFile(io.BufferedIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
         return True
-
-    def close(self) -> None:
-        self._number, self._data = -1, memoryview(b"")
-        super().close()
 
 
 class LocalBlocks(BlockFile):

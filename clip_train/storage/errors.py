@@ -119,8 +119,7 @@ def remedy(error: BaseException) -> str:
     if kind == "elsewhere":
         return "set AWS_REGION to the one of the bucket"
     if kind == "denied" and code not in _REMEDY_OF_CODE:
-        known = status is not None and (code or isinstance(error, PermissionError))
-        return "give these credentials the right to do it" if known else _LOG_IN
+        return _LOG_IN if status is None else "give these credentials the right to do it"
     if kind != "expired":
         return _REMEDY_OF_CODE.get(code, "")
     if not from_environment():
@@ -151,8 +150,7 @@ def _response(error: BaseException) -> tuple[int | None, str, str]:
             answer = response.get("Error", {})
             status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), str(answer.get("Code") or "")
             return status, "" if code == str(status) else code, str(answer.get("Message") or "")
-        module = type(cause).__module__.partition(".")[0]
-        number = str(getattr(cause, {"aiohttp": "status", "gcsfs": "code"}.get(module, "-"), None))
+        number = str(getattr(cause, "status", getattr(cause, "code", None)))  # aiohttp's, gcsfs's
         if number.isdigit():
             return int(number), "", str(cause)
         cause = cause.__cause__

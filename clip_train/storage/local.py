@@ -44,39 +44,24 @@ class LocalStorage(Storage):
 
     def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
         source, target = Path(local_path), self.path(name)
-        _make_folder(target.parent)
-        if move and source.stat().st_dev == target.parent.stat().st_dev:
-            fsync_file(source)
-            os.replace(source, target)
-        else:
-            part = _part_beside(target)
-            try:
-                shutil.copyfile(source, part)
-                fsync_file(part)
-                os.replace(part, target)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-            if move:
-                source.unlink()
-        fsync_folder(target.parent)
+        with _part_of(target) as part:
+            renames = move and source.stat().st_dev == target.parent.stat().st_dev
+            written = source if renames else shutil.copyfile(source, part)
+            fsync_file(written)
+            os.replace(written, target)
+        if move:
+            source.unlink(missing_ok=True)
 
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         target = self.path(name)
-        _make_folder(target.parent)
-        part = _part_beside(target)
-        try:
+        with _part_of(target) as part:
             with part.open("xb") as f:
                 f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
-            if not if_absent:
-                os.replace(part, target)
-            elif not _publish_if_absent(part, target):
-                return False
-        finally:
-            part.unlink(missing_ok=True)
-        fsync_folder(target.parent)
+            if if_absent:
+                return _publish_if_absent(part, target)
+            os.replace(part, target)
         return True
 
     def _files(self, prefix: str) -> Iterator[Path]:
@@ -142,6 +127,18 @@ class LocalStorage(Storage):
                     part.unlink()
                     count += 1
         return count
+
+
+@contextlib.contextmanager
+def _part_of(target: Path) -> Iterator[Path]:
+    """A name beside `target` to write it under: once published it survives a power cut; nothing else is left."""
+    _make_folder(target.parent)
+    part = _part_beside(target)
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+    fsync_folder(target.parent)
 
 
 def _part_beside(target: Path) -> Path:

@@ -13,9 +13,9 @@ import errno
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
 import obstore
 
@@ -25,8 +25,6 @@ from clip_train.storage.errors import TakenError, TransferError, is_timeout, mea
 from clip_train.storage.retry import Retry, run, within
 
 T = TypeVar("T")
-Entries: TypeAlias = list[Entry]  # `list` is a method below
-Names: TypeAlias = list[str]
 
 PART_BYTES = 8 << 20  # of an upload
 PARALLEL = 5  # parts of a file at a time: so many are in memory
@@ -117,7 +115,7 @@ class ObjectStorage(Storage):
 
         return self._ask(f"reading {name}", read, self._seconds(end - start)) if start < end else b""
 
-    def list(self, prefix: str = "") -> Entries:
+    def list(self, prefix: str = "") -> list[Entry]:
         folder, cut = self._folder(prefix)
         found: Any = []
 
@@ -182,7 +180,7 @@ class ObjectStorage(Storage):
             raise ValueError("delete_tree needs a folder below the root")
         self._delete(prefix, [self._key(entry.name) for entry in self.list(prefix)])
 
-    def _delete(self, name: str, keys: Names) -> None:
+    def _delete(self, name: str, keys: Sequence[str]) -> None:
         seconds = self._request_seconds * (1 + len(keys) / 10)  # ten at a time
         self._ask(f"deleting {name}", lambda stores: obstore.delete_async(stores.single, keys), seconds)
 

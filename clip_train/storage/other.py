@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry, Storage, checked
@@ -45,28 +44,31 @@ class ReadOnlyStorage(Storage):
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
-    def _at(self, name: str) -> tuple[Any, str]:
-        fs, root = filesystem(self.url)
-        return fs, f"{root.rstrip('/')}/{name}" if checked(name) else root
+    def _open(self, name: str) -> RangedFile:
+        url, config = f"{self.url}/{checked(name)}", StorageConfig()
+        return RangedFile(url, FsspecObject(url, config), config)
 
     def read_bytes(self, name: str) -> bytes:
-        url, config = f"{self.url}/{checked(name)}", StorageConfig()
-        with RangedFile(url, FsspecObject(url, config), config) as file:
+        with self._open(name) as file:
             return file.read()
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        fs, path = self._at(name)
-        return whole(fs.cat_file(path, start=start, end=end), end - start)
-
-    def list(self, prefix: str = "") -> list[Entry]:
-        fs, path = self._at(prefix)
-        cut = len(self._at("")[1].rstrip("/")) + 1
-        try:
-            found = fs.find(path, withdirs=False, detail=True)
-        except FileNotFoundError:
-            return []
-        return sorted(Entry(name[cut:], int(info["size"])) for name, info in found.items() if len(name) >= cut)
+        with self._open(name) as file:
+            file.seek(start)
+            return whole(file.read(end - start), end - start)
 
     def size(self, name: str) -> int:
-        fs, path = self._at(name)
-        return int(fs.info(path)["size"])
+        with self._open(name) as file:
+            return file.size
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        fs, root = filesystem(self.url)
+        cut = len(root.rstrip("/")) + 1
+        with _as_os_errors(self.url):
+            try:
+                found = fs.find(
+                    f"{root.rstrip('/')}/{checked(prefix)}" if prefix else root, withdirs=False, detail=True
+                )
+            except FileNotFoundError:
+                return []
+        return sorted(Entry(name[cut:], int(info["size"])) for name, info in found.items() if len(name) >= cut)

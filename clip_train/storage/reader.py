@@ -43,7 +43,7 @@ class S3Object:
         store = (await self.bucket.stores()).single
         asked = obstore.get_async(store, self._key, options={"range": (begin, end)})
         answer = await within(self._config.patience_seconds, asked, self._late)
-        if self._e_tag is not None and answer.meta["e_tag"] != self._e_tag:
+        if answer.meta["e_tag"] != self._e_tag:
             raise ChangedError(f"its ETag was {self._e_tag} when it was opened and is {answer.meta['e_tag']}")
         return whole(await self._watched(aiter(answer.stream(_CHUNK_BYTES))), end - begin)
 
