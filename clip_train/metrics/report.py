@@ -6,7 +6,7 @@ import base64
 import html
 import io
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,15 @@ _CHARTS = {
     "samples_per_second": "samples per second",
     _WAIT: "waiting for data, % of the step",
 }
-_SHOWN = {*_CHARTS, "step", "samples", "step_seconds", "data_wait_seconds", "peak_memory_bytes"}
+_SUMMARY: dict[str, tuple[str, Callable[[Sequence[float]], str]]] = {
+    "step": ("steps", lambda values: f"{values[-1]:,.0f}"),
+    "samples": ("samples seen", lambda values: f"{values[-1]:,.0f}"),
+    "loss": ("loss, first and last", lambda values: f"{values[0]:.4f}, {values[-1]:.4f}"),
+    "samples_per_second": ("samples per second, median", lambda values: f"{np.median(values):,.1f}"),
+    "peak_memory_bytes": ("peak memory", lambda values: f"{max(values) / 2**30:.2f} GiB"),
+    "step_seconds": ("time in steps", lambda values: format_seconds(sum(values))),
+}
+_SHOWN = {*_CHARTS, *_SUMMARY, "data_wait_seconds"}
 
 
 def write_report(
@@ -61,10 +69,7 @@ def write_report(
         parts.append("<h2>Invalid samples</h2>" + _bad_samples(bad_samples) + _bad_epochs(bad_epochs))
     recipe = run_dir / "recipe.yaml"
     if recipe.exists():
-        import yaml
-
-        rows = list(_flatten(yaml.safe_load(recipe.read_text(encoding="utf-8"))))
-        parts.append("<h2>Recipe</h2>" + _table(("key", "value"), rows))
+        parts.append(f"<h2>Recipe</h2><pre>{html.escape(recipe.read_text(encoding='utf-8'))}</pre>")
     storage = LocalStorage(run_dir)
     storage.put_bytes("loss.png", loss_png)
     storage.put_bytes("report.html", _page(run_dir.resolve().name, "\n".join(parts)).encode())
@@ -100,14 +105,6 @@ def _smooth(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
     width = max(len(values) // 50, 2)
     sums = np.cumsum(np.insert(np.asarray(values), 0, 0.0))
     return steps[width // 2 :][: len(sums) - width], (sums[width:] - sums[:-width]) / width
-
-
-def _flatten(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flatten(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, "" if value is None else str(value)
 
 
 # -- pictures
@@ -178,23 +175,12 @@ def _summary(run_dir: Path, curves: Mapping[str, Curve]) -> str:
     if not curves:
         return "<p>No step has been recorded yet.</p>"
     numbers = {name: values for name, (_, values) in curves.items()}
-    rows = []
     verdict = run_dir / "VERDICT"
-    if verdict.exists():
-        rows.append(("verdict", verdict.read_text(encoding="utf-8").split("\n")[0]))
-    rows.append(("steps", f"{numbers['step'][-1]:,.0f}"))
-    if "samples" in numbers:
-        rows.append(("samples seen", f"{numbers['samples'][-1]:,.0f}"))
-    if "loss" in numbers:
-        rows.append(("loss, first and last", f"{numbers['loss'][0]:.4f}, {numbers['loss'][-1]:.4f}"))
-    seconds, waited = sum(numbers.get("step_seconds", [])), sum(numbers.get("data_wait_seconds", []))
-    if seconds > 0:
-        rows.append(("time in steps", format_seconds(seconds)))
-        rows.append(("waiting for data", f"{100 * waited / seconds:.1f}% of it"))
-    if "samples_per_second" in numbers:
-        rows.append(("samples per second, median", f"{np.median(numbers['samples_per_second']):,.1f}"))
-    if "peak_memory_bytes" in numbers:
-        rows.append(("peak memory", f"{max(numbers['peak_memory_bytes']) / 2**30:.2f} GiB"))
+    rows = [("verdict", verdict.read_text(encoding="utf-8").split("\n")[0])] if verdict.exists() else []
+    rows += [(title, shown(numbers[name])) for name, (title, shown) in _SUMMARY.items() if name in numbers]
+    if _WAIT in numbers:
+        share = 100 * sum(numbers["data_wait_seconds"]) / sum(numbers["step_seconds"])
+        rows.append(("waiting for data", f"{share:.1f}% of it"))
     return _table(("", ""), rows)
 
 

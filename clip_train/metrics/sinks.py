@@ -36,7 +36,7 @@ class JsonlSink:
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        line = json.dumps(_jsonable(record), allow_nan=False, ensure_ascii=False)
+        line = json.dumps({key: _jsonable(value) for key, value in record.items()}, allow_nan=False, ensure_ascii=False)
         self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -82,11 +82,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if not isinstance(value, (bool, int, float, str, type(None))) and hasattr(value, "item"):
+    if hasattr(value, "item"):
         value = value.item()  # a scalar of numpy or torch
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
