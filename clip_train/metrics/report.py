@@ -186,7 +186,7 @@ def _summary(run_dir: Path, curves: Mapping[str, Curve]) -> str:
 
 def _bad_samples(counts: Mapping[str, int]) -> str:
     worst_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return _table(("reason", "shard", "samples"), [(*key.split("\t"), f"{count:,}") for key, count in worst_first])
+    return _table(("reason", "shard", "samples"), [(*key.split("\t", 1), f"{count:,}") for key, count in worst_first])
 
 
 def _bad_epochs(epochs: Sequence[Mapping[str, int]]) -> str:
