@@ -21,7 +21,7 @@ from clip_train.data.shards import PLAIN, Reading, open_shard
 from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import DataError, UserError
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.errors import ReadError
+from clip_train.storage.errors import StorageError
 
 RETRIES = 4
 BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
@@ -75,7 +75,7 @@ def read_shard(
                     f"shard {url} comes damaged from byte {offset} on, each time elsewhere: {UNINDEXED}\n"
                     + "\n".join(damages)
                 ) from e
-        except ReadError as e:  # retried enough
+        except StorageError as e:  # retried enough
             raise DataError(f"cannot read shard {url} from byte {offset} on: {type(e).__name__}: {e}") from e
         except OSError as e:
             failures += 1

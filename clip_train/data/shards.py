@@ -105,7 +105,7 @@ PLAIN = Reading()
 def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BYTES) -> BinaryIO:
     """A seekable binary file, each block of which is verified where the shard is indexed.
 
-    Raises OSError, which is worth a retry unless it is a `ReadError`; UserError for an unknown protocol.
+    Raises OSError, which is worth a retry unless it is a `StorageError`; UserError for an unknown protocol.
     """
     file = open_read(url, reading.storage, reading.checksums.get(url))
     if isinstance(file, io.BufferedReader):

@@ -7,57 +7,25 @@ of samples encode a blank one for as long as another rank has more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.data.validation import ValBatch
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.retrieval import retrieval_metrics
 from clip_train.evaluate.zero_shot import Tokenize, ZeroShotClasses, class_embeddings, count_hits
 from clip_train.protocols import Engine
 
-
-class EvaluationBatch(Protocol):
-    """What a validation loader yields; it may yield another number of batches on each rank."""
-
-    @property
-    def images(self) -> Tensor:
-        """uint8 [b, 3, H, W]"""
-        ...
-
-    @property
-    def texts(self) -> Tensor:
-        """int64 [b, context_length]"""
-        ...
-
-    @property
-    def captions(self) -> list[str]:
-        """b captions, as in the shards."""
-        ...
-
-    @property
-    def metadata(self) -> list[dict[str, Any]]:
-        """b dictionaries: the `.json` members, {} where there is none; "cls" for a `.cls` member."""
-        ...
-
-
-@dataclass
-class _Encoded:
-    """This rank's samples."""
-
-    image: Tensor  # [n, D] float32
-    text: Tensor  # [n, D] float32; [0, D] where not asked for
-    texts: Tensor  # int64 [n, context_length]
-    labels: Tensor  # int64 [n], -1 where there is none
+Labeller = Callable[[str, dict[str, Any]], int]  # (caption, metadata) -> class index, -1: none
 
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, batches: Iterable[EvaluationBatch], config: EvaluateConfig, tokenize: Tokenize
+    engine: Engine, batches: Iterable[ValBatch], config: EvaluateConfig, tokenize: Tokenize
 ) -> dict[str, float]:
     """Zero-shot accuracy and retrieval, the same numbers on every rank. All ranks must call it.
 
@@ -80,12 +48,13 @@ def evaluate(
         classes = dist.agreed(lambda: ZeroShotClasses.load(path))
     engine.train(False)
     try:
-        encoded = _encode(engine, batches, classes.labeller() if classes else None, with_text=config.retrieval)
-        (num_samples,) = dist.sum_scalars(len(encoded.image))
+        label = classes.labeller() if classes else None
+        image, text, texts, labels = _encode(engine, batches, label, with_text=config.retrieval)
+        (num_samples,) = dist.sum_scalars(len(image))
         out = {"num_samples": num_samples}
         if classes is not None:
             embeddings = class_embeddings(engine, tokenize, classes, config.batch_size)
-            labelled, top1, top5 = dist.sum_scalars(*count_hits(encoded.image, encoded.labels, embeddings))
+            labelled, top1, top5 = dist.sum_scalars(*count_hits(image, labels, embeddings))
             if not labelled:
                 raise UserError(
                     f"evaluate.zero_shot_classes: none of {num_samples:.0f} validation samples has a label: "
@@ -97,20 +66,21 @@ def evaluate(
                 "zero_shot_samples": labelled,
             }
         if config.retrieval:
-            out |= retrieval_metrics(encoded.image, encoded.text, encoded.texts)
+            out |= retrieval_metrics(image, text, texts)
         return out
     finally:
         engine.train(True)
 
 
 def _encode(
-    engine: Engine,
-    batches: Iterable[EvaluationBatch],
-    label: Callable[[str, dict[str, Any]], int] | None,
-    *,
-    with_text: bool,
-) -> _Encoded:
-    """Features of this rank's samples; all ranks call the engine equally often. Raises UserError."""
+    engine: Engine, batches: Iterable[ValBatch], label: Labeller | None, *, with_text: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's samples; all ranks call the engine equally often. Raises UserError.
+
+    Returns:
+        Features of the images, [n, D] float32; of the texts, [n, D] float32 ([0, D] where not asked for); the texts,
+        int64 [n, context_length]; labels, int64 [n], -1 where there is none.
+    """
     source = iter(batches)
     image: list[Tensor] = []
     text: list[Tensor] = []
@@ -134,17 +104,15 @@ def _encode(
     if blank is None:
         raise UserError("data.val holds no samples")
     features = torch.cat(image)
-    return _Encoded(
-        image=features,
-        text=torch.cat(text) if with_text else features[:0],
-        texts=torch.cat(texts),
-        labels=torch.tensor(labels, dtype=torch.int64, device=features.device),
+    return (
+        features,
+        torch.cat(text) if with_text else features[:0],
+        torch.cat(texts),
+        torch.tensor(labels, dtype=torch.int64, device=features.device),
     )
 
 
-def _next(
-    source: Iterator[EvaluationBatch], label: Callable[[str, dict[str, Any]], int] | None
-) -> tuple[EvaluationBatch | None, list[int]]:
+def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch | None, list[int]]:
     """The next batch, None after the last, and its labels. Raises UserError."""
     batch = next(source, None)
     if batch is None:
@@ -157,7 +125,7 @@ def _next(
         raise UserError(f"evaluate.zero_shot_classes does not fit data.val: {e}") from e
 
 
-def _blank(batch: EvaluationBatch | None) -> tuple[Tensor, Tensor]:
+def _blank(batch: ValBatch | None) -> tuple[Tensor, Tensor]:
     """One image and one text of zeros, of the shape that some rank's batch has; collective."""
     shapes = dist.gather_objects(None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:]))
     image, text = next(s for s in shapes if s is not None)

@@ -13,15 +13,6 @@ from clip_train import dist
 _BLOCK_ELEMENTS = 1 << 24  # similarities held at once: 64 MiB of float32
 
 
-def gather_uneven(x: Tensor) -> Tensor:
-    """[n, ...], n differing from rank to rank -> [N, ...] on all ranks, on `x`'s device."""
-    lengths = dist.gather_objects(len(x))
-    padded = x.new_zeros((max(lengths), *x.shape[1:]))
-    padded[: len(x)] = x
-    parts = dist.all_gather(padded).split(max(lengths))
-    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
-
-
 def ranks_of_matches(
     queries: Tensor,
     candidates: Tensor,
@@ -64,16 +55,16 @@ def retrieval_metrics(image: Tensor, text: Tensor, texts: Tensor) -> dict[str, f
         text: [n, D] float32, normalised.
         texts: int64 [n, context_length]: equal rows are the same caption.
     """
-    all_image, all_text, all_texts = gather_uneven(image), gather_uneven(text), gather_uneven(texts)
+    counts = dist.gather_objects(len(image))  # n of each rank
+    all_image, all_text, all_texts = (dist.gather_rows(x, counts) for x in (image, text, texts))
     groups = torch.unique(all_texts, dim=0, return_inverse=True)[1]  # [N]
-    start = sum(dist.gather_objects(len(image))[: dist.rank()])
-    mine = groups[start : start + len(image)]
+    mine = groups.split(counts)[dist.rank()]
     out: dict[str, float] = {}
     for name, queries, candidates in (
         ("image_to_text", image, all_text),
         ("text_to_image", text, all_image),
     ):
-        places = gather_uneven(ranks_of_matches(queries, candidates, mine, groups))
+        places = dist.gather_rows(ranks_of_matches(queries, candidates, mine, groups), counts)
         for k in (1, 5, 10):
             out[f"{name}_R@{k}"] = (places <= k).double().mean().item()
         out[f"{name}_median_rank"] = places.double().quantile(0.5).item()

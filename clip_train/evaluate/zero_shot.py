@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -81,8 +82,10 @@ class ZeroShotClasses(BaseModel):
         by_caption |= {c: self._index(target, "captions") for c, target in self.captions.items()}
 
         def label(caption: str, metadata: dict[str, Any]) -> int:
-            if metadata.get("cls") is not None:
-                return self._index(_number(metadata["cls"]), "a sample's cls")
+            if (cls := metadata.get("cls")) is not None:
+                with contextlib.suppress(TypeError, ValueError):
+                    cls = int(cls)  # `.cls` members are written as text
+                return self._index(cls, "a sample's cls")
             if metadata.get(self.label_key) is not None:
                 return self._index(metadata[self.label_key], f"a sample's {self.label_key}")
             return by_caption.get(caption.strip(), -1)
@@ -95,14 +98,6 @@ class ZeroShotClasses(BaseModel):
         if isinstance(target, str) and target in self.classnames:
             return self.classnames.index(target)
         raise ValueError(f"{where} is {target!r}, none of the {len(self.classnames)} classes")
-
-
-def _number(cls: Any) -> Any:
-    """`.cls` members are written as text."""
-    try:
-        return int(cls)
-    except (TypeError, ValueError):
-        return cls
 
 
 def class_embeddings(engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int) -> Tensor:

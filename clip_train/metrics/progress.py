@@ -102,12 +102,6 @@ class ProgressLine:
             self._bar = None
         self._enabled = False
 
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def format_seconds(seconds: float) -> str:
     """`1:02:03`, or `2d 03:04:05`."""

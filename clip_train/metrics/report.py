@@ -6,7 +6,7 @@ import base64
 import html
 import io
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,24 @@ Curve = tuple[Sequence[int], Sequence[float]]  # steps, and a value at each
 _COLOUR, _PALE, _GRID = "#2f5d8a", "#b9cde0", "#e4e4e4"
 _EXACT = {"learning rate", "logit scale"}  # charts without noise: a smoothed line would only be wrong
 _SMOOTH_FROM = 50  # records from which on a smoothed line is drawn over the raw one
-_STRETCHES = 2000  # drawn of a longer curve: about two for each pixel
 _WAIT = "data wait, %"
-_SHOWN = {
-    "step", "samples", "loss", "lr", "grad_norm", "logit_scale", "samples_per_second", "step_seconds",
-    "data_wait_seconds", "peak_memory_bytes", _WAIT,
-}  # fmt: skip
+_CHARTS = {
+    "loss": "loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "logit_scale": "logit scale",
+    "samples_per_second": "samples per second",
+    _WAIT: "waiting for data, % of the step",
+}
+_SUMMARY: dict[str, tuple[str, Callable[[Sequence[float]], str]]] = {
+    "step": ("steps", lambda values: f"{values[-1]:,.0f}"),
+    "samples": ("samples seen", lambda values: f"{values[-1]:,.0f}"),
+    "loss": ("loss, first and last", lambda values: f"{values[0]:.4f}, {values[-1]:.4f}"),
+    "samples_per_second": ("samples per second, median", lambda values: f"{np.median(values):,.1f}"),
+    "peak_memory_bytes": ("peak memory", lambda values: f"{max(values) / 2**30:.2f} GiB"),
+    "step_seconds": ("time in steps", lambda values: format_seconds(sum(values))),
+}
+_SHOWN = {*_CHARTS, *_SUMMARY, "data_wait_seconds"}
 
 
 def write_report(
@@ -44,31 +56,20 @@ def write_report(
     curves = _curves(run_dir / "metrics.jsonl", _SHOWN)
     evals = _curves(run_dir / "eval.jsonl")
     evals.pop("step", None)
-    none: Curve = ([], [])
-    loss_png = _draw([("loss", *curves.get("loss", none))], width=8.0, height=4.0)
-    charts = [
-        ("loss", curves.get("loss", none)),
-        ("learning rate", curves.get("lr", none)),
-        ("gradient norm", curves.get("grad_norm", none)),
-        ("logit scale", curves.get("logit_scale", none)),
-        ("samples per second", curves.get("samples_per_second", none)),
-        ("waiting for data, % of the step", curves.get(_WAIT, none)),
-    ]
+    loss_png = _draw({"loss": curves.get("loss", ([], []))}, width=8.0, height=4.0)
+    training = {title: curves.get(name, ([], [])) for name, title in _CHARTS.items()}
     parts = [f"<h1>{html.escape(run_dir.resolve().name)}</h1>", _summary(run_dir, curves)]
-    parts.append(_image("training", _draw([(title, *xy) for title, xy in charts])))
+    parts.append(_image("training", _draw(training)))
     if evals:
         parts.append("<h2>Validation</h2>")
-        parts.append(_image("validation", _draw([(name, *xy) for name, xy in evals.items()], dots=True)))
+        parts.append(_image("validation", _draw(evals, dots=True)))
         last = [(name, f"{values[-1]:.6g}") for name, (_, values) in evals.items()]
         parts.append(_table(("metric", "last value"), last))
     if bad_samples:
         parts.append("<h2>Invalid samples</h2>" + _bad_samples(bad_samples) + _bad_epochs(bad_epochs))
     recipe = run_dir / "recipe.yaml"
     if recipe.exists():
-        import yaml
-
-        rows = list(_flatten(yaml.safe_load(recipe.read_text(encoding="utf-8"))))
-        parts.append("<h2>Recipe</h2>" + _table(("key", "value"), rows))
+        parts.append(f"<h2>Recipe</h2><pre>{html.escape(recipe.read_text(encoding='utf-8'))}</pre>")
     storage = LocalStorage(run_dir)
     storage.put_bytes("loss.png", loss_png)
     storage.put_bytes("report.html", _page(run_dir.resolve().name, "\n".join(parts)).encode())
@@ -99,44 +100,21 @@ def _curves(path: Path, names: Collection[str] | None = None) -> dict[str, Curve
     return dict(curves)
 
 
-def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
-    """The least and the greatest value of each of at most _STRETCHES stretches: what can be seen of the curve."""
-    if len(values) <= 2 * _STRETCHES:
-        return steps, values
-    begins = np.arange(0, len(values), -(-len(values) // _STRETCHES))
-    edges = [extreme.reduceat(np.asarray(values), begins) for extreme in (np.minimum, np.maximum)]
-    return np.repeat(np.asarray(steps)[begins], 2), np.stack(edges, axis=1).ravel()
-
-
-def _smooth(values: Sequence[float]) -> Sequence[float]:
-    """An exponential mean over about a fiftieth of the run, corrected for its start."""
-    keep = 1 - 1 / max(len(values) / 50, 2)
-    out, mean, weight = array("d"), 0.0, 0.0
-    for value in values:
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        out.append(mean / weight)
-    return out
-
-
-def _flatten(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flatten(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, "" if value is None else str(value)
+def _smooth(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
+    """The mean over a fiftieth of the run, at the middle of what it is of."""
+    width = max(len(values) // 50, 2)
+    sums = np.cumsum(np.insert(np.asarray(values), 0, 0.0))
+    return steps[width // 2 :][: len(sums) - width], (sums[width:] - sums[:-width]) / width
 
 
 # -- pictures
 
 
 def _draw(
-    charts: Sequence[tuple[str, Sequence[int], Sequence[float]]],
-    *,
-    dots: bool = False,
-    width: float = 10.0,
-    height: float | None = None,
+    charts: Mapping[str, Curve], *, dots: bool = False, width: float = 10.0, height: float | None = None
 ) -> bytes:
-    """A PNG of line charts over the step, two in a row. `Figure` draws by Agg: it needs no display."""
+    """A PNG of line charts by their titles over the step, two in a row. `Figure` draws by Agg: it needs no display."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     columns = min(2, len(charts))
@@ -145,20 +123,20 @@ def _draw(
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes[len(charts) :]:
         axis.set_visible(False)
-    for axis, (title, steps, values) in zip(axes, charts, strict=False):
+    for axis, (title, (steps, values)) in zip(axes, charts.items(), strict=False):
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(color=_GRID, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
         if len(values) >= _SMOOTH_FROM and not dots and title not in _EXACT:
-            axis.plot(*_thinned(steps, values), color=_PALE, linewidth=0.8)
-            axis.plot(*_thinned(steps, _smooth(values)), color=_COLOUR, linewidth=1.4)
+            axis.plot(steps, values, color=_PALE, linewidth=0.8)
+            axis.plot(*_smooth(steps, values), color=_COLOUR, linewidth=1.4)
         else:
-            marker = "o" if dots else None
-            axis.plot(*_thinned(steps, values), color=_COLOUR, linewidth=1.4, marker=marker, markersize=3)
+            axis.plot(steps, values, color=_COLOUR, linewidth=1.4, marker="o" if dots else None, markersize=3)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    with rc_context({"agg.path.chunksize": 10_000}):  # a run may have a million steps
+        figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -197,41 +175,23 @@ def _summary(run_dir: Path, curves: Mapping[str, Curve]) -> str:
     if not curves:
         return "<p>No step has been recorded yet.</p>"
     numbers = {name: values for name, (_, values) in curves.items()}
-    rows = []
     verdict = run_dir / "VERDICT"
-    if verdict.exists():
-        rows.append(("verdict", verdict.read_text(encoding="utf-8").split("\n")[0]))
-    rows.append(("steps", f"{numbers['step'][-1]:,.0f}"))
-    if "samples" in numbers:
-        rows.append(("samples seen", f"{numbers['samples'][-1]:,.0f}"))
-    if "loss" in numbers:
-        rows.append(("loss, first and last", f"{numbers['loss'][0]:.4f}, {numbers['loss'][-1]:.4f}"))
-    seconds, waited = sum(numbers.get("step_seconds", [])), sum(numbers.get("data_wait_seconds", []))
-    if seconds > 0:
-        rows.append(("time in steps", format_seconds(seconds)))
-        rows.append(("waiting for data", f"{100 * waited / seconds:.1f}% of it"))
-    if "samples_per_second" in numbers:
-        rates = sorted(numbers["samples_per_second"])
-        rows.append(("samples per second, median", f"{rates[len(rates) // 2]:,.1f}"))
-    if "peak_memory_bytes" in numbers:
-        rows.append(("peak memory", f"{max(numbers['peak_memory_bytes']) / 2**30:.2f} GiB"))
+    rows = [("verdict", verdict.read_text(encoding="utf-8").split("\n")[0])] if verdict.exists() else []
+    rows += [(title, shown(numbers[name])) for name, (title, shown) in _SUMMARY.items() if name in numbers]
+    if _WAIT in numbers:
+        share = 100 * sum(numbers["data_wait_seconds"]) / sum(numbers["step_seconds"])
+        rows.append(("waiting for data", f"{share:.1f}% of it"))
     return _table(("", ""), rows)
 
 
 def _bad_samples(counts: Mapping[str, int]) -> str:
-    rows = []
-    for key, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        reason, _, shard = key.partition("\t")
-        rows.append((reason, shard, f"{count:,}"))
-    return _table(("reason", "shard", "samples"), rows)
+    worst_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return _table(("reason", "shard", "samples"), [(*key.split("\t", 1), f"{count:,}") for key, count in worst_first])
 
 
 def _bad_epochs(epochs: Sequence[Mapping[str, int]]) -> str:
-    if not epochs:
-        return ""
-    before = [0, *(epoch["bad_samples"] for epoch in epochs)]
-    rows = [
-        (str(e["epoch"]), f"{e['step']:,}", f"{e['bad_samples'] - previous:,}")
-        for e, previous in zip(epochs, before, strict=False)
-    ]
-    return _table(("epoch", "ended at step", "invalid samples in it"), rows)
+    rows, before = [], 0
+    for each in epochs:
+        rows.append((str(each["epoch"]), f"{each['step']:,}", f"{each['bad_samples'] - before:,}"))
+        before = each["bad_samples"]
+    return _table(("epoch", "ended at step", "invalid samples in it"), rows) if rows else ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
+import mmap
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from clip_train import dist
 from clip_train.errors import UserError
@@ -19,15 +19,6 @@ from clip_train.storage.local import LocalStorage
 logger = logging.getLogger(__name__)
 
 Kind = Literal["train", "eval"]
-_CHUNK_BYTES = 1 << 16
-
-
-class Sink(Protocol):
-    """Takes records: dicts with "step" and JSON-able values."""
-
-    def write(self, record: dict[str, Any], kind: Kind = "train") -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonlSink:
@@ -45,7 +36,7 @@ class JsonlSink:
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        line = json.dumps(_jsonable(record), allow_nan=False, ensure_ascii=False)
+        line = json.dumps({key: _jsonable(value) for key, value in record.items()}, allow_nan=False, ensure_ascii=False)
         self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -55,34 +46,31 @@ class JsonlSink:
 def truncate_jsonl(path: Path, step: int) -> None:
     """Cut off, behind the last line of `step` or an earlier one, what follows: later steps, a torn line.
 
-    Steps only grow, so it is read from its end: a long run's file is not read at all.
+    Steps only grow, so it is read from its end: of a long run's file nothing else comes from the disk.
     """
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:
-        whole, end = file.seek(0, os.SEEK_END), 0
-        for begin, line in _lines_from_the_end(file):
-            record = _record(line)
-            if record is not None and record.get("step", 0) <= step:
-                end = begin + len(line)
-                break
-        if end and end + 1 == whole:
-            return
-        file.truncate(end)
-        if end:  # killed here, the next attempt completes the line
-            file.seek(end)
-            file.write(b"\n")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = len(content)
+            while end > 0:
+                begin = content.rfind(b"\n", 0, end) + 1
+                record = _record(content[begin:end])
+                if record is not None and record.get("step", 0) <= step:
+                    break
+                end = begin - 1
+            whole = end + 1 == len(content)
+        if not whole:
+            file.truncate(max(end, 0))
+            if end > 0:  # killed here, the next attempt completes the line
+                file.seek(end)
+                file.write(b"\n")
 
 
 def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
     """The records one by one; lines that are no JSON are left out. FileNotFoundError."""
     with Path(path).open("rb") as file:
         yield from (record for line in file if (record := _record(line)) is not None)
-
-
-def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """All records at once: of a short file. FileNotFoundError."""
-    return list(iter_jsonl(path))
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -93,27 +81,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(the byte where it begins, a line without its newline), the last one first; down to byte 0."""
-    start, rest = file.seek(0, os.SEEK_END), b""
-    while start:
-        end = start + len(rest)
-        start = max(0, start - _CHUNK_BYTES)
-        file.seek(start)
-        first, *lines = file.read(end - start).split(b"\n")
-        for line in reversed(lines):
-            yield end - len(line), line
-            end -= len(line) + 1
-        rest = first
-    yield 0, rest
-
-
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if not isinstance(value, (bool, int, float, str, type(None))) and hasattr(value, "item"):
+    if hasattr(value, "item"):
         value = value.item()  # a scalar of numpy or torch
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -171,6 +140,9 @@ class WandbSink:
         self._run.finish()
 
 
+Chart: TypeAlias = TensorBoardSink | WandbSink
+
+
 class Sinks:
     """All sinks of a run; a no-op on every rank but 0.
 
@@ -178,9 +150,8 @@ class Sinks:
     warning, since a chart is no reason to stop a run.
     """
 
-    def __init__(self, train: JsonlSink | None, evals: JsonlSink | None, others: list[Sink]) -> None:
-        self._files: dict[str, JsonlSink | None] = {"train": train, "eval": evals}
-        self._others = others
+    def __init__(self, files: dict[Kind, JsonlSink], charts: list[Chart]) -> None:
+        self._files, self._charts = files, charts
 
     @classmethod
     def open(
@@ -194,42 +165,32 @@ class Sinks:
         """resume_step: the step that training goes on from, 0 for a fresh start. UserError for a sink that is
         not installed; OSError."""
         if not dist.is_main():
-            return cls(None, None, [])
+            return cls({}, [])
         run_dir = Path(run_dir)
-        others: list[Sink] = []
+        charts: list[Chart] = []
         if config.tensorboard:
-            others.append(TensorBoardSink(run_dir / "events", resume_step=resume_step))
+            charts.append(TensorBoardSink(run_dir / "events", resume_step=resume_step))
         if config.wandb:
-            others.append(WandbSink(run_dir, project=config.wandb_project, recipe=recipe))
+            charts.append(WandbSink(run_dir, project=config.wandb_project, recipe=recipe))
         train = JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)
-        evals = JsonlSink(run_dir / "eval.jsonl", resume_step=resume_step)
-        return cls(train, evals, others)
+        return cls({"train": train, "eval": JsonlSink(run_dir / "eval.jsonl", resume_step=resume_step)}, charts)
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
         """`record` to `metrics.jsonl` (train) or `eval.jsonl` (eval), and to the rest."""
-        file = self._files[kind]
-        if file is not None:
-            file.write(record)
-        for sink in list(self._others):
-            try:
-                sink.write(record, kind)
-            except Exception as e:
-                self._others.remove(sink)
-                logger.warning("%s failed and is off from now on: %s", type(sink).__name__, e)
+        if kind in self._files:
+            self._files[kind].write(record)
+        self._each_chart(lambda chart: chart.write(record, kind))
 
     def close(self) -> None:
         for file in self._files.values():
-            if file is not None:
-                file.close()
-        for sink in self._others:
+            file.close()
+        self._each_chart(lambda chart: chart.close())
+        self._charts = []
+
+    def _each_chart(self, call: Callable[[Chart], None]) -> None:
+        for chart in list(self._charts):
             try:
-                sink.close()
+                call(chart)
             except Exception as e:
-                logger.warning("%s could not be closed: %s", type(sink).__name__, e)
-        self._others = []
-
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+                self._charts.remove(chart)
+                logger.warning("%s failed and is off from now on: %s", type(chart).__name__, e)

@@ -7,11 +7,16 @@ import hashlib
 import io
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
-from clip_train.storage.errors import ReadError
+from clip_train.storage.errors import StorageError
 
 SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents and not against forgers
+
+DAMAGED = (
+    "the bytes are not those that the index was made from: if it is stored like this, restore it, or run "
+    "`clip-train index` again for the new content"
+)
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,9 @@ class Checksums:
         return self.sums[SUM_DIGITS * block :][:SUM_DIGITS]
 
     def check_size(self, url: str, size: int) -> None:
-        """ReadError where the file is not as long as it was when it was indexed."""
+        """StorageError where the file is not as long as it was when it was indexed."""
         if size != self.size:
-            raise ReadError(
+            raise StorageError(
                 f"{url} has {size} bytes, and its index says {self.size}: it was cut or replaced; restore it, or run "
                 "`clip-train index` again if the new content is right"
             )
@@ -87,58 +92,31 @@ class BlockFile(io.BufferedIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
         return True
 
-    def close(self) -> None:
-        self._number, self._data = -1, memoryview(b"")
-        super().close()
-
 
 class LocalBlocks(BlockFile):
     """A local file whose blocks are verified."""
 
-    _file: io.FileIO | None = None  # until it is open: `close` is called without, too
-
-    def __init__(self, path: Path, checksums: Checksums) -> None:
-        self._file = io.FileIO(path)
-        size = os.fstat(self._file.fileno()).st_size
-        super().__init__(str(path), size, checksums.block_bytes)
-        self._checksums = checksums
-        try:
-            checksums.check_size(self.url, size)
-        except ReadError:
-            self.close()
-            raise
+    def __init__(self, url: str, file: BinaryIO, checksums: Checksums) -> None:
+        """StorageError where the file is not as long as it was."""
+        self._file, self._checksums = file, checksums
+        super().__init__(url, file.seek(0, os.SEEK_END), checksums.block_bytes)
+        checksums.check_size(url, self.size)
 
     def _load(self, block: int) -> bytes:
         begin, end = self.bounds(block)
         for _ in range(2):  # a network mount may give other bytes the second time
-            data = self._read_at(begin, end)
+            self._file.seek(begin)
+            data = self._file.read(end - begin)
             if block_sum(data) == self._checksums.of(block):
                 return data
-        raise ReadError(
-            f"{self.url}: bytes {begin}-{end - 1}, attempt 2 of 2: they are not what the index was made from: the file "
-            "is damaged or was replaced; restore it, or run `clip-train index` again if the new content is right"
-        )
-
-    def _read_at(self, begin: int, end: int) -> bytes:
-        assert self._file is not None
-        data = b""
-        while len(data) < end - begin:
-            more = os.pread(self._file.fileno(), end - begin - len(data), begin + len(data))
-            if not more:
-                break  # shorter than a moment ago: the sum will not fit
-            data = data + more if data else more
-        return data
+        raise StorageError(f"{self.url}: bytes {begin}-{end - 1}, attempt 2 of 2: {DAMAGED}")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
         super().close()

@@ -7,13 +7,20 @@ lists unfinished uploads.
 from __future__ import annotations
 
 import asyncio
-import datetime
 import functools
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.configprovider import ConfiguredEndpointProvider
+from botocore.exceptions import ClientError, NoCredentialsError
+from botocore.session import Session
+from obstore.store import S3Store
 
 from clip_train.storage.errors import Meaning, from_environment
 
@@ -21,23 +28,22 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
-_SLOWER = 4  # times
-_LONGEST_SECONDS = 900.0  # of one request
 
 
-@dataclass(frozen=True)
-class Stores:
+class Stores(NamedTuple):
     """The same bucket, for what is retried here (`single`) and by obstore itself (`uploads`: each part on its own)."""
 
-    single: Any
-    uploads: Any
+    single: S3Store
+    uploads: S3Store
 
 
 class Bucket:
-    """Opened by the first request. To be used on the event loop."""
+    """Opened by the first request. To be used on the event loop.
+
+    upload_seconds: what a request of an upload may take. patience_seconds: how long it is repeated.
+    """
 
     def __init__(self, name: str, *, upload_seconds: float = 180.0, patience_seconds: float = 60.0) -> None:
-        """upload_seconds: what a request of an upload may take. patience_seconds: how long it is repeated."""
         self.name, self._upload_seconds, self._patience_seconds = name, upload_seconds, patience_seconds
         self._stores: Stores | None = None
         self._region: str | None = None  # where it is not the one of the settings
@@ -53,17 +59,8 @@ class Bucket:
                 self._stores = await asyncio.to_thread(self._open)
             return self._stores
 
-    def client(self) -> Any:
-        """botocore's, whose calls block; it takes 20 MiB."""
-        from botocore import UNSIGNED
-        from botocore.config import Config
-
-        signed = {"signature_version": UNSIGNED} if _is_public() else {}
-        config = Config(connect_timeout=10, read_timeout=60, retries={"total_max_attempts": 1}, **signed)
-        return _session().create_client("s3", region_name=self._region, config=config)
-
     def renew(self, kind: Meaning, generation: int, renewed: bool) -> bool:
-        """Open it anew for the next attempt where that may help; whether it may.
+        """Close it where another attempt may then succeed; whether it may.
 
         kind: what the error meant. generation: at the attempt, since another one may have done it meanwhile.
         renewed: it was done for this operation already.
@@ -81,41 +78,58 @@ class Bucket:
 
     def give_more_time(self) -> None:
         """To each request of an upload from now on: the link is slow."""
-        self._upload_seconds = min(_SLOWER * self._upload_seconds, _LONGEST_SECONDS)
+        self._upload_seconds = longer(self._upload_seconds)
         self._close()
 
     def _close(self) -> None:
         self.generation += 1
         self._stores = None
 
-    def _open(self) -> Stores:
-        from obstore.store import S3Store
+    def client(self) -> Any:
+        """botocore's, whose calls block; it takes 20 MiB."""
+        signed = {"signature_version": UNSIGNED} if _is_public() else {}
+        config = Config(connect_timeout=10, read_timeout=60, retries={"total_max_attempts": 1}, **signed)
+        return Session().create_client("s3", region_name=self._region, config=config)
 
-        session = _session()
+    def _open(self) -> Stores:
+        session = Session()  # with the settings in files and environment as they are now
         if self._is_elsewhere and self._region is None:
-            self._region = _region_of(self.client(), self.name)
+            self._region = self._find_region()
         options = _options(session, self.name, self._region)
-        client: ClientConfig = {"allow_http": True, "connect_timeout": datetime.timedelta(seconds=10)}
+        client: ClientConfig = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
         if bundle := session.get_config_variable("ca_bundle"):  # AWS_CA_BUNDLE
             client["root_certificate"] = Path(bundle).read_bytes()
         # doubling waits that add up to the patience; a silent request is repeated once
         retries = int(math.log2(1 + self._patience_seconds / _FIRST_BACKOFF_SECONDS))
-        longest = 1.5 * self._upload_seconds
+        longest = timedelta(seconds=1.5 * self._upload_seconds)
         return Stores(
             single=S3Store(
                 self.name,
                 **options,
-                client_options={**client, "timeout": datetime.timedelta(days=1)},  # whoever asks has a limit
+                client_options={**client, "timeout": timedelta(days=1)},  # whoever asks has a limit
                 retry_config={"max_retries": 0},
             ),
             uploads=S3Store(
                 self.name,
                 **options,
                 checksum_algorithm="sha256",
-                client_options={**client, "timeout": datetime.timedelta(seconds=self._upload_seconds)},
-                retry_config={"max_retries": retries, "retry_timeout": datetime.timedelta(seconds=longest)},
+                client_options={**client, "timeout": timedelta(seconds=self._upload_seconds)},
+                retry_config={"max_retries": retries, "retry_timeout": longest},
             ),
         )
+
+    def _find_region(self) -> str | None:
+        """By a header that refusals have as well."""
+        try:
+            answer = self.client().head_bucket(Bucket=self.name)
+        except ClientError as e:
+            answer = e.response
+        return answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+
+
+def longer(seconds: float) -> float:
+    """What a request may take that took too long."""
+    return min(4 * seconds, 900.0)
 
 
 @functools.lru_cache
@@ -124,23 +138,12 @@ def shared_bucket(name: str) -> Bucket:
     return Bucket(name)
 
 
-def _session() -> Any:
-    """With the settings in files and environment as they are now."""
-    from botocore.session import Session
-
-    return Session()
-
-
-def _options(session: Any, bucket: str, region: str | None) -> dict[str, Any]:
+def _options(session: Session, bucket: str, region: str | None) -> dict[str, Any]:
     """What obstore must know of the user's settings."""
-    from botocore.configprovider import ConfiguredEndpointProvider
-
     scoped = session.get_scoped_config()
     options: dict[str, Any] = {"disable_bulk_delete": True}  # which other servers may not know
-    region = options["region"] = region or session.get_config_variable("region") or "us-east-1"
+    options["region"] = region or session.get_config_variable("region") or "us-east-1"
     endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
-    if endpoint is None and region.startswith("cn-"):  # which obstore does not know
-        endpoint = f"https://s3.{region}.amazonaws.com.cn"
     virtual = (scoped.get("s3") or {}).get("addressing_style") == "virtual"
     if endpoint is not None:
         scheme, found, host = endpoint.partition("://")
@@ -159,10 +162,8 @@ def _is_public() -> bool:
     return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
 
 
-def _provider(session: Any) -> Any:
+def _provider(session: Session) -> Callable[[], dict[str, Any]]:
     """For each request the credentials of the default chain, which botocore refreshes. NoCredentialsError."""
-    from botocore.exceptions import NoCredentialsError
-
     held = session.get_credentials()
     if held is None:
         raise NoCredentialsError
@@ -173,18 +174,7 @@ def _provider(session: Any) -> Any:
             "access_key_id": found.access_key,
             "secret_access_key": found.secret_key,
             "token": found.token,
-            "expires_at": datetime.datetime.now(datetime.timezone.utc),  # so botocore is asked again
+            "expires_at": datetime.now(timezone.utc),  # so botocore is asked again
         }
 
     return credentials
-
-
-def _region_of(client: Any, bucket: str) -> str | None:
-    """Where the bucket is, by a header that refusals have as well."""
-    from botocore.exceptions import ClientError
-
-    try:
-        answer = client.head_bucket(Bucket=bucket)
-    except ClientError as e:
-        answer = e.response
-    return answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")

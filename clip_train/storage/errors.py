@@ -46,16 +46,20 @@ _REMEDY_OF_CODE = {
 }
 
 
-class ReadError(OSError):
-    """Final: it has been tried as often as is worth it. Names the file, the bytes and the attempt."""
+class StorageError(OSError):
+    """Final: it has been tried as often as is worth it. Names the file, what was done, the reason and the remedy."""
 
 
-class MissingError(ReadError, FileNotFoundError):
-    """There is no such file on the server."""
+class MissingError(StorageError, FileNotFoundError):
+    """There is no such file in a bucket that is there."""
 
 
-class DeniedError(ReadError, PermissionError):
+class DeniedError(StorageError, PermissionError):
     """The server refuses, with fresh credentials too."""
+
+
+class TakenError(StorageError, FileExistsError):
+    """There is something by that name already."""
 
 
 class TransferError(OSError):
@@ -66,31 +70,12 @@ class ChangedError(OSError):
     """The object is another one than when it was opened."""
 
 
-class StorageError(OSError):
-    """A refusal, or no answer. (A bare OSError would turn into a PermissionError by its errno.)"""
-
-
-class TakenError(OSError):
-    """There is something by that name already."""
-
-
-def read_error(kind: Meaning, message: str) -> OSError:
-    """The final error of a reader, for an error that means `kind`."""
-    if kind in ("missing", "no bucket"):
-        return MissingError(message)
-    return DeniedError(message) if kind in ("denied", "expired") else ReadError(message)
-
-
-def storage_error(kind: Meaning, message: str) -> OSError:
-    """The final error of a `Storage`, for an error that means `kind`; EIO where it may pass."""
-    if kind == "taken":
-        return TakenError(errno.EEXIST, message)
-    if kind == "missing":
-        return FileNotFoundError(errno.ENOENT, message)
-    if kind in ("denied", "expired"):
-        return PermissionError(errno.EACCES, message)
-    lasting = {"no bucket": errno.ENXIO, "final": errno.EPERM, "elsewhere": errno.EPERM}
-    return StorageError(lasting.get(kind, errno.EIO), message)
+def final_error(kind: Meaning, message: str) -> StorageError:
+    """For an error that means `kind`; its errno is EIO where it may pass."""
+    classes = {"missing": MissingError, "denied": DeniedError, "expired": DeniedError, "taken": TakenError}
+    error = classes.get(kind, StorageError)(message)
+    error.errno = {"no bucket": errno.ENXIO, "final": errno.EPERM, "elsewhere": errno.EPERM}.get(kind, errno.EIO)
+    return error
 
 
 def meaning(error: BaseException) -> Meaning:
@@ -134,8 +119,7 @@ def remedy(error: BaseException) -> str:
     if kind == "elsewhere":
         return "set AWS_REGION to the one of the bucket"
     if kind == "denied" and code not in _REMEDY_OF_CODE:
-        known = status is not None and (code or isinstance(error, PermissionError))
-        return "give these credentials the right to do it" if known else _LOG_IN
+        return _LOG_IN if status is None else "give these credentials the right to do it"
     if kind != "expired":
         return _REMEDY_OF_CODE.get(code, "")
     if not from_environment():
@@ -166,8 +150,7 @@ def _response(error: BaseException) -> tuple[int | None, str, str]:
             answer = response.get("Error", {})
             status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), str(answer.get("Code") or "")
             return status, "" if code == str(status) else code, str(answer.get("Message") or "")
-        module = type(cause).__module__.partition(".")[0]
-        number = str(getattr(cause, {"aiohttp": "status", "gcsfs": "code"}.get(module, "-"), None))
+        number = str(getattr(cause, "status", getattr(cause, "code", None)))  # aiohttp's, gcsfs's
         if number.isdigit():
             return int(number), "", str(cause)
         cause = cause.__cause__

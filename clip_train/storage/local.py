@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from clip_train.storage.base import Entry
+from clip_train.storage.base import Entry, Storage, checked
 
 # File systems without hard links answer with one of these.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """`Storage` over a folder. The folder is made by the first write; reading never makes it.
 
     A write goes to a hidden file beside its target, is fsynced, renamed, and the folder is fsynced.
@@ -28,15 +27,9 @@ class LocalStorage:
         self.root = Path(root).absolute()
         self.url = str(self.root)
 
-    def __repr__(self) -> str:
-        return f"LocalStorage({self.url!r})"
-
     def path(self, name: str) -> Path:
         """Where `name` lies on disk. ValueError for a name that leaves the root."""
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts:
-            raise ValueError(f"storage name must be relative and without '..': {name!r}")
-        return self.root / pure
+        return self.root / checked(name)
 
     def read_bytes(self, name: str) -> bytes:
         return self.path(name).read_bytes()
@@ -51,78 +44,47 @@ class LocalStorage:
 
     def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
         source, target = Path(local_path), self.path(name)
-        _make_folder(target.parent)
-        if move and source.stat().st_dev == target.parent.stat().st_dev:
-            fsync_file(source)
-            os.replace(source, target)
-        else:
-            part = _part_beside(target)
-            try:
-                shutil.copyfile(source, part)
-                fsync_file(part)
-                os.replace(part, target)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-            if move:
-                source.unlink()
-        fsync_folder(target.parent)
+        with _part_of(target) as part:
+            renames = move and source.stat().st_dev == target.parent.stat().st_dev
+            written = source if renames else shutil.copyfile(source, part)
+            fsync_file(written)
+            os.replace(written, target)
+        if move:
+            source.unlink(missing_ok=True)
 
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         target = self.path(name)
-        _make_folder(target.parent)
-        part = _part_beside(target)
-        try:
+        with _part_of(target) as part:
             with part.open("xb") as f:
                 f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
-            if not if_absent:
-                os.replace(part, target)
-            elif not _publish_if_absent(part, target):
-                return False
-        finally:
-            part.unlink(missing_ok=True)
-        fsync_folder(target.parent)
+            if if_absent:
+                return _publish_if_absent(part, target)
+            os.replace(part, target)
         return True
 
-    def _files(self, prefix: str) -> Iterator[os.DirEntry[str]]:
-        """All at any depth, also what others remove folders from meanwhile. OSError."""
-        folders = [self.path(prefix)]
-        while folders:  # not os.walk: it takes an unreadable folder for an empty one
-            folder = folders.pop()
-            try:
-                with os.scandir(folder) as found:
-                    items = list(found)
-            except (FileNotFoundError, NotADirectoryError):
-                continue  # not there, or gone since
-            for item in items:
-                if item.is_dir():
-                    folders.append(Path(item.path))
-                else:
-                    yield item
+    def _files(self, prefix: str) -> Iterator[Path]:
+        """All at any depth, also where others remove folders meanwhile. OSError."""
+
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # not there, or gone since
+                raise error
+
+        for folder, _, names in os.walk(self.path(prefix), onerror=refuse, followlinks=True):
+            yield from (Path(folder, name) for name in names)
 
     def list(self, prefix: str = "") -> list[Entry]:
         entries: list[Entry] = []
-        for item in self._files(prefix):
-            if not _is_part(item.name):
-                try:
-                    found_stat = item.stat()
-                except FileNotFoundError:
-                    continue  # deleted since
-                name = Path(item.path).relative_to(self.root).as_posix()
-                entries.append(Entry(name, found_stat.st_size, found_stat.st_mtime))
+        for path in self._files(prefix):
+            if not _is_part(path.name):
+                with contextlib.suppress(FileNotFoundError):  # deleted since
+                    found = path.stat()
+                    entries.append(Entry(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime))
         return sorted(entries)
 
     def size(self, name: str) -> int:
         return self.path(name).stat().st_size
-
-    def exists(self, name: str) -> bool:
-        try:
-            os.stat(self.path(name))  # not os.path.exists: it answers False when it may not look
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
 
     def delete(self, name: str) -> None:
         target = self.path(name)
@@ -158,19 +120,25 @@ class LocalStorage:
 
     def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
         count = 0
-        for path in (Path(item.path) for item in self._files(prefix) if _is_part(item.name)):
-            written = path.with_name(path.name[1:].rsplit(".", 2)[0]).relative_to(self.root)
-            if _modified(path) < older_than and not spare(written.as_posix()):
-                path.unlink(missing_ok=True)
-                count += 1
+        for part in filter(lambda path: _is_part(path.name), self._files(prefix)):
+            target = part.with_name(part.name[1:].rsplit(".", 2)[0]).relative_to(self.root)
+            with contextlib.suppress(FileNotFoundError):  # gone since
+                if part.stat().st_mtime < older_than and not spare(target.as_posix()):
+                    part.unlink()
+                    count += 1
         return count
 
 
-def _modified(path: Path) -> float:
+@contextlib.contextmanager
+def _part_of(target: Path) -> Iterator[Path]:
+    """A name beside `target` to write it under: once published it survives a power cut; nothing else is left."""
+    _make_folder(target.parent)
+    part = _part_beside(target)
     try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return math.inf  # gone since
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+    fsync_folder(target.parent)
 
 
 def _part_beside(target: Path) -> Path:

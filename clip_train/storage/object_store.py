@@ -10,24 +10,21 @@ import asyncio
 import contextlib
 import email.utils
 import errno
-import functools
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
 import obstore
 
-from clip_train.storage.base import Entry
-from clip_train.storage.bucket import Bucket
-from clip_train.storage.errors import TakenError, TransferError, is_timeout, meaning, storage_error
+from clip_train.storage.base import Entry, Storage, checked
+from clip_train.storage.bucket import Bucket, Stores, longer
+from clip_train.storage.errors import TakenError, TransferError, is_timeout, meaning
 from clip_train.storage.retry import Retry, run, within
 
 T = TypeVar("T")
-Entries: TypeAlias = list[Entry]  # `list` is a method below
-Names: TypeAlias = list[str]
 
 PART_BYTES = 8 << 20  # of an upload
 PARALLEL = 5  # parts of a file at a time: so many are in memory
@@ -38,12 +35,13 @@ _MAX_PARTS = 9000  # S3 allows 10,000: a file of more gets larger ones
 _MIN_ATTEMPTS = 3  # even where each took long
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """`Storage` over `s3://bucket/prefix`. Safe to use from several threads.
 
     url: names no secret; credentials come from the default chain (environment, profile, role) and are asked for again
-    when they are refused. patience_seconds: of one operation, with all its retries (default:
-    `CLIP_TRAIN_S3_PATIENCE_SECONDS`, or a minute).
+    when they are refused. min_rate: bytes per second that a request gets through at least. request_seconds: what it may
+    take besides. patience_seconds: of one operation, with all its retries (default: `CLIP_TRAIN_S3_PATIENCE_SECONDS`,
+    or a minute).
     """
 
     def __init__(
@@ -51,31 +49,59 @@ class ObjectStorage:
         url: str,
         *,
         part_bytes: int = PART_BYTES,
-        parallel: int = PARALLEL,
         min_rate: int = MIN_RATE,
         request_seconds: float = REQUEST_SECONDS,
         patience_seconds: float | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         bucket, _, self._root = self.url.split("://", 1)[1].partition("/")
-        self._part_bytes, self._parallel = part_bytes, parallel
-        self._min_rate, self._request_seconds = min_rate, request_seconds
+        self._part_bytes, self._min_rate, self._request_seconds = part_bytes, min_rate, request_seconds
         default = os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", PATIENCE_SECONDS)
         patience = float(default if patience_seconds is None else patience_seconds)
-        upload_seconds = self._seconds(part_bytes * parallel)
+        upload_seconds = self._seconds(part_bytes * PARALLEL)
         self._bucket = Bucket(bucket, upload_seconds=upload_seconds, patience_seconds=patience)
-        self._retry = Retry(self.url, storage_error, _MIN_ATTEMPTS, patience, counted=False)
+        self._retry = Retry(self.url, _MIN_ATTEMPTS, patience)
 
-    def __repr__(self) -> str:
-        return f"ObjectStorage({self.url!r})"
+    def _seconds(self, num_bytes: int) -> float:
+        """What a request may take that moves so much."""
+        return self._request_seconds + num_bytes / self._min_rate
+
+    def _ask(self, what: str, call: Callable[[Stores], Awaitable[T]], seconds: float | None) -> T:
+        async def ask() -> T:
+            nonlocal seconds
+            try:
+                return await within(seconds, call(await self._bucket.stores()))
+            except TransferError:  # the link may be slow
+                seconds = None if seconds is None else longer(seconds)
+                raise
+            except Exception as e:
+                if is_timeout(e):
+                    self._bucket.give_more_time()
+                raise
+
+        return run(self._retry(what, ask, self._bucket))
+
+    def _ask_botocore(self, what: str, call: Callable[[Any], T]) -> T:
+        async def ask() -> T:
+            return await asyncio.to_thread(lambda: call(self._bucket.client()))
+
+        return run(self._retry(what, ask, self._bucket))
+
+    def _key(self, name: str) -> str:
+        return "/".join(part for part in (self._root, checked(name)) if part)
+
+    def _folder(self, prefix: str) -> tuple[str, int]:
+        """How the keys in it begin, and how much of a key is not part of a name."""
+        folder = self._key(prefix)
+        return folder.rstrip("/") + "/" if folder else "", len(self._root) + 1 if self._root else 0
 
     # -- reading
 
     def read_bytes(self, name: str) -> bytes:
         key = self._key(name)
 
-        async def read(store: Any) -> bytes:
-            answer = await obstore.get_async(store, key)
+        async def read(stores: Stores) -> bytes:
+            answer = await obstore.get_async(stores.single, key)
             return whole(bytes(await answer.bytes_async()), answer.meta["size"])
 
         return self._ask(f"reading {name}", read, self._seconds(self._part_bytes))
@@ -83,19 +109,19 @@ class ObjectStorage:
     def read_range(self, name: str, start: int, end: int) -> bytes:
         key = self._key(name)
 
-        async def read(store: Any) -> bytes:
-            answer = await obstore.get_range_async(store, key, start=start, end=end)
+        async def read(stores: Stores) -> bytes:
+            answer = await obstore.get_range_async(stores.single, key, start=start, end=end)
             return whole(bytes(answer), end - start)
 
         return self._ask(f"reading {name}", read, self._seconds(end - start)) if start < end else b""
 
-    def list(self, prefix: str = "") -> Entries:
+    def list(self, prefix: str = "") -> list[Entry]:
         folder, cut = self._folder(prefix)
         found: Any = []
 
-        async def listing(store: Any) -> None:
+        async def listing(stores: Stores) -> None:
             last = found[-1]["path"] if found else None  # a repeated attempt goes on after the pages that have come
-            chunks = aiter(obstore.list(store, folder or None, offset=last, chunk_size=1000))
+            chunks = aiter(obstore.list(stores.single, folder or None, offset=last, chunk_size=1000))
             while chunk := await within(self._request_seconds, anext(chunks, None)):
                 found.extend(chunk)
 
@@ -104,14 +130,8 @@ class ObjectStorage:
 
     def size(self, name: str) -> int:
         key = self._key(name)
-        return self._ask(f"looking at {name}", lambda store: head_object(store, key), self._request_seconds)["size"]
-
-    def exists(self, name: str) -> bool:
-        try:
-            self.size(name)
-        except FileNotFoundError:
-            return False
-        return True
+        head = self._ask(f"looking at {name}", lambda stores: head_object(stores.single, key), self._request_seconds)
+        return head["size"]
 
     def clock(self) -> float:
         """The server's time, in seconds since the epoch. OSError."""
@@ -128,7 +148,10 @@ class ObjectStorage:
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         key = self._key(name)
         mode: Literal["create", "overwrite"] = "create" if if_absent else "overwrite"
-        put = functools.partial(obstore.put_async, path=key, file=data, mode=mode, use_multipart=False)
+
+        def put(stores: Stores) -> Awaitable[object]:
+            return obstore.put_async(stores.single, key, data, mode=mode, use_multipart=False)
+
         try:
             self._ask(f"writing {name}", put, self._seconds(len(data)))
         except TakenError:
@@ -139,16 +162,11 @@ class ObjectStorage:
         key, size = self._key(name), os.stat(local_path).st_size
         part_bytes = max(self._part_bytes, math.ceil(size / _MAX_PARTS))
 
-        async def put() -> None:
-            uploads, parallel = (await self._bucket.stores()).uploads, self._parallel
-            try:
-                await obstore.put_async(uploads, key, Path(local_path), chunk_size=part_bytes, max_concurrency=parallel)
-            except Exception as e:
-                if is_timeout(e):
-                    self._bucket.give_more_time()
-                raise
+        def put(stores: Stores) -> Awaitable[object]:
+            file = Path(local_path)
+            return obstore.put_async(stores.uploads, key, file, chunk_size=part_bytes, max_concurrency=PARALLEL)
 
-        run(self._retry(f"writing {name}", put, self._bucket))
+        self._ask(f"writing {name}", put, None)
         if (stored := self.size(name)) != size:
             raise OSError(errno.EIO, f"{self.url}/{name}: {stored} bytes are stored instead of {size}")
         if move:
@@ -162,9 +180,9 @@ class ObjectStorage:
             raise ValueError("delete_tree needs a folder below the root")
         self._delete(prefix, [self._key(entry.name) for entry in self.list(prefix)])
 
-    def _delete(self, name: str, keys: Names) -> None:
+    def _delete(self, name: str, keys: Sequence[str]) -> None:
         seconds = self._request_seconds * (1 + len(keys) / 10)  # ten at a time
-        self._ask(f"deleting {name}", lambda store: obstore.delete_async(store, keys), seconds)
+        self._ask(f"deleting {name}", lambda stores: obstore.delete_async(stores.single, keys), seconds)
 
     def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
         """Abort multipart uploads that were started before `older_than` (their parts cost, and are not listed)."""
@@ -185,40 +203,6 @@ class ObjectStorage:
             return len(old)
 
         return self._ask_botocore("listing unfinished uploads", sweep)
-
-    # -- how
-
-    def _ask(self, what: str, call: Callable[[Any], Awaitable[T]], seconds: float | None) -> T:
-        async def ask() -> T:
-            nonlocal seconds
-            store = (await self._bucket.stores()).single
-            try:
-                return await within(seconds, call(store))
-            except TransferError:
-                seconds = None if seconds is None else min(4 * seconds, 900.0)  # the link may be slow
-                raise
-
-        return run(self._retry(what, ask, self._bucket))
-
-    def _seconds(self, num_bytes: int) -> float:
-        """What a request may take that moves so much."""
-        return self._request_seconds + num_bytes / self._min_rate
-
-    def _ask_botocore(self, what: str, call: Callable[[Any], T]) -> T:
-        async def ask() -> T:
-            return await asyncio.to_thread(lambda: call(self._bucket.client()))
-
-        return run(self._retry(what, ask, self._bucket))
-
-    def _folder(self, prefix: str) -> tuple[str, int]:
-        """How the keys in it begin, and how much of a key is not part of a name."""
-        folder = self._key(prefix)
-        return folder.rstrip("/") + "/" if folder else "", len(self._root) + 1 if self._root else 0
-
-    def _key(self, name: str) -> str:
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"storage name must be relative and without '..': {name!r}")
-        return "/".join(part for part in (self._root, name) if part)
 
 
 async def head_object(store: Any, key: str) -> Any:

@@ -11,11 +11,14 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fsspec.asyn import get_loop
+
 from clip_train.storage.bucket import Bucket
-from clip_train.storage.errors import Meaning, TransferError, describe, meaning
+from clip_train.storage.errors import TransferError, describe, final_error, meaning
 
 T = TypeVar("T")
 LONGEST_BACKOFF_SECONDS = 20.0
@@ -29,29 +32,27 @@ class Retry:
     """How patiently `url` is asked: `attempts` at least, and as many as `seconds` have room for."""
 
     url: str
-    error: Callable[[Meaning, str], OSError]  # the final one
     attempts: int
-    seconds: float = 0.0
+    seconds: float | None = None  # None: the attempts are all that counts, and messages name them
     backoff_seconds: float = 0.2  # doubled by each attempt
-    counted: bool = True  # whether messages name the attempt
 
     async def __call__(self, what: str, action: Callable[[], Awaitable[T]], bucket: Bucket | None) -> T:
-        """What `action` gives at last; `error` with `url`, `what`, the reason and the remedy.
+        """What `action` gives at last; StorageError with `url`, `what`, the reason and the remedy.
 
         bucket: where it asks, if it is one, whose credentials may be renewed.
         """
-        end, renewed = time.monotonic() + self.seconds, False
+        end, renewed = time.monotonic() + (self.seconds or 0.0), False
         for attempt in itertools.count(1):
             generation = bucket.generation if bucket else 0
             try:
                 done = await action()
             except Exception as e:
                 kind, left = meaning(e), end - time.monotonic()
-                count = f", attempt {attempt} of {self.attempts}" if self.counted else ""
+                count = f", attempt {attempt} of {self.attempts}" if self.seconds is None else ""
                 message = f"{self.url}: {what}{count}: {describe(e)}"
                 renew = bucket is not None and bucket.renew(kind, generation, renewed)
                 if not (renew or kind == "again") or (attempt >= self.attempts and left <= 0):
-                    raise self.error(kind, message) from e
+                    raise final_error(kind, message) from e
                 _log.log(logging.WARNING if attempt >= LOUD_ATTEMPT else logging.INFO, "%s; trying again", message)
             else:
                 if bucket is not None:
@@ -77,16 +78,14 @@ async def within(seconds: float | None, answer: Awaitable[T], reason: str = "") 
         raise TransferError(reason or f"no answer within {seconds:.3g} s") from e
 
 
-def event_loop() -> asyncio.AbstractEventLoop:
-    """fsspec's, in a thread of its own."""
-    from fsspec.asyn import get_loop
-
-    return get_loop()
+def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin it on fsspec's event loop, which has a thread of its own."""
+    return asyncio.run_coroutine_threadsafe(work, get_loop())
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """From any thread but the loop's; a signal's handler can run meanwhile."""
-    future = asyncio.run_coroutine_threadsafe(work, event_loop())
+    future = submit(work)
     try:
         return future.result()
     finally:

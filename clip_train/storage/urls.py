@@ -65,22 +65,19 @@ def open_read(
 ) -> BinaryIO:
     """A seekable stream over a local file or a remote object, compared with `checksums` where they are given.
 
-    FileNotFoundError; another OSError where it cannot be known: a `ReadError` has been retried enough already;
+    FileNotFoundError; another OSError where it cannot be known: a `StorageError` has been retried enough already;
     UserError for a protocol that is not known.
     """
     url, config = os.fspath(url), config or StorageConfig()
     if not is_remote(url):
-        path = local_path(url)
-        return path.open("rb") if checksums is None else cast(BinaryIO, LocalBlocks(path, checksums))
-    if not is_s3(url):
-        from clip_train.storage import other
-
-        return other.open_read(url, config, checksums)
+        file = local_path(url).open("rb")
+        return file if checksums is None else cast(BinaryIO, LocalBlocks(url, file, checksums))
     from clip_train.storage.bucket import shared_bucket
-    from clip_train.storage.reader import RangedFile, S3Object
+    from clip_train.storage.reader import FsspecObject, RangedFile, S3Object
 
     bucket, key = _split(url)
-    return cast(BinaryIO, RangedFile(url, S3Object(shared_bucket(bucket), key, config), config, checksums))
+    remote = S3Object(shared_bucket(bucket), key, config) if is_s3(url) else FsspecObject(url, config)
+    return cast(BinaryIO, RangedFile(url, remote, config, checksums))
 
 
 def write_bytes(url: str | os.PathLike[str], data: bytes) -> None:
@@ -137,5 +134,5 @@ def _matching_objects(url: str) -> list[str]:
 
 def _split(url: str) -> tuple[str, str]:
     """Bucket and key of an S3 URL."""
-    bucket, _, key = url.split("://", 1)[1].partition("/")
+    bucket, _, key = url.partition("://")[2].partition("/")
     return bucket, key

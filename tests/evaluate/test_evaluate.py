@@ -14,7 +14,7 @@ from clip_train import dist
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate
-from clip_train.evaluate.retrieval import gather_uneven, ranks_of_matches
+from clip_train.evaluate.retrieval import ranks_of_matches
 from clip_train.evaluate.zero_shot import ZeroShotClasses, count_hits
 from clip_train.models.config import load_architecture
 from tests.evaluate.fake import CLASSES, Batch, FakeEngine, batches, samples, tokenize
@@ -158,11 +158,6 @@ def test_blocks_change_nothing():
     whole = ranks_of_matches(queries, candidates, groups[:37], groups)
     assert torch.equal(whole, ranks_of_matches(queries, candidates, groups[:37], groups, block_elements=120))
     assert len(ranks_of_matches(queries[:0], candidates, groups[:0], groups)) == 0
-
-
-def test_a_world_of_one_gathers_itself():
-    x = torch.arange(6).view(3, 2)
-    assert torch.equal(gather_uneven(x), x)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import io
+from contextlib import closing
 
 import pytest
 
@@ -17,7 +18,7 @@ def record(step: int) -> dict:
 
 def test_plain_lines_come_by_time_and_at_the_end() -> None:
     out, now = io.StringIO(), [0.0]
-    with ProgressLine(100, stream=out, clock=lambda: now[0]) as progress:
+    with closing(ProgressLine(100, stream=out, clock=lambda: now[0])) as progress:
         for step in range(1, 101):
             progress.update(record(step))
             now[0] += 1.0
@@ -30,7 +31,9 @@ def test_plain_lines_come_by_time_and_at_the_end() -> None:
 
 def test_what_became_of_saves_stays_in_the_line() -> None:
     out, now = io.StringIO(), [0.0]
-    with ProgressLine(100, stream=out, plain_every_seconds=0.0, every_steps=2, clock=lambda: now[0]) as progress:
+    with closing(
+        ProgressLine(100, stream=out, plain_every_seconds=0.0, every_steps=2, clock=lambda: now[0])
+    ) as progress:
         progress.update(record(2))
         progress.update(record(3) | {"checkpoint_step": 3, "checkpoint_failures": 0})  # a step without a line
         progress.update(record(4))
@@ -44,7 +47,7 @@ def test_what_became_of_saves_stays_in_the_line() -> None:
 
 def test_nothing_on_other_ranks() -> None:
     out = io.StringIO()
-    with ProgressLine(2, stream=out, enabled=False) as progress:
+    with closing(ProgressLine(2, stream=out, enabled=False)) as progress:
         progress.update(record(1))
         progress.message("x")
     assert out.getvalue() == ""
@@ -58,7 +61,7 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     out = Terminal()
-    with ProgressLine(4, start_step=1, stream=out, every_steps=2) as progress:
+    with closing(ProgressLine(4, start_step=1, stream=out, every_steps=2)) as progress:
         for step in (2, 3, 4):
             progress.update(record(step))
         progress.message("saved [bold]")

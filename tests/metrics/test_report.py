@@ -39,7 +39,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     for image in found.values():
         assert image.size[0] > 800 and len(image.convert("L").getcolors(256)) > 10  # drawn, not blank
     for text in ("DONE", "120", "960", "5.0000, 0.0417", "zero_shot/top1", "0.6", "20.0% of it", "1.00 GiB",
-                 "shard-7.tar", "no caption", "run.seed", "ViT-B-32", "&lt;script&gt;"):  # fmt: skip
+                 "shard-7.tar", "no caption", "seed: 7", "ViT-B-32", "&lt;script&gt;"):  # fmt: skip
         assert text in page, text
     assert "<script>" not in page
     assert not re.search(r'(src|href)="(?!data:)', page)  # self-contained

@@ -16,7 +16,7 @@ import pytest
 
 from clip_train.storage.base import Storage
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.errors import ReadError
+from clip_train.storage.errors import StorageError
 from clip_train.storage.urls import open_read, open_storage
 from tests import warm
 from tests.launcher.conftest import MODEL, RECIPE, finish, start, wait_for_step
@@ -306,5 +306,5 @@ def test_what_cannot_be_read_says_who_is_refused(storage: Storage, proxy: Faulty
         proxy.faults = [Fault("status", key="", method=ANY, code=403, s3code=code)]
         with pytest.raises(PermissionError, match=f"HTTP 403 {code}.*{advice}"):
             storage.list()
-        with pytest.raises(ReadError):
+        with pytest.raises(StorageError):
             open_read(f"s3://{bucket}/shard.tar", PATIENT)

@@ -12,7 +12,7 @@ import pytest
 
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.errors import DeniedError, MissingError, ReadError
+from clip_train.storage.errors import DeniedError, MissingError, StorageError
 from clip_train.storage.urls import expand_glob, open_read, write_bytes
 from tests.launcher.conftest import until
 from tests.s3.proxy import Fault, FaultyProxy, fresh
@@ -87,7 +87,7 @@ def test_what_lasts_is_an_error_with_shard_offset_and_attempt(
     config = FAST.model_copy(update={"attempts": 3, "read_ahead": 0, **({"patience_seconds": 0.5} if silent else {})})
     for _ in range(60 if silent else 1):  # what is to succeed has no more time than the rest: once more after a stall
         proxy.faults = [fault := replace(fault)]
-        with pytest.raises(ReadError) as caught, open_read(url, config, sums_of(DATA)) as file:
+        with pytest.raises(StorageError) as caught, open_read(url, config, sums_of(DATA)) as file:
             assert file.read(2 * BLOCK) == DATA[: 2 * BLOCK]
             file.read(1)
         told = str(caught.value)
@@ -102,13 +102,13 @@ def test_a_bit_flipped_where_it_is_stored(url: str, server: Server) -> None:
     server.put(url.removeprefix("s3://"), DATA[:50_000] + bytes([DATA[50_000] ^ 1]) + DATA[50_001:])
     with open_read(url, FAST.model_copy(update={"attempts": 4}), checksums) as file:
         file.read(3 * BLOCK)
-        with pytest.raises(ReadError, match=r"0\.tar: bytes 49152-65535, attempt 4 of 4.*clip-train index"):
+        with pytest.raises(StorageError, match=r"0\.tar: bytes 49152-65535, attempt 4 of 4.*clip-train index"):
             file.read(BLOCK)
 
 
 def test_an_object_of_another_length_is_refused_before_a_byte_is_used(url: str, server: Server) -> None:
     server.put(url.removeprefix("s3://"), DATA[:-512])
-    with pytest.raises(ReadError, match=rf"0\.tar has {len(DATA) - 512} bytes, and its index says {len(DATA)}"):
+    with pytest.raises(StorageError, match=rf"0\.tar has {len(DATA) - 512} bytes, and its index says {len(DATA)}"):
         open_read(url, FAST, sums_of(DATA))
 
 
@@ -117,15 +117,16 @@ def test_an_object_replaced_while_it_is_read(url: str, server: Server) -> None:
     with open_read(url, FAST.model_copy(update={"read_ahead": 0})) as file:
         file.read(10)
         server.put(url.removeprefix("s3://"), bytes(len(DATA)))
-        with pytest.raises(ReadError, match=r"0\.tar: bytes 16384-32767, attempt 1 of 10: its ETag was"):
+        with pytest.raises(StorageError, match=r"0\.tar: bytes 16384-32767, attempt 1 of 10: its ETag was"):
             file.read()
 
 
 def test_missing_and_denied_are_not_empty(url: str, proxy: FaultyProxy, bucket: str) -> None:
     with pytest.raises(MissingError, match=r"absent\.tar: its size, attempt 1 of 10: HTTP 404"):
         open_read(f"s3://{bucket}/absent.tar", FAST)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(StorageError, match=r"no-such-bucket-here/x\.tar: .*create the bucket") as caught:
         open_read("s3://no-such-bucket-here/x.tar", FAST)
+    assert not isinstance(caught.value, FileNotFoundError)  # or a missing bucket would be one without an index
     proxy.faults = [Fault("status", code=403, s3code="AccessDenied", method="GET|HEAD")]
     with pytest.raises(DeniedError, match=r"0\.tar: its size, attempt 2 of 10: HTTP 403.*credentials"):
         open_read(url, FAST)
@@ -220,6 +221,6 @@ def test_any_file_system_with_ranges(url: str, server: Server, proxy: FaultyProx
     with pytest.raises(FileNotFoundError):
         open_read(http.replace("0.tar", "absent.tar"), FAST)
     proxy.faults = [Fault("status", code=503, method="GET|HEAD")]
-    with pytest.raises(ReadError) as caught:  # and not: it is not there
+    with pytest.raises(StorageError) as caught:  # and not: it is not there
         open_read(http, FAST.model_copy(update={"attempts": 2}))
     assert not isinstance(caught.value, FileNotFoundError)
