@@ -59,7 +59,7 @@ class ShardEntry:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ShardEntry:
         sums = Checksums(found["bytes"], found["block_bytes"], found["blocks"])
-        samples, offsets = found["samples"], found["offsets"]
+        samples, offsets = found["samples"], array("Q", found["offsets"])
         if len(offsets) != samples // OFFSET_EVERY:
             raise ValueError(f"it has {len(offsets)} offsets for {samples} samples")
         if found.get("unusable"):  # of FORMAT_1: not counted above, so the offsets are not of these numbers
@@ -258,7 +258,7 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
 
 def parse(data: bytes) -> dict[str, ShardEntry]:
     """ValueError, LookupError, TypeError or OverflowError for what is not a whole index."""
-    found = json.loads(data, object_hook=_with_small_marks)
+    found = json.loads(data)
     if found["format"] not in (FORMAT, FORMAT_1):
         raise ValueError(f"its format is {found['format']}, not {FORMAT}")
     if found["sha256"] != _sum(found["shards"]):
@@ -274,11 +274,5 @@ def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
     return text.encode()
 
 
-def _with_small_marks(found: dict[str, Any]) -> dict[str, Any]:
-    """A shard's offsets as they are kept, at once: as numbers of Python's own those of all shards are much larger."""
-    offsets = found.get("offsets")
-    return {**found, "offsets": array("Q", offsets)} if isinstance(offsets, list) else found
-
-
 def _sum(shards: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(shards, sort_keys=True, default=list).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()

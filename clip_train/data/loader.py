@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -88,18 +87,14 @@ class TrainLoader:
         self.order, files = make_order(config, index, storage, self._keys, hash64(seed, began, -5) if began else seed)
         partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
         workers = partition.workers(config.workers)
+        transform, tokenizer = TrainTransform(image_size, config.aug_scale), Tokenizer(context_length)
         self._stream = PieceStream(
-            self.order, files, workers, step,
-            transform=TrainTransform(image_size, config.aug_scale),
-            tokenizer=Tokenizer(context_length),
-            caption_key=config.caption_key,
-            stages=tuple(stages),
-        )  # fmt: skip
+            self.order, files, workers, step, transform, tokenizer, config.caption_key, tuple(stages)
+        )
         self._world_size = world_size
         self._workers = len(workers) if config.workers else 0
         self._pieces_per_batch = len(workers)
         self._largest_piece = max(worker.most() for worker in workers)
-        self._image_size = image_size
         self._prefetch = config.prefetch
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._limit = InvalidLimit(config.bad_sample_limit)
@@ -134,16 +129,13 @@ class TrainLoader:
         if self._stream.closing is not None:
             self._stream.closing.value = 1
         pieces, self._pieces = self._pieces, None
-        shut_down = getattr(pieces, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
+        if self._workers and pieces is not None:
+            pieces._shutdown_workers()  # type: ignore[attr-defined]
 
     def __enter__(self) -> TrainLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _start(self) -> Iterator[Any]:
@@ -156,7 +148,8 @@ class TrainLoader:
                 f"a data stage cannot travel to the loader's workers ({e}); use functions of a module instead of "
                 "lambdas, or data.workers=0"
             ) from e
-        self._stream.memory = ImageMemory(self._workers, self._prefetch, self._largest_piece, self._image_size)
+        S = self._stream.transform.image_size
+        self._stream.memory = ImageMemory(self._workers, self._prefetch, self._largest_piece, S)
         self._stream.closing = RawValue("b", 0)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -214,7 +207,7 @@ class TrainLoader:
     def _images(self, pieces: list[Piece]) -> Tensor:
         """The only copy that the trainer makes: from shared into pinned memory, which torch keeps and hands out
         again once the device has read it."""
-        memory, S = self._stream.memory, self._image_size
+        memory, S = self._stream.memory, self._stream.transform.image_size
         if memory is None and not self._pin_memory:
             (piece,) = pieces
             assert piece.images is not None

@@ -165,24 +165,36 @@ class Loaded(NamedTuple):
         return self.first + len(self.items)
 
 
-class SourceReader:
-    """One stream of one source, in which `at` moves forward."""
+class StreamReader:
+    """One stream of all sources, in which `at` moves forward.
 
-    def __init__(self, files: Files, source: Source, stream: int, *, keep_open: bool) -> None:
-        self.files, self.source, self.stream = files, source, stream
-        self._segments = SegmentReader(files, keep_open=keep_open)
-        self._block = Loaded(0, [])
-        self._ahead = (0, Loaded(-1, []))  # (a number, the first block behind it that holds a usable sample)
+    keep_open: its shards stay open from block to block.
+    """
+
+    def __init__(self, order: Order, files: Sequence[Files], stream: int, *, keep_open: bool) -> None:
+        self.order, self.files, self.stream = order, files, stream
+        self._next = -1
+        self._taken: list[int] = []  # samples of each source before number `_next`
+        # of each source: what reads it; its block; (a number, the first block behind it that holds a usable sample)
+        self._segments = [SegmentReader(each, keep_open=keep_open) for each in files]
+        self._blocks = [Loaded(0, [])] * len(files)
+        self._ahead = [(0, Loaded(-1, []))] * len(files)
 
     def at(self, count: int) -> Iterator[Item]:
         """Sample number `count` of the stream, and without end what may take its place: its block from half a block
-        on, then what follows. The first that decodes is taken, the same one whoever reads. DataError."""
-        if not self._block.first <= count < self._block.end:
-            self._block = Loaded(0, [])  # freed before the next is read
-            self._block = self._load(count, self._segments)
-        return self._candidates(self._block, count - self._block.first)
+        on, then what follows in its source. The first that decodes is taken, the same one whoever reads. DataError."""
+        if count != self._next:
+            self._taken = self.order.taken(self.stream, count)
+        self._next = count + 1
+        source = self.order.source(count * self.order.streams + self.stream)
+        number = self._taken[source]
+        self._taken[source] += 1
+        if not self._blocks[source].first <= number < self._blocks[source].end:
+            self._blocks[source] = Loaded(0, [])  # freed before the next is read
+            self._blocks[source] = self._load(source, number, self._segments[source])
+        return self._candidates(source, self._blocks[source], number - self._blocks[source].first)
 
-    def _candidates(self, block: Loaded, place: int) -> Iterator[Item]:
+    def _candidates(self, source: int, block: Loaded, place: int) -> Iterator[Item]:
         items = block.items
         yield items[place]
         for step in range(len(items)):
@@ -191,43 +203,19 @@ class SourceReader:
                 yield items[other]
         begin = searched = block.end
         while True:
-            known, loaded = self._ahead  # also for the next place of a block where nothing can be used
+            known, loaded = self._ahead[source]  # also for the next place of a block where nothing can be used
             if not known <= begin <= loaded.first:
-                loaded = self._load(begin, SegmentReader(self.files, keep_open=False))
+                loaded = self._load(source, begin, SegmentReader(self.files[source], keep_open=False))
             begin = loaded.end
             if not all(isinstance(item, Invalid) for item in loaded.items):
-                self._ahead, searched = (searched, loaded), begin
+                self._ahead[source], searched = (searched, loaded), begin
             yield from loaded.items
 
-    def _load(self, count: int, segments: SegmentReader) -> Loaded:
+    def _load(self, source: int, number: int, segments: SegmentReader) -> Loaded:
         """The block that holds a sample of the stream."""
-        block = self.source.block(self.stream, count)
+        block = self.order.sources[source].block(self.stream, number)
         items = [item for segment in block.segments for item in segments.read(segment)]
         return Loaded(block.first, [items[place] for place in block.order])
-
-
-class StreamReader:
-    """One stream of all sources, in which `at` moves forward.
-
-    keep_open: its shards stay open from block to block.
-    """
-
-    def __init__(self, order: Order, files: Sequence[Files], stream: int, *, keep_open: bool) -> None:
-        self.order, self.stream = order, stream
-        pairs = zip(files, order.sources, strict=True)
-        self._readers = [SourceReader(each, source, stream, keep_open=keep_open) for each, source in pairs]
-        self._next = -1
-        self._taken: list[int] = []  # samples of each source before number `_next`
-
-    def at(self, count: int) -> Iterator[Item]:
-        """As `SourceReader.at`, of the source whose turn it is."""
-        if count != self._next:
-            self._taken = self.order.taken(self.stream, count)
-        number = self.order.source(count * self.order.streams + self.stream)
-        candidates = self._readers[number].at(self._taken[number])
-        self._taken[number] += 1
-        self._next = count + 1
-        return candidates
 
 
 def make_order(

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,32 +82,20 @@ def pack(made: Piece | tuple[Exception, str]) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
 
 
-class Decoded(NamedTuple):
-    """What fills a place of the batch."""
-
-    image: Tensor  # uint8 [3, S, S]
-    caption: str
-    key: str
-    invalid: list[Invalid]  # the sample that the order has there, if it cannot be used
-
-
+@dataclass(eq=False)
 class PieceStream(IterableDataset):
-    """In a worker: its pieces without end, packed, or one error with where it happened. Else: those of the rank.
+    """In a worker: its pieces without end, packed, or one error with where it happened. Else: those of the rank."""
 
-    Args:
-        workers: what each has of the global batches.
-        start: the first step.
-        stages: each maps one sample to one.
-    """
-
-    def __init__(
-        self, order: Order, files: Sequence[Files], workers: list[Partition], start: int, *,
-        transform: TrainTransform, tokenizer: Tokenizer, caption_key: str | None, stages: Sequence[Stage],
-    ) -> None:  # fmt: skip
-        self.order, self.files, self.workers, self.start = order, files, workers, start
-        self.transform, self.tokenizer, self.caption_key, self.stages = transform, tokenizer, caption_key, stages
-        self.memory: ImageMemory | None = None  # for workers
-        self.closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them
+    order: Order
+    files: Sequence[Files]
+    workers: list[Partition]  # what each has of the global batches
+    start: int  # the first step
+    transform: TrainTransform
+    tokenizer: Tokenizer
+    caption_key: str | None
+    stages: Sequence[Stage]  # each maps one sample to one
+    memory: ImageMemory | None = None  # for workers
+    closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -140,7 +128,8 @@ class PieceStream(IterableDataset):
                 images = torch.empty((count, 3, S, S), dtype=torch.uint8)
             else:
                 images = self.memory.at(worker, step, count)
-            samples: list[tuple[str, str]] = []
+            keys: list[str] = []
+            captions: list[str] = []
             seeds: list[int] = []
             invalid: list[Invalid] = []
             for share in shares:
@@ -149,24 +138,22 @@ class PieceStream(IterableDataset):
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
                     readers[share.stream] = StreamReader(self.order, self.files, share.stream, keep_open=keep_open)
                 for number in range(share.first, share.last):
-                    seeds.append(self.order.sample_seed(share.stream, number))
-                    found = self._first_usable(readers[share.stream].at(number), seeds[-1])
-                    images[len(samples)] = found.image  # at once, while it is in the cache
-                    samples.append((found.key, found.caption))
-                    invalid += found.invalid
+                    seed = self.order.sample_seed(share.stream, number)
+                    image, caption, key = self._first_usable(readers[share.stream].at(number), seed, invalid)
+                    images[len(keys)] = image  # at once, while it is in the cache
+                    captions.append(caption)
+                    keys.append(key)
+                    seeds.append(seed)
             yield Piece(
                 images if self.memory is None else None, worker, step,
-                texts=self.tokenizer([caption for _, caption in samples]),
-                seeds=torch.tensor(seeds, dtype=torch.int64),
-                keys=[key for key, _ in samples],
-                invalid=invalid,
+                self.tokenizer(captions), torch.tensor(seeds, dtype=torch.int64), keys, invalid,
             )  # fmt: skip
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
                 del readers[stream]  # at a boundary between ranks that has moved on
 
-    def _first_usable(self, candidates: Iterator[Item], seed: int) -> Decoded:
-        """The first that decodes, augmented. Only the first of all is counted where it cannot be used: the others have
-        places of their own."""
+    def _first_usable(self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]) -> tuple[Tensor, str, str]:
+        """Image [3, S, S], caption and key of the first that decodes. The first of all goes into `invalid` where it
+        cannot be used; the others have places of their own, to be counted there."""
         tried: list[Invalid] = []
         for item in itertools.islice(candidates, MAX_TRIED):
             if isinstance(item, Invalid):
@@ -176,12 +163,15 @@ class PieceStream(IterableDataset):
                 fields = self._staged(item)
                 image = self.transform(decode.decode_image(decode.image_bytes(fields)), seed)
                 caption = decode.caption(fields, self.caption_key, draw=seed)
-                return Decoded(image, caption, item["__key__"], tried[:1])
             except InvalidSample as e:
                 tried.append(Invalid(e.reason, item["__url__"], item["__key__"]))
+                continue
+            invalid += tried[:1]
+            return image, caption, item["__key__"]
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _staged(self, fields: Fields) -> Fields:
+        """What the user's stages make of a sample."""
         samples: Iterable[Fields] = [dict(fields)]
         for stage in self.stages:
             samples = stage(samples)
