@@ -22,7 +22,7 @@ from clip_train.contrastive.objective import Objective
 from clip_train.data.config import order_keys
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.inspect import count_missing
-from clip_train.data.invalid import InvalidTable
+from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
@@ -317,12 +317,11 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
         try:
             out = evaluate(engine, batches, config.evaluate, tokenizer)
         except UserError as e:
-            raise UserError(f"{e}\n{batches.invalid}" if batches.invalid.counts else str(e)) from e
-        invalid = InvalidTable.merged(dist.gather_objects(batches.invalid))
-        unusable = sum(invalid.counts.values())
-        if unusable and dist.is_main():
-            log(f"data.val has samples that cannot be used:\n{invalid}")
-        return out | {"unusable_samples": float(unusable)} if unusable else out
+            raise UserError(f"{e}\n{table_of(batches.invalid)}" if batches.invalid else str(e)) from e
+        invalid = [each for found in dist.gather_objects(batches.invalid) for each in found]
+        if invalid and dist.is_main():
+            log(f"data.val has samples that cannot be used:\n{table_of(invalid)}")
+        return out | {"unusable_samples": float(len(invalid))} if invalid else out
 
     return run_once
 

@@ -12,9 +12,8 @@ from pydantic import Field, field_validator, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.index import ShardIndex, look_up
-from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import Reading, expand, missing_files, open_shard, split_sources
-from clip_train.data.tar import TarError, TarSample, iter_samples
+from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import RankError, UserError
 from clip_train.settings import Allowed, Settings
 from clip_train.storage.config import StorageConfig
@@ -94,28 +93,18 @@ class DataConfig(Settings):
         return value.split("::") if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _one_of_each_for_each_source(self) -> DataConfig:
-        sources = len(split_sources(self.train))
-        if self.train_weights is not None and len(self.train_weights) != sources:
-            raise ValueError(
-                f"data.train_weights ({self.train_weights}) must have one weight for each of the {sources} sources "
-                "that :: joins in data.train"
-            )
-        if isinstance(self.resampled, list):
-            if len(self.resampled) != sources:
-                raise ValueError(
-                    f"data.resampled ({self.resampled}) must be true, false, or one answer for each of the {sources} "
-                    "sources that :: joins in data.train"
-                )
-            if self.train_weights is None:
-                raise ValueError(
-                    f"data.resampled ({self.resampled}) tells sources apart, which only data.train_weights makes of "
-                    "them; set data.train_weights, or one answer for all"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _check(self) -> DataConfig:
+        sources = len(split_sources(self.train))
+        for key, each in (("train_weights", self.train_weights), ("resampled", self.resampled)):
+            if isinstance(each, list) and len(each) != sources:
+                raise ValueError(
+                    f"data.{key} ({each}) must have one for each of the {sources} sources that :: joins in data.train"
+                )
+        if isinstance(self.resampled, list) and self.train_weights is None:
+            raise ValueError(
+                f"data.resampled ({self.resampled}) tells sources apart, which only data.train_weights makes of "
+                "them; set data.train_weights, or one answer for all"
+            )
         low, high = self.aug_scale
         if not 0 < low <= high <= 1:
             raise ValueError(
@@ -188,19 +177,17 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     _check_sizes(found)
     if config.val is not None:
         _existing(config.val, "data.val")
-    reading = Reading(storage, found.checksums)
-    first_mistake: UserError | None = None
+    mistakes: list[UserError] = []
     for shard in found.shards[:SHARDS_TRIED]:
         try:
-            return _check_shard(shard, found, reading, config.caption_key)
+            return _check_shard(shard, found, Reading(storage, found.checksums), config.caption_key)
         except UserError as e:
-            first_mistake = first_mistake or e
-    assert first_mistake is not None
-    raise first_mistake
+            mistakes.append(e)
+    raise mistakes[0]
 
 
 def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: str | None) -> SourceSummary:
-    from clip_train.data.decode import IMAGE_EXTENSIONS, caption, image_bytes  # torch: a recipe is read without
+    from clip_train.data import decode  # torch: a recipe is read without
 
     try:
         with open_shard(shard, reading) as file:
@@ -211,54 +198,29 @@ def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: s
         raise UserError(f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})") from e
     if sample is None:
         raise UserError(f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar")
-    where = f"data.train ({shard}): the first sample, {sample.key},"
-    members = f"Its members are {', '.join(f'.{extension}' for extension in sample.members)}"
-    if sample.duplicate:
+    reason = decode.why_invalid(sample, caption_key)
+    if reason is not None:
+        members = ", ".join(f".{extension}" for extension in sample.members)
+        keys = ", ".join(map(str, decode.json_of(sample.members))) or "none that can be read"
         raise UserError(
-            f"{where} has two members of one kind: keys end at the first dot of the file name, so "
-            "names such as a.1.jpg, a.2.jpg are one sample; rename them without dots"
+            f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its members are "
+            f"{members}: a sample's name ends at the first dot; an image is one of "
+            f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt, or what data.caption_key (now "
+            f"{caption_key}) names in a .json, whose keys here are: {keys}"
         )
-    try:
-        image_bytes(sample.members)
-    except InvalidSample as e:
-        kinds = ", ".join(IMAGE_EXTENSIONS)
-        raise UserError(f"{where} cannot be used: {e.reason}. {members}; an image is one of {kinds}") from e
-    try:
-        text = caption(sample.members, caption_key)
-    except InvalidSample as e:
-        remedy = _caption_remedy(sample, members, caption_key)
-        raise UserError(f"{where} cannot be used: {e.reason}. {remedy}") from e
-    return SourceSummary(len(found.shards), shard, sample.key, text, found)
-
-
-def _caption_remedy(sample: TarSample, members: str, caption_key: str | None) -> str:
-    from clip_train.data.decode import json_keys
-
-    keys = ", ".join(json_keys(sample)) or "none that can be read"
-    if "json" in sample.members and caption_key is None:
-        return f"{members}; set data.caption_key to one of the .json's keys: {keys}"
-    if "json" in sample.members:
-        return f"data.caption_key is {caption_key}; the .json's keys are {keys}"
-    if caption_key is None:
-        return f"{members}; put the caption into a .txt member, or into a .json and set data.caption_key"
-    return f"{members}; data.caption_key ({caption_key}) needs a .json member: remove it to use the .txt"
+    return SourceSummary(len(found.shards), shard, sample.key, decode.caption(sample.members, caption_key), found)
 
 
 def _existing(spec: str, field: str) -> list[list[str]]:
     """The sources that `spec` names. UserError where one of them is a local file that is not there."""
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]
-    missing = missing_files(shards)
-    if missing and not Path(local_path(missing[0])).parent.is_dir():
-        raise RankError(  # a mount that one node lacks is no mistake of the recipe: another attempt may go elsewhere
-            f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}, nor "
-            f"is their folder: correct the path, or mount it on {socket.gethostname()}"
-        )
-    if missing:
-        raise UserError(
-            f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}; "
-            "correct the path or the range in braces"
-        )
+    if missing := missing_files(shards):
+        what = f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}"
+        if Path(local_path(missing[0])).parent.is_dir():
+            raise UserError(f"{what}; correct the path or the range in braces")
+        # a mount that one node lacks is no mistake of the recipe: another attempt may go elsewhere
+        raise RankError(f"{what}, nor is their folder: correct the path, or mount it on {socket.gethostname()}")
     return sources
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,19 +55,12 @@ def captions(members: Mapping[str, Any], caption_key: str | None) -> list[str]:
     Raises:
         InvalidSample: there is none.
     """
-    if caption_key is None:
-        if "txt" not in members:
-            raise InvalidSample("no caption")
-        value = members["txt"]
-    else:
-        value = metadata(members).get(caption_key)
-        if value is None:
-            raise InvalidSample("no caption")
-    if not isinstance(value, list):
-        return [_usable_text(value)]
+    value = members.get("txt") if caption_key is None else metadata(members).get(caption_key)
+    if value is None:
+        raise InvalidSample("no caption")
     texts: list[str] = []
     reason = "caption is empty"
-    for item in value:
+    for item in value if isinstance(value, list) else [value]:
         try:
             texts.append(_usable_text(item))
         except InvalidSample as e:
@@ -86,22 +80,22 @@ def metadata(members: Mapping[str, Any]) -> dict[str, Any]:
     """The `.json` member; {} where there is none. InvalidSample if it is no JSON object."""
     if "json" not in members:
         return {}
-    content = members["json"]
+    content = members["json"]  # a user's stage may have parsed it
     try:
         parsed = json.loads(content) if isinstance(content, bytes | str) else content
-    except (ValueError, RecursionError) as e:  # the latter: brackets nested thousands deep
-        raise InvalidSample("json does not parse") from e
+    except (ValueError, RecursionError):  # the latter: brackets nested thousands deep
+        parsed = None
     if not isinstance(parsed, dict):
         raise InvalidSample("json does not parse")
     return parsed
 
 
-def json_keys(sample: TarSample) -> tuple[str, ...]:
-    """Of its .json; none where there is none, or it cannot be read."""
+def json_of(members: Mapping[str, Any]) -> dict[str, Any]:
+    """As `metadata`; {} also where it cannot be read."""
     try:
-        return tuple(map(str, metadata(sample.members)))
+        return metadata(members)
     except InvalidSample:
-        return ()
+        return {}
 
 
 def why_invalid(sample: TarSample, caption_key: str | None) -> str | None:
@@ -136,10 +130,8 @@ def decode_image(data: bytes) -> Tensor:
     """Any image file -> RGB uint8 [3, H, W], transparency over white, 16 bits scaled to 8.
 
     Raises:
-        InvalidSample: empty, damaged, cut off, of an unknown kind, or of more than MAX_PIXELS.
+        InvalidSample: damaged, cut off, of an unknown kind, or of more than MAX_PIXELS.
     """
-    if not data:
-        raise InvalidSample("image is empty")
     pixels = _decode_jpeg(data) if data[:2] == b"\xff\xd8" else None
     if pixels is None:
         pixels = _decode_other(data)
@@ -185,8 +177,6 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     """uint8 [H, W, 3] of an opened image; strip by strip, so that a large one is held twice and not six times."""
     width, height = image.size
     rows = max(1, STRIP_PIXELS // width)
-    if rows >= height:
-        return _strip_to_rgb(image)
     image.load()
     out = np.empty((height, width, 3), dtype=np.uint8)
     for top in range(0, height, rows):
@@ -222,17 +212,12 @@ def _resize(image: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
 
 
+@dataclass(frozen=True)
 class TrainTransform:
-    """RandomResizedCrop as CLIP and OpenCLIP train with it; no flip.
+    """RandomResizedCrop as CLIP and OpenCLIP train with it; no flip."""
 
-    Args:
-        image_size: S, the side of the result in pixels.
-        scale: the crop's area as a fraction of the image's, from and to.
-    """
-
-    def __init__(self, image_size: int, scale: tuple[float, float] = (0.9, 1.0)) -> None:
-        self.image_size = image_size
-        self.scale = scale
+    image_size: int  # S, the side of the result in pixels
+    scale: tuple[float, float] = (0.9, 1.0)  # the crop's area as a fraction of the image's, from and to
 
     def __call__(self, image: Tensor, sample_seed: int) -> Tensor:
         """uint8 [3, H, W] -> uint8 [3, S, S], a function of the image and the seed alone."""
@@ -254,21 +239,18 @@ class TrainTransform:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
+@dataclass(frozen=True)
 class EvalTransform:
     """The shorter side resized to S, then the S x S in the middle, with torchvision's rounding."""
 
-    def __init__(self, image_size: int) -> None:
-        self.image_size = image_size
+    image_size: int  # S, pixels
 
     def __call__(self, image: Tensor) -> Tensor:
         """uint8 [3, H, W] -> uint8 [3, S, S]"""
         size = self.image_size
         image = _middle(image, *(min(side, MAX_STRETCH * min(image.shape[1:])) for side in image.shape[1:]))
-        height, width = image.shape[1:]
-        if width <= height:
-            height, width = int(size * height / width), size
-        else:
-            height, width = size, int(size * width / height)
+        shorter = min(image.shape[1:])
+        height, width = (int(size * side / shorter) for side in image.shape[1:])
         return _middle(_resize(image, height, width), size, size).contiguous()
 
 

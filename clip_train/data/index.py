@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from clip_train.data.shards import ShardList, expand, split_name
+from clip_train.data.shards import Row, changes, expand, split_name, unpack_rows
 from clip_train.errors import UserError
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
@@ -59,7 +59,7 @@ class ShardEntry:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ShardEntry:
         sums = Checksums(found["bytes"], found["block_bytes"], found["blocks"])
-        samples, offsets = found["samples"], found["offsets"]
+        samples, offsets = found["samples"], array("Q", found["offsets"])
         if len(offsets) != samples // OFFSET_EVERY:
             raise ValueError(f"it has {len(offsets)} offsets for {samples} samples")
         if found.get("unusable"):  # of FORMAT_1: not counted above, so the offsets are not of these numbers
@@ -108,31 +108,26 @@ class ShardIndex:
         counts = [self.count(shard) for shard in self.shards]
         return None if None in counts else sum(filter(None, counts))
 
-    def names(self) -> list[tuple[str, str]]:
-        """(name without its folder, which may move; 16 digits of the sha256 or "") of each shard."""
-        entries = self.entries
-        return [(split_name(s)[1], entries[s].sha256[:16] if s in entries else "") for s in self.shards]
+    def rows(self) -> list[Row]:
+        """What a checkpoint keeps of each shard, once all are counted."""
+        digits = {shard: entry.sha256[:16] for shard, entry in self.entries.items()}
+        return [(split_name(shard)[1], digits.get(shard, ""), self.count(shard) or 0) for shard in self.shards]
 
     def fingerprint(self) -> str:
         """Differs between nodes that do not see the same shards."""
-        return hashlib.sha256(repr(self.names()).encode("utf-8", "surrogateescape")).hexdigest()
-
-    def shard_list(self) -> ShardList:
-        """What a checkpoint keeps of it, once all are counted."""
-        rows = zip(self.names(), self.shards, strict=True)
-        return ShardList(tuple((name, digits, self.count(shard) or 0) for (name, digits), shard in rows))
+        names = repr([row[:2] for row in self.rows()])
+        return hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
 
     def describe(self) -> str:
         """What it gives, or what is lost without it."""
         lost, number = self.without, self.num_samples
-        counted = "" if number is None else f", {number:,} samples in an epoch"
-        if not lost:
-            return f"{len(self.shards)} shards, all indexed: every block is verified{counted}"
-        return (
-            f"{len(lost)} of {len(self.shards)} shards have no index (the first is {lost[0]}): bytes that were flipped "
-            "inside an image or a caption cannot be noticed, nor that a shard has been replaced by another. "
-            f"`clip-train index` makes one{counted}"
-        )
+        text = f"{len(self.shards)} shards, all indexed: every block is verified"
+        if lost:
+            text = (
+                f"{len(lost)} of {len(self.shards)} shards have no index (the first is {lost[0]}): flipped bytes in "
+                "images and captions go unseen, and so does a shard that was replaced; `clip-train index` makes one"
+            )
+        return text + ("" if number is None else f", {number:,} samples in an epoch")
 
 
 def index_of(spec: str, verify: str, storage: StorageConfig, field: str = "data.train") -> ShardIndex:
@@ -183,12 +178,9 @@ def resume_data(
     Raises:
         UserError: a change that is not allowed, with what was and is.
     """
-    then = state.get("order")
-    if then is None:
-        others, shards = ["it was written by version 0.1, which kept another kind of position"], ""
-    else:
-        others = [f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now]
-        shards = ShardList.unpack(state["shards"]).changes_to(index.names())
+    rows, then = unpack_rows(state["shards"]), state["order"]
+    others = [f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now]
+    shards = changes(rows, index.rows())
     if others and not changed_order:
         raise UserError(
             f"the order of the data is not that of the checkpoint: {'; '.join(others)}. Restore it, or set "
@@ -201,50 +193,37 @@ def resume_data(
         )
     if shards or others:
         return ResumedData(index, state["step"], "; ".join([*others, *([f"data.train: {shards}"] if shards else [])]))
-    rows = ShardList.unpack(state["shards"]).rows
     sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
     return ResumedData(index.with_sizes(sizes), state["data_began"])
 
 
 def find_sizes(shards: list[str], storage: StorageConfig) -> dict[str, int]:
     """Samples by path or URL, of those whose folder has a sizes.json, or img2dataset's file beside each shard."""
+
+    def written(shard: str) -> int | None:
+        return load_counts(shard.removesuffix(".tar") + STATS_SUFFIX, storage).get("successes")
+
     found: dict[str, int] = {}
     for folder, names in by_folder(shards).items():
-        sizes = load_sizes(folder, storage)
+        sizes = load_counts(folder + SIZES_NAME, storage)
         found |= {shard: sizes[name] for name, shard in names.items() if name in sizes}
         rest = [shard for shard in names.values() if shard not in found]
-        first = [_successes(shard, storage) for shard in rest[:1]]
-        if first and first[0] is not None:
+        if rest and written(rest[0]) is not None:
             with ThreadPoolExecutor(THREADS) as pool:
-                counts = [*first, *pool.map(lambda shard: _successes(shard, storage), rest[1:])]
-            found |= {shard: count for shard, count in zip(rest, counts, strict=True) if count is not None}
+                counts = zip(rest, pool.map(written, rest), strict=True)
+                found |= {shard: count for shard, count in counts if count is not None}
     return found
 
 
-def load_sizes(folder: str, storage: StorageConfig) -> dict[str, int]:
-    """A folder's sizes.json, OpenCLIP's own perhaps; {} where there is none that can be read."""
-    sizes = _json(folder + SIZES_NAME, storage)
-    return {name: n for name, n in sizes.items() if _is_count(n)}
-
-
-def _successes(shard: str, storage: StorageConfig) -> int | None:
-    """Samples that img2dataset has written into a shard, by its own statistics."""
-    found = _json(shard.removesuffix(".tar") + STATS_SUFFIX, storage).get("successes")
-    return found if _is_count(found) else None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _json(url: str, storage: StorageConfig) -> dict[str, Any]:
-    """{} where there is no JSON object: what would be in it is counted."""
+def load_counts(url: str, storage: StorageConfig) -> dict[str, int]:
+    """Those in a JSON object, another's sizes.json perhaps; {} where there is none: what would be in it is counted."""
     try:
         with open_read(url, storage) as file:
             found = json.loads(file.read())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    found = found if isinstance(found, dict) else {}
+    return {name: count for name, count in found.items() if type(count) is int and count >= 0}
 
 
 def by_folder(shards: list[str]) -> dict[str, dict[str, str]]:
@@ -279,7 +258,7 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
 
 def parse(data: bytes) -> dict[str, ShardEntry]:
     """ValueError, LookupError, TypeError or OverflowError for what is not a whole index."""
-    found = json.loads(data, object_hook=_with_small_marks)
+    found = json.loads(data)
     if found["format"] not in (FORMAT, FORMAT_1):
         raise ValueError(f"its format is {found['format']}, not {FORMAT}")
     if found["sha256"] != _sum(found["shards"]):
@@ -295,17 +274,5 @@ def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
     return text.encode()
 
 
-def _with_small_marks(found: dict[str, Any]) -> dict[str, Any]:
-    """A shard's offsets as they are kept, at once: as numbers of Python's own those of all shards are much larger."""
-    offsets = found.get("offsets")
-    return {**found, "offsets": array("Q", offsets)} if isinstance(offsets, list) else found
-
-
 def _sum(shards: Mapping[str, Any]) -> str:
-    """The sha256 of their JSON, which is made of one after another."""
-    sha256 = hashlib.sha256(b"{")
-    for number, name in enumerate(sorted(shards)):
-        entry = json.dumps(shards[name], sort_keys=True, default=list)
-        sha256.update(f"{', ' if number else ''}{json.dumps(name)}: {entry}".encode())
-    sha256.update(b"}")
-    return sha256.hexdigest()
+    return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()

@@ -5,6 +5,7 @@ Each shard is read once: by one of several processes of `clip-train index`, or b
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -12,10 +13,11 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,9 +48,6 @@ class Indexed:
     json_keys: tuple[str, ...]  # of the first sample's .json
 
 
-Progress = Callable[[str], None]  # after each shard
-
-
 class HashedFile(BlockFile):
     """Passes a file on and hashes all of it, in order, on the way."""
 
@@ -60,29 +59,21 @@ class HashedFile(BlockFile):
 
     def finish(self) -> tuple[Checksums, str]:
         """Hashes what has not been read; (the blocks' sums, the whole file's sha256)."""
-        blocks = -(-self.size // self.block_bytes)
-        if blocks:
-            self._load(blocks - 1)
+        if self.size:
+            self._load(-(-self.size // self.block_bytes) - 1)
         return Checksums(self.size, self.block_bytes, "".join(self._sums)), self._sha256.hexdigest()
 
     def _load(self, block: int) -> bytes:
-        for number in range(len(self._sums), block):
-            self._hash(self._read(number))
-        data = self._read(block)
-        if block == len(self._sums):
-            self._hash(data)
-        return data
-
-    def _hash(self, data: bytes) -> None:
-        self._sums.append(block_sum(data))
-        self._sha256.update(data)
-
-    def _read(self, block: int) -> bytes:
-        begin, end = self.bounds(block)
-        self._file.seek(begin)
-        data = self._file.read(end - begin)
-        if len(data) != end - begin:
-            raise OSError(f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being written?")
+        data = b""
+        for number in range(min(block, len(self._sums)), block + 1):  # those that were passed over too
+            begin, end = self.bounds(number)
+            self._file.seek(begin)
+            data = self._file.read(end - begin)
+            if len(data) != end - begin:
+                raise OSError(f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being written?")
+            if number == len(self._sums):
+                self._sums.append(block_sum(data))
+                self._sha256.update(data)
         return data
 
 
@@ -108,9 +99,8 @@ def index_shard(
                     reason = decode.why_invalid(sample, caption_key)
                     if reason is not None:
                         invalid[OUT_OF_ORDER if sample.key in seen else reason] += 1
-                    if not samples:
-                        keys = decode.json_keys(sample)
                     seen.add(sample.key)
+                    keys = keys if samples else tuple(decode.json_of(sample.members))
                     samples += 1
                     if samples % index.OFFSET_EVERY == 0:
                         offsets.append(sample.end)
@@ -129,30 +119,29 @@ def index_shards(
     block_bytes: int = BLOCK_BYTES,
     workers: int = 2,
     storage: StorageConfig | None = None,
-    progress: Progress = lambda url: None,
+    progress: Callable[[str], None] = lambda url: None,
 ) -> dict[str, Indexed]:
-    """What is in all shards, read by `workers` processes (1: by this one). DataError where one cannot be read."""
-    found: dict[str, Indexed] = {}
+    """What is in all shards, read by `workers` processes (1: by this one). DataError where one cannot be read.
+
+    progress: called with each shard as it is done.
+    """
+    read = partial(index_shard, caption_key=caption_key, block_bytes=block_bytes, storage=storage)
     todo = list(dict.fromkeys(urls))
-    if min(workers, len(todo)) == 1:
-        for url in todo:
-            found[url] = index_shard(url, caption_key, block_bytes, storage)
-            progress(url)
-        return found
+    workers = min(workers, len(todo))
+    found: dict[str, Indexed] = {}
     context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
-        jobs = {pool.submit(index_shard, url, caption_key, block_bytes, storage): url for url in todo}
-        try:
-            for job in as_completed(jobs):
-                found[jobs[job]] = job.result()
-                progress(jobs[job])
-        except BrokenProcessPool as e:
-            raise DataError("an indexing process died; if memory ran out (see dmesg), use fewer --workers") from e
-        except BaseException:
+    pool = ProcessPoolExecutor(workers, mp_context=context) if workers > 1 else None
+    try:
+        for url, each in zip(todo, pool.map(read, todo) if pool else map(read, todo), strict=True):
+            found[url] = each
+            progress(url)
+    except BrokenProcessPool as e:
+        raise DataError("an indexing process died; if memory ran out (see dmesg), use fewer --workers") from e
+    finally:
+        if pool is not None:
             pool.shutdown(cancel_futures=True)
-            raise
-    return {url: found[url] for url in todo}
+    return found
 
 
 def try_folders(urls: Iterable[str], storage: StorageConfig | None = None) -> None:
@@ -178,16 +167,11 @@ def write_indexes(found: Mapping[str, Indexed], storage: StorageConfig | None = 
     """
     storage = storage or StorageConfig()
     written, corrected = [], []
-    for folder in dict.fromkeys(split_name(url)[0] for url in found):
-        own = {split_name(url)[1]: each.entry for url, each in found.items() if split_name(url)[0] == folder}
-        merged = {**index.load(folder, storage), **own}
-        before = index.load_sizes(folder, storage)
-        sizes = {**before, **{name: entry.count for name, entry in merged.items()}}
-        corrected += [
-            f"{folder}{name}: {before[name]} before, {sizes[name]} now"
-            for name in merged
-            if before.get(name, sizes[name]) != sizes[name]
-        ]
+    for folder, names in index.by_folder(list(found)).items():
+        merged = index.load(folder, storage) | {name: found[url].entry for name, url in names.items()}
+        before = index.load_counts(folder + index.SIZES_NAME, storage)
+        sizes = before | {name: entry.count for name, entry in merged.items()}
+        corrected += [f"{folder}{k}: {n} before, {sizes[k]} now" for k, n in before.items() if n != sizes[k]]
         text = json.dumps(sizes, indent=1, sort_keys=True) + "\n"
         write_bytes(folder + index.SIZES_NAME, text.encode())
         write_bytes(folder + index.INDEX_NAME, index.to_bytes(merged))
@@ -203,12 +187,8 @@ def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
         return f"has {now.checksums.size} bytes, the index says {then.checksums.size}"
     if then.sha256 != now.sha256:
         size = then.checksums.block_bytes
-        if size != now.checksums.block_bytes:
-            return "has another sha256"
         other = [k for k in range(-(-then.checksums.size // size)) if then.checksums.of(k) != now.checksums.of(k)]
         return f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"
-    if then.samples != now.samples:
-        return f"has {now.samples} samples, the index says {then.samples}"
     return None
 
 
@@ -234,50 +214,35 @@ def count_missing(
         log: called by rank 0 with a line about every round of `ROUND_SECONDS` but the first.
     """
     ranks, rank = (dist.world_size(), dist.rank()) if together else (1, 0)
-    todo = found.uncounted
-    if not todo:
-        return found
-    known = _kept(keep, todo) if rank == 0 else {}
+    known = _kept(keep, found.uncounted) if rank == 0 else {}
     known = dist.broadcast_object(known) if together else known
-    total = len(todo)
-    while todo := [url for url in todo if url not in known]:
+    while todo := [url for url in found.uncounted if url not in known]:
         if rank == 0 and known:
-            log(
-                f"counting samples: {total - len(todo)} of {total} shards are done; `clip-train index` keeps the counts"
-            )
-        mine = todo[rank::ranks]
-        if together:
-            counted = dist.agreed(lambda: dict(_count_some(mine, storage, keep, rank)))  # noqa: B023
-            known |= {url: count for each in dist.gather_objects(counted) for url, count in each.items()}
-        else:
-            known |= dict(_count_some(mine, storage, keep, rank))
-    return found.with_sizes(known)
+            done, total = len(known), len(known) + len(todo)
+            log(f"counting samples: {done} of {total} shards are done; `clip-train index` keeps the counts")
+        count = partial(_count_some, todo[rank::ranks], storage, keep, rank)
+        for each in dist.gather_objects(dist.agreed(count)) if together else [count()]:
+            known |= each
+    return found.with_sizes(known) if known else found
 
 
-def _count_some(urls: list[str], storage: StorageConfig, keep: Path | None, rank: int) -> Iterator[tuple[str, int]]:
-    """Shards with their counts, until the round is over."""
+def _count_some(urls: list[str], storage: StorageConfig, keep: Path | None, rank: int) -> dict[str, int]:
+    """Counts by path or URL, until the round is over; each is written down as it comes."""
     end = time.monotonic() + ROUND_SECONDS
+    counts: dict[str, int] = {}
     with ThreadPoolExecutor(COUNT_THREADS) as pool:
         for start in range(0, len(urls), COUNT_THREADS):
             group = urls[start : start + COUNT_THREADS]
-            counts = list(pool.map(lambda url: count_shard(url, storage), group))
-            _keep(keep, rank, dict(zip(group, counts, strict=True)))
-            yield from zip(group, counts, strict=True)
+            counts |= zip(group, pool.map(lambda url: count_shard(url, storage), group), strict=True)
+            rows = [{"shard": url, "bytes": _local_bytes(url), "samples": counts[url]} for url in group]
+            if keep is not None:
+                with contextlib.suppress(OSError):  # a disk that refuses costs the next start its time, no more
+                    keep.mkdir(parents=True, exist_ok=True)
+                    with (keep / f"{rank:05d}.jsonl").open("a") as file:
+                        file.write("".join(json.dumps(row) + "\n" for row in rows))
             if time.monotonic() > end:
-                return
-
-
-def _keep(keep: Path | None, rank: int, counts: Mapping[str, int]) -> None:
-    """One line for each shard. A disk that refuses costs the next start its time, no more."""
-    if keep is None:
-        return
-    lines = [json.dumps({"shard": url, "bytes": _local_bytes(url), "samples": n}) + "\n" for url, n in counts.items()]
-    try:
-        keep.mkdir(parents=True, exist_ok=True)
-        with (keep / f"{rank:05d}.jsonl").open("a") as file:
-            file.write("".join(lines))
-    except OSError:
-        return
+                break
+    return counts
 
 
 def _kept(keep: Path | None, wanted: list[str]) -> dict[str, int]:

@@ -5,10 +5,10 @@ A sample that cannot be used keeps its place in the order, and another one fills
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from clip_train.errors import DataError
 
@@ -27,73 +27,47 @@ class InvalidSample(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Invalid:
+class Invalid(NamedTuple):
     """One sample that cannot be used, or the place where a damaged shard breaks off."""
 
     reason: str
     shard: str  # path or URL
     key: str
 
-
-class InvalidTable:
-    """Counts by reason and shard, with the first keys of each."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.keys: dict[tuple[str, str], list[str]] = {}
-
-    def add(self, found: Iterable[Invalid]) -> None:
-        for invalid in found:
-            self._add((invalid.reason, invalid.shard), 1, [_printable(invalid.key)])
-
-    @classmethod
-    def merged(cls, tables: Iterable[InvalidTable]) -> InvalidTable:
-        """Of several ranks."""
-        out = cls()
-        for table in tables:
-            for place, count in table.counts.items():
-                out._add(place, count, table.keys.get(place, []))
-        return out
-
-    def _add(self, place: tuple[str, str], count: int, keys: list[str]) -> None:
-        self.counts[place] += count
-        self.keys[place] = [*self.keys.get(place, []), *keys][:KEYS_SHOWN]
-
-    def __str__(self) -> str:
-        """A table for people, the most frequent first."""
-        rows = [("count", "reason", "shard", "first keys" if any(self.keys.values()) else "")]
-        for (reason, shard), count in self.counts.most_common(ROWS_SHOWN):
-            rows.append((str(count), reason, shard, ", ".join(self.keys.get((reason, shard), []))))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join([r[0].rjust(widths[0]), r[1].ljust(widths[1]), r[2].ljust(widths[2]), r[3]]).rstrip()
-            for r in rows
-        ]
-        left_out = len(self.counts) - ROWS_SHOWN
-        return "\n".join(lines + ([f"and {left_out} more rows"] if left_out > 0 else []))
+    @property
+    def place(self) -> str:
+        """As `Batch.bad_samples` counts them."""
+        return f"{self.reason}\t{self.shard}"
 
 
-def table_of(found: Iterable[Invalid]) -> InvalidTable:
-    table = InvalidTable()
-    table.add(found)
-    return table
+def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = None) -> str:
+    """`Invalid.place` -> samples, for people: the most frequent first, with the first keys of each."""
+    rows = Counter(counts).most_common(ROWS_SHOWN)
+    width = max((place.index("\t") for place, _ in rows), default=0)
+    lines = [f"    count  {'reason':{width}}  shard" + ("  first keys" if keys else "")]
+    for place, count in rows:
+        reason, shard = place.split("\t", 1)
+        # from an unknown shard: escaped for the terminal
+        shown = ", ".join(repr(key[:KEY_LENGTH])[1:-1] for key in (keys or {}).get(place, ())[:KEYS_SHOWN])
+        lines.append(f"{count:9}  {reason:{width}}  {shard}  {shown}".rstrip())
+    left_out = len(counts) - len(rows)
+    return "\n".join(lines + ([f"and {left_out} more rows"] if left_out else []))
 
 
-def _printable(key: str) -> str:
-    """A key from an unknown shard, safe for a terminal."""
-    short = key if len(key) <= KEY_LENGTH else f"{key[:KEY_LENGTH]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+def table_of(found: Iterable[Invalid]) -> str:
+    keys: dict[str, list[str]] = defaultdict(list)
+    for each in found:
+        keys[each.place].append(each.key)
+    return table({place: len(each) for place, each in keys.items()}, keys)
 
 
 class InvalidLimit:
-    """Stops a run whose data is mostly broken, by what one rank has met."""
+    """Stops a run whose data is mostly broken, by what one rank has met of late."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self.table = InvalidTable()
-        self._window: deque[tuple[int, int]] = deque()  # (samples, of those invalid) of each recent batch
-        self._samples = self._invalid = 0
+        self._window: deque[tuple[int, list[Invalid]]] = deque()  # (samples, those invalid) of each recent batch
+        self._samples = 0
 
     def add(self, samples: int, found: list[Invalid]) -> None:
         """Counts one batch of `samples`, of whose places so many held an invalid sample.
@@ -101,24 +75,22 @@ class InvalidLimit:
         Raises:
             DataError: with the table, above the limit.
         """
-        self.table.add(found)
-        self._window.append((samples, len(found)))
+        self._window.append((samples, found))
         self._samples += samples
-        self._invalid += len(found)
         while self._samples - self._window[0][0] >= WINDOW:
-            oldest, invalid = self._window.popleft()
-            self._samples -= oldest
-            self._invalid -= invalid
-        if self._invalid >= MIN_INVALID and self._invalid > self.limit * self._samples:
+            self._samples -= self._window.popleft()[0]
+        invalid = sum(len(each) for _, each in self._window)
+        if invalid >= MIN_INVALID and invalid > self.limit * self._samples:
             raise DataError(
-                f"{self._invalid} of the last {self._samples} samples were invalid, more than data.bad_sample_limit "
-                f"({self.limit:g}); repair the shards or raise the limit\n{self.table}"
+                f"{invalid} of the last {self._samples} samples were invalid, more than data.bad_sample_limit "
+                f"({self.limit:g}); repair the shards or raise the limit\n"
+                + table_of(each for _, batch in self._window for each in batch)
             )
 
 
 @dataclass
 class InvalidLog:
-    """Over all ranks and epochs. Counts are "reason<TAB>shard" -> samples, as `Batch.bad_samples` has them."""
+    """Over all ranks and epochs. Counts are by `Invalid.place`, as `Batch.bad_samples` has them."""
 
     mine: Counter[str] = field(default_factory=Counter)  # of this rank's batches
     total: Counter[str] = field(default_factory=Counter)  # of all ranks, when they last summed
@@ -141,21 +113,13 @@ class InvalidLog:
             return None
         before = self.epochs[-1]["bad_samples"] if self.epochs else 0
         self.sum()
-        invalid = sum(self.total.values())
+        invalid = self.total.total()
         self.epoch = epoch
         self.epochs.append({"epoch": epoch, "step": step, "bad_samples": invalid})
         if not invalid:
             return f"epoch {epoch} is done (step {step}): no invalid samples"
         counted = f"{invalid - before} invalid samples in it, {invalid} so far"
-        return f"epoch {epoch} is done (step {step}): {counted}\n{self.table()}"
-
-    def table(self) -> InvalidTable:
-        """`total`, to print."""
-        table = InvalidTable()
-        for place, count in self.total.items():
-            reason, _, shard = place.partition("\t")
-            table.counts[reason, shard] = count
-        return table
+        return f"epoch {epoch} is done (step {step}): {counted}\n{table(self.total)}"
 
     def state(self) -> dict[str, Any]:
         """As JSON; after `sum`."""
@@ -164,7 +128,7 @@ class InvalidLog:
     @classmethod
     def load(cls, state: Mapping[str, Any], epoch: int) -> InvalidLog:
         """From a checkpoint's state, in epoch `epoch`. It holds the sum over ranks: rank 0 takes it for its own."""
-        total = Counter[str](state["bad_samples"])
         from clip_train import dist
 
+        total = Counter[str](state["bad_samples"])
         return cls(Counter(total) if dist.is_main() else Counter[str](), total, epoch, list(state["bad_epochs"]))

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,23 +24,14 @@ from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import InvalidLimit
 from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import make_order
-from clip_train.data.worker import (
-    GROUP_SIGNALS,
-    Collate,
-    Decode,
-    Failure,
-    ImageMemory,
-    Piece,
-    PieceStream,
-    Samples,
-    Stage,
-    unpack,
-)
+from clip_train.data.shards import pack_rows
+from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.worker import GROUP_SIGNALS, ImageMemory, Piece, PieceStream, Stage
 from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch, text_lengths
 from clip_train.storage.config import StorageConfig
 
-PRELOAD = ["torch", "webdataset", "clip_train.data.worker"]  # once in the fork server, not in every worker
+PRELOAD = ["torch", "clip_train.data.worker"]  # once in the fork server, not in every worker
 
 
 class WorkerTraceback(Exception):
@@ -97,25 +87,23 @@ class TrainLoader:
         self.order, files = make_order(config, index, storage, self._keys, hash64(seed, began, -5) if began else seed)
         partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
         workers = partition.workers(config.workers)
-        samples = Samples(self.order, files, workers, step)
-        decode = Decode(TrainTransform(image_size, config.aug_scale), config.caption_key, tuple(stages))
-        collate = Collate(context_length, image_size, workers, step)
-        self._stream = PieceStream(samples, tuple(stages), decode, collate)
+        transform, tokenizer = TrainTransform(image_size, config.aug_scale), Tokenizer(context_length)
+        self._stream = PieceStream(
+            self.order, files, workers, step, transform, tokenizer, config.caption_key, tuple(stages)
+        )
         self._world_size = world_size
         self._workers = len(workers) if config.workers else 0
         self._pieces_per_batch = len(workers)
         self._largest_piece = max(worker.most() for worker in workers)
-        self._image_size = image_size
-        self._memory: ImageMemory | None = None
         self._prefetch = config.prefetch
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._limit = InvalidLimit(config.bad_sample_limit)
-        self._pieces: Iterator[Piece | Failure] | Iterator[Tensor] | None = None  # packed by workers
+        self._pieces: Iterator[Any] | None = None  # packed by workers
         self._closed = False
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside its step, as JSON: see `resume_data`."""
-        return {"data_began": self._began, "shards": self.index.shard_list().pack(), "order": self._keys}
+        return {"data_began": self._began, "shards": pack_rows(self.index.rows()), "order": self._keys}
 
     def epoch(self, step: int) -> int:
         """Whole epochs that are done before a step, since the data began."""
@@ -141,28 +129,27 @@ class TrainLoader:
         if self._stream.closing is not None:
             self._stream.closing.value = 1
         pieces, self._pieces = self._pieces, None
-        shut_down = getattr(pieces, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
+        if self._workers and pieces is not None:
+            pieces._shutdown_workers()  # type: ignore[attr-defined]
 
     def __enter__(self) -> TrainLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def invalid_table(self) -> str:
-        """All invalid samples that this rank met so far, by reason and shard."""
-        return str(self._limit.table)
-
-    def _start(self) -> Iterator[Piece | Failure] | Iterator[Tensor]:
+    def _start(self) -> Iterator[Any]:
         if not self._workers:
             return iter(self._stream)
-        _check_picklable(self._stream)
-        self._memory = ImageMemory(self._workers, self._prefetch, self._largest_piece, self._image_size)
-        self._stream.collate_into(self._memory)
+        try:
+            pickle.dumps(self._stream)
+        except Exception as e:
+            raise UserError(
+                f"a data stage cannot travel to the loader's workers ({e}); use functions of a module instead of "
+                "lambdas, or data.workers=0"
+            ) from e
+        S = self._stream.transform.image_size
+        self._stream.memory = ImageMemory(self._workers, self._prefetch, self._largest_piece, S)
         self._stream.closing = RawValue("b", 0)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -181,23 +168,25 @@ class TrainLoader:
 
     def _next_piece(self) -> Piece:
         assert self._pieces is not None
+        if not self._workers:
+            return next(self._pieces)
         try:
-            piece = next(self._pieces)
-        except (EOFError, ConnectionError, FileNotFoundError) as e:  # killed while it handed a batch over
-            raise _worker_died(e) from e
-        except RuntimeError as e:
-            if "exited unexpectedly" not in str(e) and "killed by signal" not in str(e):
+            made = pickle.loads(next(self._pieces).numpy().tobytes())
+        except (EOFError, ConnectionError, FileNotFoundError, RuntimeError) as e:  # killed, in mid-message perhaps
+            why = str(e) or type(e).__name__
+            if isinstance(e, RuntimeError) and "exited unexpectedly" not in why and "killed by signal" not in why:
                 raise
-            raise _worker_died(e) from e
-        if isinstance(piece, Tensor):
-            piece = unpack(piece)
-        if isinstance(piece, Failure):
-            raise piece.error from (WorkerTraceback(piece.traceback) if piece.traceback else None)
-        return piece
+            raise DataError(
+                f"a loader worker died ({why}); if memory ran out (see dmesg), lower data.workers, "
+                "data.shuffle_block or data.prefetch; a container may need more shared memory (--shm-size)"
+            ) from e
+        if isinstance(made, Piece):
+            return made
+        error, where = made
+        raise error from (WorkerTraceback(where) if where else None)
 
     def _assemble(self, pieces: list[Piece]) -> Batch:
         """The workers' pieces, in canonical order -> one batch. DataError above the limit of invalid samples."""
-        pieces = [piece for piece in pieces if piece.keys]
         invalid = [each for piece in pieces for each in piece.invalid]
         texts = torch.cat([p.texts for p in pieces])
         batch = Batch(
@@ -205,7 +194,7 @@ class TrainLoader:
             texts=texts,
             sample_seeds=torch.cat([p.seeds for p in pieces]),
             keys=[key for p in pieces for key in p.keys],
-            bad_samples=dict(Counter(f"{each.reason}\t{each.shard}" for each in invalid)),
+            bad_samples=dict(Counter(each.place for each in invalid)),
             shares=tuple(shares(self._sizes.at(self.step), self._world_size)),
             text_lengths=text_lengths(texts),
         )
@@ -218,28 +207,17 @@ class TrainLoader:
     def _images(self, pieces: list[Piece]) -> Tensor:
         """The only copy that the trainer makes: from shared into pinned memory, which torch keeps and hands out
         again once the device has read it."""
-        first = pieces[0].images
-        if len(pieces) == 1 and first is not None and not self._pin_memory:
-            return first
-        shape = (sum(len(p.keys) for p in pieces), 3, self._image_size, self._image_size)
-        out = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
-        at = 0
-        for piece in pieces:
-            count, images = len(piece.keys), piece.images
-            if images is None:
-                assert self._memory is not None
-                images = self._memory.at(piece.place, count)
-            out[at : at + count] = images
-            at += count
+        memory, S = self._stream.memory, self._stream.transform.image_size
+        if memory is None and not self._pin_memory:
+            (piece,) = pieces
+            assert piece.images is not None
+            return piece.images
+        out = torch.empty((sum(len(p.keys) for p in pieces), 3, S, S), dtype=torch.uint8, pin_memory=self._pin_memory)
+        for part, piece in zip(out.split([len(p.keys) for p in pieces]), pieces, strict=True):
+            images = piece.images if memory is None else memory.at(piece.worker, piece.number, len(piece.keys))
+            assert images is not None
+            part.copy_(images)
         return out
-
-
-def _worker_died(cause: Exception) -> DataError:
-    why = str(cause) or type(cause).__name__
-    return DataError(
-        f"a loader worker died ({why}); if memory ran out (see dmesg), lower data.workers, "
-        "data.shuffle_block or data.prefetch; a container may need more shared memory (--shm-size)"
-    )
 
 
 def _start_fork_server() -> None:
@@ -258,13 +236,3 @@ def _start_fork_server() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not set by Python
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _check_picklable(stream: PieceStream) -> None:
-    try:
-        pickle.dumps(stream)
-    except Exception as e:
-        raise UserError(
-            f"a data stage cannot travel to the loader's workers ({e}); use functions of a module instead of "
-            "lambdas, or data.workers=0"
-        ) from e

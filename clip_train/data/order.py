@@ -82,7 +82,7 @@ class Source:
         self.total = sum(counts)  # E
         if not self.total:
             raise ValueError("a source needs at least one sample")
-        self._epochs: dict[int, tuple[list[int], list[int]]] = {}  # the latest two
+        self._latest: tuple[int, list[int], list[int]] = (-1, [], [])  # what `_shuffled` found last, with its epoch
         self._pieces: dict[int, tuple[int, list[Segment]]] = {}  # stream -> its latest epoch, with the piece
 
     def epoch(self, stream: int, count: int) -> int:
@@ -114,13 +114,11 @@ class Source:
 
     def _shuffled(self, epoch: int) -> tuple[list[int], list[int]]:
         """(the shards that hold something, in an epoch's order; where each ends, counted in samples)."""
-        if epoch not in self._epochs:
-            if len(self._epochs) > 1:
-                del self._epochs[min(self._epochs)]
+        if self._latest[0] != epoch:
             shards = [shard for shard, count in enumerate(self.counts) if count]
             shards.sort(key=lambda shard: hash64(self.seed, epoch, shard))
-            self._epochs[epoch] = shards, list(itertools.accumulate(self.counts[shard] for shard in shards))
-        return self._epochs[epoch]
+            self._latest = epoch, shards, list(itertools.accumulate(self.counts[shard] for shard in shards))
+        return self._latest[1:]
 
     def _cut(self, stream: int, epoch: int, size: int) -> list[Segment]:
         """The stream's part of all shuffled shards end to end."""
@@ -143,20 +141,17 @@ class Source:
     def _drawn(self, stream: int, epoch: int, size: int) -> list[Segment]:
         """Whole shards drawn with replacement; the first from any of its samples on and the last cut short, so that
         every place holds every sample of the source with the same probability."""
-        if not size:
-            return []
         begin = hash64(self.seed, epoch, stream, -2) % self.total
         shard, start, _ = self._between(0, begin, begin + 1)[0]
         shards = self._shuffled(0)[0]
         found: list[Segment] = []
-        for draw in itertools.count():
+        while size:
             stop = min(self.counts[shard], start + size)
-            found.append(Segment(shard, start, stop))
             size -= stop - start
-            if not size:
-                return found
+            draw = len(found)
+            found.append(Segment(shard, start, stop))
             shard, start = shards[hash64(self.seed, epoch, stream, draw, -2) % len(shards)], 0
-        raise AssertionError("unreachable")
+        return found
 
 
 def _part(segments: list[Segment], begin: int, end: int) -> tuple[Segment, ...]:

@@ -1,6 +1,6 @@
 """Where shards are: from `data.train` to a list of paths or URLs. The one module that lists and opens them.
 
-`ShardList` is what a checkpoint keeps of that list, so that a resumed run notices that it has changed.
+`pack_rows` is what a checkpoint keeps of that list, so that a resumed run notices that it has changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -22,6 +22,7 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
 
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
+Row = tuple[str, str, int]  # of a shard: name, whose folder may move; 16 digits of its sha256 or ""; samples
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
 NAMES_SHOWN = 5
 
@@ -113,49 +114,40 @@ def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BY
     return file  # what is remote or verified brings its own blocks
 
 
-@dataclass(frozen=True)
-class ShardList:
-    """The shards of a run in order: names without their folders, which may move; content, where indexed; counts."""
-
-    rows: tuple[tuple[str, str, int], ...]  # (name, 16 digits of its sha256 or "", samples)
-
-    def pack(self) -> str:
-        """As text: some 25 bytes for each indexed shard, 2 to 4 for another."""
-        text = "\n".join(f"{name}\t{digits}\t{count}" for name, digits, count in self.rows)
-        return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogateescape"), 9)).decode()
-
-    @classmethod
-    def unpack(cls, packed: str) -> ShardList:
-        text = zlib.decompress(base64.b64decode(packed)).decode("utf-8", "surrogateescape")
-        rows = (line.rsplit("\t", 2) for line in text.split("\n"))
-        return cls(tuple((name, digits, int(count)) for name, digits, count in rows))
-
-    def changes_to(self, now: list[tuple[str, str]]) -> str:
-        """What has been added, removed, changed or reordered since; "" where nothing has, as far as indexes tell.
-
-        now: (name, 16 digits of the sha256 or "").
-        """
-        before, after = _by_name((name, digits) for name, digits, _ in self.rows), _by_name(now)
-        added = [name for name in after for _ in after[name][len(before.get(name, ())) :]]
-        removed = [name for name in before for _ in before[name][len(after.get(name, ())) :]]
-        changed = [
-            name
-            for name in after
-            for a, b in zip(before.get(name, ()), after[name], strict=False)
-            if a and b and a != b
-        ]
-        if not (added or removed or changed) and [row[0] for row in self.rows] != [name for name, _ in now]:
-            return "the same shards are in another order"
-        kinds = (("added", added), ("removed", removed), ("changed in content", changed))
-        return "; ".join(f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds if names)
+def pack_rows(rows: Iterable[Row]) -> str:
+    """As text: some 25 bytes for each indexed shard, 2 to 4 for another."""
+    text = "\n".join(f"{name}\t{digits}\t{count}" for name, digits, count in rows)
+    return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogateescape"), 9)).decode()
 
 
-def _by_name(rows: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def unpack_rows(packed: str) -> list[Row]:
+    text = zlib.decompress(base64.b64decode(packed)).decode("utf-8", "surrogateescape")
+    rows = (line.rsplit("\t", 2) for line in text.split("\n"))
+    return [(name, digits, int(count)) for name, digits, count in rows]
+
+
+def changes(then: Sequence[Row], now: Sequence[Row]) -> str:
+    """What has been added, removed, changed or reordered since; "" where nothing has, as far as indexes tell."""
+    before, after = _digits_of(then), _digits_of(now)
+    found = {
+        "added": [name for name in after for _ in after[name][len(before[name]) :]],
+        "removed": [name for name in [*before] for _ in before[name][len(after[name]) :]],
+        "changed in content": [
+            name for name in [*after] for a, b in zip(before[name], after[name], strict=False) if a and b and a != b
+        ],
+    }
+    if not any(found.values()) and [row[0] for row in then] != [row[0] for row in now]:
+        return "the same shards are in another order"
+    return "; ".join(
+        f"{len(names)} {kind} ({', '.join(names[:NAMES_SHOWN])}{', ...' * (len(names) > NAMES_SHOWN)})"
+        for kind, names in found.items()
+        if names
+    )
+
+
+def _digits_of(rows: Iterable[Row]) -> dict[str, list[str]]:
+    """By name; [] of one that is not there."""
     found: dict[str, list[str]] = defaultdict(list)
-    for name, digits in rows:
+    for name, digits, _ in rows:
         found[name].append(digits)
-    return dict(found)
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+    return found

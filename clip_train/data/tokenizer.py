@@ -11,6 +11,7 @@ import gzip
 import html
 import itertools
 import re as plain_re
+from collections.abc import Sequence
 from pathlib import Path
 
 import ftfy
@@ -28,29 +29,25 @@ LONGEST_WORD = 4096  # bytes, of which the rest is left out: merging takes quadr
 
 # ftfy and html.unescape leave such text alone. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy drops them.
 _PLAIN = plain_re.compile(r"[\t\n\x0c\r -%'-~]*").fullmatch
+_WORDS = regex.compile(
+    rf"{START}|{END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+", regex.IGNORECASE
+).findall
 
 
+@functools.cache
 def byte_symbols() -> list[str]:
     """The printable character that stands for each byte value, [256]."""
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = (chr(256 + n) for n in range(256))
     return [chr(b) if b in printable else next(others) for b in range(256)]
 
 
-def _merge_lines() -> list[str]:
-    """The 48,894 lines "first second", the earliest merge first."""
-    with gzip.open(MERGES_FILE) as f:
-        return f.read().decode("utf-8").strip("\n").split("\n")  # not splitlines: some symbols count as line ends
-
-
 @functools.cache
 def _tables() -> tuple[list[str], dict[str, int], dict[tuple[str, ...], int]]:
-    """(the tokens, their ids, the merges' ranks): made once for all tokenizers of a process (17 MB)."""
-    merges = [tuple(line.split()) for line in _merge_lines()]
+    """(the tokens, their ids, the ranks of the 48,894 merges): made once for all tokenizers of a process (17 MB)."""
+    with gzip.open(MERGES_FILE) as f:
+        lines = f.read().decode("utf-8").strip("\n").split("\n")  # not splitlines: some symbols count as line ends
+    merges = [tuple(line.split()) for line in lines]
     ordered = sorted(byte_symbols(), key=lambda s: (ord(s) >= 256, s))  # printable bytes first, as CLIP numbers them
     vocabulary = [*ordered, *(s + "</w>" for s in ordered), *("".join(m) for m in merges), START, END]
     ids = {token: i for i, token in enumerate(vocabulary)}
@@ -77,75 +74,64 @@ class Tokenizer:
         if context_length < 1:
             raise ValueError(f"context_length ({context_length}) must be at least 1; CLIP's is 77")
         self.context_length = context_length
-        self._tokens, self._ids, self._ranks = _tables()
-        self._symbols = byte_symbols()
-        self._byte_of = {s: b for b, s in enumerate(self._symbols)}
-        self._words = regex.compile(
-            rf"{START}|{END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+",
-            regex.IGNORECASE,
-        )
-        self.vocab_size = len(self._tokens)  # 49,408
-        self.start_id, self.end_id = self._ids[START], self._ids[END]
-        self._cached_chunk = functools.lru_cache(maxsize=CACHED_CHUNKS)(self._encode_chunk)
+        self.vocab_size = len(_tables()[0])  # 49,408
+        self.start_id, self.end_id = self.vocab_size - 2, self.vocab_size - 1
 
     def __call__(self, texts: str | list[str]) -> Tensor:
         """[b] captions -> int64 [b, context_length]."""
         texts = [texts] if isinstance(texts, str) else texts
-        rows = []
-        for text in texts:
+        table = np.zeros((len(texts), self.context_length), dtype=np.int64)
+        for row, text in zip(table, texts, strict=True):
             ids = [self.start_id, *self.encode(text, self.context_length), self.end_id][: self.context_length]
             ids[-1] = self.end_id
-            rows.append(ids + [0] * (self.context_length - len(ids)))
-        # not torch.tensor(rows): four times slower
-        table = np.array(rows, dtype=np.int64).reshape(len(texts), self.context_length)
+            row[: len(ids)] = ids
         return torch.from_numpy(table)
 
-    def encode(self, text: str, enough: int | None = None) -> list[int]:
+    def encode(self, text: str, enough: float = float("inf")) -> list[int]:
         """One caption -> ids, without start and end, of any length; at least the first `enough` of them."""
         ids: list[int] = []
         for chunk in clean(text):
-            if enough is not None and len(ids) >= enough:
+            if len(ids) >= enough:
                 break
-            ids += self._cached_chunk(chunk) if len(chunk) <= LONGEST_CACHED_CHUNK else self._encode_chunk(chunk)
+            ids += _cached_ids(chunk) if len(chunk) <= LONGEST_CACHED_CHUNK else _chunk_ids(chunk)
         return ids
 
-    def decode(self, ids: list[int] | Tensor) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text; a start, end or padding token comes out as its own name."""
-        numbers = ids.tolist() if isinstance(ids, Tensor) else ids
-        joined = "".join(self._tokens[i] for i in numbers)
-        return bytes(self._byte_of[c] for c in joined).decode("utf-8", errors="replace").replace("</w>", " ")
+        byte_of = {s: b for b, s in enumerate(byte_symbols())}
+        joined = "".join(_tables()[0][i] for i in ids)
+        return bytes(byte_of[c] for c in joined).decode("utf-8", errors="replace").replace("</w>", " ")
 
-    def _encode_chunk(self, chunk: str) -> tuple[int, ...]:
-        """Ids of a cleaned text without blanks."""
-        ids: list[int] = []
-        for word in self._words.findall(chunk):
-            if word in (START, END):
-                ids.append(self._ids[word])
+
+def _chunk_ids(chunk: str) -> tuple[int, ...]:
+    """Ids of a cleaned text without blanks."""
+    _, ids, _ = _tables()
+    found: list[int] = []
+    for word in _WORDS(chunk):
+        parts = [word] if word in (START, END) else _merged(word.encode("utf-8")[:LONGEST_WORD])
+        found += (ids[part] for part in parts)
+    return tuple(found)
+
+
+_cached_ids = functools.lru_cache(CACHED_CHUNKS)(_chunk_ids)
+
+
+def _merged(word: bytes) -> list[str]:
+    """Joins the neighbours that were merged first in training, until none is left to join."""
+    ranks = _tables()[2]
+    parts = [byte_symbols()[b] for b in word]
+    parts[-1] += "</w>"
+    while len(parts) > 1:
+        first, second = min(itertools.pairwise(parts), key=lambda p: ranks.get(p, 1 << 30))
+        if (first, second) not in ranks:
+            break
+        merged, i = [], 0
+        while i < len(parts):
+            if parts[i] == first and parts[i + 1 : i + 2] == [second]:
+                merged.append(first + second)
+                i += 2
             else:
-                symbols = [self._symbols[b] for b in word.encode("utf-8")[:LONGEST_WORD]]
-                ids += (self._ids[part] for part in self._merge(symbols))
-        return tuple(ids)
-
-    def _merge(self, parts: list[str]) -> list[str]:
-        """Joins the neighbours that were merged first in training, until none is left to join."""
-        parts[-1] += "</w>"
-        while len(parts) > 1:
-            first, second = min(itertools.pairwise(parts), key=lambda p: self._ranks.get(p, 1 << 30))
-            if (first, second) not in self._ranks:
-                break
-            merged, i = [], 0
-            while i < len(parts):
-                if parts[i] == first and parts[i + 1 : i + 2] == [second]:
-                    merged.append(first + second)
-                    i += 2
-                else:
-                    merged.append(parts[i])
-                    i += 1
-            parts = merged
-        return parts
-
-    def __getstate__(self) -> dict[str, int]:
-        return {"context_length": self.context_length}  # the cache cannot travel to a worker, and need not
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+                merged.append(parts[i])
+                i += 1
+        parts = merged
+    return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +16,9 @@ from clip_train.data import decode
 from clip_train.data.decode import EvalTransform
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.inspect import count_missing
-from clip_train.data.invalid import Invalid, InvalidSample, InvalidTable
+from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Segment
-from clip_train.data.reader import Files, SegmentReader, Undecoded
+from clip_train.data.reader import Fields, Files, SegmentReader
 from clip_train.data.shards import Reading
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.errors import DataError
@@ -48,7 +47,7 @@ class ValLoader:
 
     Args:
         shards: as `data.val` is written.
-        workers: threads that decode (the decoders let go of Python's lock); 0 or 1 decodes in line.
+        workers: threads that decode (the decoders let go of Python's lock); at least one.
         index: of these shards, with all counts; None: it is looked up, and what nobody has counted is counted here.
 
     Raises:
@@ -77,69 +76,59 @@ class ValLoader:
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size
         self.caption_key = caption_key
-        self.workers = workers
-        self.invalid = InvalidTable()  # of this rank's share, when it was last read
+        self.workers = max(1, workers)
+        self.invalid: list[Invalid] = []  # of this rank's share, when it was last read
         self._transform = EvalTransform(image_size)
         self._tokenizer = Tokenizer(context_length)
 
     def __iter__(self) -> Iterator[ValBatch]:
-        self.invalid = InvalidTable()
-        with ThreadPoolExecutor(self.workers) if self.workers > 1 else contextlib.nullcontext() as pool:
+        self.invalid = []
+        with ThreadPoolExecutor(self.workers) as pool:
             samples = self._mine()
             while group := list(itertools.islice(samples, self.batch_size)):
-                yield from self._batch(group, pool)
+                decoded = list(pool.map(self._decode, group))
+                self.invalid += [each for each in decoded if isinstance(each, Invalid)]
+                good = [(image, s) for image, s in zip(decoded, group, strict=True) if isinstance(image, Tensor)]
+                if good:
+                    captions = [decode.caption(fields, self.caption_key) for _, fields in good]
+                    yield ValBatch(
+                        images=torch.stack([image for image, _ in good]),
+                        texts=self._tokenizer(captions),
+                        captions=captions,
+                        keys=[fields["__key__"] for _, fields in good],
+                        metadata=[_metadata(fields) for _, fields in good],
+                    )
 
-    def _mine(self) -> Iterator[Undecoded]:
+    def _mine(self) -> Iterator[Fields]:
         """The samples of this rank that can be used, as far as one sees without decoding."""
         counts = shares(sum(self.files.counts), self.world_size)
         begin = sum(counts[: self.rank])
+        end = begin + counts[self.rank]
         segments = SegmentReader(self.files, keep_open=True)
-        usable = 0
-        for segment in self._segments(begin, begin + counts[self.rank]):
-            for item in segments.read(segment):
-                if isinstance(item, Invalid):
-                    self.invalid.add([item])
-                else:
-                    usable += 1
-                    yield item
-        if not usable and self.world_size == 1:
-            raise DataError(f"data.val: no sample in {len(self.files.shards)} shards can be used\n{self.invalid}")
-
-    def _segments(self, begin: int, end: int) -> Iterator[Segment]:
-        """Samples [begin, end) of all shards end to end, no more at a time than a batch has."""
-        for shard, count in enumerate(self.files.counts):
+        usable = False
+        for shard, count in enumerate(self.files.counts):  # samples [begin, end) of this shard and those behind it
             for start in range(max(begin, 0), min(end, count), self.batch_size):
-                yield Segment(shard, start, min(start + self.batch_size, end, count))
+                for item in segments.read(Segment(shard, start, min(start + self.batch_size, end, count))):
+                    if isinstance(item, Invalid):
+                        self.invalid.append(item)
+                    else:
+                        usable = True
+                        yield item
             begin, end = begin - count, end - count
+        if not usable and self.world_size == 1:
+            num = len(self.files.shards)
+            raise DataError(f"data.val: no sample in {num} shards can be used\n{table_of(self.invalid)}")
 
-    def _batch(self, group: list[Undecoded], pool: ThreadPoolExecutor | None) -> Iterator[ValBatch]:
-        """One batch, or none where nothing decodes."""
-        images = list(pool.map(self._decode, group)) if pool else [self._decode(s) for s in group]
-        good = [(image, s.fields) for image, s in zip(images, group, strict=True) if isinstance(image, Tensor)]
-        self.invalid.add(each for each in images if isinstance(each, Invalid))
-        if good:
-            captions = [decode.caption(fields, self.caption_key) for _, fields in good]
-            yield ValBatch(
-                images=torch.stack([image for image, _ in good]),
-                texts=self._tokenizer(captions),
-                captions=captions,
-                keys=[fields["__key__"] for _, fields in good],
-                metadata=[_metadata(fields) for _, fields in good],
-            )
-
-    def _decode(self, sample: Undecoded) -> Tensor | Invalid:
+    def _decode(self, fields: Fields) -> Tensor | Invalid:
         try:
-            return self._transform(decode.decode_image(decode.image_bytes(sample.fields)))
+            return self._transform(decode.decode_image(decode.image_bytes(fields)))
         except InvalidSample as e:
-            return Invalid(e.reason, sample.fields["__url__"], sample.fields["__key__"])
+            return Invalid(e.reason, fields["__url__"], fields["__key__"])
 
 
-def _metadata(fields: dict[str, Any]) -> dict[str, Any]:
+def _metadata(fields: Fields) -> dict[str, Any]:
     """The .json's keys, and "cls": the .cls member's number, as ImageNet's shards have it."""
-    try:
-        out = dict(decode.metadata(fields))
-    except InvalidSample:
-        out = {}
+    out = dict(decode.json_of(fields))
     if "cls" in fields:
         out["cls"] = fields["cls"].decode("utf-8", "replace").strip()
     return out

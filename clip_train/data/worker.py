@@ -1,5 +1,6 @@
-"""A loader worker's part of each step, as a `webdataset.DataPipeline`: undecoded samples -> (user stages) -> decoded ->
-a piece of the batch. This module runs inside the loader's workers, whose pieces lie in shared memory.
+"""A loader worker's part of each step: undecoded samples -> (user stages) -> decoded -> a piece of the batch.
+
+This module runs inside the loader's workers, whose pieces lie in shared memory.
 """
 
 from __future__ import annotations
@@ -12,28 +13,26 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-import webdataset
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clip_train.data import decode
 from clip_train.data.decode import TrainTransform
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
-from clip_train.data.order import Order, Partition, StreamShare
-from clip_train.data.reader import Files, StreamReader, Undecoded
+from clip_train.data.order import Order, Partition
+from clip_train.data.reader import Fields, Files, Item, StreamReader
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.errors import ClipTrainError, DataError, UserError
 
-Fields = dict[str, Any]
 Stage = Callable[[Iterable[Fields]], Iterable[Fields]]  # such as webdataset.map(f)
 MAX_OPEN_STREAMS = 64  # in a worker: with more, their shards are opened for each block: files and buffers are few
 IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
-MAX_SUBSTITUTES = 10_000  # as many samples in a row that do not decode are no accident
+MAX_TRIED = 10_000  # as many samples in a row that cannot be used are no accident
 
 # What launchers and terminals send to a whole process group; also the trainer's own TERM for its workers.
 GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -55,53 +54,26 @@ class ImageMemory:
         shape = (workers, prefetch + 1, capacity, 3, image_size, image_size)
         storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())  # as torch's own collate allocates
         self._images = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
-        self._filled = 0  # pieces, by this worker
 
-    def next(self, count: int) -> tuple[Tensor, tuple[int, int]]:
-        """In a worker: where its next piece goes, [count, 3, S, S], and that place's name for `at`."""
-        info = get_worker_info()
-        assert info is not None
-        place = (info.id, self._filled % self._images.shape[1])
-        self._filled += 1
-        return self.at(place, count), place
-
-    def at(self, place: tuple[int, int], count: int) -> Tensor:
-        """[count, 3, S, S], valid until the next batch is asked for."""
-        worker, slot = place
-        return self._images[worker, slot, :count]
+    def at(self, worker: int, number: int, count: int) -> Tensor:
+        """Of a worker's piece number `number` [count, 3, S, S], valid until the next batch is asked for."""
+        return self._images[worker, number % self._images.shape[1], :count]
 
 
 @dataclass
 class Piece:
     """One worker's part of one step."""
 
-    images: Tensor | None  # uint8 [p, 3, S, S]; None where they are in shared memory
+    images: Tensor | None  # uint8 [p, 3, S, S]; None where they are in `ImageMemory`
+    worker: int
+    number: int  # of this worker's pieces
     texts: Tensor  # int64 [p, context_length]
     seeds: Tensor  # int64 [p]
     keys: list[str]  # p
-    invalid: list[Invalid] = field(default_factory=list)
-    place: tuple[int, int] = (0, 0)  # in `ImageMemory`
+    invalid: list[Invalid]
 
 
-@dataclass
-class Failure:
-    """An error in a worker, on its way to the trainer."""
-
-    error: Exception
-    traceback: str  # empty where the message is enough
-
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        if isinstance(error, ClipTrainError):
-            return cls(error, "")
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # an error that cannot travel would hang the queue
-            error = DataError(f"{type(error).__name__}: {error}")
-        return cls(error, traceback.format_exc())
-
-
-def pack(made: Piece | Failure) -> Tensor:
+def pack(made: Piece | tuple[Exception, str]) -> Tensor:
     """As uint8 [bytes]: only the name of a shared memory goes through the workers' one pipe.
 
     A message of more than PIPE_BUF is written in parts: a worker killed between two of them, which holds the pipe's
@@ -110,162 +82,103 @@ def pack(made: Piece | Failure) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
 
 
-def unpack(packed: Tensor) -> Piece | Failure:
-    made: Piece | Failure = pickle.loads(packed.numpy().tobytes())
-    return made
+@dataclass(eq=False)
+class PieceStream(IterableDataset):
+    """In a worker: its pieces without end, packed, or one error with where it happened. Else: those of the rank."""
 
+    order: Order
+    files: Sequence[Files]
+    workers: list[Partition]  # what each has of the global batches
+    start: int  # the first step
+    transform: TrainTransform
+    tokenizer: Tokenizer
+    caption_key: str | None
+    stages: Sequence[Stage]  # each maps one sample to one
+    memory: ImageMemory | None = None  # for workers
+    closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them
 
-@dataclass
-class _Decoding:
-    """A sample on its way through the stages."""
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        if info is None:
+            return self._pieces(0)
+        torch.set_num_threads(1)
+        outlive_signals(self.closing)
+        threading.Thread(target=end_with_the_trainer, daemon=True).start()
+        return self._packed(info.id)
 
-    number: int  # of the samples of this worker
-    seed: int
-    candidates: Iterator[Undecoded]  # for its place, if it does not decode
-    own: bool  # it is the one that the order has there
-    invalid: list[Invalid]
-    key: str = ""
-    caption: str = ""
-    image: Tensor | None = None  # uint8 [3, S, S]; None once it is collated
+    def _packed(self, worker: int) -> Iterator[Tensor]:
+        try:
+            yield from map(pack, self._pieces(worker))
+        except ClipTrainError as e:
+            yield pack((e, ""))  # the message is enough
+        except Exception as e:
+            try:
+                pickle.loads(pickle.dumps(e))
+            except Exception:  # an error that cannot travel would hang the queue
+                e = DataError(f"{type(e).__name__}: {e}")
+            yield pack((e, traceback.format_exc()))
 
-
-class Samples:
-    """The first stage: undecoded samples in canonical order, each with its `_Decoding` under "__decoding__"."""
-
-    def __init__(self, order: Order, files: Sequence[Files], workers: list[Partition], start: int) -> None:
-        self.order, self.files, self.workers, self.start = order, files, workers, start
-
-    def __call__(self) -> Iterator[Fields]:
+    def _pieces(self, worker: int) -> Iterator[Piece]:
+        S = self.transform.image_size
         readers: dict[int, StreamReader] = {}
         used: dict[int, int] = {}  # stream -> the last step that has needed it
-        number = itertools.count()
-        for step, shares in enumerate(own_steps(self.workers, self.start)):
+        for step, shares in enumerate(self.workers[worker].steps(self.start)):
+            count = sum(map(len, shares))
+            if self.memory is None:
+                images = torch.empty((count, 3, S, S), dtype=torch.uint8)
+            else:
+                images = self.memory.at(worker, step, count)
+            keys: list[str] = []
+            captions: list[str] = []
+            seeds: list[int] = []
+            invalid: list[Invalid] = []
             for share in shares:
                 used[share.stream] = step
                 if share.stream not in readers:
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
                     readers[share.stream] = StreamReader(self.order, self.files, share.stream, keep_open=keep_open)
-                for count in range(share.first, share.last):
-                    sample = readers[share.stream].at(count)
-                    candidates = sample.candidates()
-                    first = next(candidates)
-                    invalid = [sample.item] if isinstance(sample.item, Invalid) else []
-                    decoding = _Decoding(next(number), sample.seed, candidates, not invalid, invalid)
-                    yield {**first.fields, "__decoding__": decoding}
+                for number in range(share.first, share.last):
+                    seed = self.order.sample_seed(share.stream, number)
+                    image, caption, key = self._first_usable(readers[share.stream].at(number), seed, invalid)
+                    images[len(keys)] = image  # at once, while it is in the cache
+                    captions.append(caption)
+                    keys.append(key)
+                    seeds.append(seed)
+            yield Piece(
+                images if self.memory is None else None, worker, step,
+                self.tokenizer(captions), torch.tensor(seeds, dtype=torch.int64), keys, invalid,
+            )  # fmt: skip
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
                 del readers[stream]  # at a boundary between ranks that has moved on
 
-
-def own_steps(workers: list[Partition], start: int) -> Iterator[list[StreamShare]]:
-    """What the worker that asks has of each step from `start` on."""
-    info = get_worker_info()
-    return workers[info.id if info else 0].steps(start)
-
-
-class Decode:
-    """The second stage: decodes and augments; what does not decode is replaced, always by the same sample."""
-
-    def __init__(self, transform: TrainTransform, caption_key: str | None, stages: tuple[Stage, ...]) -> None:
-        self.transform, self.caption_key, self.stages = transform, caption_key, stages
-
-    def __call__(self, samples: Iterable[Fields]) -> Iterator[_Decoding]:
-        for fields in samples:
-            if "__decoding__" not in fields:
-                raise UserError(f"a data stage must keep the fields whose names begin with __, of {fields}")
-            decoding: _Decoding = fields["__decoding__"]
-            try:
-                self._decode(fields, decoding)
-            except InvalidSample as e:
-                if decoding.own:  # another one has a place of its own, and is counted there
-                    decoding.invalid.append(Invalid(e.reason, fields["__url__"], fields["__key__"]))
-                self._replace(decoding)
-            yield decoding
-
-    def _decode(self, fields: Fields, into: _Decoding) -> None:
-        into.image = self.transform(decode.decode_image(decode.image_bytes(fields)), into.seed)
-        into.caption = decode.caption(fields, self.caption_key, draw=into.seed)
-        into.key = fields["__key__"]
-
-    def _replace(self, decoding: _Decoding) -> None:
-        """By the first candidate that decodes."""
+    def _first_usable(self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]) -> tuple[Tensor, str, str]:
+        """Image [3, S, S], caption and key of the first that decodes. The first of all goes into `invalid` where it
+        cannot be used; the others have places of their own, to be counted there."""
         tried: list[Invalid] = []
-        for other in itertools.islice(decoding.candidates, MAX_SUBSTITUTES):
-            samples: Iterable[Fields] = [dict(other.fields)]
-            for stage in self.stages:
-                samples = stage(samples)
-            try:
-                return self._decode(next(iter(samples)), decoding)
-            except InvalidSample as e:
-                tried.append(Invalid(e.reason, other.fields["__url__"], other.fields["__key__"]))
-        raise DataError(f"{MAX_SUBSTITUTES} samples in a row do not decode\n{table_of(tried)}")
-
-
-class Collate:
-    """The last stage: one piece per step."""
-
-    def __init__(self, context_length: int, image_size: int, workers: list[Partition], start: int) -> None:
-        self.tokenizer = Tokenizer(context_length)
-        self.image_size = image_size
-        self.workers, self.start = workers, start
-        self.memory: ImageMemory | None = None
-
-    def __call__(self, decoded: Iterable[_Decoding]) -> Iterator[Piece]:
-        samples = enumerate(decoded)
-        for shares in own_steps(self.workers, self.start):
-            count = sum(map(len, shares))
-            if not count:
-                yield Piece(None, torch.empty(0), torch.empty(0), [])
+        for item in itertools.islice(candidates, MAX_TRIED):
+            if isinstance(item, Invalid):
+                tried.append(item)
                 continue
-            if self.memory is not None:
-                images, place = self.memory.next(count)
-            else:
-                images, place = torch.empty((count, 3, self.image_size, self.image_size), dtype=torch.uint8), (0, 0)
-            step: list[_Decoding] = []
-            for number, sample in itertools.islice(samples, count):
-                if sample.number != number:
-                    raise UserError(
-                        "a data stage dropped, repeated or reordered samples: each must map one sample to one, "
-                        "or the order would depend on the number of workers"
-                    )
-                assert sample.image is not None
-                images[len(step)] = sample.image  # at once, while it is in the cache
-                sample.image = None
-                step.append(sample)
-            yield Piece(
-                images=images if self.memory is None else None,
-                texts=self.tokenizer([s.caption for s in step]),
-                seeds=torch.tensor([s.seed for s in step], dtype=torch.int64),
-                keys=[s.key for s in step],
-                invalid=[invalid for s in step for invalid in s.invalid],
-                place=place,
-            )
+            try:
+                fields = self._staged(item)
+                image = self.transform(decode.decode_image(decode.image_bytes(fields)), seed)
+                caption = decode.caption(fields, self.caption_key, draw=seed)
+            except InvalidSample as e:
+                tried.append(Invalid(e.reason, item["__url__"], item["__key__"]))
+                continue
+            invalid += tried[:1]
+            return image, caption, item["__key__"]
+        raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
-
-class PieceStream(IterableDataset):
-    """The pipeline in a worker: pieces without end, or one `Failure`, with the error as it was raised; packed there."""
-
-    def __init__(self, samples: Samples, stages: tuple[Stage, ...], decode: Decode, collate: Collate) -> None:
-        self.pipeline = webdataset.DataPipeline(samples, *stages, decode, collate)
-        self._collate = collate
-        self.closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them
-
-    def collate_into(self, memory: ImageMemory) -> None:
-        """Before it goes to the workers."""
-        self._collate.memory = memory
-
-    def __iter__(self) -> Iterator[Piece | Failure] | Iterator[Tensor]:
-        if get_worker_info() is None:
-            return self._made()
-        torch.set_num_threads(1)
-        outlive_signals(self.closing)
-        threading.Thread(target=end_with_the_trainer, daemon=True).start()
-        return map(pack, self._made())
-
-    def _made(self) -> Iterator[Piece | Failure]:
-        try:
-            yield from self.pipeline
-        except Exception as e:
-            yield Failure.of(e)
+    def _staged(self, fields: Fields) -> Fields:
+        """What the user's stages make of a sample."""
+        samples: Iterable[Fields] = [dict(fields)]
+        for stage in self.stages:
+            samples = stage(samples)
+        found = list(samples)
+        if len(found) != 1:
+            raise UserError(f"a data stage must map one sample to one, and made {len(found)} of {fields['__key__']}")
+        return found[0]
 
 
 def outlive_signals(closing: Any) -> None:

@@ -1,4 +1,4 @@
-"""Data sets made on the spot: captioned shapes, handwritten digits, and stand-ins for photographs.
+"""Data sets made on the spot: captioned shapes and handwritten digits.
 
 Each function is deterministic by its seed, writes a folder that appears whole or not at all, and returns at
 once when the folder already holds what it would write.
@@ -57,26 +57,17 @@ def shapes(
         size: of the JPEGs, pixels. 20,000 of 64 px take 16 CPU-seconds and 80 MB.
     """
     seen, held_out = split_combinations(seed)
-    val = [combination for combination in held_out for _ in range(8)]
-    total = num_train + len(val)
-
-    def write(root: Path) -> None:
-        rng = random.Random(seed + 1)
-        train = ((c, rng.choice(TEMPLATES)) for c in (rng.choice(seen) for _ in range(num_train)))
-        steps = _Steps(progress, total)
-        write_shards(root / "train", steps(_shape_samples(train, size, seed + 2)), per_shard)
-        samples = _shape_samples(((c, EVAL_TEMPLATE) for c in val), size, seed + 3)
-        write_shards(root / "val", steps(samples), per_shard)
-        _write_classes(root, [PHRASE.format(*c) for c in held_out], [EVAL_TEMPLATE.replace(PHRASE, "{}")])
-
-    parameters = {
-        "kind": "shapes",
-        "num_train": num_train,
-        "size": size,
-        "per_shard": per_shard,
-        "seed": seed,
-    }
-    return _build(Path(folder), parameters, write, num_train, len(val))
+    val = [(combination, EVAL_TEMPLATE) for combination in held_out for _ in range(8)]
+    rng = random.Random(seed + 1)
+    train = ((c, rng.choice(TEMPLATES)) for c in (rng.choice(seen) for _ in range(num_train)))
+    return _build(
+        Path(folder),
+        {"kind": "shapes", "num_train": num_train, "size": size, "per_shard": per_shard, "seed": seed},
+        {"train": _shape_samples(train, size, seed + 2), "val": _shape_samples(val, size, seed + 3)},
+        (num_train, len(val)),
+        {"classnames": [PHRASE.format(*c) for c in held_out], "templates": [EVAL_TEMPLATE.replace(PHRASE, "{}")]},
+        progress,
+    )
 
 
 def digits(
@@ -111,14 +102,14 @@ def digits(
             caption = rng.choice(templates).format(name)
             yield _sample(f"digit{i:05d}", image, caption, {"classname": name})
 
-    def write(root: Path) -> None:
-        steps = _Steps(progress, len(data.target))
-        write_shards(root / "train", steps(samples(train, DIGIT_TEMPLATES)), per_shard)
-        write_shards(root / "val", steps(samples(val, DIGIT_TEMPLATES[:1])), per_shard)
-        _write_classes(root, DIGITS, DIGIT_TEMPLATES)
-
-    parameters = {"kind": "digits", "size": size, "per_shard": per_shard, "seed": seed}
-    return _build(Path(folder), parameters, write, len(train), len(val))
+    return _build(
+        Path(folder),
+        {"kind": "digits", "size": size, "per_shard": per_shard, "seed": seed},
+        {"train": samples(train, DIGIT_TEMPLATES), "val": samples(val, DIGIT_TEMPLATES[:1])},
+        (len(train), len(val)),
+        {"classnames": DIGITS, "templates": DIGIT_TEMPLATES},
+        progress,
+    )
 
 
 # ---------------------------------------------------------------- shapes
@@ -238,44 +229,39 @@ def _vary(color: tuple[int, int, int], by: int, rng: random.Random) -> tuple[int
 def _sample(key: str, image: Image.Image, caption: str, metadata: dict[str, Any]) -> Sample:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=90)
-    sample = {"__key__": key, "jpg": buffer.getvalue(), "txt": caption.encode()}
-    return {**sample, "json": json.dumps(metadata).encode()} if metadata else sample
-
-
-class _Steps:
-    """Passes samples through and tells `progress` how many there were, over several calls."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def __call__(self, samples: Iterable[Sample]) -> Iterator[Sample]:
-        for sample in samples:
-            yield sample
-            self.done += 1
-            if self.progress is not None:
-                self.progress(self.done, self.total)
-
-
-def _write_classes(root: Path, classnames: list[str], templates: list[str]) -> None:
-    (root / "classes.json").write_text(json.dumps({"classnames": classnames, "templates": templates}, indent=1))
+    return {"__key__": key, "jpg": buffer.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
 
 
 def _build(
-    folder: Path, parameters: dict[str, Any], write: Callable[[Path], None], num_train: int, num_val: int
+    folder: Path,
+    parameters: dict[str, Any],
+    splits: dict[str, Iterator[Sample]],
+    sizes: tuple[int, int],
+    classes: dict[str, list[str]],
+    progress: Progress | None,
 ) -> SyntheticData:
-    """Runs `write` into a folder beside, and renames it once it is whole.
+    """Writes the splits, one after the other, into a folder beside, and renames it once it is whole.
 
     Raises:
         UserError: `folder` holds something that is not ours to replace.
     """
     parameters = {**parameters, "version": VERSION}
+    written = itertools.count(1)
+
+    def counted(samples: Iterator[Sample]) -> Iterator[Sample]:
+        for sample in samples:
+            yield sample
+            if progress is not None:
+                progress(next(written), sum(sizes))
+
     if _parameters_of(folder) != parameters:
         if folder.exists() and _parameters_of(folder) is None and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is not empty and holds no synthetic data set; name another folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
         part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
         try:
-            write(part)
+            for name, samples in splits.items():
+                write_shards(part / name, counted(samples), parameters["per_shard"])
+            (part / "classes.json").write_text(json.dumps(classes, indent=1))
             (part / MARKER).write_text(json.dumps(parameters))
             if folder.exists():
                 shutil.rmtree(folder)
@@ -285,13 +271,8 @@ def _build(
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    return SyntheticData(
-        train=str(folder / "train" / "*.tar"),
-        val=str(folder / "val" / "*.tar"),
-        classes=str(folder / "classes.json"),
-        num_train=num_train,
-        num_val=num_val,
-    )
+    train, val, found = (str(folder / name) for name in ("train/*.tar", "val/*.tar", "classes.json"))
+    return SyntheticData(train, val, found, *sizes)
 
 
 def _parameters_of(folder: Path) -> dict[str, Any] | None:

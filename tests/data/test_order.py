@@ -259,9 +259,9 @@ def test_each_source_keeps_its_own_order(unequal, second):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"train_weights": [1]}, r"data.train_weights \(\[1.0\]\) must have one weight for each of the 2"),
+        ({"train_weights": [1]}, r"data.train_weights \(\[1.0\]\) must have one for each of the 2"),
         ({"train_weights": [1, 0]}, r"train_weights \(\[1, 0\]\)"),
-        ({"train_weights": "1::2::3"}, r"one weight for each of the 2 sources"),
+        ({"train_weights": "1::2::3"}, r"one for each of the 2 sources"),
         ({"resampled": [True]}, r"data.resampled \(\[True\]\)"),
         ({"resampled": [True, False]}, r"only data.train_weights"),
     ],

@@ -91,7 +91,7 @@ MISTAKES = {
     "captions in json": (["data.train={tmp}/json_only/*.tar"], ["set data.caption_key", "text, url"]),
     "wrong caption key": (
         ["data.train={tmp}/json_only/*.tar", "data.caption_key=alt"],
-        ["data.caption_key is alt", "text, url"],
+        ["data.caption_key (now alt)", "text, url"],
     ),
     "no images": (["data.train={tmp}/no_image/*.tar"], ["data.train", "no image", "an image is one of jpg"]),
     "refused stage and precision": (
