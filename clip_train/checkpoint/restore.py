@@ -300,7 +300,7 @@ def _upload(places: Places, found: Found) -> str | None:
     assert local is not None and remote is not None
     files = CheckpointFiles(found, local, None)
     try:
-        files.verify_copies()
+        files.verify()
     except DamagedError as e:
         return str(e)
 
