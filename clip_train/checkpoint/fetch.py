@@ -57,7 +57,7 @@ class CheckpointFiles:
 
     local: where copies may lie; None: nowhere. remote: where blocks come from; None: what is not here is missing.
     to_look: `local` stays as it is; what is fetched goes to the system's temporary folder, until this object goes.
-    ranks: those that see the same `local`, this one too. log: takes, on rank 0, how far a fetch is.
+    ranks: those that see the same `local`, this one too. log: takes how far a fetch is; rank 0's is shown.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class CheckpointFiles:
             next_line, done = began + _PROGRESS_SECONDS, 0
             for block in in_parallel(fetch, blocks, PARALLEL_BLOCKS):
                 done += self._length(block)
-                if dist.is_main() and (now := time.monotonic()) >= next_line and done < total:
+                if (now := time.monotonic()) >= next_line and done < total:
                     next_line, rate = now + _PROGRESS_SECONDS, done / (now - began)
                     self._log(
                         f"fetching the checkpoint of step {self._found.commit.step}: {done / 1e6:,.0f} of rank 0's "
