@@ -108,7 +108,7 @@ class CheckpointFiles:
         """Bytes `[start, end)`, uint8 [end - start]; fetched if need be. CheckpointError."""
         blocks = [(file, number) for number in blocks_of(self.entries[file], start, end)]
         if not self._ready.issuperset(blocks):
-            self._make_ready(blocks)
+            self._surely(lambda: self.verify(blocks))
         if file not in self._maps:
             path, size = self._paths[file], self.entries[file].size
             try:  # private: torch wants memory that it could write to; it holds no file descriptor
@@ -120,14 +120,14 @@ class CheckpointFiles:
     def prepare(self, blocks: Collection[Block]) -> None:
         """Collective: what this rank is going to read. Ranks on one disk fetch it together. CheckpointError, on all."""
         if len(self._ranks) == dist.world_size() or self._spool is not None or self._remote is None:
-            return dist.agreed(lambda: self._make_ready(blocks))
+            return dist.agreed(lambda: self._surely(lambda: self.verify(blocks)))
         missing = set(dist.agreed(lambda: self._verify(blocks)))
         of_all = dist.gather_objects(bytes(block in missing for block in self._blocks))
         wanted = zip(*(of_all[rank] for rank in self._ranks), strict=True)
         needs = [block for block, by in zip(self._blocks, wanted, strict=True) if any(by) and block not in self._ready]
         here = self._ranks.index(dist.rank())
         mine = needs[len(needs) * here // len(self._ranks) : len(needs) * (here + 1) // len(self._ranks)]
-        dist.agreed(lambda: self._fetch(mine))
+        dist.agreed(lambda: self._surely(lambda: self._fetch(mine)))
         self._ready.update(needs)
 
     def verify_all(self) -> str | None:
@@ -136,7 +136,16 @@ class CheckpointFiles:
         Where all ranks see one folder the files lie in it afterwards. CheckpointError, on all ranks, where one cannot
         read for another reason than damage.
         """
-        why: str | None = dist.agreed(lambda: self._damage(self._share(dist.rank())))
+        mine = self._share(dist.rank())
+
+        def damage() -> str | None:
+            try:
+                self.verify(mine)
+            except DamagedError as e:
+                return str(e)
+            return None
+
+        why = dist.agreed(damage)
         if dist.any_rank(why is not None):
             return next(each for each in dist.gather_objects(why) if each)
         for rank in self._ranks:
@@ -150,17 +159,10 @@ class CheckpointFiles:
             return [block for block in blocks if block[0] == rank]
         return blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
 
-    def _damage(self, blocks: Collection[Block]) -> str | None:
+    def _surely(self, action: Callable[[], None]) -> None:
+        """CheckpointError, for damage too: it is too late to step back."""
         try:
-            self.verify(blocks)
-        except DamagedError as e:
-            return str(e)
-        return None
-
-    def _make_ready(self, blocks: Collection[Block]) -> None:
-        """CheckpointError, for damage too."""
-        try:
-            self.verify(blocks)
+            action()
         except DamagedError as e:
             raise CheckpointError(f"{e}; resume from an older one, or from another copy") from e
 

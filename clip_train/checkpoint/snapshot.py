@@ -66,17 +66,20 @@ def plan_file(
 
     shared_tensors: the same on all ranks; rank 0 alone keeps them.
     """
-    tensors: dict[str, Tensor] = {}
+    fragments, tensors = list(fragments), {}
     shapes: dict[str, tuple[int, ...]] = {}
-    held: list[tuple[str, int, int, list[str]]] = []
     for fragment in fragments:
         shape = tuple(int(n) for n in fragment.shape)
         if shapes.setdefault(fragment.name, shape) != shape:
             raise ValueError(f"{fragment.name}: two shapes, {shapes[fragment.name]} and {shape}")
-        _check_lengths(fragment, shape)
-        numel = next((tensor.numel() for tensor in fragment.tensors.values()), 0)
-        held.append((fragment.name, fragment.start, numel, list(fragment.tensors)))
+        if len({tensor.numel() for tensor in fragment.tensors.values()}) > 1:
+            raise ValueError(f"{fragment.name}: slots of different lengths at {fragment.start}")
         for slot, tensor in fragment.tensors.items():
+            if tensor.dim() != 1 or fragment.start < 0 or fragment.start + tensor.numel() > math.prod(shape):
+                raise ValueError(
+                    f"{fragment.name}: {slot} of shape {tuple(tensor.shape)} at {fragment.start} is no range of "
+                    f"the parameter's {math.prod(shape)} elements"
+                )
             key = manifest.fragment_key(fragment.name, slot, fragment.start)
             if key in tensors:
                 raise ValueError(f"{fragment.name}: two fragments start at {fragment.start}")
@@ -86,26 +89,16 @@ def plan_file(
     for name, tensor in (shared_tensors or {}).items() if rank == 0 else ():
         tensors[manifest.SHARED_KEY + name] = tensor.detach()
     plan = lay_out(tensors, {"shapes": json.dumps(shapes)})
-    for name, start, numel, slots in held:
-        keys = {slot: manifest.fragment_key(name, slot, start) for slot in slots}
-        kept = [(slot, *plan.fragments["tensors"].pop(key)) for slot, key in keys.items()]
-        if numel:
-            row = (name, start, numel, [(slot, dtype, offset) for slot, dtype, _, offset in kept])
-            plan.fragments["rows"].append(row)
     plan.fragments["shapes"] = shapes
+    for fragment in fragments:
+        row: list[tuple[str, str, int]] = []
+        for slot in fragment.tensors:
+            key = manifest.fragment_key(fragment.name, slot, fragment.start)
+            dtype, (numel,), offset = plan.fragments["tensors"].pop(key)
+            row.append((slot, dtype, offset))
+        if row and numel:
+            plan.fragments["rows"].append((fragment.name, fragment.start, numel, row))
     return plan
-
-
-def _check_lengths(fragment: Fragment, shape: tuple[int, ...]) -> None:
-    total = torch.Size(shape).numel()
-    for slot, tensor in fragment.tensors.items():
-        if tensor.dim() != 1 or fragment.start < 0 or fragment.start + tensor.numel() > total:
-            raise ValueError(
-                f"{fragment.name}: {slot} of shape {tuple(tensor.shape)} at {fragment.start} is no range of "
-                f"the parameter's {total} elements"
-            )
-    if len({t.numel() for t in fragment.tensors.values()}) > 1:
-        raise ValueError(f"{fragment.name}: slots of different lengths at {fragment.start}")
 
 
 def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:

@@ -33,9 +33,7 @@ class Schedule:
     """
 
     def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._every_steps = config.every_steps
-        self._every_minutes = config.every_minutes
+        self._config, self._clock = config, clock
         self._since = self._clock()  # seconds; of the last save
         self._since_step: int | None = None  # step at which the clock started
         self._next_look = 0  # step at which the clock is looked at again
@@ -44,7 +42,8 @@ class Schedule:
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`, counted from 1."""
-        by_steps = self._every_steps is not None and step > 0 and step % self._every_steps == 0
+        every = self._config.every_steps
+        by_steps = every is not None and step > 0 and step % every == 0
         return self.deferred is not None or by_steps or self._due_by_time(step)
 
     def defer(self, step: int) -> bool:
@@ -68,14 +67,14 @@ class Schedule:
 
     def _due_by_time(self, step: int) -> bool:
         """Rank 0's clock decides. It also decides when to ask again, so that most steps cost no message."""
-        if self._every_minutes is None:
+        if self._config.every_minutes is None:
             return False
         if self._since_step is None:
             self._since_step = step - 1
         if step < self._next_look:
             return False
         passed = self._clock() - self._since
-        left = 60 * self._every_minutes - passed  # seconds
+        left = 60 * self._config.every_minutes - passed  # seconds
         # half of the steps that fit into the time left at the present rate, lest steps become slower
         steps_left = left * (step - self._since_step) / max(passed, 1e-9)
         due, self._next_look = dist.broadcast_object((left <= 0, step + max(1, int(min(steps_left, 2e6) / 2))))

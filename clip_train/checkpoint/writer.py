@@ -230,12 +230,17 @@ class Writer:
             pause = min(2.0**tries, _LONGEST_PAUSE)
             if time.monotonic() + pause > request.since + self.settings.timeout_seconds:
                 raise RefusedError(f"{why}; given up after {tries} tries")
-            with self._changed:
-                if len(self._uploads) == 1:
-                    self._note(f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s")
-                    self._changed.wait_for(lambda: len(self._uploads) > 1, pause)
-                if len(self._uploads) > 1:
-                    raise RefusedError(f"{why}; superseded by step {self._uploads[1].step}")
+            if (newer := self._newer(0.0)) is None:
+                self._note(f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s")
+                newer = self._newer(pause)
+            if newer is not None:
+                raise RefusedError(f"{why}; superseded by step {newer.step}")
+
+    def _newer(self, timeout: float) -> SaveRequest | None:
+        """The save that waits; waits up to `timeout` seconds for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._uploads) > 1, timeout)
+            return self._uploads[1] if len(self._uploads) > 1 else None
 
     def _wake(self, finish: bool = False) -> None:
         with self._changed:
