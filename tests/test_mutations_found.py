@@ -90,7 +90,7 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
         request.entry = write_snapshot(storage, memory.fd, request)
         put_rank_manifest(storage, request)
         end = time.monotonic() + 60
-        commit(storage, request, lambda: None, "", end=end, newer_since=lambda: None, note=print)
+        commit(storage, request, lambda: None, "", lambda: end)
     memory.close()
     resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()
     assert resumed is not None

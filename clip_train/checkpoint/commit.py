@@ -5,6 +5,7 @@ Ranks learn of each other's files through their manifests in the store, never th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ READS = 3  # of what does not have its sha256: the bit may have flipped on the w
 _PARALLEL_READS = 32  # of rank manifests
 _POLL_SECONDS = (0.05, 2.0)  # between looks for the other ranks' manifests: at first, at most
 _UNLISTED = 8  # ranks that are asked for in a look, in turn, though no listing shows their manifests
-_LATE_SECONDS = 30.0  # for a manifest to show after all ranks have written it: NFS caches what is not there
+LATE_SECONDS = 30.0  # for a manifest to show after all ranks have written it: NFS caches what is not there
 
 
 class DamagedError(Exception):
@@ -61,30 +62,21 @@ class SaveRequest:
     fragments: dict[str, Any]  # what it holds and where: `snapshot.Plan.fragments`
     state: Any = None  # rank 0: the trainer's, encoded
     created: str = ""  # ISO 8601, UTC: the same bytes whoever repeats it
-    notes: list[str] = field(default_factory=list)  # what rank 0 should report of this rank
     in_memory: bool = True  # False: a repeated one, which the disk has
-    repeated: bool = False
-    since: float = field(default_factory=time.monotonic)  # it came, by the writer's clock
+    since: float = field(default_factory=time.monotonic)  # seconds, by the clock that all processes here have
     entry: FileEntry | None = None  # once written
     committed: str = ""  # rank 0: the attempt that is; an earlier one of this process may have been first
-    files: tuple[bytes, bytes] | None = None  # rank 0: manifest and layout, made once
 
     @property
     def ref(self) -> CommitRef:
         return CommitRef(self.epoch, self.step)
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _OF_THE_WRITER}
 
-
-_OF_THE_WRITER = ("since", "entry", "committed", "files")
-
-
-def put_rank_manifest(store: Storage, request: SaveRequest, error: str = "", superseded: bool = False) -> None:
+def put_rank_manifest(store: Storage, request: SaveRequest, error: Exception | None = None) -> None:
     """This rank's manifest: its file and fragments, or why there is none. OSError."""
-    body: dict[str, Any] = {"rank": request.rank, "step": request.step, "notes": request.notes}
-    if error:
-        body |= {"error": error, "superseded": superseded}
+    body: dict[str, Any] = {"rank": request.rank, "step": request.step}
+    if error is not None:
+        body |= {"error": explain(error), "superseded": isinstance(error, SupersededError)}
     else:
         assert request.entry is not None
         body |= {"file": asdict(request.entry), "fragments": request.fragments}
@@ -106,31 +98,23 @@ def commit(
     request: SaveRequest,
     check_fence: Callable[[], None],
     token: str,
-    *,
-    end: float,
-    newer_since: Callable[[], float | None],
-    note: Callable[[str], None],
+    end: Callable[[], float],
 ) -> None:
     """Rank 0, when all ranks' manifests are there: layout, manifest, fence check, marker, latest pointer.
 
-    check_fence: FencedError where another process has taken over. end, newer_since: as for `_rank_manifests`.
-    note: takes what a user should read. FencedError, RefusedError; OSError or CheckpointError for what may go better
-    the next time.
+    check_fence: FencedError where another process has taken over. end: when to wait no longer (`time.monotonic`).
+    FencedError, RefusedError; OSError or CheckpointError for what may go better the next time.
     """
-    found = _rank_manifests(store, request, end, newer_since)
+    found = _rank_manifests(store, request, end)
     files = [FileEntry.from_json(body["file"]) for body in found]
     try:
         check_sizes(store, request.prefix, files)
     except DamagedError as e:
         raise CheckpointError(f"{store.url}: {e}") from e
-    if request.files is None:
-        layout = manifest.build_layout([body["fragments"] for body in found], [entry.name for entry in files])
-        state, layout_sha256 = manifest.decode_state(request.state), manifest.sha256_of(layout)
-        whole = Manifest(request.step, request.epoch, request.world_size, files, layout_sha256, state, request.created)
-        request.files = (whole.to_bytes(), layout)
-        for text in [f"rank {rank}: {text}" for rank, body in enumerate(found) for text in body["notes"] if rank]:
-            note(text)
-    data, layout = request.files
+    layout = manifest.build_layout([body["fragments"] for body in found])
+    sha256 = manifest.sha256_of(layout)
+    whole = Manifest(request.step, request.epoch, request.world_size, files, sha256, request.state, request.created)
+    data = whole.to_bytes()
     store.put_bytes(f"{request.prefix}/{manifest.LAYOUT}", layout)
     store.put_bytes(f"{request.prefix}/{manifest.MANIFEST}", data)
     check_fence()
@@ -141,20 +125,12 @@ def commit(
         if there.token != token:
             raise FencedError(f"{store.url}/{request.ref.name} has been committed by another process")
         request.committed = there.prefix
-    try:
+    with contextlib.suppress(OSError):  # nothing relies on it alone
         store.put_bytes(manifest.LATEST, manifest.add_checksum({"commit": request.ref.name}))
-    except OSError as e:  # nothing relies on it alone
-        note(f"{store.url}/{manifest.LATEST} could not be written: {explain(e)}")
 
 
-def _rank_manifests(
-    store: Storage, request: SaveRequest, end: float, newer_since: Callable[[], float | None]
-) -> list[dict[str, Any]]:
-    """All ranks', in their order. RefusedError where a rank has failed, or has written none in time; OSError.
-
-    end: when to give up (`time.monotonic`). newer_since: since when all ranks have been done with this save, as a newer
-    one is there; None while that is not known.
-    """
+def _rank_manifests(store: Storage, request: SaveRequest, end: Callable[[], float]) -> list[dict[str, Any]]:
+    """All ranks', in their order. RefusedError where a rank has failed, or has written none by `end`; OSError."""
     found: dict[int, dict[str, Any]] = {}
 
     def read(rank: int) -> None:
@@ -171,7 +147,7 @@ def _rank_manifests(
     missing = list(range(request.world_size))
     pause, most = _POLL_SECONDS
     while True:
-        done_since = newer_since()
+        late = time.monotonic() > end()
         listed = {entry.name for entry in store.list(request.prefix)} if len(missing) > _UNLISTED else set()
         shown = [rank for rank in missing if manifest.rank_manifest_name(request.prefix, rank) in listed]
         hidden = [rank for rank in missing if rank not in shown]  # a listing may hide the newest
@@ -180,8 +156,7 @@ def _rank_manifests(
         missing = [rank for rank in hidden[_UNLISTED:] + shown + hidden[:_UNLISTED] if rank not in found]
         if not missing:
             return [found[rank] for rank in range(request.world_size)]
-        now = time.monotonic()
-        if now > end or (done_since is not None and now > done_since + _LATE_SECONDS):
+        if late:
             ranks = ", ".join(map(str, sorted(missing)[:8]))
             raise RefusedError(
                 f"no manifest of ranks {ranks} under {store.url}/{request.prefix}: is it a place that all ranks share?"

@@ -7,12 +7,12 @@ import errno
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from clip_train.checkpoint.commit import explain, list_commits, readable
+from clip_train.checkpoint.commit import list_commits
 from clip_train.checkpoint.lease import Lease
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.checkpoint.retention import SWEEP_REMEDY, SWEEP_RIGHT, Policy
@@ -22,7 +22,6 @@ from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_storage
 
-T = TypeVar("T")
 Refs = Collection[CommitRef]
 NO_LEASE = Lease(0, "")
 
@@ -93,108 +92,38 @@ class CheckpointConfig(Settings):
         return value
 
 
-# -- who sees the local folder
-
-
-def ranks_of_folder(storage: LocalStorage) -> list[int]:
-    """Collective: the ranks that see the same folder as this one. CheckpointError, on all ranks.
-
-    One of them leaves a file with its number: first rank 0, and where that does not reach all, one for each folder.
-    """
-    from clip_train import dist  # torch, without which a recipe is read
-
-    if dist.world_size() == 1:
-        return [0]
-    name = str(dist.broadcast_object(f".seen-{time.time_ns()}"))
-
-    def claim() -> str:
-        storage.put_bytes(name, str(dist.rank()).encode(), if_absent=True)
-        return storage.read_bytes(name).decode()
-
-    try:
-        dist.on_main(lambda: writable(storage, claim))
-        seen = dist.agreed(lambda: readable(storage, lambda disk: disk.exists(name)))
-        if not dist.any_rank(not seen):
-            return [*range(dist.world_size())]
-        claims = dist.gather_objects(dist.agreed(lambda: writable(storage, claim)))
-        return [rank for rank, claimed in enumerate(claims) if claimed == claims[dist.rank()]]
-    finally:
-        with contextlib.suppress(OSError):  # of this rank alone
-            storage.delete(name)
-
-
-def writable(storage: Storage, action: Callable[[], T]) -> T:
-    """`action()`; CheckpointError where the store does not take it."""
-    try:
-        return action()
-    except OSError as e:
-        raise CheckpointError(f"checkpoints cannot be written to {storage.url}: {explain(e)}") from e
-
-
 # -- what `checkpoint.resume` names
 
 
 def locate(path: str) -> tuple[str, CommitRef | None]:
-    """(the checkpoints' root, which one in it if `path` names one). UserError where there are none."""
-    return _locate_remote(path) if is_remote(path) else _locate_local(path)
-
-
-def _locate_remote(url: str) -> tuple[str, CommitRef | None]:
-    scheme, _, rest = url.rstrip("/").partition("://")
-    parts = rest.split("/")
+    """(the checkpoints' root, which one in it if `path` names one). UserError where there are none; CheckpointError."""
+    if is_remote(path):
+        scheme, _, rest = path.rstrip("/").partition("://")
+        start, parts = f"{scheme}://", rest.split("/")
+    else:
+        here = local_path(path).resolve()
+        if not here.exists():
+            raise UserError(f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that exists")
+        start, parts = "", here.as_posix().split("/")
     for cut in range(len(parts), max(0, len(parts) - 4), -1):
-        inside = "/".join(parts[cut:])
+        root, inside = start + "/".join(parts[:cut]), "/".join(parts[cut:])
         ref = CommitRef.parse(inside) or parse_prefix(inside)
-        if inside and ref is None:
-            continue
-        root = f"{scheme}://{'/'.join(parts[:cut])}"
-        for each in (root, f"{root}/checkpoints") if not inside else (root,):
+        for each in ([root] if ref else [root, f"{root}/checkpoints"]) if ref or not inside else []:
             try:
-                if list_commits(open_storage(each)):
+                if list_commits(open_storage(each)) if start else Path(each, "commit").is_dir():
                     return each, ref
             except OSError as e:
-                raise CheckpointError(f"checkpoint.resume ({url}) cannot be read: {e}") from e
+                raise CheckpointError(f"checkpoint.resume ({path}) cannot be read: {e}") from e
     raise UserError(
-        f"checkpoint.resume ({url}): holds no checkpoints; give a run's checkpoint.remote, or one checkpoint's "
-        "commit/*.json or ckpt/*/* in it"
-    )
-
-
-def _locate_local(path: str) -> tuple[str, CommitRef | None]:
-    here = local_path(path).absolute()
-    if not here.exists():
-        raise UserError(f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that exists")
-    for folder in (here, here / "checkpoints"):
-        if (folder / "commit").is_dir():
-            return folder.resolve().as_posix(), None
-    for folder in list(here.parents)[:3]:
-        inside = here.relative_to(folder).as_posix()
-        ref = CommitRef.parse(inside) or parse_prefix(inside)
-        if ref is not None and (folder / "commit").is_dir():
-            return folder.resolve().as_posix(), ref
-    raise UserError(
-        f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder, its checkpoints folder, "
-        "or one checkpoint's commit/*.json or ckpt/*/* in it"
+        f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder or its checkpoint.remote, its "
+        "checkpoints folder, or one checkpoint's commit/*.json or ckpt/*/* in it"
     )
 
 
 # -- what the store must be able to do, tried before the model is built
 
 _CLOCK_SECONDS = 300.0  # S3 refuses requests that are off by 15 minutes
-
 _LASTING = (errno.ENXIO, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
-_WRITABLE = "give s3://bucket/prefix, or a folder"
-
-# What is done, and the right it needs on S3.
-_RIGHTS = {
-    "be listed": "s3:ListBucket",
-    "be written to": "s3:PutObject",
-    "be read": "s3:GetObject",
-    "be written to conditionally (If-None-Match)": "s3:PutObject",
-    "have files deleted (retention does)": "s3:DeleteObject",
-    "tell the time": "s3:ListBucket",
-    "have its unfinished uploads listed": SWEEP_RIGHT,
-}
 
 
 @dataclass(frozen=True)
@@ -220,84 +149,30 @@ def preflight(storage: Storage) -> list[str]:
 
 def try_all(storage: Storage) -> Iterator[Trial]:
     """One trial after the other, as far as those before make sense of it. Whatever was written is removed."""
-    attempt = _Attempt(storage)
-    try:
-        for trial in (attempt.listing, attempt.writing, attempt.reading, attempt.writing_once, attempt.deleting):
-            done = attempt.guarded(trial)
-            yield done
-            denied = isinstance(done.error, UserError) and isinstance(done.error.__cause__, PermissionError)
-            if done.error is not None and (trial == attempt.writing or (trial == attempt.listing and not denied)):
-                return
-        yield attempt.guarded(attempt.clock)
-        yield attempt.sweeping()
-    finally:
-        attempt.tidy()
+    folder, content = f"preflight/{uuid.uuid4().hex}", uuid.uuid4().hex.encode()
+    file, once = f"{folder}/file", f"{folder}/once"
+    wrote = isinstance(storage, LocalStorage)  # there a folder is left
 
-
-@dataclass
-class _Attempt:
-    """The names in use, and what is being done with them."""
-
-    storage: Storage
-    doing: str = ""
-    folder: str = field(default_factory=lambda: f"preflight/{uuid.uuid4().hex}")
-    written: bytes = b""
-    left: list[str] = field(default_factory=list)  # what may be there by now
-
-    def guarded(self, trial: Callable[[], Trial]) -> Trial:
-        try:
-            return trial()
-        except (OSError, ClipTrainError) as e:
-            result, remedy, lasting = self.judged(e)
-            kind = UserError if lasting else CheckpointError
-            error = kind(f"checkpoint.remote ({self.storage.url}) {result}; {remedy}")
-            error.__cause__ = e
-            return Trial(result, remedy, error)
-
-    def judged(self, e: OSError | ClipTrainError) -> tuple[str, str, bool]:
-        """What went wrong, what to do, and whether the user has to: a server that is merely busy is no mistake."""
-        if isinstance(e, CheckpointError):
-            return str(e), "use another server, or ask those who run it", False
-        if isinstance(e, ClipTrainError):
-            return f"cannot {self.doing}: {e}", _WRITABLE, True
-        result = f"cannot {self.doing}: {str(e.strerror or e).removeprefix(f'{self.storage.url}: ')}"
-        if not isinstance(e, PermissionError) and e.errno not in _LASTING:
-            return result, "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL", False
-        head, _, remedy = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
-        if not head:
-            return result, "mend its permissions, or choose another place", True
-        return head, f"{remedy} ({_RIGHTS[self.doing]})" if "the right" in remedy else remedy, True
-
-    def put(self, name: str, *, if_absent: bool) -> tuple[bool, bytes]:
-        """Whether it was taken, and what was written."""
-        self.left.append(f"{self.folder}/{name}")
-        data = uuid.uuid4().hex.encode()
-        return self.storage.put_bytes(self.left[-1], data, if_absent=if_absent), data
-
-    def listing(self) -> Trial:
-        self.doing = "be listed"
-        self.storage.list("commit")
+    def listing() -> Trial:
+        storage.list("commit")
         return Trial("is there and can be listed")
 
-    def writing(self) -> Trial:
-        self.doing = "be written to"
-        _, self.written = self.put("file", if_absent=False)
+    def writing() -> Trial:
+        nonlocal wrote
+        wrote = True
+        storage.put_bytes(file, content)
         return Trial("can be written to")
 
-    def reading(self) -> Trial:
-        self.doing = "be read"
-        if self.storage.read_bytes(f"{self.folder}/file") != self.written:
+    def reading() -> Trial:
+        if storage.read_bytes(file) != content:
             raise CheckpointError("gives back other bytes than were written")
         return Trial("reads back what was written")
 
-    def writing_once(self) -> Trial:
+    def writing_once() -> Trial:
         """Two writers, of whom one may win: so leases and commits are taken."""
-        self.doing = "be written to conditionally (If-None-Match)"
-        first, _ = self.put("once", if_absent=True)
-        second, _ = self.put("once", if_absent=True)
-        if not first:
+        if not storage.put_bytes(once, b"first", if_absent=True):
             raise CheckpointError("refuses a conditional write (If-None-Match) to a name that is new")
-        if second:
+        if storage.put_bytes(once, b"second", if_absent=True):
             return Trial(
                 "ignores If-None-Match (conditional writes), so two runs that start at the same moment may both take "
                 "it for theirs",
@@ -306,18 +181,15 @@ class _Attempt:
             )
         return Trial("honours conditional writes: of two runs only one can commit")
 
-    def deleting(self) -> Trial:
-        self.doing = "have files deleted (retention does)"
-        for name in dict.fromkeys(self.left):
-            self.storage.delete(name)
-            if self.storage.exists(name):
+    def deleting() -> Trial:
+        for name in (file, once):
+            storage.delete(name)
+            if storage.exists(name):
                 raise CheckpointError(f"still has {name}, which was deleted")
-        self.left.clear()
         return Trial("can have files deleted; nothing of this check is left")
 
-    def clock(self) -> Trial:
-        self.doing = "tell the time"
-        off = self.storage.clock() - time.time()
+    def clock() -> Trial:
+        off = storage.clock() - time.time()
         if abs(off) > _CLOCK_SECONDS:
             return Trial(
                 f"has a clock {off:+.0f} s from this machine's; beyond 900 s S3 refuses all requests",
@@ -325,22 +197,57 @@ class _Attempt:
             )
         return Trial(f"has this machine's time (to {max(1, round(abs(off)))} s)")
 
-    def sweeping(self) -> Trial:
-        """As of the epoch's first second, so that none goes. Training can do without."""
-        self.doing = "have its unfinished uploads listed"
-        try:
-            self.storage.sweep(0.0, prefix="ckpt")
-        except OSError as e:
-            result, remedy, _ = self.judged(e)
-            return Trial(result, f"{remedy}; {SWEEP_REMEDY}")
+    def sweeping() -> Trial:
+        """As of the epoch's first second, so that none goes."""
+        storage.sweep(0.0, prefix="ckpt")
         return Trial("can have its unfinished uploads listed")
 
-    def tidy(self) -> None:
-        for name in dict.fromkeys(self.left):
-            with contextlib.suppress(OSError, ClipTrainError):
-                self.storage.delete(name)
+    trials: list[tuple[Callable[[], Trial], str, str]] = [  # what is done, and the right that it needs on S3
+        (listing, "be listed", "s3:ListBucket"),
+        (writing, "be written to", "s3:PutObject"),
+        (reading, "be read", "s3:GetObject"),
+        (writing_once, "be written to conditionally (If-None-Match)", "s3:PutObject"),
+        (deleting, "have files deleted (retention does)", "s3:DeleteObject"),
+        (clock, "tell the time", "s3:ListBucket"),
+        (sweeping, "have its unfinished uploads listed", SWEEP_RIGHT),
+    ]
+    try:
+        for trial, doing, right in trials:
+            try:
+                yield trial()
+            except (OSError, ClipTrainError) as e:
+                failed = _failed(storage.url, doing, right, e)
+                if trial is sweeping and isinstance(e, OSError):  # training can do without
+                    failed = Trial(failed.result, f"{failed.remedy}; {SWEEP_REMEDY}")
+                yield failed
+                if trial is writing or (trial is listing and not isinstance(e, PermissionError)):
+                    return
+    finally:
         with contextlib.suppress(OSError, ClipTrainError):
-            self.storage.delete_tree(self.folder)  # on a disk an empty folder is left, otherwise
-        if isinstance(self.storage, LocalStorage):
-            with contextlib.suppress(OSError):  # another one is at it
-                self.storage.path(self.folder).parent.rmdir()
+            if wrote:
+                storage.delete_tree(folder)
+            if isinstance(storage, LocalStorage):  # unless another one is at it
+                storage.path(folder).parent.rmdir()
+
+
+def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Trial:
+    """What went wrong, what to do, and whether the user has to: a server that is merely busy is no mistake."""
+    kind: type[ClipTrainError] = UserError
+    result = f"cannot {doing}: {e}"
+    if isinstance(e, CheckpointError):
+        kind, result, remedy = CheckpointError, str(e), "use another server, or ask those who run it"
+    elif isinstance(e, ClipTrainError):
+        remedy = "give s3://bucket/prefix, or a folder"
+    else:
+        result = f"cannot {doing}: {str(e.strerror or e).removeprefix(f'{url}: ')}"
+        head, _, remedy = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
+        if not isinstance(e, PermissionError) and e.errno not in _LASTING:
+            kind = CheckpointError
+            remedy = "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL"
+        elif not head:
+            remedy = "mend its permissions, or choose another place"
+        else:
+            result, remedy = head, f"{remedy} ({right})" if "the right" in remedy else remedy
+    error = kind(f"checkpoint.remote ({url}) {result}; {remedy}")
+    error.__cause__ = e
+    return Trial(result, remedy, error)

@@ -1,4 +1,4 @@
-"""The files of one checkpoint as a rank reads them: a copy on its disk, or blocks fetched from the remote store.
+"""The files of one checkpoint as a rank reads them: copies on its disk, completed from the remote store.
 
 Every block has been verified before a byte of it is given out. Ranks that see one folder share hashing and fetching,
 and find each other's blocks there; a rank on another disk fetches what it needs.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -17,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +27,8 @@ from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry, num_blocks
 from clip_train.checkpoint.retention import check_space, free_bytes
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
-from clip_train.storage.local import LocalStorage
+from clip_train.storage.local import LocalStorage, fsync_file
 
-T = TypeVar("T")
 PARALLEL_BLOCKS = 4  # hashed or fetched at a time by one rank: 64 MiB
 _PROGRESS_SECONDS = 10.0  # between lines about a fetch that takes long
 Block = tuple[int, int]  # file (its place in the manifest), number in it
@@ -55,21 +52,12 @@ def blocks_of(entry: FileEntry, start: int, end: int) -> range:
     return range(start // BLOCK_BYTES, num_blocks(min(end, entry.size))) if start < end else range(0)
 
 
-def share(files: Sequence[FileEntry], chosen: Collection[int], rank: int, world_size: int) -> list[Block]:
-    """The blocks of the `chosen` files that one rank verifies or fetches: its own file where as many ranks wrote them;
-    else all blocks are cut evenly."""
-    if len(files) == world_size:
-        return [(rank, number) for number in range(len(files[rank].blocks)) if rank in chosen]
-    blocks = [(i, number) for i in sorted(chosen) for number in range(len(files[i].blocks))]
-    return blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
-
-
 class CheckpointFiles:
     """One checkpoint's files.
 
     local: where copies may lie; None: nowhere. remote: where blocks come from; None: what is not here is missing.
-    to_look: they are kept in the system's temporary folder, and go with this object; else beside the copies.
-    ranks: those that see the same `local`, this one too. log: takes, on rank 0, how far a fetch is.
+    to_look: `local` stays as it is; what is fetched goes to the system's temporary folder, until this object goes.
+    ranks: those that see the same `local`, this one too. log: takes how far a fetch is; rank 0's is shown.
     """
 
     def __init__(
@@ -85,37 +73,31 @@ class CheckpointFiles:
         """OSError where it cannot be found out which copies there are."""
         self.entries = found.manifest.files
         self.fetched, self.seconds = 0, 0.0  # bytes, by this rank; of fetching
-        self._found, self._local, self._remote = found, local, remote
-        self._ranks, self._log = ranks, log
-        self._together = len(ranks) == dist.world_size()
+        self._found, self._remote, self._ranks, self._log = found, remote, ranks, log
+        self._blocks = [(i, number) for i, entry in enumerate(self.entries) for number in range(len(entry.blocks))]
+        self._ready: set[Block] = set()  # verified, where `_paths` has their file
+        self._maps: dict[int, Tensor] = {}
         self._spool: Path | None = None
         if to_look:
             self._spool = Path(tempfile.mkdtemp(prefix="clip-train-"))
             weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
-        self._ready: set[Block] = set()  # verified, in the copy or in the spool
-        self._maps: dict[int, Tensor] = {}
-        self._rounds = 0
-        self._copies = self._right_sized()
+        self._local = local or LocalStorage(self._spool or "")
+        self._paths = [*self._places()]
 
-    def _right_sized(self) -> set[int]:
-        """The files of which there is a copy; OSError."""
-        if self._local is None:
-            return set()
-        sizes = {entry.name: entry.size for entry in self._local.list(self._found.commit.prefix)}
-        return {i for i, entry in enumerate(self.entries) if sizes.get(self._name(i)) == entry.size}
-
-    def _name(self, file: int) -> str:
-        return f"{self._found.commit.prefix}/{self.entries[file].name}"
-
-    def _copy(self, file: int) -> Path:
-        assert self._local is not None
-        return self._local.path(self._name(file))
-
-    def _spooled(self, file: int) -> Path:
-        if self._spool is not None:
-            return self._spool / self.entries[file].name
-        assert self._local is not None
-        return self._local.path(manifest.staged_name(self._found.commit.prefix, self.entries[file].name))
+    def _places(self) -> Iterator[Path]:
+        """Of each file: that of a copy of its size, and of one that shall stay; else one that goes later. OSError."""
+        prefix = self._found.commit.prefix
+        sizes = {entry.name: entry.size for entry in self._local.list(prefix)}
+        own = self._ranks if len(self.entries) == dist.world_size() else []  # each rank's file stays on its disk
+        for i, entry in enumerate(self.entries):
+            name = f"{prefix}/{entry.name}"
+            stays = self._spool is None and (len(self._ranks) == dist.world_size() or i in own)
+            if stays or self._remote is None or sizes.get(name) == entry.size:
+                yield self._local.path(name)
+            elif self._spool is not None:
+                yield self._spool / entry.name
+            else:
+                yield self._local.path(manifest.staged_name(prefix, entry.name))
 
     def _length(self, block: Block) -> int:
         return min(BLOCK_BYTES, self.entries[block[0]].size - block[1] * BLOCK_BYTES)
@@ -126,11 +108,10 @@ class CheckpointFiles:
         """Bytes `[start, end)`, uint8 [end - start]; fetched if need be. CheckpointError."""
         blocks = [(file, number) for number in blocks_of(self.entries[file], start, end)]
         if not self._ready.issuperset(blocks):
-            self._one_rank(lambda: self._make_ready(blocks))
+            self._surely(lambda: self.verify(blocks))
         if file not in self._maps:
-            path = self._copy(file) if file in self._copies else self._spooled(file)
+            path, size = self._paths[file], self.entries[file].size
             try:  # private: torch wants memory that it could write to; it holds no file descriptor
-                size = self.entries[file].size
                 self._maps[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
             except (OSError, RuntimeError) as e:  # torch's own, where it cannot open it or finds it shorter by now
                 raise CheckpointError(f"{path}: {type(e).__name__}: {e}") from e
@@ -138,87 +119,108 @@ class CheckpointFiles:
 
     def prepare(self, blocks: Collection[Block]) -> None:
         """Collective: what this rank is going to read. Ranks on one disk fetch it together. CheckpointError, on all."""
-        if self._together or self._spool is not None or self._remote is None:
-            return dist.agreed(lambda: self._one_rank(lambda: self._make_ready(blocks)))
-        self._rounds += 1
-        missing = dist.agreed(lambda: self._one_rank(lambda: self._verify(blocks)))
-        dist.agreed(lambda: self._write_needs(missing))
-        needs = dist.agreed(self._read_needs)
+        if len(self._ranks) == dist.world_size() or self._spool is not None or self._remote is None:
+            return dist.agreed(lambda: self._surely(lambda: self.verify(blocks)))
+        missing = set(dist.agreed(lambda: self._verify(blocks)))
+        of_all = dist.gather_objects(bytes(block in missing for block in self._blocks))
+        wanted = zip(*(of_all[rank] for rank in self._ranks), strict=True)
+        needs = [block for block, by in zip(self._blocks, wanted, strict=True) if any(by) and block not in self._ready]
         here = self._ranks.index(dist.rank())
         mine = needs[len(needs) * here // len(self._ranks) : len(needs) * (here + 1) // len(self._ranks)]
-        dist.agreed(lambda: self._one_rank(lambda: self._fetch(mine)))
+        dist.agreed(lambda: self._surely(lambda: self._fetch(mine)))
         self._ready.update(needs)
 
-    def _needs_file(self, rank: int) -> Path:
-        return self._spooled(0).with_name(f"{self._spooled(0).name}.needs{self._rounds}-{rank}")
+    def verify_all(self) -> str | None:
+        """Collective: every block is verified by some rank, or fetched by it; what is damaged, the same on all ranks.
 
-    def _write_needs(self, missing: list[Block]) -> None:
-        path = self._needs_file(dist.rank())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(missing))
+        Where all ranks see one folder the files lie in it afterwards. CheckpointError, on all ranks, where one cannot
+        read for another reason than damage.
+        """
+        mine = self._share(dist.rank())
 
-    def _read_needs(self) -> list[Block]:
-        """What any rank on this disk misses, in the same order on all of them."""
-        of_each = [json.loads(self._needs_file(rank).read_text()) for rank in self._ranks]
-        return sorted({(file, number) for needs in of_each for file, number in needs} - self._ready)
+        def damage() -> str | None:
+            try:
+                self.verify(mine)
+            except DamagedError as e:
+                return str(e)
+            return None
 
-    def _one_rank(self, action: Callable[[], T]) -> T:
-        """CheckpointError, for damage too."""
+        why = dist.agreed(damage)
+        if dist.any_rank(why is not None):
+            return next(each for each in dist.gather_objects(why) if each)
+        for rank in self._ranks:
+            self._ready.update(self._share(rank))
+        return None
+
+    def _share(self, rank: int) -> list[Block]:
+        """The blocks that one rank verifies: its own file's where as many ranks wrote them; else an even part."""
+        world_size, blocks = dist.world_size(), self._blocks
+        if len(self.entries) == world_size:
+            return [block for block in blocks if block[0] == rank]
+        return blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
+
+    def _surely(self, action: Callable[[], None]) -> None:
+        """CheckpointError, for damage too: it is too late to step back."""
         try:
-            return action()
+            action()
         except DamagedError as e:
             raise CheckpointError(f"{e}; resume from an older one, or from another copy") from e
 
-    def _make_ready(self, blocks: Collection[Block]) -> None:
-        self._fetch(self._verify(blocks))
-
     # -- verifying and fetching
 
+    def verify(self, blocks: Collection[Block] | None = None) -> None:
+        """On this rank alone: these (None: all) are whole here, or fetched. DamagedError, CheckpointError."""
+        blocks = self._blocks if blocks is None else blocks
+        missing = self._verify(blocks)
+        damaged = {file for file, _ in missing if self._spool and self._paths[file].parent != self._spool}
+        if damaged and self._remote is not None:  # it is only looked at: such a copy is not mended, and used no more
+            for file in damaged:
+                self._paths[file] = self._spool / self.entries[file].name  # type: ignore[operator]
+                self._maps.pop(file, None)
+            self._ready = {block for block in self._ready if block[0] not in damaged}
+            missing = self._verify(blocks)
+        self._fetch(missing)
+
     def _verify(self, blocks: Collection[Block]) -> list[Block]:
-        """Those that are neither verified nor whole in a copy. A copy with a damaged block is used no more."""
-        damaged: set[int] = set()
-        hashed = [block for block in blocks if block not in self._ready and block[0] in self._copies]
+        """Those that are neither verified nor whole on this disk. CheckpointError."""
+        missing: set[Block] = set()
 
         def verify(block: Block) -> None:
             file, number = block
             digest = hashlib.sha256()
-            with self._copy(file).open("rb") as f:
+            with contextlib.suppress(FileNotFoundError), self._paths[file].open("rb") as f:
                 f.seek(number * BLOCK_BYTES)
                 left = self._length(block)
                 while left and (data := f.read(min(left, 1 << 20))):
                     digest.update(data)
                     left -= len(data)
             if digest.hexdigest() != self.entries[file].blocks[number]:
-                damaged.add(file)
+                missing.add(block)
 
-        if hashed:
-            assert self._local is not None
-            readable(self._local, lambda _: [*in_parallel(verify, hashed, PARALLEL_BLOCKS)])
-        self._ready.update(block for block in hashed if block[0] not in damaged)
-        again = {block for block in self._ready if block[0] in damaged}
-        self._drop_copies(damaged)
-        return sorted(again | {block for block in blocks if block not in self._ready})
-
-    def _drop_copies(self, files: Collection[int]) -> None:
-        self._copies.difference_update(files)
-        self._ready = {block for block in self._ready if block[0] not in files}
-        for file in files:
-            self._maps.pop(file, None)
+        unknown = [block for block in blocks if block not in self._ready]
+        readable(self._local, lambda _: [*in_parallel(verify, unknown, PARALLEL_BLOCKS)])
+        self._ready.update(block for block in unknown if block not in missing)
+        return sorted(missing)
 
     def _fetch(self, blocks: Sequence[Block]) -> None:
-        """Into the spool. DamagedError, CheckpointError."""
+        """To the places of their files. DamagedError, CheckpointError."""
         if not blocks:
             return
         if self._remote is None:
-            raise DamagedError(self._why_damaged(blocks[0][0]))
+            path = self._paths[blocks[0][0]]
+            changed = "does not have its sha256: a byte has changed since it was written"
+            raise DamagedError(f"{path} {changed if path.exists() else 'is missing'}")
         remote, began = self._remote, time.monotonic()
         total = sum(map(self._length, blocks))
+        paths = {self._paths[file] for file, _ in blocks}
         with self._own_disk():
-            (folder := self._spooled(0).parent).mkdir(parents=True, exist_ok=True)
+            for folder in {path.parent for path in paths}:
+                folder.mkdir(parents=True, exist_ok=True)
             check_space(folder, total, free_bytes(folder))
 
         def fetch(block: Block) -> None:
-            data = fetch_block(remote, self._name(block[0]), self.entries[block[0]], block[1])
+            entry = self.entries[block[0]]
+            data = fetch_block(remote, f"{self._found.commit.prefix}/{entry.name}", entry, block[1])
             with self._own_disk():
                 self._keep(block, data)
 
@@ -226,7 +228,7 @@ class CheckpointFiles:
             next_line, done = began + _PROGRESS_SECONDS, 0
             for block in in_parallel(fetch, blocks, PARALLEL_BLOCKS):
                 done += self._length(block)
-                if dist.is_main() and (now := time.monotonic()) >= next_line and done < total:
+                if (now := time.monotonic()) >= next_line and done < total:
                     next_line, rate = now + _PROGRESS_SECONDS, done / (now - began)
                     self._log(
                         f"fetching the checkpoint of step {self._found.commit.step}: {done / 1e6:,.0f} of rank 0's "
@@ -237,21 +239,16 @@ class CheckpointFiles:
             readable(remote, lambda _: fetch_all())
         except DamagedError as e:
             raise DamagedError(f"{remote.url}: {e}") from None
+        with self._own_disk():
+            for path in paths:
+                fsync_file(path)
         self._ready.update(blocks)
         self.fetched += total
         self.seconds += time.monotonic() - began
 
-    def _why_damaged(self, file: int) -> str:
-        path = self._copy(file)
-        return (
-            f"{path} is missing"
-            if not path.exists()
-            else f"{path} does not have its sha256: a byte has changed since it was written"
-        )
-
     def _keep(self, block: Block, data: bytes) -> None:
-        """Several ranks may write the same bytes to the same place."""
-        fd = os.open(self._spooled(block[0]), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """Several ranks may write to the same file. One that is not whole yet does not have its hashes."""
+        fd = os.open(self._paths[block[0]], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(fd).st_size != self.entries[block[0]].size:
                 os.ftruncate(fd, self.entries[block[0]].size)
@@ -267,82 +264,12 @@ class CheckpointFiles:
         try:
             yield
         except OSError as e:
-            root = self._spool or (self._local.root if self._local is not None else "")
-            where = f"{root}, to which the checkpoint of step {self._found.commit.step} is fetched"
+            root, step = self._spool or self._local.root, self._found.commit.step
+            where = f"{root}, to which the checkpoint of step {step} is fetched"
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
                 remedy = "make room there, or lower checkpoint.keep_last"
                 raise CheckpointError(f"the disk is full at {where} ({e.strerror}): {remedy}") from e
             raise CheckpointError(f"cannot write at {where}: {type(e).__name__}: {e}; mend it, or set run.dir") from e
-
-    # -- all of it, before a run goes on from it
-
-    def verify_all(self) -> str | None:
-        """Collective: every block is verified by some rank, or fetched by it; what is damaged, the same on all ranks.
-
-        Where all ranks see one folder the files lie in it afterwards. CheckpointError, on all ranks, where one cannot
-        read for another reason than damage.
-        """
-        everything = range(len(self.entries))
-        mine = share(self.entries, everything, dist.rank(), dist.world_size())
-        if not self._together:
-            if (problem := self._all(lambda: self._make_ready(mine))) is None:
-                own = {file for file, _ in mine if len(self.entries) == dist.world_size()} - self._copies
-                self._publish(own, own)  # for the next time
-                self._copies = dist.agreed(self._right_sized)
-                for rank in self._ranks:  # what they have fetched lies on this disk too
-                    blocks = share(self.entries, everything, rank, dist.world_size())
-                    self._ready.update(block for block in blocks if block[0] not in self._copies)
-            return problem
-        self._copies = dist.broadcast_object(self._copies)
-        damaged = {file for file, _ in dist.agreed(lambda: self._verify(mine))}
-        if dist.any_rank(bool(damaged)):
-            damaged = set().union(*dist.gather_objects(damaged))
-            self._drop_copies(damaged)
-            mine = share(self.entries, damaged, dist.rank(), dist.world_size())
-            problem = self._all(lambda: self._fetch(mine))
-            if problem is not None:
-                return problem
-            self._publish({file for file, _ in mine}, {file for file, number in mine if number == 0})
-            self._right_sized()  # a listing: NFS remembers for a while that a file was not there
-        self._copies = set(everything)
-        self._ready = {(i, number) for i, entry in enumerate(self.entries) for number in range(len(entry.blocks))}
-        return None
-
-    def _publish(self, written: Collection[int], mine: Collection[int]) -> None:
-        """Collective: spooled files become copies. written: by this rank, with others; mine: those that it renames."""
-
-        def sync() -> None:
-            with self._own_disk():
-                for file in written:
-                    with self._spooled(file).open("rb") as f:
-                        os.fsync(f.fileno())
-
-        def rename() -> None:
-            with self._own_disk():
-                for file in mine:
-                    self._copy(file).parent.mkdir(parents=True, exist_ok=True)
-                    os.replace(self._spooled(file), self._copy(file))
-
-        dist.agreed(sync)
-        dist.agreed(rename)
-
-    def verify_copies(self) -> None:
-        """On this rank alone: every block of every copy. DamagedError, CheckpointError."""
-        self._make_ready([(i, number) for i, entry in enumerate(self.entries) for number in range(len(entry.blocks))])
-
-    @staticmethod
-    def _all(action: Callable[[], None]) -> str | None:
-        """Collective: the first damage that any rank meets. CheckpointError, on all ranks."""
-
-        def one() -> str | None:
-            try:
-                action()
-            except DamagedError as e:
-                return str(e)
-            return None
-
-        why = dist.agreed(one)
-        return next((w for w in dist.gather_objects(why) if w), None) if dist.any_rank(why is not None) else None
 
     def total_fetched(self) -> tuple[int, float, int]:
         """Collective: bytes over all ranks, the longest of them in seconds, and how many ranks fetched."""

@@ -21,12 +21,10 @@ from clip_train.checkpoint.commit import (
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.fetch import PARALLEL_BLOCKS, fetch_block
 from clip_train.checkpoint.manifest import CommitRef, FileEntry, FormatError, attempt_of, parse_prefix
-from clip_train.checkpoint.restore import Places, Resumed, list_places, resolve
+from clip_train.checkpoint.restore import Places, Resumed, list_places, places_at, resolve
 from clip_train.checkpoint.retention import Policy, read_metrics, verdicts
 from clip_train.errors import UserError
-from clip_train.storage.base import Storage
-from clip_train.storage.local import LocalStorage
-from clip_train.storage.urls import open_storage
+from clip_train.storage.base import Entry, Storage
 
 
 @dataclass(frozen=True)
@@ -47,31 +45,26 @@ class Line:
 
 def list_checkpoints(places: Places, policy: Policy, *, verify: bool) -> list[Line]:
     """Newest first, of both stores; those without a commit last. verify: read every byte. CheckpointError, OSError."""
-    by_ref: dict[CommitRef, Line] = {}
-    orphans: list[Line] = []
-    for name, storage in (("local", places.local), ("remote", places.remote)):
-        if storage is None:
-            continue
-        lines, uncommitted = readable(storage, lambda storage, name=name: _one_store(storage, name, policy, verify))  # type: ignore[misc]
-        orphans += uncommitted
-        for ref, line in lines.items():
-            other = by_ref.get(ref)
-            by_ref[ref] = line if other is None else _both(other, line)
-    return [by_ref[ref] for ref in sorted(by_ref, reverse=True)] + orphans
+    lines: list[Line] = []
+    for name, storage in zip(("local", "remote"), places, strict=True):
+        if storage is not None:
+            lines += readable(storage, lambda storage, name=name: _one_store(storage, name, policy, verify))  # type: ignore[misc]
+    committed: dict[tuple[int, int], Line] = {}
+    for line in lines:
+        if line.committed:
+            ref = (line.epoch, line.step)
+            committed[ref] = _both(committed[ref], line) if ref in committed else line
+    return [committed[ref] for ref in sorted(committed, reverse=True)] + [each for each in lines if not each.committed]
 
 
 def _both(local: Line, remote: Line) -> Line:
-    problem = None
-    if local.problem or remote.problem:
-        problem = "; ".join(
-            f"{which}: {line.problem}" for which, line in (("local", local), ("remote", remote)) if line.problem
-        )
-    known = local if local.ranks is not None else remote
+    problems = [f"{each.where}: {each.problem}" for each in (local, remote) if each.problem]
     future = local.future if local.future == remote.future else f"local: {local.future}; remote: {remote.future}"
-    return replace(known, where="both", problem=problem, future=future)
+    known = local if local.ranks is not None else remote
+    return replace(known, where="both", problem="; ".join(problems) or None, future=future)
 
 
-def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tuple[dict[CommitRef, Line], list[Line]]:
+def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> list[Line]:
     commits = list_commits(storage)
     found: dict[CommitRef, Found] = {}
     problems: dict[CommitRef, str] = {}
@@ -85,45 +78,42 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> tup
             problems[ref] = str(e)
     policy = replace(policy, damaged=set(problems))
     kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
-    lines = {}
+    lines = []
     for ref in commits:
         manifest = found[ref].manifest if ref in found else None
-        engine = manifest.state.get("recipe", {}).get("engine", {}) if manifest else {}
-        lines[ref] = Line(
-            step=ref.step,
-            epoch=ref.epoch,
-            where=name,
-            created=manifest.created if manifest else "",
-            num_bytes=sum(entry.size for entry in manifest.files) if manifest else 0,
-            ranks=manifest.world_size if manifest else None,
-            engine=engine,
-            committed=True,
-            problem=problems.get(ref),
-            future=f"stays: {kept[ref]}" if ref in kept else "goes at the next save",
+        lines.append(
+            Line(
+                step=ref.step,
+                epoch=ref.epoch,
+                where=name,
+                created=manifest.created if manifest else "",
+                num_bytes=sum(entry.size for entry in manifest.files) if manifest else 0,
+                ranks=manifest.world_size if manifest else None,
+                engine=manifest.state.get("recipe", {}).get("engine", {}) if manifest else {},
+                committed=True,
+                problem=problems.get(ref),
+                future=f"stays: {kept[ref]}" if ref in kept else "goes at the next save",
+            )
         )
-    named = {ref: prefix_of(storage, ref) for ref in commits}
-    return lines, _orphans(storage, name, named, policy)
+    return lines + _orphans(storage, name, {ref: prefix_of(storage, ref) for ref in commits}, policy)
 
 
 def _orphans(storage: Storage, name: str, named: dict[CommitRef, str | None], policy: Policy) -> list[Line]:
     """Attempts that no marker names: under way, or left behind. One that makes no sense may mean any of its step."""
-    sizes: dict[str, int] = defaultdict(int)
-    newest: dict[str, float] = defaultdict(float)
+    files: dict[str, list[Entry]] = defaultdict(list)
     for entry in storage.list("ckpt"):
-        attempt = attempt_of(entry.name)
-        sizes[attempt] += entry.size
-        newest[attempt] = max(newest[attempt], entry.modified)
-    now = storage.clock() if sizes else 0.0
-    out = []
-    for attempt in sorted(sizes):
+        files[attempt_of(entry.name)].append(entry)
+    now, grace = storage.clock() if files else 0.0, policy.orphan_grace_seconds
+    lines = []
+    for attempt, entries in sorted(files.items()):
         ref = parse_prefix(attempt)
         if ref is not None and not (ref in named and named[ref] in (attempt, None)):
-            age = now - newest[attempt]
-            old = age >= policy.orphan_grace_seconds
-            future = "goes at the next save" if old else f"goes {policy.orphan_grace_seconds / 60:g} min after its end"
+            age = now - max(entry.modified for entry in entries)
+            future = "goes at the next save" if age >= grace else f"goes {grace / 60:g} min after its end"
             problem = f"never committed; last written to {age / 60:.0f} min ago"
-            out.append(Line(ref.step, ref.epoch, name, "", sizes[attempt], None, {}, False, problem, future))
-    return out
+            size = sum(entry.size for entry in entries)
+            lines.append(Line(ref.step, ref.epoch, name, "", size, None, {}, False, problem, future))
+    return lines
 
 
 def _verify(storage: Storage, found: Found) -> None:
@@ -146,10 +136,10 @@ def open_to_look(places: Places, step: int | None = None, only: CommitRef | None
 
     Only what is read is verified, and of a remote one fetched. UserError, CheckpointError.
     """
-    where = " or ".join(each.url for each in places[:2] if each is not None)
+    where = " or ".join(each.url for each in places if each is not None)
     if step is not None:
-        known = dist.on_main(lambda: list_places(places))
-        refs = sorted(set(known[0]) | set(known[1]), reverse=True)
+        local, remote = dist.on_main(lambda: list_places(places))
+        refs = sorted({*local, *remote}, reverse=True)
         only = next((ref for ref in refs if ref.step == step), None)
         if only is None:
             there = sorted({ref.step for ref in refs})
@@ -164,7 +154,4 @@ def open_to_look(places: Places, step: int | None = None, only: CommitRef | None
 def places_of(place: str) -> tuple[Places, CommitRef | None]:
     """What a folder or a URL means, to look at it. UserError where there are no checkpoints."""
     root, only = dist.on_main(lambda: locate(place))
-    storage = open_storage(root)
-    if isinstance(storage, LocalStorage):
-        return Places(storage, None, storage), only
-    return Places(None, storage, None), only
+    return places_at(root), only

@@ -113,32 +113,22 @@ def resume_of(storage: Storage, epoch: int) -> str | None:
 
 def check(storage: Storage, held: Lease) -> None:
     """FencedError if somebody has taken a higher epoch, or, where a server ignores If-None-Match, the same; OSError."""
-    higher = [each for each in epochs(storage) if each > held.epoch]
-    if not higher and storage.exists(manifest.lease_name(held.epoch + 1)):  # a listing may hide the newest
-        higher = [held.epoch + 1]
-    epoch = higher[-1] if higher else held.epoch
+    epoch = max([held.epoch, *epochs(storage)])
+    if epoch == held.epoch and storage.exists(manifest.lease_name(epoch + 1)):  # a listing may hide the newest
+        epoch += 1
+    who, token = "another process", held.token
     try:
         holder = read_checked(storage, manifest.lease_name(epoch))
-    except (FileNotFoundError, ValueError):
-        holder = {}
+        who, token = f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}", holder["token"]
+    except (FileNotFoundError, ValueError, KeyError):
+        pass
     except manifest.FormatError:
-        holder = {"token": None, "newer": True}
+        who, token = "another process, of a newer clip-train,", ""
     except OSError:
-        if not higher:
+        if epoch == held.epoch:
             raise
-        holder = {}
-    if not higher and holder.get("token", held.token) == held.token:
-        return
-    who = "another process" + (", of a newer clip-train," if "newer" in holder else "")
-    if "pid" in holder:
-        who = f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}"
-    raise FencedError(
-        f"{who} writes to {storage.url} now (its epoch is {epoch}, this process's is {held.epoch}), so this one may "
-        "not commit there any more: stop one of the two, or give them different run.name and checkpoint.remote"
-    )
-
-
-def forget_old(storage: Storage, epoch: int, keep: int = 20) -> None:
-    """Remove all but the newest leases, lest there be one for each requeue. OSError."""
-    for old in [each for each in epochs(storage) if each < epoch][:-keep]:
-        storage.delete(manifest.lease_name(old))
+    if epoch > held.epoch or token != held.token:
+        raise FencedError(
+            f"{who} writes to {storage.url} now (its epoch is {epoch}, this process's is {held.epoch}), so this one "
+            "may not commit there any more: stop one of the two, or give them different run.name and checkpoint.remote"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -15,12 +14,12 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint import lease, manifest
 from clip_train.checkpoint.commit import SaveRequest, explain
-from clip_train.checkpoint.config import CheckpointConfig, preflight, ranks_of_folder, writable
-from clip_train.checkpoint.restore import Log, Resumed, Selection, select
+from clip_train.checkpoint.config import CheckpointConfig, preflight
+from clip_train.checkpoint.restore import Log, Resumed, Selection, ranks_of_folder, select, writable
 from clip_train.checkpoint.retention import check_space, free_bytes
 from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
 from clip_train.checkpoint.status import LastGood, Saves, Schedule
-from clip_train.checkpoint.transfer import Settings
+from clip_train.checkpoint.writer import Settings
 from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
 from clip_train.storage.base import Storage
@@ -54,12 +53,11 @@ class CheckpointManager:
         self._log = log or logger.warning
         self._schedule = Schedule(config, clock)
         self._saves = Saves(config.max_failed_saves, self._log)
-        self._shared: bool | None = None  # all ranks see `folder`; None: not looked yet
+        self._shared = True  # all ranks see `folder`; without a remote store they must
         self._selection = Selection()
         self._settings: Settings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._snapshot = (-1, 0)  # the last submitted, or resumed from: step, how many of it; alike on all ranks
-        self._abandoned = False  # the last save did not make it within the grace
         self._grace_left: float | None = None  # seconds, of the last save if it was waited for
 
     @property
@@ -73,20 +71,21 @@ class CheckpointManager:
         A save that is due while the disk still takes the previous snapshot is deferred until it has it. That is no
         failure; but one that is deferred for `checkpoint.save_timeout_minutes` counts as one.
         """
-        self._saves.poll(0.0)
-        schedule, before = self._schedule, self._schedule.deferred
-        due = schedule.due(step, busy=self._saves.writing is not None)
-        if before is None:
-            self._report_deferred()
-        if dist.is_main() and schedule.deferred_for() > 60 * self.config.save_timeout_minutes:
-            schedule.defer_anew()
+        self._saves.poll()
+        if not self._schedule.due(step):
+            return False
+        if not dist.any_rank(self._saves.writing is not None):
+            return True
+        self._defer(step)
+        if dist.is_main() and self._schedule.overdue(60 * self.config.save_timeout_minutes):
             why = f"for {self.config.save_timeout_minutes:g} minutes {self._still_writing()}"
-            self._saves.fail(schedule.deferred or step, why)
-        return due
+            self._saves.fail(self._schedule.deferred or step, why)
+        return False
 
-    def _report_deferred(self) -> None:
-        if self._schedule.deferred is not None:
-            self._saves.report(f"checkpoint of step {self._schedule.deferred} is deferred: {self._still_writing()}")
+    def _defer(self, step: int) -> None:
+        """To the first step at which no rank's last snapshot is being written any more: there is one memory for it."""
+        if self._schedule.defer(step):
+            self._saves.report(f"checkpoint of step {step} is deferred: {self._still_writing()}")
 
     def _still_writing(self) -> str:
         return f"step {self._snapshot[0]} is still being written to {self.folder}"
@@ -110,8 +109,7 @@ class CheckpointManager:
         CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for
         a path that holds no checkpoints.
         """
-        together = functools.partial(ranks_of_folder, self.storage)
-        self._selection = select(self.config.resume, self.storage, self.remote, together=together, log=self._log)
+        self._selection = select(self.config.resume, self.storage, self.remote, self._saves.report)
         resumed = self._selection.resumed
         if resumed is not None:
             if self._selection.saved:
@@ -131,7 +129,8 @@ class CheckpointManager:
         held = dist.on_main(lambda: writable(main, lambda: lease.acquire(main, others, resume=self.config.resume)))
         policy = self.config.policy(held, set(self._selection.protect), set(self._selection.damaged))
         timeout = 60 * self.config.save_timeout_minutes
-        settings = Settings(str(self.folder), self.config.remote, self._all_see_folder(), timeout, policy)
+        self._shared = self.remote is None or len(ranks_of_folder(self.storage)) == dist.world_size()
+        settings = Settings(str(self.folder), self.config.remote, self._shared, timeout, policy)
         self._memory = SharedMemory()
         fd = self._memory.fd
         dist.agreed(lambda: self._saves.start(settings, fd))
@@ -147,12 +146,6 @@ class CheckpointManager:
         touched while training goes on, so that the first save costs no more than the others."""
         if self._memory is not None:
             self._memory.reserve_beside(plan_file(dist.rank(), fragments, rank_tensors, shared_tensors))
-
-    def _all_see_folder(self) -> bool:
-        """Collective, once. Without a remote store they must."""
-        if self._shared is None:
-            self._shared = self.remote is None or len(ranks_of_folder(self.storage)) == dist.world_size()
-        return self._shared
 
     # -- save
 
@@ -177,26 +170,30 @@ class CheckpointManager:
         not ask for a save then) it is deferred, or waited for.
         """
         self.begin()
-        self._saves.poll(0.0)
-        saves = self._saves
-        self._abandoned, self._grace_left = False, None
+        saves, self._grace_left = self._saves, None
+        saves.poll()
         end = time.monotonic() + self.config.grace_seconds
         if self._snapshot[0] == step and dist.broadcast_object(saves.saved == step or step in saves.pending):
             if not wait or self._finish(step, end):
                 return True
-            if self._abandoned:
+            if not self._grace_left:
                 return False  # else it has failed, and there is time to try again
-        if wait and not self._wait_until_free(step, end):
+        if wait and not self._wait_together(lambda: saves.writing is not None, end):
+            self._abandon(step, f"; {self._still_writing()}")
             return False
         request: SaveRequest | None = None
         error: str | None = None
+        free = 0
         try:
+            free = free_bytes(self.folder)
             if saves.writing is None:
                 request = self._take(step, plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), state)
+                if not self._shared:
+                    check_space(self.folder, request.size, free)
         except Exception as e:
             error = explain(e)
         try:
-            busy = self._vote(request, error)
+            busy = self._vote(request, error, free)
         except CheckpointError as e:
             self._schedule.saved(step)
             if dist.is_main():
@@ -206,11 +203,10 @@ class CheckpointManager:
                 raise CheckpointError(saves.fatal) from e
             return False
         if busy:
-            self._schedule.defer(step)
-            self._report_deferred()
+            self._defer(step)
             return False
         if self._schedule.deferred is not None:
-            saves.number("checkpoint_late_steps", step - self._schedule.deferred)
+            saves.numbers["checkpoint_late_steps"] = step - self._schedule.deferred
         self._schedule.saved(step)
         assert request is not None
         self._snapshot = (step, self._snapshot_number(step))
@@ -225,10 +221,11 @@ class CheckpointManager:
         """The copy. Anything may go wrong."""
         assert self._memory is not None and self._settings is not None
         rank, epoch = dist.rank(), self._settings.policy.epoch
+        if rank == 0 and self._saves.fatal is not None:
+            raise CheckpointError(self._saves.fatal)
         encoded = manifest.encode_state(state) if rank == 0 else None
         self._memory.reserve(plan)
         self._memory.fill(plan)
-        notes, self._saves.notes = self._saves.notes, []
         return SaveRequest(
             step=step,
             prefix=manifest.attempt_prefix(epoch, step, self._snapshot_number(step)),
@@ -239,33 +236,18 @@ class CheckpointManager:
             fragments=plan.fragments,
             state=encoded,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            notes=notes,
         )
 
-    def _vote(self, request: SaveRequest | None, error: str | None) -> bool:
+    def _vote(self, request: SaveRequest | None, error: str | None, free: int) -> bool:
         """Collective: whether a rank is busy with its last snapshot. CheckpointError, on all, where one cannot save.
 
-        What is sent has the same size for any number of ranks.
+        What is sent has the same size for any number of ranks. free: bytes on this rank's disk.
         """
-        saves, free, size = self._saves, 0, request.size if request is not None else 0
-        try:
-            free = free_bytes(self.folder)
-            if not self._shared:
-                check_space(self.folder, size, free)
-        except (OSError, CheckpointError) as e:
-            error = error or explain(e)
-        failed, busy, fatal, least = dist.max_scalars(
-            error is not None, saves.writing is not None, dist.is_main() and saves.fatal is not None, -free
-        )
-        (total,) = dist.sum_scalars(size)
-        if fatal:
-            saves.share()
-            raise CheckpointError(str(saves.fatal))
+        failed, busy, least = dist.max_scalars(error is not None, self._saves.writing is not None, -free)
+        (total,) = dist.sum_scalars(request.size if request is not None else 0)
         if failed:
             everyone = enumerate(dist.gather_objects(error))
-            errors = [f"rank {rank}: {each}" for rank, each in everyone if each is not None]
-            more = f" (and {len(errors) - 3} more ranks)" if len(errors) > 3 else ""
-            raise CheckpointError("; ".join(errors[:3]) + more)
+            raise CheckpointError("; ".join([f"rank {rank}: {each}" for rank, each in everyone if each][:3]))
         if not busy and self._shared:
             check_space(self.folder, int(total), int(-least))
         return bool(busy)
@@ -285,10 +267,11 @@ class CheckpointManager:
 
         CheckpointError, on rank 0, after too many failures in a row, or when another process has taken over.
         """
-        self._saves.poll(0.0)
+        self._saves.poll()
         if self._saves.fatal is not None and dist.is_main():
             raise CheckpointError(self._saves.fatal)
-        return self._saves.take_numbers()
+        numbers, self._saves.numbers = self._saves.numbers, {}
+        return numbers
 
     # -- end
 
@@ -296,13 +279,6 @@ class CheckpointManager:
         in_time = self._saves.wait_together(waiting, end)
         self._grace_left = max(end - time.monotonic(), 0.0)
         return in_time
-
-    def _wait_until_free(self, step: int, end: float) -> bool:
-        """Until no rank's last snapshot is being written any more. Collective."""
-        free = self._wait_together(lambda: self._saves.writing is not None, end)
-        if not free:
-            self._abandon(step, f"; {self._still_writing()}")
-        return free
 
     def _finish(self, step: int, end: float) -> bool:
         """Wait until `step` is committed or has failed, which rank 0 learns first, or until `end`. Collective."""
@@ -322,7 +298,7 @@ class CheckpointManager:
         return False
 
     def _abandon(self, step: int, why: str = "") -> None:
-        self._abandoned = True
+        self._grace_left = 0.0
         seconds, saves = self.config.grace_seconds, self._saves
         saves.pending.clear()
         saves.report(f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {saves.fallback()}")
@@ -341,9 +317,7 @@ class CheckpointManager:
         log has which. What a last save has waited counts. Every rank for itself: nothing here waits for another one.
         """
         grace = self.config.grace_seconds
-        self._saves.close(
-            grace if self._grace_left is None else min(grace, self._grace_left), finish=not self._abandoned
-        )
+        self._saves.close(grace if self._grace_left is None else self._grace_left)
         if self._memory is not None:
             self._memory.close()
         self._memory, self._settings = None, None

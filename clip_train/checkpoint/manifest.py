@@ -79,8 +79,8 @@ def parse_prefix(prefix: str) -> CommitRef | None:
 
 
 def attempt_of(name: str) -> str:
-    """The attempt's folder that a file lies in."""
-    return "/".join(name.split("/")[:3])
+    """The attempt's folder that a file lies in, or belongs to while it is staged."""
+    return "/".join(name.removeprefix("tmp/").replace("+", "/").split("/")[:3])
 
 
 def staged_name(prefix: str, file: str) -> str:
@@ -213,7 +213,7 @@ class Manifest:
     created: str = ""  # ISO 8601, UTC
 
     def to_bytes(self) -> bytes:
-        body = {**asdict(self), "format": FORMAT_VERSION, "state": encode_state(self.state)}
+        body = {**asdict(self), "format": FORMAT_VERSION}
         return json.dumps(body, indent=1, sort_keys=True).encode()
 
     @classmethod
@@ -221,8 +221,8 @@ class Manifest:
         """ValueError for anything but a manifest of this format."""
         body = _check_format(json.loads(data))
         try:
-            files, state = [FileEntry.from_json(entry) for entry in body["files"]], decode_state(body["state"])
-            return cls(**{**{name: body[name] for name in cls.__dataclass_fields__}, "files": files, "state": state})
+            files = [FileEntry.from_json(entry) for entry in body["files"]]
+            return cls(**{**{name: body[name] for name in cls.__dataclass_fields__}, "files": files})
         except (KeyError, TypeError) as e:
             raise ValueError(f"not a manifest: {type(e).__name__} {e}") from e
 
@@ -257,7 +257,7 @@ class Commit:
         return commit
 
 
-def build_layout(fragments: Sequence[dict[str, Any]], files: Sequence[str]) -> bytes:
+def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
     """LAYOUT: where every fragment of every rank lies. fragments: of each file (`snapshot.Plan.fragments`).
 
     Zlib over: 8 bytes of the header's length, the header (JSON), and columns of int64 with a row for each fragment,
@@ -282,7 +282,6 @@ def build_layout(fragments: Sequence[dict[str, Any]], files: Sequence[str]) -> b
     head = {
         "params": list(params.items()),
         "kinds": list(kinds),
-        "files": list(files),
         "rows": len(rows),
         "tensors": [part["tensors"] for part in fragments],
     }
@@ -292,34 +291,12 @@ def build_layout(fragments: Sequence[dict[str, Any]], files: Sequence[str]) -> b
     )
 
 
-# -- the trainer's state
-
-_INT_KEYS = "__int_keys__"
-
-
 def encode_state(value: Any, where: str = "state") -> Any:
-    """`value` as JSON can hold it, deeply copied. Tuples become lists; a dict whose keys are all integers is tagged,
-    so that `decode_state` gives integers back. TypeError for anything else."""
+    """The trainer's state as JSON can hold it, deeply copied; tuples become lists. TypeError, which names the place."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
         return [encode_state(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict):
-        if value and all(isinstance(key, int) and not isinstance(key, bool) for key in value):
-            return {_INT_KEYS: {str(key): encode_state(item, f"{where}[{key}]") for key, item in value.items()}}
-        for key in value:
-            if not isinstance(key, str) or key == _INT_KEYS:
-                raise TypeError(f"{where}: a key must be a string, or all of them integers: {key!r}")
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: encode_state(item, f"{where}.{key}") for key, item in value.items()}
     raise TypeError(f"{where}: cannot be kept as JSON: {type(value).__name__}")
-
-
-def decode_state(value: Any) -> Any:
-    """The inverse of `encode_state`."""
-    if isinstance(value, list):
-        return [decode_state(item) for item in value]
-    if isinstance(value, dict):
-        if set(value) == {_INT_KEYS}:
-            return {int(key): decode_state(item) for key, item in value[_INT_KEYS].items()}
-        return {key: decode_state(item) for key, item in value.items()}
-    return value

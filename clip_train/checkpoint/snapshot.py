@@ -12,10 +12,9 @@ import json
 import math
 import mmap
 import os
-import tempfile
-import threading
 import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +66,20 @@ def plan_file(
 
     shared_tensors: the same on all ranks; rank 0 alone keeps them.
     """
-    tensors: dict[str, Tensor] = {}
+    fragments, tensors = list(fragments), {}
     shapes: dict[str, tuple[int, ...]] = {}
-    held: list[tuple[str, int, int, list[str]]] = []
     for fragment in fragments:
         shape = tuple(int(n) for n in fragment.shape)
         if shapes.setdefault(fragment.name, shape) != shape:
             raise ValueError(f"{fragment.name}: two shapes, {shapes[fragment.name]} and {shape}")
-        _check_lengths(fragment, shape)
-        numel = next((tensor.numel() for tensor in fragment.tensors.values()), 0)
-        held.append((fragment.name, fragment.start, numel, list(fragment.tensors)))
+        if len({tensor.numel() for tensor in fragment.tensors.values()}) > 1:
+            raise ValueError(f"{fragment.name}: slots of different lengths at {fragment.start}")
         for slot, tensor in fragment.tensors.items():
+            if tensor.dim() != 1 or fragment.start < 0 or fragment.start + tensor.numel() > math.prod(shape):
+                raise ValueError(
+                    f"{fragment.name}: {slot} of shape {tuple(tensor.shape)} at {fragment.start} is no range of "
+                    f"the parameter's {math.prod(shape)} elements"
+                )
             key = manifest.fragment_key(fragment.name, slot, fragment.start)
             if key in tensors:
                 raise ValueError(f"{fragment.name}: two fragments start at {fragment.start}")
@@ -87,26 +89,16 @@ def plan_file(
     for name, tensor in (shared_tensors or {}).items() if rank == 0 else ():
         tensors[manifest.SHARED_KEY + name] = tensor.detach()
     plan = lay_out(tensors, {"shapes": json.dumps(shapes)})
-    for name, start, numel, slots in held:
-        keys = {slot: manifest.fragment_key(name, slot, start) for slot in slots}
-        kept = [(slot, *plan.fragments["tensors"].pop(key)) for slot, key in keys.items()]
-        if numel:
-            row = (name, start, numel, [(slot, dtype, offset) for slot, dtype, _, offset in kept])
-            plan.fragments["rows"].append(row)
     plan.fragments["shapes"] = shapes
+    for fragment in fragments:
+        row: list[tuple[str, str, int]] = []
+        for slot in fragment.tensors:
+            key = manifest.fragment_key(fragment.name, slot, fragment.start)
+            dtype, (numel,), offset = plan.fragments["tensors"].pop(key)
+            row.append((slot, dtype, offset))
+        if row and numel:
+            plan.fragments["rows"].append((fragment.name, fragment.start, numel, row))
     return plan
-
-
-def _check_lengths(fragment: Fragment, shape: tuple[int, ...]) -> None:
-    total = torch.Size(shape).numel()
-    for slot, tensor in fragment.tensors.items():
-        if tensor.dim() != 1 or fragment.start < 0 or fragment.start + tensor.numel() > total:
-            raise ValueError(
-                f"{fragment.name}: {slot} of shape {tuple(tensor.shape)} at {fragment.start} is no range of "
-                f"the parameter's {total} elements"
-            )
-    if len({t.numel() for t in fragment.tensors.values()}) > 1:
-        raise ValueError(f"{fragment.name}: slots of different lengths at {fragment.start}")
 
 
 def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
@@ -118,17 +110,18 @@ def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
 
     order = sorted(tensors, key=place)  # and what follows in the model follows in the file
     header: dict[str, Any] = {"__metadata__": metadata}
-    at, offsets = 0, {}
+    at = 0
     for key in order:
-        tensor = tensors[key]
-        offsets[key], at = at, at + tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offsets[key], at]}
-    known = {key: (value["dtype"], value["shape"]) for key, value in header.items() if key != "__metadata__"}
+        tensor, begin = tensors[key], at
+        at += tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, at]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     head = len(encoded).to_bytes(8, "little") + encoded
-    places = [(len(head) + offsets[key], tensors[key]) for key in order]
-    where = {key: (*known[key], len(head) + offsets[key]) for key in order}
+    where = {
+        key: (header[key]["dtype"], header[key]["shape"], len(head) + header[key]["data_offsets"][0]) for key in order
+    }
+    places = [(where[key][2], tensors[key]) for key in order]
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     return Plan(head, places, len(head) + at, {"shapes": {}, "rows": [], "tensors": where}, on_gpu)
 
@@ -140,31 +133,21 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        self.fd = _anonymous_file()
+        self.fd = os.memfd_create("clip-train-snapshot", os.MFD_CLOEXEC)  # not in /dev/shm: containers keep it small
         self.capacity = 0  # bytes
         self._map = memoryview(b"")
         self._view = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
-        self._thread: threading.Thread | None = None
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        self._thread = ThreadPoolExecutor(1, initializer=lambda: torch.cuda.set_device(gpu))  # -1: as it is
 
     def reserve_beside(self, plan: Plan) -> None:
-        """`reserve` in a thread; what goes wrong there it will report itself."""
-        self._join()
-        self._thread = threading.Thread(target=self._try_to_reserve, args=(plan,), daemon=True)
-        self._thread.start()
-
-    def _try_to_reserve(self, plan: Plan) -> None:
-        with contextlib.suppress(Exception):
-            self._reserve(plan)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        """`reserve` while training goes on; what goes wrong there it will report itself."""
+        self._thread.submit(self._reserve, plan)
 
     def reserve(self, plan: Plan) -> None:
         """Allocate, touch and pin. OSError or MemoryError where the machine does not have it."""
-        self._join()
-        self._reserve(plan)
+        self._thread.submit(self._reserve, plan).result()
 
     def _reserve(self, plan: Plan) -> None:
         if plan.num_bytes <= self.capacity:
@@ -192,7 +175,7 @@ class SharedMemory:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        self._join()
+        self._thread.shutdown()
         self._unpin()
         self.capacity = 0
         os.close(self.fd)
@@ -201,14 +184,6 @@ class SharedMemory:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._view.data_ptr())
             self._pinned = False
-
-
-def _anonymous_file() -> int:
-    """Empty. Not in /dev/shm, which containers keep small."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("clip-train-snapshot", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as f:
-        return os.dup(f.fileno())
 
 
 def _register(view: Tensor) -> bool:
@@ -227,7 +202,7 @@ def _register(view: Tensor) -> bool:
 class FragmentReader:
     """A `FragmentSource` over the files of one checkpoint, of which only those with something to read are opened.
 
-    layout: LAYOUT. files: those that it names, in its order. where: for messages.
+    layout: LAYOUT. files: of all ranks, in their order. where: for messages.
     """
 
     def __init__(self, layout: bytes, files: CheckpointFiles, where: str = "the checkpoint") -> None:
@@ -241,7 +216,6 @@ class FragmentReader:
             self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
             self._slots = [slot for slot, _ in head["kinds"]]
             self._tensors: list[dict[str, Any]] = head["tensors"]
-            self._names: list[str] = head["files"]
             shape = (4 + len(self._slots), head["rows"])
             self._rows = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
         except (ValueError, KeyError, TypeError, zlib.error) as e:

@@ -7,96 +7,47 @@ messages; the local disk (file, rank manifest, commit, retention); the remote st
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import Pipe
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from clip_train.checkpoint import commit, lease, manifest
 from clip_train.checkpoint.commit import FencedError, RefusedError, SaveRequest, SupersededError, explain
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.retention import Attempts, apply_retention, remove_own_files
-from clip_train.checkpoint.transfer import Settings, Uploads, upload, write_snapshot
+from clip_train.checkpoint.retention import Policy, apply_retention, remove_own_files
+from clip_train.checkpoint.transfer import write_snapshot
+from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 
-_EXIT_SECONDS = 10.0  # for a process whose socket is closed to be gone
-Metrics = dict[CommitRef, dict[str, float]]
-Message = dict[str, Any]
+_LONGEST_PAUSE = 60.0  # seconds between tries of an upload
+FINISH = "finish"
 
 
-class WriterProcess:
-    """This rank's checkpoint writer: a child over a socketpair, so there is no name that another process could take.
+@dataclass(frozen=True)
+class Settings:
+    """The first message to a checkpoint writer."""
 
-    settings: its first message. memory_fd: the snapshots' memory.
-    """
-
-    def __init__(self, settings: Message, memory_fd: int) -> None:
-        """OSError where no process can be started."""
-        self._connection, theirs = Pipe()
-        # the same import path as here, whatever it came from
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from clip_train.checkpoint.writer import main; "
-            f"main({theirs.fileno()}, {memory_fd}, {os.getpid()})"
-        )
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=(theirs.fileno(), memory_fd), stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )  # fmt: skip
-        self.pid = self._process.pid
-        self.ended: str | None = None  # how, once that is known
-        self.send(settings)
-
-    def send(self, message: Message) -> None:
-        """Where it has ended, `receive` finds out."""
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(json.dumps(message).encode())
-
-    def receive(self, timeout: float = 0.0) -> list[Message]:
-        """What has come since; waits up to `timeout` seconds for the first. Sets `ended`."""
-        messages: list[Message] = []
-        while self.ended is None and self._ready(0.0 if messages else timeout):
-            try:
-                messages.append(json.loads(self._connection.recv_bytes()))
-            except (EOFError, OSError):
-                self.ended = self._how()
-        return messages
-
-    def _ready(self, timeout: float) -> bool:
-        try:
-            return self._connection.poll(timeout)
-        except OSError:
-            return True  # it has ended: `recv_bytes` raises
-
-    def _how(self) -> str:
-        status = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(_EXIT_SECONDS)  # its socket closes before it can be waited for
-        how = "" if status is None else f" (signal {-status})" if status < 0 else f" (exit status {status})"
-        return f"the checkpoint writer has ended{how}"
-
-    def close(self) -> None:
-        """It ends, whatever it is doing."""
-        self._connection.close()
-        try:
-            self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in a disk that hangs
-                self._process.wait(1.0)
+    folder: str
+    remote: str | None
+    local_commits: bool  # all ranks see `folder`
+    timeout_seconds: float
+    policy: Policy
 
 
-# -- in the process
+@dataclass(frozen=True)
+class Metrics:
+    """What an evaluation of a checkpoint came to."""
+
+    ref: CommitRef
+    values: dict[str, float]
 
 
 def main(connection_fd: int, memory_fd: int, parent: int) -> None:
@@ -108,11 +59,10 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     connection = Connection(connection_fd)
     try:
-        settings = Settings.from_json(json.loads(connection.recv_bytes()))
-        writer = Writer(settings, memory_fd, lambda body: connection.send_bytes(json.dumps(body).encode()))
+        writer = Writer(connection.recv(), memory_fd, connection.send)
         while os.getppid() == parent:  # a process that the rank has forked may hold its end open
             if connection.poll(1.0):
-                writer.receive(json.loads(connection.recv_bytes()))
+                writer.receive(connection.recv())
     except (EOFError, OSError):
         pass
     os._exit(0)  # not sys.exit: uploads must not go on for a run that has ended
@@ -121,41 +71,38 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
 class Writer:
     """One rank's saves. report: takes a dict for the rank; called from any thread."""
 
-    def __init__(self, settings: Settings, memory_fd: int, report: Callable[[Message], None]) -> None:
+    def __init__(self, settings: Settings, memory_fd: int, report: Callable[[dict[str, Any]], None]) -> None:
         self.settings = settings
         self.local = LocalStorage(settings.folder)
         self.remote: Storage | None = open_storage(settings.remote) if settings.remote else None
         self._memory_fd = memory_fd
         self._send, self._sending = report, threading.Lock()
-        self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
-        self._newest_done = -1  # step; each rank's saves go one by one, so all have finished with what is older
         self._newest = ("", 0.0)  # attempt, and when its request came
-        self._lock = threading.Lock()
         self._noted: set[str] = set()
-        self._metrics: dict[str, Metrics] = {store.url: {} for store in self._stores()}  # not yet in that store
+        self._stores: list[Storage] = [self.local] if settings.local_commits else []
+        self._stores += [self.remote] if self.remote is not None else []
+        self._metrics: dict[str, dict[CommitRef, Metrics]] = {store.url: {} for store in self._stores}  # not yet there
         # of each store: two retentions at once would find each other's folders gone
-        self._tidying = {store.url: threading.Lock() for store in self._stores()}
-        self._errors: list[tuple[SaveRequest, str, bool]] = []  # that rank 0 has to read in the remote store
-        self._jobs: queue.SimpleQueue[SaveRequest | str] = queue.SimpleQueue()
-        self._uploads = Uploads()
+        self._tidying = {store.url: threading.Lock() for store in self._stores}
+        self._errors: list[tuple[SaveRequest, Exception]] = []  # that rank 0 has to read in the remote store
+        self._jobs: queue.SimpleQueue[SaveRequest | Metrics | str] = queue.SimpleQueue()
+        self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
+        self._changed = threading.Condition()  # guards what follows
+        self._uploads: list[SaveRequest] = []  # the one under way, and the newest that waits
+        self._woken = self._finishing = False
         for work in (self._work_locally, self._work_remotely):
             threading.Thread(target=work, daemon=True, name=work.__name__).start()
 
-    def receive(self, body: Message) -> None:
-        """A message of the rank: `save`, `metric` or `finish`. Never waits for a disk or a store."""
-        match body.pop("do"):
-            case "save":
-                request = SaveRequest(**body)
-                self._newest = (request.prefix, time.monotonic())
-                with self._lock:
-                    self._active.add(request.prefix)
-                self._jobs.put(request)
-            case "metric":
-                for waiting in self._metrics.values():
-                    waiting[CommitRef(body["epoch"], body["step"])] = body["values"]
-                self._jobs.put("metric")
-            case "finish":
-                self._jobs.put("finish")
+    def receive(self, message: SaveRequest | Metrics | str) -> None:
+        """Of the rank. Never waits for a disk or a store."""
+        if isinstance(message, SaveRequest):
+            message.since = time.monotonic()
+            self._newest = (message.prefix, message.since)
+            self._active.add(message.prefix)
+        elif isinstance(message, Metrics):
+            for waiting in self._metrics.values():
+                waiting[message.ref] = message
+        self._jobs.put(message)
 
     # -- the local disk
 
@@ -165,9 +112,9 @@ class Writer:
             if isinstance(job, SaveRequest):
                 self._save_locally(job)
                 continue
-            if job == "metric" and self.settings.local_commits:
+            if isinstance(job, Metrics) and self.settings.local_commits:
                 self._tidy(self.local, retention=False)
-            self._uploads.wake(finish=job == "finish")
+            self._wake(finish=job == FINISH)
 
     def _save_locally(self, request: SaveRequest) -> None:
         failed: Exception | None = None
@@ -190,21 +137,22 @@ class Writer:
             self._note(f"step {request.step} is not committed locally: {explain(e)}")  # the remote store can do without
         if not self.settings.local_commits:
             with contextlib.suppress(OSError):
-                remove_own_files(self.local, request.rank, self.settings.policy, self._attempts().in_flight)
+                remove_own_files(self.local, request.rank, self.settings.policy, set(self._active))
         elif request.rank == 0:
             self._tidy(self.local)
         if self.remote is None:
             self._succeed(request)
             return
-        superseded = self._uploads.put(request)
+        with self._changed:
+            superseded = self._uploads.pop() if len(self._uploads) > 1 else None
+            self._uploads.append(request)
+            self._changed.notify_all()
         if superseded is not None:
-            why = f"superseded by step {request.step} before its upload began"
-            self._fail(superseded, SupersededError(why))
+            self._fail(superseded, SupersededError(f"superseded by step {request.step} before its upload began"))
 
     def _write(self, request: SaveRequest) -> None:
         """File and rank manifest. CheckpointError, OSError."""
-        if request.repeated:
-            request.entry = commit.written_before(self.local, request)
+        request.entry = commit.written_before(self.local, request)
         if request.entry is None:
             if not request.in_memory:
                 raise RefusedError(f"the snapshot of step {request.step} is neither in memory nor on the disk")
@@ -212,20 +160,14 @@ class Writer:
             commit.put_rank_manifest(self.local, request)
 
     def _commit(self, store: Storage, request: SaveRequest) -> None:
-        def newer_since() -> float | None:
+        def end() -> float:
             """Of a newer save all ranks know that this one is on all disks; not that it is in the remote store."""
             prefix, since = self._newest
-            return since if store is self.local and prefix != request.prefix else None
+            newer = store is self.local and prefix != request.prefix
+            timeout = request.since + self.settings.timeout_seconds
+            return min(timeout, since + commit.LATE_SECONDS) if newer else timeout
 
-        commit.commit(
-            store,
-            request,
-            lambda: self._check_fence(store),
-            self.settings.policy.token,
-            end=request.since + self.settings.timeout_seconds,
-            newer_since=newer_since,
-            note=self._note,
-        )
+        commit.commit(store, request, lambda: self._check_fence(store), self.settings.policy.token, end)
 
     def _check_fence(self, store: Storage) -> None:
         """FencedError; OSError, but not of the remote store for a local commit: that is wanted most when the remote
@@ -244,59 +186,93 @@ class Writer:
 
     def _work_remotely(self) -> None:
         while True:
-            request = self._uploads.next()
+            with self._changed:
+                self._changed.wait_for(lambda: self._uploads or self._woken)
+                self._woken = False
+                request = self._uploads[0] if self._uploads else None
             if request is not None:
-                assert self.remote is not None
                 try:
-                    upload(
-                        request,
-                        self.local,
-                        self.remote,
-                        self._commit,
-                        newer=self._uploads.newer,
-                        note=self._note,
-                        timeout_seconds=self.settings.timeout_seconds,
-                    )
+                    self._upload(request)
                 except Exception as e:
                     self._fail(request, e)
                 else:
                     self._succeed(request)
-                self._uploads.remove(request)
+                with self._changed:
+                    self._uploads.remove(request)
             self._put_errors()
             # what was in flight here may go from the disk too
-            for store in self._stores() if request is None or request.rank == 0 else []:
+            for store in self._stores if request is None or request.rank == 0 else []:
                 self._tidy(store, retention=request is not None)
-            if self._uploads.finished():
-                os._exit(0)
+            with self._changed:
+                if self._finishing and not self._uploads:
+                    os._exit(0)
+
+    def _upload(self, request: SaveRequest) -> None:
+        """File and rank manifest, on rank 0 the commit too; tried until it succeeds or a newer save waits. FencedError,
+        RefusedError."""
+        assert self.remote is not None and request.entry is not None
+        uploaded, tries = False, 0
+        while True:
+            tries += 1
+            try:
+                if not uploaded:
+                    name = f"{request.prefix}/{request.entry.name}"
+                    self.remote.put_file(self.local.path(name), name)
+                    commit.put_rank_manifest(self.remote, request)
+                    uploaded = True
+                if request.rank == 0:
+                    self._commit(self.remote, request)
+                return
+            except (FencedError, RefusedError):
+                raise
+            except (OSError, CheckpointError) as e:
+                why = explain(e)
+            pause = min(2.0**tries, _LONGEST_PAUSE)
+            if time.monotonic() + pause > request.since + self.settings.timeout_seconds:
+                raise RefusedError(f"{why}; given up after {tries} tries")
+            if (newer := self._newer(0.0)) is None:
+                self._note(f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s")
+                newer = self._newer(pause)
+            if newer is not None:
+                raise RefusedError(f"{why}; superseded by step {newer.step}")
+
+    def _newer(self, timeout: float) -> SaveRequest | None:
+        """The save that waits; waits up to `timeout` seconds for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._uploads) > 1, timeout)
+            return self._uploads[1] if len(self._uploads) > 1 else None
+
+    def _wake(self, finish: bool = False) -> None:
+        with self._changed:
+            self._woken, self._finishing = True, self._finishing or finish
+            self._changed.notify_all()
 
     def _put_errors(self) -> None:
         """Rank 0's checkpoint writer waits for a manifest of this rank: what cannot be put now is put later."""
         with contextlib.suppress(OSError):
             while self._errors and self.remote is not None:
-                request, why, superseded = self._errors[0]
-                commit.put_rank_manifest(self.remote, request, error=why, superseded=superseded)
+                commit.put_rank_manifest(self.remote, *self._errors[0])
                 self._errors.pop(0)
 
     # -- what became of it
 
     def _succeed(self, request: SaveRequest) -> None:
-        self._over(request)
-        self._newest_done = request.step
+        self._active.discard(request.prefix)
         where = f"{(self.remote or self.local).url}/{request.committed or request.prefix}"
         seconds = time.monotonic() - request.since
         self._report("committed", request, where=where, final=True, seconds=seconds, bytes=request.size)
 
     def _fail(self, request: SaveRequest, e: Exception) -> None:
-        self._over(request)
-        superseded, why = isinstance(e, SupersededError), explain(e)
-        self._report("failed", request, why=why, superseded=superseded, fatal=isinstance(e, FencedError))
+        self._active.discard(request.prefix)
+        superseded = isinstance(e, SupersededError)
+        self._report("failed", request, why=explain(e), superseded=superseded, fatal=isinstance(e, FencedError))
         if request.rank == 0:
             return
         if request.entry is None:  # else it may still be committed locally
             with contextlib.suppress(OSError):
-                commit.put_rank_manifest(self.local, request, error=why, superseded=superseded)
-        self._errors.append((request, why, superseded))
-        self._uploads.wake()
+                commit.put_rank_manifest(self.local, request, e)
+        self._errors.append((request, e))
+        self._wake()
 
     def _report(self, event: str, request: SaveRequest, **more: Any) -> None:
         self._send_safely({"event": event, "step": request.step, "prefix": request.prefix, **more})
@@ -304,32 +280,21 @@ class Writer:
     def _note(self, text: str) -> None:
         self._send_safely({"event": "note", "text": text})
 
-    def _send_safely(self, body: Message) -> None:
+    def _send_safely(self, body: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):  # the rank is gone: the message thread ends this process
             self._send(body)
-
-    def _over(self, request: SaveRequest) -> None:
-        with self._lock:
-            self._active.discard(request.prefix)
-
-    def _attempts(self) -> Attempts:
-        with self._lock:
-            return Attempts(set(self._active), self._newest_done, self.settings.timeout_seconds)
-
-    def _stores(self) -> list[Storage]:
-        stores: list[Storage] = [self.local] if self.settings.local_commits else []
-        return stores + ([self.remote] if self.remote is not None else [])
 
     def _tidy(self, store: Storage, *, retention: bool = True) -> None:
         """Rank 0: metrics, which decide what is removed, and retention."""
         try:
             with self._tidying[store.url]:
                 waiting = self._metrics[store.url]
-                for ref, values in list(waiting.items()):
-                    store.put_bytes(ref.metric_name, manifest.add_checksum({"step": ref.step, "values": values}))
+                for ref, metrics in list(waiting.items()):
+                    body = {"step": ref.step, "values": metrics.values}
+                    store.put_bytes(ref.metric_name, manifest.add_checksum(body))
                     waiting.pop(ref)
                 if retention:
-                    apply_retention(store, self.settings.policy, self._attempts, self._note_once)
+                    apply_retention(store, self.settings.policy, set(self._active), self._note_once)
         except Exception as e:  # whatever it is, saving goes on
             what = "old checkpoints could not be removed" if retention else "the metrics could not be written"
             self._note(f"{store.url}: {what}: {explain(e)}")

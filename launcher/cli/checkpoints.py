@@ -43,7 +43,7 @@ def places_of_run(config: RunConfig) -> Places:
     local = LocalStorage(folder) if folder.is_dir() else None
     if local is None and remote is None:
         raise UserError(f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name")
-    return Places(local, remote, local)  # without a local folder only the blocks that are read are fetched
+    return Places(local, remote)
 
 
 def run(args: argparse.Namespace) -> int:

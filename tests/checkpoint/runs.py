@@ -43,7 +43,7 @@ class Run:
         own = {"rng": torch.tensor([rank, step % 256], dtype=torch.uint8)}
         if padding is not None:
             own["padding"] = padding
-        state = {"step": step, "cursors": {0: step}}
+        state = {"step": step, "cursors": {"0": step}}
         return self.manager.save(step, cut(whole(step), rank, world_size), own, state, wait=wait)
 
     def save(self, *steps: int, padding: torch.Tensor | None = None) -> None:
@@ -62,7 +62,7 @@ class Run:
 def assert_is(resumed: Resumed | None, step: int) -> Resumed:
     """Bit for bit what a run of one rank has saved as `step`."""
     assert resumed is not None
-    assert (resumed.step, resumed.state) == (step, {"step": step, "cursors": {0: step}})
+    assert (resumed.step, resumed.state) == (step, {"step": step, "cursors": {"0": step}})
     assert_holds(resumed, step)
     assert resumed.rank_tensors is not None
     assert resumed.rank_tensors["rng"].tolist() == [0, step % 256]

@@ -109,7 +109,7 @@ def test_looking_writes_nothing_and_takes_the_copy_that_is_whole(tmp_path: Path)
         """How many bytes of the data come from the store."""
         before = sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*"))
         remote = Counting(store)
-        found = open_to_look(Places(LocalStorage(here), remote, LocalStorage(here)))
+        found = open_to_look(Places(LocalStorage(here), remote))
         assert found.step == 2
         for key, tensor in found.reader.full_state().items():
             assert bits(tensor) == bits(whole(2)[key, "param"])

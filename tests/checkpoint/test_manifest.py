@@ -11,7 +11,6 @@ from clip_train.checkpoint.manifest import (
     FormatError,
     Manifest,
     attempt_prefix,
-    decode_state,
     encode_state,
     parse_prefix,
 )
@@ -30,26 +29,25 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        {"cursors": {0: {"block": 3}, 12: {"block": 4}}, "samples": 10**15},
+        {"cursors": {"0": {"block": 3}, "12": {"block": 4}}, "samples": 10**15},
         {"loss": 0.1 + 0.2, "best": math.inf, "none": None, "flag": True, "list": [1, [2.5, "é"]]},
         {"empty": {}, "digits are a string": {"0": 1}},
     ],
 )
 def test_state_comes_back(state: dict) -> None:
-    through_json = json.loads(json.dumps(encode_state(state)))
-    back = decode_state(through_json)
+    back = json.loads(json.dumps(encode_state(state)))
     assert back == state
     assert [type(v) for v in back.values()] == [type(v) for v in state.values()]
 
 
-@pytest.mark.parametrize("value", [{1: 0, "a": 0}, {(1,): 0}, {"x": object()}, {"x": {1, 2}}, {True: 1}])
+@pytest.mark.parametrize("value", [{1: 0, "a": 0}, {1: 0}, {(1,): 0}, {"x": object()}, {"x": {1, 2}}, {True: 1}])
 def test_state_that_json_cannot_hold(value: object) -> None:
     with pytest.raises(TypeError, match="state"):
         encode_state(value)
 
 
 def test_manifest_and_commit_come_back() -> None:
-    manifest = Manifest(3, 0, 2, [FileEntry("rank00000.safetensors", 7, ["ab"], 0)], "cd", {"cursors": {0: 1}}, "now")
+    manifest = Manifest(3, 0, 2, [FileEntry("rank00000.safetensors", 7, ["ab"], 0)], "cd", {"cursors": {"0": 1}}, "now")
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     commit = Commit(0, 3, attempt_prefix(0, 3), "ff", "token")
     assert Commit.from_bytes(commit.to_bytes()) == commit

@@ -15,7 +15,7 @@ import pytest
 
 from clip_train.checkpoint import commit, lease, manifest
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.retention import Attempts, Policy, apply_retention, remove_own_files, verdicts
+from clip_train.checkpoint.retention import Policy, apply_retention, remove_own_files, verdicts
 from clip_train.storage.local import LocalStorage
 from tests.checkpoint.eyes import damaged_in, newest_in
 from tests.checkpoint.parts import committed
@@ -123,22 +123,19 @@ def test_damaged_ones_go_only_when_there_are_as_many_good_ones_as_shall_stay(tmp
 def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -> None:
     """Its own process's: rank 1 may have begun to write before rank 0's checkpoint writer has heard of it."""
     Run(tmp_path, keep_last=9).save(1)
-    attempts = {"heard": "ckpt/s0000000002/e000000-0123abcd", "not heard": "ckpt/s0000000002/e000000-0123abce"}
+    attempts = ["ckpt/s0000000002/e000000-0123abcd", "ckpt/s0000000002/e000000-0123abce"]
     over = tmp_path / "ckpt/s0000000000/e000000-0123abcd/rank00000.safetensors"
     over.parent.mkdir(parents=True)
     over.write_bytes(b"given up")
-    in_flight: set[str] = set()
 
     def begins() -> None:
-        in_flight.add(attempts["heard"])
-        for attempt in attempts.values():
+        for attempt in attempts:
             (tmp_path / attempt).mkdir(parents=True)
             (tmp_path / attempt / "rank00001.safetensors").write_bytes(b"half")
-        (tmp_path / "tmp" / f"{attempts['heard'].replace('/', '+')}+rank00000.safetensors").write_bytes(b"half")
+        (tmp_path / "tmp" / f"{attempts[0].replace('/', '+')}+rank00000.safetensors").write_bytes(b"half")
 
     storage = Interrupted(tmp_path, "list", "ckpt", begins)
-    policy = epoch_0(tmp_path, orphan_grace_seconds=3600.0)
-    apply_retention(storage, policy, lambda: Attempts(set(in_flight), 0, 3600.0))
+    apply_retention(storage, epoch_0(tmp_path))
     assert len(list((tmp_path / "ckpt/s0000000002").glob("*/rank00001.safetensors"))) == 2
     assert len(list((tmp_path / "tmp").iterdir())) == 1 and not over.exists()
 
@@ -146,7 +143,7 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
 def test_small_files_that_a_kill_left_go_too(tmp_path: Path) -> None:
     Run(tmp_path, keep_last=9).save(1, 2)
     storage = LocalStorage(tmp_path)
-    names = ["preflight/0123", "metric/e000000-s0000000007.json", "metric/e000000-s0000000001.json"]
+    names = ["preflight/0123", "metric/e000000-s0000000000.json", "metric/e000000-s0000000001.json"]
     for name in names:
         storage.put_bytes(name, b"{}")
         os.utime(tmp_path / name, (time.time() - 700,) * 2)

@@ -21,7 +21,7 @@ from clip_train.errors import CheckpointError, RemoteRankError
 from clip_train.protocols import Wanted
 from clip_train.storage.local import LocalStorage
 from tests.checkpoint.parts import bits, committed, cut, whole
-from tests.checkpoint.runs import writers
+from tests.checkpoint.runs import flip, writers
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -277,6 +277,30 @@ def test_ranks_on_another_disk_fetch_what_they_need_once(tmp_path: Path) -> None
         on_it = sum((each["read"] for each, its in zip(seen, disks, strict=True) if its == disk), Counter())
         assert on_it["rank00000.safetensors", 0] == sizes["rank00000.safetensors"]  # all need the bank
         assert all(count == sizes[name] for (name, _), count in on_it.items()), on_it
+
+
+def changed_since(root: Path) -> str:
+    """The store's files have changed after every block was verified, and before each rank fetches the others'."""
+    saved_apart(root, [0, 1], BANK, 1)
+    disk = root / f"empty{dist.rank()}"
+    resumed = CheckpointManager(CheckpointConfig(remote=str(root / "store")), disk).resume()
+    assert resumed is not None
+    dist.barrier()
+    if dist.is_main():
+        for path in (root / "store").rglob("*.safetensors"):
+            flip(path)
+    dist.barrier()
+    try:
+        resumed.reader.prepare(Wanted(name, slot, 0, t.numel()) for (name, slot), t in whole(1).items())
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+def test_what_has_changed_since_ends_all_ranks(tmp_path: Path) -> None:
+    zero, one = run_ranks(changed_since, 2, tmp_path)
+    assert zero.startswith("CheckpointError: ") and "rank00001.safetensors does not have its sha256" in zero
+    assert one.startswith("RemoteRankError: rank 0 failed: CheckpointError: ")
 
 
 def test_a_long_fetch_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def reader_of(folder: Path, plans: dict[str, Plan]) -> FragmentReader:
         blocks = write_file(folder / PREFIX / name, plan)
         entries.append(FileEntry(name, plan.num_bytes, blocks, rank))
     found = Found(Commit(0, 1, PREFIX, ""), Manifest(1, 0, len(plans), entries, "", {}))
-    layout = build_layout([plan.fragments for plan in plans.values()], [*plans])
+    layout = build_layout([plan.fragments for plan in plans.values()])
     return FragmentReader(layout, CheckpointFiles(found, LocalStorage(folder), None))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Fetched, Resumed, Skipped
+from clip_train.checkpoint.restore import Resumed, Skipped
 from clip_train.errors import UserError
 from launcher.config.recipe import RunConfig, check_config, known_keys
 from launcher.config.resume import DATA, at_resume, compare_with
@@ -69,7 +69,7 @@ def test_a_finished_run_trains_nothing_of_a_changed_recipe() -> None:
 def test_the_whole_message() -> None:
     """Step, source, what was passed over, layout, samples seen."""
     older = Skipped(CommitRef(0, 60), "rank00001.safetensors is missing")
-    found = replace(resumed(2), skipped=[older], fetch=Fetched(3_000_000, 0.25, 2))
+    found = replace(resumed(2), skipped=[older], fetched=3_000_000, fetch_seconds=0.25, fetch_ranks=2)
     config = recipe(engine={"zero_stage": 3, "precision": "bf16"}, optim={"lr": 0.5})
     assert "\n".join([found.describe(), *compare_with(config, found, 1)]) == (
         "resuming from step 40\n"
