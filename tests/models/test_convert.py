@@ -85,12 +85,12 @@ def test_weights_of_another_model_are_refused_with_their_names(tmp_path: Path):
     with pytest.raises(CheckpointError) as e:
         load_openclip(tmp_path / "other.safetensors", small_architecture())
     for part in (
-        "1 missing: visual.proj",
-        "1 unexpected: extra.weight",
-        "text_projection [2, 3] instead of [20, 24]",
+        'Missing key(s) in state_dict: "visual.proj"',
+        'Unexpected key(s) in state_dict: "extra.weight"',
+        "text_projection: copying a param with shape torch.Size([2, 3])",
     ):
         assert part in str(e.value)
-    with pytest.raises(CheckpointError, match=r"1 missing: logit_bias"):
+    with pytest.raises(CheckpointError, match=r"the state to export does not fit the model .*Missing key.*logit_bias"):
         export_openclip(small_model().state_dict(), ARCHITECTURE, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
