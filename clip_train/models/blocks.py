@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ class Block(nn.Module):
     """x + attention(ln(x)), then x + mlp(ln(x))."""
 
     def __init__(self, cfg: TowerConfig, *, causal: bool, quick_gelu: bool, dropout: float, dropout_id: int) -> None:
-        """dropout_id: of its two dropouts the first's."""
+        """dropout_id: of its two dropouts the first's, the other's is one more."""
         super().__init__()
         self.causal = causal
         self.ln_1 = nn.LayerNorm(cfg.width)
@@ -82,22 +83,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A stack of blocks, each recomputed in the backward pass if `activation_checkpointing`."""
 
-    def __init__(
-        self,
-        cfg: TowerConfig,
-        *,
-        causal: bool,
-        quick_gelu: bool,
-        dropout: float,
-        dropout_id: int,
-        activation_checkpointing: bool,
-    ) -> None:
+    def __init__(self, blocks: Iterable[Block], activation_checkpointing: bool) -> None:
         super().__init__()
+        self.resblocks = nn.ModuleList(blocks)
         self.activation_checkpointing = activation_checkpointing
-        self.resblocks = nn.ModuleList(
-            Block(cfg, causal=causal, quick_gelu=quick_gelu, dropout=dropout, dropout_id=dropout_id + 2 * i)
-            for i in range(cfg.layers)
-        )
 
     def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor) -> Tensor:
         """[b, L, width], int64 [b], int64 [b] -> [b, width]: the token that is read; the last block computes no

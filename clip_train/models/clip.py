@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clip_train.models.blocks import Transformer, normal_parameter
+from clip_train.models.blocks import Block, Transformer, normal_parameter
 from clip_train.models.config import Architecture, TowerConfig
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.vision import VisionTower
@@ -31,18 +31,15 @@ class CLIP(nn.Module):
         """`patch_dropout` None: as the architecture says."""
         super().__init__()
         self.architecture = architecture
-        cfg = architecture.text_cfg
+        cfg, quick_gelu = architecture.text_cfg, architecture.quick_gelu
         self.context_length = cfg.context_length
         self.positional_embedding = normal_parameter(cfg.context_length, cfg.width, std=0.01)
         self.text_projection = normal_parameter(cfg.width, architecture.embed_dim, std=cfg.width**-0.5)
-        self.transformer = Transformer(
-            cfg,
-            causal=True,
-            quick_gelu=architecture.quick_gelu,
-            dropout=dropout,
-            dropout_id=TEXT_DROPOUT_ID,
-            activation_checkpointing=activation_checkpointing,
+        blocks = (
+            Block(cfg, causal=True, quick_gelu=quick_gelu, dropout=dropout, dropout_id=TEXT_DROPOUT_ID + 2 * i)
+            for i in range(cfg.layers)
         )
+        self.transformer = Transformer(blocks, activation_checkpointing)
         self.token_embedding = nn.Embedding(cfg.vocab_size, cfg.width)
         self.ln_final = nn.LayerNorm(cfg.width)
         self._draw_text_tower()

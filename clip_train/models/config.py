@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from clip_train.errors import UserError
-from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
+from clip_train.settings import Allowed, Refused, Settings, clipped, explain
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -24,16 +24,13 @@ PRESETS = Path(__file__).parent / "presets"
 
 
 class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class _Tower(_Schema):
-    layers: int = Field(12, gt=0)
-    """Number of blocks."""
-    width: int = Field(512, gt=0)
-    """Width of the residual stream."""
-    mlp_ratio: float = Field(4.0, gt=0)
-    """Hidden width of the MLP, as a multiple of `width`."""
+    layers: PositiveInt = 12  # blocks
+    width: PositiveInt = 512  # of the residual stream
+    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP, as a multiple of `width`
 
     @property
     def mlp_width(self) -> int:
@@ -43,16 +40,11 @@ class _Tower(_Schema):
 class VisionConfig(_Tower):
     """`vision_cfg` of OpenCLIP's schema: a vision transformer."""
 
-    image_size: int = Field(224, gt=0)
-    """Side of the square image, in pixels."""
-    width: int = Field(768, gt=0)
-    """Width of the residual stream."""
-    head_width: int = Field(64, gt=0)
-    """Width of one attention head."""
-    patch_size: int = Field(16, gt=0)
-    """Side of a patch, in pixels."""
-    patch_dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the patches left out in training."""
+    image_size: PositiveInt = 224  # side of the square image, in pixels
+    width: PositiveInt = 768
+    head_width: PositiveInt = 64  # of one attention head
+    patch_size: PositiveInt = 16  # side of a patch, in pixels
+    patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
 
     @model_validator(mode="after")
     def _divides(self) -> VisionConfig:
@@ -78,12 +70,9 @@ class VisionConfig(_Tower):
 class TextConfig(_Tower):
     """`text_cfg` of OpenCLIP's schema: a causal transformer, read at the end-of-text token."""
 
-    context_length: int = Field(77, gt=0)
-    """Number of tokens, start and end of text included."""
-    vocab_size: int = Field(49408, gt=0)
-    """Number of token ids; the highest of a text is its end."""
-    heads: int = Field(8, gt=0)
-    """Number of attention heads."""
+    context_length: PositiveInt = 77  # tokens, start and end of text included
+    vocab_size: PositiveInt = 49408  # token ids; the highest of a text is its end
+    heads: PositiveInt = 8  # attention heads
 
     @model_validator(mode="after")
     def _divides(self) -> TextConfig:
@@ -98,20 +87,15 @@ TowerConfig = VisionConfig | TextConfig
 class Architecture(_Schema):
     """Both towers, in OpenCLIP's schema, and the pixel statistics that the weights expect."""
 
-    embed_dim: int = Field(gt=0)
-    """D, the width of the features."""
+    embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionConfig
     text_cfg: TextConfig
-    quick_gelu: bool = False
-    """`x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU."""
-    init_logit_scale: float = math.log(1 / 0.07)
-    """Logarithm of the factor on the cosines at the start."""
-    init_logit_bias: float | None = None
-    """Bias on the logits at the start (SigLIP: -10); none: the model has no such parameter."""
+    quick_gelu: bool = False  # `x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU
+    init_logit_scale: float = math.log(1 / 0.07)  # logarithm of the factor on the cosines at the start
+    init_logit_bias: float | None = None  # on the logits at the start (SigLIP: -10); None: there is no such parameter
+    # Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: they are in `preprocess_cfg`.
     image_mean: tuple[float, float, float] = IMAGE_MEAN
-    """Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: it is in `preprocess_cfg`."""
     image_std: tuple[float, float, float] = IMAGE_STD
-    """Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: it is in `preprocess_cfg`."""
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
@@ -205,27 +189,17 @@ def load_architecture(name: str) -> Architecture:
     if os.path.isfile(path / "open_clip_config.json"):  # unlike Path's, these take any text
         path = path / "open_clip_config.json"
     if os.path.isfile(path):
-        return read_architecture(path)
-    if path.suffix == ".json" or "/" in name:
-        raise UserError(
-            f"model.name ({clipped(name)}): there is no such file; correct the path, or name one of {', '.join(known)}"
-        )
+        try:
+            return parse_architecture(json.loads(path.read_text()), str(path))
+        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
     by_lower = {k.lower(): k for k in known}
     near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name: unknown model {shown(name)}{hint} known: {', '.join(known)}, "
+        f"model.name ({clipped(name)}): there is no such preset or file{hint} known: {', '.join(known)}, "
         "or the path of a JSON file in OpenCLIP's schema"
     )
-
-
-def read_architecture(file: Path) -> Architecture:
-    """Raises UserError."""
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as e:
-        raise UserError(f"model.name: {file} is not JSON: {e}; mend the file") from e
-    return parse_architecture(content, str(file))
 
 
 def parse_architecture(content: Any, source: str) -> Architecture:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture, read_architecture
+from clip_train.models.config import Architecture
 
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the first is what an export writes
 CONFIG_NAME = "open_clip_config.json"
@@ -66,35 +66,27 @@ def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder
     return path
 
 
-def load_openclip(
-    path: str | os.PathLike, architecture: Architecture | None = None
-) -> tuple[dict[str, Tensor], Architecture | None]:
-    """Weights in OpenCLIP's layout -> (state dict for `CLIP`, float32 on the CPU; architecture if known).
+def load_openclip(path: str | os.PathLike, architecture: Architecture) -> dict[str, Tensor]:
+    """Weights in OpenCLIP's layout -> the state dict for `CLIP(architecture)`, float32 on the CPU.
 
     Args:
         path: an export folder; a .safetensors; or a .pt / .bin of tensors, OpenCLIP's training checkpoints
             (`{"state_dict": {"module.visual...": ...}}`) included.
-        architecture: the model that they are for; without it, a folder's own is checked.
 
     Raises:
-        UserError: there is nothing at `path`, or its config asks for what this model does not implement.
+        UserError: there is nothing at `path`.
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
-    source = weights = Path(path).expanduser()
-    found = None
-    if source.is_dir():
-        weights = next((file for name in WEIGHTS_NAMES if (file := source / name).is_file()), source)
-        if weights == source:
-            raise UserError(f"model.init_from: {path} holds neither {' nor '.join(WEIGHTS_NAMES)}")
-        if (source / CONFIG_NAME).is_file():
-            found = read_architecture(source / CONFIG_NAME)
-    elif not source.is_file():
-        raise UserError(f"model.init_from: there is no file or folder {path}")
-    state = _read(weights)
-    target = architecture or found
-    if target is not None:
-        check_state(state, target, str(weights))
-    return state, found
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = next((each for name in WEIGHTS_NAMES if (each := file / name).is_file()), file)
+    if not file.is_file():
+        raise UserError(
+            f"model.init_from: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}; correct the path"
+        )
+    state = _read(file)
+    check_state(state, architecture, str(file))
+    return state
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from clip_train.models.blocks import Transformer, normal_parameter
+from clip_train.models.blocks import Block, Transformer, normal_parameter
 from clip_train.models.config import Architecture
 from clip_train.models.dropout import PATCH_DROPOUT_ID, VISION_DROPOUT_ID, PatchDropout
 
@@ -17,7 +17,7 @@ class VisionTower(nn.Module):
         self, architecture: Architecture, *, dropout: float, patch_dropout: float, activation_checkpointing: bool
     ) -> None:
         super().__init__()
-        cfg = architecture.vision_cfg
+        cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
         self.image_mean, self.image_std = architecture.image_mean, architecture.image_std
         self.image_size = cfg.image_size
         scale = cfg.width**-0.5
@@ -26,14 +26,11 @@ class VisionTower(nn.Module):
         self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
         self.patch_dropout = PatchDropout(patch_dropout, PATCH_DROPOUT_ID)
         self.ln_pre = nn.LayerNorm(cfg.width)
-        self.transformer = Transformer(
-            cfg,
-            causal=False,
-            quick_gelu=architecture.quick_gelu,
-            dropout=dropout,
-            dropout_id=VISION_DROPOUT_ID,
-            activation_checkpointing=activation_checkpointing,
+        blocks = (
+            Block(cfg, causal=False, quick_gelu=quick_gelu, dropout=dropout, dropout_id=VISION_DROPOUT_ID + 2 * i)
+            for i in range(cfg.layers)
         )
+        self.transformer = Transformer(blocks, activation_checkpointing)
         self.ln_post = nn.LayerNorm(cfg.width)
         self.proj = normal_parameter(cfg.width, architecture.embed_dim, std=scale)
 

@@ -200,8 +200,7 @@ def test_the_seed_fixes_the_weights():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.visual.proj, other.visual.proj)
     weights = [initial_weights(ModelConfig(name="tiny"), seed) for seed in (3, 3, 4)]
-    size = weights[0].names()["visual.proj"]
-    projections = [each.read("visual.proj", "param", 0, math.prod(size)) for each in weights]
+    projections = [each.read("visual.proj", "param", 0, 1000) for each in weights]
     assert torch.equal(projections[0], projections[1]) and not torch.equal(projections[0], projections[2])
 
 
