@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
-from clip_train.models.convert import load_openclip
+from clip_train.models.weights import load_openclip
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import clean_environment, finish, metrics, run
 from tests.warm import Command

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig, load_architecture
-from clip_train.models.convert import export_openclip, load_openclip
-from clip_train.models.weights import load_teacher
+from clip_train.models.weights import export_openclip, load_openclip, load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 
 ARCHITECTURE = small_architecture(init_logit_bias=-10.0)

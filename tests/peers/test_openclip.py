@@ -14,7 +14,7 @@ import torch
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture, preset_names
-from clip_train.models.convert import export_openclip, load_openclip
+from clip_train.models.weights import export_openclip, load_openclip
 
 pytestmark = [
     pytest.mark.peer,

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
-from clip_train.models.convert import load_openclip
+from clip_train.models.weights import load_openclip
 from tests.launcher.conftest import MODEL, PATIENCE, RECIPE, ROOT, finish, start
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
