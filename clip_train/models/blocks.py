@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -30,17 +31,41 @@ def at(x: Tensor, token: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device), token].unsqueeze(1)
 
 
-class Attention(nn.MultiheadAttention):
-    """Multi-head self-attention: torch's parameters and their initialisation; one token may ask alone."""
+class Linear(nn.Linear):
+    """Draws its weight from a normal distribution with `std`, and its bias, unless zero; where None as torch does."""
 
-    def forward(self, x: Tensor, causal: bool, token: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def __init__(self, in_features: int, out_features: int, std: float | None, zero_bias: bool = False) -> None:
+        self.std, self.zero_bias = std, zero_bias
+        super().__init__(in_features, out_features)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        bound = self.in_features**-0.5  # torch's, for weight and bias
+        self.weight.uniform_(-bound, bound) if self.std is None else self.weight.normal_(std=self.std)
+        self.bias.zero_() if self.zero_bias else self.bias.uniform_(-bound, bound)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with the parameters of `nn.MultiheadAttention`; one token may ask alone."""
+
+    def __init__(self, width: int, heads: int, std: float | None, projection_std: float | None) -> None:
+        """std: of the packed weights; None: drawn as torch does."""
+        super().__init__()
+        self.width, self.heads = width, heads
+        bound = math.sqrt(6 / (4 * width))  # torch's: fan_in + fan_out = width + 3 width
+        weight = torch.empty(3 * width, width)
+        self.in_proj_weight = nn.Parameter(weight.uniform_(-bound, bound) if std is None else weight.normal_(std=std))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = Linear(width, width, projection_std, zero_bias=True)
+
+    def forward(self, x: Tensor, causal: bool, token: Tensor | None = None) -> Tensor:
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b], [b, 1, width]: the result at that token alone."""
         seen = None
         if token is None:
             q, k, v = self._heads(F.linear(x, self.in_proj_weight, self.in_proj_bias), 3)
         else:  # all tokens are keys and values; split, not slices: its backward writes the packed gradient once
-            query, key_value = self.in_proj_weight.split([self.embed_dim, 2 * self.embed_dim])
-            query_bias, key_value_bias = self.in_proj_bias.split([self.embed_dim, 2 * self.embed_dim])
+            query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
+            query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
             (q,) = self._heads(F.linear(at(x, token), query, query_bias), 1)
             k, v = self._heads(F.linear(x, key_value, key_value_bias), 2)
             if causal:
@@ -50,7 +75,7 @@ class Attention(nn.MultiheadAttention):
 
     def _heads(self, packed: Tensor, parts: int) -> Tensor:
         """[b, L, parts * width] -> [parts, b, heads, L, width / heads]"""
-        return packed.unflatten(2, (parts, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        return packed.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(2, 0, 3, 1, 4)
 
 
 class Block(nn.Module):
@@ -60,14 +85,18 @@ class Block(nn.Module):
         """dropout_id: of its two dropouts the first's, the other's is one more."""
         super().__init__()
         self.causal = causal
+        attention = projection = fc = None
+        if causal:  # OpenCLIP's, of the text tower; it leaves the other to torch
+            attention, projection = cfg.width**-0.5, cfg.width**-0.5 * (2 * cfg.layers) ** -0.5
+            fc = (2 * cfg.width) ** -0.5
         self.ln_1 = nn.LayerNorm(cfg.width)
-        self.attn = Attention(cfg.width, cfg.heads)
+        self.attn = Attention(cfg.width, cfg.heads, attention, projection)
         self.ln_2 = nn.LayerNorm(cfg.width)
         self.mlp = nn.Sequential(
             OrderedDict(
-                c_fc=nn.Linear(cfg.width, cfg.mlp_width),
+                c_fc=Linear(cfg.width, cfg.mlp_width, fc),
                 gelu=QuickGELU() if quick_gelu else nn.GELU(),
-                c_proj=nn.Linear(cfg.mlp_width, cfg.width),
+                c_proj=Linear(cfg.mlp_width, cfg.width, projection),
             )
         )
         self.drop_1, self.drop_2 = SampleDropout(dropout, dropout_id), SampleDropout(dropout, dropout_id + 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,8 +39,9 @@ class CLIP(nn.Module):
         )
         self.transformer = Transformer(blocks, activation_checkpointing)
         self.token_embedding = nn.Embedding(cfg.vocab_size, cfg.width)
+        with torch.no_grad():
+            self.token_embedding.weight.mul_(0.02)  # torch draws with a deviation of 1
         self.ln_final = nn.LayerNorm(cfg.width)
-        self._draw_text_tower()
         self.visual = VisionTower(
             architecture,
             dropout=dropout,
@@ -52,18 +51,6 @@ class CLIP(nn.Module):
         self.logit_scale = nn.Parameter(torch.full((1,), architecture.init_logit_scale))
         bias = architecture.init_logit_bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), bias))
-
-    def _draw_text_tower(self) -> None:
-        """What OpenCLIP does not leave at torch's initialisation."""
-        cfg = self.architecture.text_cfg
-        projection = cfg.width**-0.5 * (2 * cfg.layers) ** -0.5
-        nn.init.normal_(self.token_embedding.weight, std=0.02)
-        block: Any
-        for block in self.transformer.resblocks:
-            nn.init.normal_(block.attn.in_proj_weight, std=cfg.width**-0.5)
-            nn.init.normal_(block.attn.out_proj.weight, std=projection)
-            nn.init.normal_(block.mlp.c_fc.weight, std=(2 * cfg.width) ** -0.5)
-            nn.init.normal_(block.mlp.c_proj.weight, std=projection)
 
     def forward(
         self, images: Tensor | None = None, texts: Tensor | None = None, sample_seeds: Tensor | None = None
