@@ -12,8 +12,7 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, ModelConfig
-from clip_train.models.convert import export_openclip
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import export_openclip, initial_weights
 from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import FragmentSource
 from launcher.cli.checkpoints import places_of_run, recipe_in

@@ -14,7 +14,7 @@ import torch
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture, preset_names
-from clip_train.models.convert import export_openclip, load_openclip
+from clip_train.models.weights import export_openclip, load_openclip
 
 pytestmark = [
     pytest.mark.peer,
@@ -118,7 +118,7 @@ def test_openclips_checkpoint_loads_in_ours(tmp_path: Path, variant: str, wrappe
     torch.save(state, tmp_path / "epoch_1.pt")
     architecture = _architecture(content, tmp_path)
     ours = CLIP(architecture)
-    ours.load_state_dict(load_openclip(tmp_path / "epoch_1.pt", architecture)[0])
+    ours.load_state_dict(load_openclip(tmp_path / "epoch_1.pt", architecture))
     _compare(ours, peer)
 
 

@@ -58,20 +58,20 @@ def plant(trainer):
     next_batch, record, save = trainer._next_batch, trainer._record, trainer._save
 
     def faulty_next_batch(self, batches):
-        while fault == "hold" and mine and self.position.step >= step and self.stop.look() is None:
+        while fault == "hold" and mine and self.step >= step and self.stop.look() is None:
             time.sleep(0.05)
-        if fault == "memory" and mine and self.position.step == step:
+        if fault == "memory" and mine and self.step == step:
             self.engine.forward = out_of_memory(self.engine)
         return next_batch(self, batches)
 
     def faulty_record(self, *args):
-        if self.position.step == step and fault == "raise" and mine:
+        if self.step == step and fault == "raise" and mine:
             raise RuntimeError("broken on purpose")
-        if self.position.step == step and fault == "alone" and mine:
+        if self.step == step and fault == "alone" and mine:
             from clip_train.errors import CheckpointError
 
             raise CheckpointError("its own disk is full")
-        if self.position.step == step and fault == "sleep" and mine:
+        if self.step == step and fault == "sleep" and mine:
             sleep()
         record(self, *args)
 
