@@ -76,13 +76,13 @@ def bare_products(I: Tensor, T: Tensor) -> Outcome:
     side = auto_side(N, N)
     buffer, d_image, d_text = torch.empty(min(side, N) ** 2), torch.zeros_like(I), torch.zeros_like(T)
     for sweep in (1, 2):
-        for t in tiles(N, N, side):
-            a, b = I[t.i0 : t.i1], T[t.j0 : t.j1]
+        for rows, cols in tiles(N, N, side):
+            a, b = I[rows], T[cols]
             S = buffer[: len(a) * len(b)].view(len(a), len(b))
             torch.addmm(S, a, b.t(), beta=0, alpha=SCALE, out=S)
             if sweep == 2:
-                d_image[t.i0 : t.i1].addmm_(S, b, alpha=1e-6)
-                d_text[t.j0 : t.j1].addmm_(S.t(), a, alpha=1e-6)
+                d_image[rows].addmm_(S, b, alpha=1e-6)
+                d_text[cols].addmm_(S.t(), a, alpha=1e-6)
     return ()
 
 
@@ -122,9 +122,9 @@ class InfCL(torch.autograd.Function):
     def forward(ctx: Any, Q: Tensor, K: Tensor, scale: Tensor) -> Tensor:
         lse = Q.new_full((len(Q),), -torch.inf)
         side = auto_side(len(Q), len(K))
-        for t in tiles(len(Q), len(K), side):
-            S = (Q[t.i0 : t.i1] @ K[t.j0 : t.j1].T).mul_(scale)
-            lse[t.i0 : t.i1] = torch.logaddexp(lse[t.i0 : t.i1], S.logsumexp(1))
+        for rows, cols in tiles(len(Q), len(K), side):
+            S = (Q[rows] @ K[cols].T).mul_(scale)
+            lse[rows] = torch.logaddexp(lse[rows], S.logsumexp(1))
         ctx.save_for_backward(Q, K, scale, lse)
         return (lse - scale * (Q * K).sum(1)).mean()
 
@@ -133,11 +133,11 @@ class InfCL(torch.autograd.Function):
         Q, K, scale, lse = ctx.saved_tensors
         w = grad / len(Q)
         dQ, dK = -K * (scale * w), -Q * (scale * w)
-        for t in tiles(len(Q), len(K), auto_side(len(Q), len(K))):
-            q, k = Q[t.i0 : t.i1], K[t.j0 : t.j1]
-            P = (q @ k.T).mul_(scale).sub_(lse[t.i0 : t.i1, None]).exp_().mul_(w * scale)
-            dQ[t.i0 : t.i1] += P @ k
-            dK[t.j0 : t.j1] += P.T @ q
+        for rows, cols in tiles(len(Q), len(K), auto_side(len(Q), len(K))):
+            q, k = Q[rows], K[cols]
+            P = (q @ k.T).mul_(scale).sub_(lse[rows, None]).exp_().mul_(w * scale)
+            dQ[rows] += P @ k
+            dK[cols] += P.T @ q
         return dQ, dK, (Q * dQ).sum().reshape(1) / scale
 
 

@@ -8,8 +8,7 @@ objects, `barrier`) is on the CPU, by gloo, and so never waits for a GPU's queue
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -21,16 +20,16 @@ from clip_train.errors import RemoteRankError
 T = TypeVar("T")
 
 
-def is_active() -> bool:
-    return torch_dist.is_available() and torch_dist.is_initialized()
-
-
 def rank() -> int:
-    return torch_dist.get_rank() if is_active() else 0
+    return torch_dist.get_rank() if _is_active() else 0
 
 
 def world_size() -> int:
-    return torch_dist.get_world_size() if is_active() else 1
+    return torch_dist.get_world_size() if _is_active() else 1
+
+
+def _is_active() -> bool:
+    return torch_dist.is_available() and torch_dist.is_initialized()
 
 
 def is_main() -> bool:
@@ -68,33 +67,10 @@ def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 
 
-def all_to_all(x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-    """`send_counts[r]` rows of `x` to each rank r, in order; returns the `receive_counts[r]` rows from each."""
-    if world_size() == 1:
-        return x
-    out = x.new_empty((sum(receive_counts), *x.shape[1:]))
-    torch_dist.all_to_all_single(out, x, list(receive_counts), list(send_counts))
-    return out
-
-
-@dataclass
-class InFlight:
-    """A tensor on its way from the previous rank; `sent` is kept alive until it has left."""
-
-    works: list[torch_dist.Work]
-    arriving: Tensor
-    sent: Tensor
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.arriving
-
-
-def pass_on(x: Tensor, rows: int) -> InFlight:
+def pass_on(x: Tensor, rows: int) -> Callable[[], Tensor]:
     """Send `x` to the next rank of the ring and start to receive the previous one's, of `rows` rows.
 
-    Do not write to `x` before `wait()`. Called on all ranks together.
+    Returns what waits for it, and gives it. Do not write to `x` before. Called on all ranks together.
     """
     W, here = world_size(), rank()
     arriving = x.new_empty((rows, *x.shape[1:]))
@@ -102,7 +78,14 @@ def pass_on(x: Tensor, rows: int) -> InFlight:
         torch_dist.P2POp(torch_dist.isend, x.contiguous(), (here + 1) % W),
         torch_dist.P2POp(torch_dist.irecv, arriving, (here - 1) % W),
     ]
-    return InFlight(torch_dist.batch_isend_irecv(ops), arriving, ops[0].tensor)
+    works = torch_dist.batch_isend_irecv(ops)
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return ops[1].tensor  # `ops` keeps alive what is sent
+
+    return wait
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
@@ -114,8 +97,6 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 
 def sum_scalars(*values: float) -> list[float]:
     """Sums over ranks, in float64."""
-    if world_size() == 1:
-        return [float(v) for v in values]
     return all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
 
@@ -126,10 +107,9 @@ def max_scalar(value: float) -> float:
 
 def max_scalars(*values: float) -> list[float]:
     """The largest of each number over ranks, in float64."""
-    if world_size() == 1:
-        return [float(v) for v in values]
     x = torch.tensor(values, dtype=torch.float64)
-    torch_dist.all_reduce(x, op=torch_dist.ReduceOp.MAX)
+    if world_size() > 1:
+        torch_dist.all_reduce(x, op=torch_dist.ReduceOp.MAX)
     return x.tolist()
 
 
@@ -157,8 +137,7 @@ def broadcast_object(obj: T) -> T:
 
 
 def barrier() -> None:
-    if world_size() > 1:
-        all_reduce_sum(torch.zeros(1))
+    sum_scalars(0)
 
 
 def agreed(action: Callable[[], T]) -> T:
@@ -189,17 +168,4 @@ def raise_agreed(error: Exception | None) -> None:
 
 def on_main(action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only, and give its result, or its failure, to every rank."""
-    result: Any = None
-    error: Exception | None = None
-    if is_main():
-        try:
-            result = action()
-        except Exception as e:
-            error = e
-    outcome: tuple[str, Any] = ("error", f"{type(error).__name__}: {error}") if error else ("result", result)
-    kind, payload = broadcast_object(outcome)
-    if error is not None:
-        raise error
-    if kind == "error":
-        raise RemoteRankError(f"rank 0 failed: {payload}")
-    return payload
+    return broadcast_object(agreed(lambda: action() if is_main() else cast(T, None)))

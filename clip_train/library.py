@@ -17,6 +17,7 @@ from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.objective import Context
 from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.models.clip import at_least_float32
 from clip_train.plain_engine import surrogate
 from clip_train.protocols import FeatureGradients, Features, MicroBatch
 from clip_train.step import two_pass
@@ -135,18 +136,18 @@ class ModuleEngine:
         self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
         inside = {p for m in self.ddp for p in m.parameters()}
         self.outside = [p for p in parameters if p.requires_grad and p not in inside] if self.ddp else []
-        self.held_before: list[Tensor | None] = []  # gradients of `outside`, of earlier steps
+        self.held_before = [p.grad for p in self.outside]  # of earlier steps
+        for p in self.outside:
+            p.grad = None
         self.backwards_left = k
         self.most_graphs = max(1, k - 1) if self.ddp else k
 
-    @contextlib.contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def _quiet(self) -> contextlib.ExitStack:
         """Without DDP's reduction, but for the last micro-batch."""
-        with contextlib.ExitStack() as stack:
-            if self.backwards_left > 1:
-                for module in self.ddp:
-                    stack.enter_context(module.no_sync())
-            yield
+        stack = contextlib.ExitStack()
+        for module in self.ddp if self.backwards_left > 1 else ():
+            stack.enter_context(module.no_sync())
+        return stack
 
     def forward(self, micro_batch: MicroBatch) -> Features:
         with self._quiet(), _looking_for_ddp(self.model):
@@ -162,19 +163,12 @@ class ModuleEngine:
             total = self.scaler.scale(total)
         if self.ddp:
             total = total * dist.world_size()  # DDP averages over ranks, and these are shares of a sum
-        if not self.held_before:
-            self.held_before = [p.grad for p in self.outside]
-            for p in self.outside:
-                p.grad = None
         with self._quiet():
             total.backward()
         self.backwards_left -= 1
-        if self.backwards_left == 0:
-            self._average_outside()
-
-    def _average_outside(self) -> None:
-        """As DDP does with what is inside of it."""
-        for p, before in zip(self.outside, self.held_before, strict=True):
+        if self.backwards_left > 0:
+            return
+        for p, before in zip(self.outside, self.held_before, strict=True):  # as DDP does with what is inside of it
             own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
             if before is not None:
@@ -210,11 +204,5 @@ def as_features(out: Any) -> Features:
             "the model must return (image_features, text_features, logit_scale[, logit_bias]), or a dict with these "
             f"names, not {type(out).__name__}; logit_scale is the factor itself: exp of the parameter"
         )
-    image, text, scale, bias = (*values, None)[:4]
-    return Features(
-        _wide(image), _wide(text), _wide(scale).reshape(1), None if bias is None else _wide(bias).reshape(1)
-    )
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    image, text, scale, *bias = (at_least_float32(value) for value in values if value is not None)
+    return Features(image, text, scale.reshape(1), bias[0].reshape(1) if bias else None)

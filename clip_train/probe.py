@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clip_train.contrastive.rng import RngState
+from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.memory import Profile
 from clip_train.protocols import Engine, Features, MicroBatch
 
@@ -63,11 +63,9 @@ def fake_profile(make_model: Callable[[], torch.nn.Module], micro_batch: Callabl
     """Of `make_model()` in training, on fake tensors: forward, and backward as well. Allocates nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    before = RngState.capture(torch.device("cpu"))
-    with FakeTensorMode():
+    with torch.random.fork_rng(devices=[]), FakeTensorMode():
         model = make_model().train()
         small, large = (_fake_step(model, micro_batch(size)) for size in FAKE_SIZES)
-    before.restore()
     more = FAKE_SIZES[1] - FAKE_SIZES[0]
     return Profile(*((b - a) / more for a, b in zip(small, large, strict=True)))
 
@@ -95,7 +93,7 @@ def real_profile(engine: Engine, micro_batch: Callable[[int], MicroBatch], predi
 
     The backward's own need is taken from `predicted`. All ranks make the same calls.
     """
-    before = RngState.capture(engine.device)
+    before = rng_state(engine.device)
     engine.train()
     graphs, forwards, peaks = [], [], []
     for size in REAL_SIZES:
@@ -110,7 +108,7 @@ def real_profile(engine: Engine, micro_batch: Callable[[int], MicroBatch], predi
             graphs.append(live)
             peaks.append(highest)
             del out
-    before.restore()
+    restore_rng(before, engine.device)
     more = REAL_SIZES[2] - REAL_SIZES[1]
     forward, graph, peak = ((b - a) / more for _, a, b in (forwards, graphs, peaks))
     return Profile(forward, graph, max(peak, graph + predicted.peak - predicted.graph))

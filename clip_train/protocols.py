@@ -153,10 +153,6 @@ class FragmentSource(Protocol):
         what is not here yet, piece by piece. CheckpointError, on all ranks."""
         ...
 
-    def names(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter in the checkpoint with its shape."""
-        ...
-
     def slots(self) -> set[str]:
         """What is stored per parameter: "param" and the optimizer's slots."""
         ...

@@ -18,7 +18,7 @@ import torch
 from clip_train import dist
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.objective import Objective
-from clip_train.contrastive.rng import RngState
+from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.errors import OutOfMemoryError
 from clip_train.protocols import Batch, Engine, Phase
 from clip_train.step import StepResult, train_step
@@ -60,7 +60,7 @@ def recovering_step(
     Costs two all-reduces of one number. OutOfMemoryError where one sample at a time does not fit either, or
     where one rank alone cannot be brought back.
     """
-    start = RngState.capture(engine.device)
+    start = rng_state(engine.device)
     while True:
         try:
             result = train_step(
@@ -83,7 +83,7 @@ def recovering_step(
                 "engine.zero_stage, engine.precision=bf16, or a smaller batch.global_size"
             )
         engine.discard_gradients()
-        start.restore()
+        restore_rng(start, engine.device)
         release()
         log(
             f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, retained graphs from "

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from clip_train import dist
 from clip_train.contrastive.objective import Context, LossOutput, Objective
-from clip_train.contrastive.rng import RngState
+from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.errors import DivergedError
 from clip_train.protocols import Batch, Differentiable, Engine, FeatureGradients, Features, MicroBatch, Phase
 
-T = TypeVar("T")
+Guard = Callable[[Phase, Callable[[], Any]], Any]  # runs one part of a step
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,7 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)  # what the objective reports beside the loss
 
 
-class Guard(Protocol):
-    """Runs one part of a step."""
-
-    def __call__(self, phase: Phase, action: Callable[[], T], /) -> T: ...
-
-
-def unguarded(phase: Phase, action: Callable[[], T], /) -> T:
+def unguarded(phase: Phase, action: Callable[[], Any]) -> Any:
     return action()
 
 
@@ -112,7 +106,7 @@ class CachedMicroBatch:
 
     inputs: MicroBatch
     features: Features  # with their graph, where it is retained
-    rng: RngState | None  # that its forward started from; None where the graph is retained
+    rng: dict[str, torch.Tensor] | None  # that its forward started from; None where the graph is retained
     prepared: Features | None  # by `Objective.prepare`
 
 
@@ -130,7 +124,7 @@ def encode(
         with torch.no_grad():
             prepared = objective.prepare(micro_batch)
         retained = i >= first_retained
-        rng = None if retained else RngState.capture(engine.device)
+        rng = None if retained else rng_state(engine.device)
         with torch.set_grad_enabled(retained):
             cache.append(CachedMicroBatch(micro_batch, engine.forward(micro_batch), rng, prepared))
     return cache
@@ -143,14 +137,14 @@ def replay(
 
     The random state afterwards is the one after pass 1, as if there had been one forward.
     """
-    after = RngState.capture(engine.device)
+    after = rng_state(engine.device)
     while cache and cache[-1].rng is None:
         engine.backward(cache.pop().features, gradients.pop(), last and not cache)
     for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True), 1):
         assert entry.rng is not None
-        entry.rng.restore()
+        restore_rng(entry.rng, engine.device)
         engine.backward(engine.forward(entry.inputs), gradient, last and i == len(cache))
-    after.restore()
+    restore_rng(after, engine.device)
 
 
 def joined(parts: Sequence[Features]) -> Features:

@@ -6,7 +6,6 @@ the metrics. Everything that can end a run is agreed on by all ranks here.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +18,7 @@ from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive.objective import Objective
-from clip_train.contrastive.rng import RngState
+from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.data.invalid import InvalidLog
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics.meters import StepRecord, StepTimer, StepTimes, batch_digest, peak_memory_bytes
@@ -29,22 +28,6 @@ from clip_train.protocols import Batch, Engine
 from clip_train.recovery import recovering_step
 from clip_train.step import StepResult
 from clip_train.stop import StopRequest
-
-
-class Boundary(enum.IntEnum):
-    """A rank's status at a step boundary; all ranks take the maximum."""
-
-    GO_ON = 0
-    STOP = 1
-    FAILED = 2
-
-
-@dataclass
-class Position:
-    """How far the run is; part of every checkpoint."""
-
-    step: int = 0  # optimizer steps taken
-    samples: int = 0  # seen by all ranks together
 
 
 @dataclass
@@ -68,7 +51,8 @@ class Trainer:
     run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
     phase: Callable[[str], None] = lambda phase: None  # is given where the rank is: "step", "save", "evaluate"
-    position: Position = field(default_factory=Position)
+    step: int = 0  # optimizer steps taken; part of every checkpoint, as `samples` is
+    samples: int = 0  # seen by all ranks together
     epoch_at: Callable[[int], int] = lambda step: 0  # step -> whole epochs of the data before it
     bad_samples: InvalidLog = field(default_factory=InvalidLog)
     saves_prepared: bool = False  # there is memory for the first snapshot
@@ -78,10 +62,10 @@ class Trainer:
         """Take weights, optimizer, random state and position from a checkpoint."""
         state = resumed.state
         self.engine.load_fragments(resumed.reader, state["engine"])
-        self.position = Position(state["step"], state["samples"])
+        self.step, self.samples = state["step"], state["samples"]
         self.bad_samples = InvalidLog.load(state, self.epoch_at(state["step"]))
         if resumed.rank_tensors is not None:
-            RngState.from_tensors(resumed.rank_tensors, self.engine.device).restore()
+            restore_rng(resumed.rank_tensors, self.engine.device)
         self.objective.load_state_dict(resumed.reader.shared_tensors(), self.engine.device)
 
     def run(self) -> dict[str, float]:
@@ -91,7 +75,7 @@ class Trainer:
         """
         batches = iter(self.batches)
         timer = StepTimer()
-        while self.position.step < self.steps:
+        while self.step < self.steps:
             self.phase("step")
             with timer.data_wait():
                 batch = self._next_batch(batches)
@@ -119,17 +103,16 @@ class Trainer:
                 self.failure = DataError("the data has ended, although it should go round")
             except Exception as e:
                 self.failure = e
-        status = Boundary.FAILED if self.failure else Boundary.STOP if self.stop.reason else Boundary.GO_ON
-        agreed = dist.max_scalar(status)
-        if agreed == Boundary.FAILED:
+        failed, stopped = dist.max_scalars(self.failure is not None, self.stop.reason is not None)
+        if failed:
             self.bad_samples.sum()  # for the report
             dist.raise_agreed(self.failure)
-        return None if agreed == Boundary.STOP else batch
+        return None if stopped else batch
 
     def _step(self, batch: Batch, timer: StepTimer) -> None:
         """One step with all that follows from it."""
-        lr = self.learning_rate(self.position.step)
-        plan = self.plan.at(self.sizes.at(self.position.step))
+        lr = self.learning_rate(self.step)
+        plan = self.plan.at(self.sizes.at(self.step))
         try:
             result, fitting = recovering_step(
                 self.engine, batch, self.objective, plan, lr=lr, log=self._log_of_this_step
@@ -141,46 +124,42 @@ class Trainer:
                 f"the last good checkpoint is that of step {good.step} ({good.path})" if good else "no checkpoint yet"
             )
             raise DivergedError(
-                f"step {self.position.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
+                f"step {self.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
                 "or raise schedule.warmup_steps, and run again"
             ) from None
         if fitting is not plan:  # where memory has ended, and smaller from here on
             kept = min(self.plan.kept_graphs, fitting.kept_graphs)
             self.plan = replace(self.plan, micro_size=fitting.micro_size, kept_graphs=kept)
             plan = fitting
-        position = self.position
-        position.step += 1
-        position.samples += plan.global_size
+        self.step += 1
+        self.samples += plan.global_size
         self.bad_samples.add(batch.bad_samples)
         self._record(result, lr, plan, timer.finish(), batch)
-        summary = self.bad_samples.reached(self.epoch_at(position.step), position.step)
+        summary = self.bad_samples.reached(self.epoch_at(self.step), self.step)
         if summary is not None:
             self.progress.message(summary)
         if not self.saves_prepared:  # now that the optimizer has its state
             self.saves_prepared = True
             self._on_this_rank(lambda: self.checkpoints.prepare(self.engine.state_fragments(), *self._rank_state()))
-        if position.step == self.steps:
+        if self.step == self.steps:
             return  # `run` saves and evaluates at the end
-        pause = False
-        if self.checkpoints.due(position.step):
-            pause = True
+        saves, evaluates = self.checkpoints.due(self.step), self.step % (self.evaluate_every or self.steps) == 0
+        if saves:
             self._save()
-        if self.evaluate_every and position.step % self.evaluate_every == 0:
-            pause = True
+        if evaluates:
             self._evaluate()
-        if pause:
+        if saves or evaluates:
             timer.restart()
 
     def _log_of_this_step(self, message: str) -> None:
         if dist.is_main():
-            self.log(f"step {self.position.step + 1}: {message}")
+            self.log(f"step {self.step + 1}: {message}")
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             return {}
         self.phase("evaluate")
-        evaluated = self.evaluate()
-        step = self.position.step
+        evaluated, step = self.evaluate(), self.step
         self._on_this_rank(lambda: self.sinks.write({"step": step, **evaluated}, "eval"))
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in evaluated.items())
         self.progress.message(f"step {step}: {metrics}")
@@ -199,8 +178,8 @@ class Trainer:
         if self.digest:
             digest = batch_digest(key for keys in dist.gather_objects(batch.keys) for key in keys)
         record = StepRecord(
-            step=self.position.step,
-            samples=self.position.samples,
+            step=self.step,
+            samples=self.samples,
             loss=result.loss,
             grad_norm=result.grad_norm,
             logit_scale=result.logit_scale,
@@ -224,29 +203,27 @@ class Trainer:
         self.bad_samples.sum()
         state = {
             **self.run_state,
-            "step": self.position.step,
-            "samples": self.position.samples,
+            "step": self.step,
+            "samples": self.samples,
             **self.bad_samples.state(),
             "engine": self.engine.extra_state(),
         }
         rng, shared = self._rank_state()
-        step, fragments = self.position.step, self.engine.state_fragments()
-        return self.checkpoints.save(step, fragments, rng, state, shared, wait=wait)
+        return self.checkpoints.save(self.step, self.engine.state_fragments(), rng, state, shared, wait=wait)
 
     def _rank_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What a checkpoint holds beside the fragments: this rank's random state; the objective's, alike on all."""
-        return RngState.capture(self.engine.device).tensors(), self.objective.state_dict()
+        return rng_state(self.engine.device), self.objective.state_dict()
 
     def _end_preempted(self) -> None:
         reasons = ", ".join(dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None))
-        step = self.position.step
+        step = self.step
         if step == 0:
             raise Preempted(f"stopped by {reasons} before the first step; run the same line to begin")
         saved = self._save(wait=True)
         good = self.checkpoints.last_good
-        saved = saved or (good is not None and good.step == step)  # on the local disk, if not in the remote store
         committed = f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
-        if not saved:
+        if not saved and (good is None or good.step != step):  # nor on the local disk, if not in the remote store
             raise CheckpointError(
                 f"stopped by {reasons} after step {step}, and the save failed (see above); {committed}"
             )

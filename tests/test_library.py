@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clip_train.contrastive.info_nce import LocalInfoNCE
-from clip_train.contrastive.rng import RngState
+from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.library import ModuleEngine, contrastive_step
 from tests import warm
@@ -265,16 +265,17 @@ class OtherDevice:
 def test_the_generator_of_any_device_is_replayed(monkeypatch, kind, asked):
     module = OtherDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    before = RngState.capture(torch.device(kind, 1 if kind == "xpu" else 0))
+    device = torch.device(kind, 1 if kind == "xpu" else 0)
+    before = rng_state(device)
     module.state = 2
-    before.restore()
+    restore_rng(before, device)
     assert (module.state, module.asked) == (1, asked)
 
 
 def test_a_device_whose_generator_cannot_be_read_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: object())
     with pytest.raises(ValueError, match=r"torch\.xpu has no get_rng_state"):
-        RngState.capture(torch.device("xpu", 0))
+        rng_state(torch.device("xpu", 0))
 
 
 def test_mistakes_are_explained():

@@ -185,7 +185,7 @@ def test_a_memory_bank_takes_a_repeated_batch_once():
     bank = MemoryBank(100)
     fail(model, "replayed backward", 8)
     recovering_step(engine, toy_batch(N), bank, BatchPlan(N, 1, *BEFORE), lr=0.1, log=lambda _: None)
-    assert model.fail_at is None and bank.steps == 1 and len(bank.bank) == N
+    assert model.fail_at is None and bank.steps == 1 and len(bank.past["ids"]) == N
 
 
 def test_halving_ends_at_one_sample():

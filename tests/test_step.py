@@ -9,7 +9,7 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.rng import RngState
+from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.errors import DivergedError
 from clip_train.plain_engine import PlainEngine
 from clip_train.step import train_step
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update():
 
 
 def test_rng_state_survives_a_checkpoint():
-    state = RngState.capture(torch.device("cpu"))
+    state = rng_state(torch.device("cpu"))
     drawn = torch.rand(4)
-    RngState.from_tensors(state.tensors(), torch.device("cpu")).restore()
+    restore_rng(state, torch.device("cpu"))
     assert torch.equal(torch.rand(4), drawn)

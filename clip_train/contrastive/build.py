@@ -8,16 +8,18 @@ from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.contrastive.tiles import AUTO_SIDE
 
 
 def build_loss(config: LossConfig, teacher: Teacher | None = None, *, local: bool = False) -> Objective:
     """The objective of the recipe. local: `batch.accumulation`; RunConfig has checked that they fit together."""
+    tile = AUTO_SIDE if config.tile == "auto" else config.tile
     if local:
-        return LocalInfoNCE(tile=config.tile)
+        return LocalInfoNCE(tile=tile)
     if teacher is not None:
-        return Distillation(teacher, tile=config.tile)
+        return Distillation(teacher, tile=tile)
     if config.kind == "memory_bank":
-        return MemoryBank(config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=config.tile)
+        return MemoryBank(config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=tile)
     if config.kind == "sigmoid":
-        return SigmoidLoss(tile=config.tile, exchange=config.exchange)
-    return InfoNCE(tile=config.tile)
+        return SigmoidLoss(tile=tile, exchange=config.exchange)
+    return InfoNCE(tile=tile)

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, NonNegativeInt, PlainSerializer, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from clip_train.settings import Allowed, Refused, Rounding, Settings
-
-AUTO_SIDE = 0
-
-
-def _side(value: Any) -> Any:
-    return AUTO_SIDE if value == "auto" else value
-
-
-TileSide = Annotated[
-    NonNegativeInt,
-    BeforeValidator(_side),
-    PlainSerializer(lambda side: "auto" if side == AUTO_SIDE else side),
-    Allowed("auto or a whole number of at least 1", example="auto"),
-]
-"""An integer in the code, where 0 is `auto`; `auto` in a recipe."""
+from clip_train.settings import Refused, Rounding, Settings
 
 
 class LossConfig(Settings):
@@ -42,7 +27,7 @@ class LossConfig(Settings):
     bank_mode: Literal["negatives", "contaccum"] = "negatives"
     """memory_bank: are past pairs only negatives of the current ones, or terms of the loss as well, as in the
     paper (arXiv 2406.12356)?"""
-    tile: Annotated[TileSide, Rounding] = AUTO_SIDE
+    tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
     """Side of the largest piece of the N x N logits that exists at once (memory: 2 x 4 x tile^2 bytes);
     auto: from the batch and the cache."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from clip_train.contrastive.exchange import Pairs, Shares
+from clip_train.contrastive.exchange import Pairs, share_counts
 from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
@@ -42,19 +42,19 @@ class Distillation(Objective):
         if target is None:
             raise ValueError("distillation needs the teacher's features of the same samples (context.prepared)")
         I, T, scale, side = features.image, features.text, features.logit_scale.item(), self.tile
-        shares, dtype = Shares.of(len(I), context.global_size), accumulation_dtype(I, T)
-        pairs = Pairs.gathered(I, T, shares)
-        of_teacher = Pairs.gathered(target.image.to(dtype), target.text.to(dtype), shares)
+        counts, dtype = share_counts(len(I), context.global_size), accumulation_dtype(I, T)
+        pairs = Pairs.gathered(I, T, counts)
+        of_teacher = Pairs.gathered(target.image.to(dtype), target.text.to(dtype), counts)
         student = Softmaxes.of(pairs, scale, side)
         teacher = Softmaxes.of(of_teacher, target.logit_scale.item(), side)
 
-        weight = scale / (2 * shares.total)
+        weight = scale / (2 * len(pairs.image_all))
         d_image, d_text = torch.zeros_like(I, dtype=dtype), torch.zeros_like(T, dtype=dtype)
-        add_cross_entropy_gradient(d_image, d_text, of_teacher, teacher, -weight, side, values=pairs)
+        add_cross_entropy_gradient(d_image, d_text, of_teacher, teacher, -weight, values=pairs)
         clip_loss = student.loss()
         # - 1/2N sum (q + q' - 2) S is <I, dI> so far, summed over ranks
-        distill_loss = clip_loss + shares.sum(row_dots(I, d_image).sum())
-        add_cross_entropy_gradient(d_image, d_text, pairs, student, 2 * weight, side)  # of both halves
+        distill_loss = clip_loss + pairs.sum(row_dots(I, d_image).sum())
+        add_cross_entropy_gradient(d_image, d_text, pairs, student, 2 * weight)  # of both halves
         d_scale = row_dots(I, d_image).sum().div(scale).to(dtype).reshape(1)
         metrics = {"clip_loss": clip_loss.item(), "distill_loss": distill_loss.item()}
         return LossOutput(clip_loss + distill_loss, d_image, d_text, d_scale, metrics=metrics)

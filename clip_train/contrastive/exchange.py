@@ -8,73 +8,57 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.contrastive.tiles import Block
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Part r of a batch is `counts[r]` samples; this rank's is part `index`."""
+def share_counts(n: int, global_size: int | None) -> list[int]:
+    """Samples of every rank. n: on this one. global_size: N; None where every rank holds n. ValueError.
 
-    counts: list[int]
-    index: int
-
-    @classmethod
-    def of(cls, n: int, global_size: int | None) -> Shares:
-        """The global batch's. n: samples on this rank. global_size: N; None where every rank holds n.
-
-        Ranks do not ask each other: with a size that W does not divide, the first N % W hold one more.
-        """
-        counts = [n] * dist.world_size() if global_size is None else dist.shares(global_size)
-        if counts[dist.rank()] != n:
-            raise ValueError(
-                f"rank {dist.rank()} holds {n} samples of a global batch of {global_size}, and must hold "
-                f"{counts[dist.rank()]}: of N samples each of W ranks holds N // W, the first N % W one more"
-            )
-        return cls(counts, dist.rank())
-
-    @classmethod
-    def alone(cls, n: int) -> Shares:
-        """Of n samples that are a batch of their own, whatever other ranks there are."""
-        return cls([n], 0)
-
-    @property
-    def divided(self) -> bool:
-        return len(self.counts) > 1
-
-    def first(self, index: int | None = None) -> int:
-        """The first sample of a part, by default of this rank's."""
-        return sum(self.counts[: self.index if index is None else index])
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def own(self) -> slice:
-        return slice(self.first(), self.first() + self.counts[self.index])
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[n, ...] on every rank -> [N, ...]."""
-        return dist.gather_rows(x, self.counts) if self.divided else x
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks that share the batch, in place."""
-        return dist.all_reduce_sum(x) if self.divided else x
+    Ranks do not ask each other: with a size that W does not divide, the first N % W hold one more.
+    """
+    counts = [n] * dist.world_size() if global_size is None else dist.shares(global_size)
+    if counts[dist.rank()] != n:
+        raise ValueError(
+            f"rank {dist.rank()} holds {n} samples of a global batch of {global_size}, and must hold "
+            f"{counts[dist.rank()]}: of N samples each of W ranks holds N // W, the first N % W one more"
+        )
+    return counts
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Image and text features of one batch; equal rows belong together."""
+    """Image and text features of one batch; equal rows belong together. `Pairs(I, T, I, T)` is a batch of its own."""
 
     image: Tensor  # [n, D], this rank's
     text: Tensor
     image_all: Tensor  # [N, D]
     text_all: Tensor
-    shares: Shares
+    first: int = 0  # the place of this rank's first sample in the batch
+    divided: bool = False  # among ranks
 
     @classmethod
-    def gathered(cls, image: Tensor, text: Tensor, shares: Shares) -> Pairs:
-        """One collective: 2 N D values."""
-        if not shares.divided:
-            return cls(image, text, image, text, shares)
-        both = shares.gather(torch.cat([image, text], dim=1))  # [N, 2 D]
-        return cls(image, text, both[:, : image.shape[1]], both[:, image.shape[1] :], shares)
+    def gathered(cls, image: Tensor, text: Tensor, counts: list[int]) -> Pairs:
+        """counts: samples of every rank. One collective: 2 N D values."""
+        if len(counts) == 1:
+            return cls(image, text, image, text)
+        both = dist.gather_rows(torch.cat([image, text], dim=1), counts)  # [N, 2 D]
+        D = image.shape[1]
+        return cls(image, text, both[:, :D], both[:, D:], sum(counts[: dist.rank()]), divided=True)
+
+    @property
+    def own(self) -> slice:
+        return slice(self.first, self.first + len(self.image))
+
+    @property
+    def rows(self) -> Block:
+        """This rank's images against all texts."""
+        return Block(self.image, self.text_all, self.first)
+
+    @property
+    def cols(self) -> Block:
+        """This rank's texts against all images."""
+        return Block(self.text, self.image_all, self.first)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks that share the batch, in place."""
+        return dist.all_reduce_sum(x) if self.divided else x

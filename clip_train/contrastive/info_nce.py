@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from clip_train.contrastive.exchange import Pairs, Shares
+from clip_train.contrastive.exchange import Pairs, share_counts
 from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
@@ -23,7 +23,7 @@ def info_nce(pairs: Pairs, scale: float, side: int) -> LossOutput:
     softmaxes = Softmaxes.of(pairs, scale, side)
     dtype = accumulation_dtype(pairs.image, pairs.text)
     d_image, d_text = (torch.zeros_like(x, dtype=dtype) for x in (pairs.image, pairs.text))
-    add_cross_entropy_gradient(d_image, d_text, pairs, softmaxes, scale / (2 * pairs.shares.total), side)
+    add_cross_entropy_gradient(d_image, d_text, pairs, softmaxes, scale / (2 * len(pairs.image_all)))
     # S is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
     d_scale = row_dots(pairs.image, d_image).sum().div(scale).to(dtype).reshape(1)
     return LossOutput(softmaxes.loss(), d_image, d_text, d_scale)
@@ -38,8 +38,8 @@ class InfoNCE(Objective):
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "InfoNCE")
-        shares = Shares.of(len(features.image), context.global_size)
-        return info_nce(Pairs.gathered(features.image, features.text, shares), features.logit_scale.item(), self.tile)
+        counts = share_counts(len(features.image), context.global_size)
+        return info_nce(Pairs.gathered(features.image, features.text, counts), features.logit_scale.item(), self.tile)
 
 
 class LocalInfoNCE(Objective):
@@ -57,8 +57,7 @@ class LocalInfoNCE(Objective):
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "InfoNCE")
-        b = len(features.image)
-        pairs = Pairs.gathered(features.image, features.text, Shares.alone(b))
-        out = info_nce(pairs, features.logit_scale.item(), self.tile)
-        part = b / (context.global_size or b)
+        I, T = features.image, features.text
+        out = info_nce(Pairs(I, T, I, T), features.logit_scale.item(), self.tile)
+        part = len(I) / (context.global_size or len(I))
         return LossOutput(out.loss * part, out.d_image * part, out.d_text * part, out.d_logit_scale * part)

@@ -6,43 +6,33 @@ random in a model does. Without replay the gradient is wrong by half and biased,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class RngState:
-    """torch's generators: the CPU's, and that of the device the model runs on, whatever its type."""
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Of torch's generators, uint8: the CPU's, and that of the device the model runs on, whatever its type.
 
-    cpu: Tensor  # uint8
-    device: Tensor | None  # uint8; None where the model runs on the CPU
-    where: torch.device
-
-    @classmethod
-    def capture(cls, device: torch.device) -> RngState:
-        """ValueError for a device whose generator cannot be read: its dropout could not be replayed."""
-        if device.type in ("cpu", "meta"):
-            return cls(torch.get_rng_state(), None, device)
+    ValueError for a device whose generator cannot be read: its dropout could not be replayed.
+    """
+    state = {"rng.cpu": torch.get_rng_state()}
+    if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
         if not hasattr(module, "get_rng_state"):
             raise ValueError(f"torch.{device.type} has no get_rng_state: the second pass would draw other masks")
-        # MPS has one device, and takes none
-        state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-        return cls(torch.get_rng_state(), state, device)
+        state["rng.device"] = module.get_rng_state(*_which(device))
+    return state
 
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            module = torch.get_device_module(self.where)
-            module.set_rng_state(self.device, *(() if self.where.type == "mps" else (self.where,)))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
-        return {"rng.cpu": self.cpu} | ({"rng.device": self.device} if self.device is not None else {})
+def restore_rng(state: dict[str, Tensor], device: torch.device) -> None:
+    """On another kind of device than the state is of, the CPU's alone."""
+    torch.set_rng_state(state["rng.cpu"])
+    if "rng.device" in state and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["rng.device"], *_which(device))
 
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], device: torch.device) -> RngState:
-        on_device = tensors.get("rng.device") if device.type != "cpu" else None
-        return cls(tensors["rng.cpu"], on_device, device)
+
+def _which(device: torch.device) -> tuple[Any, ...]:
+    """MPS has one device, and takes none."""
+    return () if device.type == "mps" else (device,)

@@ -13,6 +13,7 @@ other, so one tiled pass gives value and gradient. Two ways to let every image m
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Literal
 
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.contrastive.exchange import Pairs, Shares
+from clip_train.contrastive.exchange import Pairs, share_counts
 from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective
-from clip_train.contrastive.softmax import cols_of, rows_of, softplus
-from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, add_sigmoid_gradient, row_dots
+from clip_train.contrastive.softmax import softplus
+from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, row_dots
 from clip_train.protocols import Features
 
 
@@ -42,21 +43,21 @@ class SigmoidLoss(Objective):
                 "loss.kind (sigmoid) needs a model with a logit_bias, and this one has none; "
                 "set model.init_logit_bias=-10 model.init_logit_scale=2.3026"
             )
-        shares = Shares.of(len(I), context.global_size)
-        N, scale, bias = shares.total, features.logit_scale.item(), logit_bias.item()
+        counts = share_counts(len(I), context.global_size)
+        N, scale, bias = sum(counts), features.logit_scale.item(), logit_bias.item()
         dtype = accumulation_dtype(I, T)
 
         positive = row_dots(I, T) * scale + bias  # [n], float64
         at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
         along = (at_positive * (scale / N)).to(dtype)[:, None]
         d_image, d_text = T.to(dtype) * along, I.to(dtype) * along  # the positives' part; the tiled passes add to it
-        tiled_pass = partial(add_sigmoid_gradient, scale=scale, bias=bias, weight=scale / N, side=self.tile)
-        if self.exchange == "ring" or dist.world_size() == 1:
-            value, slope = _round(tiled_pass, I, T, d_image, d_text, shares)
+        tiled_pass = partial(_tiled_pass, scale=scale, bias=bias, weight=scale / N, side=self.tile)
+        if self.exchange == "ring" or len(counts) == 1:
+            value, slope = _round(tiled_pass, I, T, d_image, d_text, counts)
         else:
-            pairs = Pairs.gathered(I, T, shares)
-            value, slope = tiled_pass(d_image, None, rows_of(pairs))
-            tiled_pass(d_text, None, cols_of(pairs), with_sums=False)
+            pairs = Pairs.gathered(I, T, counts)
+            value, slope = tiled_pass(d_image, None, pairs.rows)
+            tiled_pass(d_text, None, pairs.cols, with_sums=False)
 
         loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
         # z is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
@@ -65,23 +66,41 @@ class SigmoidLoss(Objective):
         return LossOutput(loss, d_image, d_text, d_scale, d_bias)
 
 
-def _round(
-    tiled_pass: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, shares: Shares
-) -> tuple[Tensor, Tensor]:
+def _tiled_pass(
+    dA: Tensor, dB: Tensor | None, block: Block, *, scale: float, bias: float, weight: float, side: int,
+    with_sums: bool = True,
+) -> Tensor:  # fmt: skip
+    """`dA += weight * G B`, if asked `dB += weight * G^T A`, with `G = sigmoid(S + bias)` on the negatives.
+
+    Returns the sums of `softplus(S + bias)` and of G over them, float64 [2] (zeros without `with_sums`).
+    """
+    sums = block.A.new_zeros(2, dtype=torch.float64)
+    zero = block.A.new_zeros((), dtype=block.dtype)
+    for rows, cols, S, G in block.logits(scale, bias, side):
+        block.fill(rows, cols, S, -torch.inf)  # adds nothing to either sum, and its gradient is zero
+        torch.sigmoid(S, out=G)
+        if with_sums:
+            sums[1] += G.sum()
+            sums[0] += torch.logaddexp(S, zero, out=S).sum()  # softplus; torch's own turns linear at 20
+        block.add_products(rows, cols, G, weight, dA, dB)
+    return sums
+
+
+def _round(tiled_pass: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, counts: list[int]) -> Tensor:
     """Every rank's texts visit this rank's images; `d_text` travels with them, and ends as the gradient of `T`."""
     W, here = dist.world_size(), dist.rank()
+    first = list(itertools.accumulate(counts, initial=0))  # of every rank
     texts, gradient = T, d_text
-    value, slope = (I.new_zeros((), dtype=torch.float64) for _ in range(2))
+    sums = I.new_zeros(2, dtype=torch.float64)
     for hop in range(W):
         owner = (here - hop) % W
-        next_rows = shares.counts[(owner - 1) % W]
+        next_rows = counts[(owner - 1) % W]
         incoming = dist.pass_on(texts, next_rows) if hop < W - 1 else None  # on its way while we compute
-        v, g = tiled_pass(d_image, gradient, Block(I, texts, shares.first(), shares.first(owner)))
-        value, slope = value + v, slope + g
+        sums += tiled_pass(d_image, gradient, Block(I, texts, first[here], first[owner]))
         if W > 1:
-            gradient = dist.pass_on(gradient, next_rows).wait()  # the last hop brings our own home
+            gradient = dist.pass_on(gradient, next_rows)()  # the last hop brings our own home
         if incoming is not None:
-            texts = incoming.wait()
+            texts = incoming()
     if gradient is not d_text:
         d_text.copy_(gradient)
-    return value, slope
+    return sums

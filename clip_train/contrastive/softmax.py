@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from clip_train.contrastive.exchange import Pairs
-from clip_train.contrastive.tiles import (
-    Block,
-    accumulation_dtype,
-    add_softmax_gradient,
-    exp_sums,
-    row_dots,
-    row_logsumexp,
-)
+from clip_train.contrastive.tiles import Block, accumulation_dtype, exp_sums, row_dots, row_logsumexp
 
 HEADROOM = 60.0  # exponents may reach +60: e^60 times a million columns is still far below float32's e^88
 SMALLEST_SUM = 1e-28  # of exponentials: below it, terms that matter may have underflowed
@@ -37,10 +29,12 @@ class Softmaxes:
     """Of R rows and R columns, of which row x and column x are a pair; vectors are float64 [R]."""
 
     scale: float
+    side: int  # of the tiles
     positive: Tensor  # S_xx
     row_gap: Tensor  # log-sum-exp over the negatives of row x, minus S_xx: 1 - p_xx is its sigmoid
     col_gap: Tensor  # of column x
-    shift: float | None  # see `add_softmax_gradient`
+    shift: float | None  # one that leaves every sum of exponentials with its digits; None: there is none
+    size: int  # rows and columns of S: beyond R they are negatives only
 
     @classmethod
     def over(
@@ -52,10 +46,10 @@ class Softmaxes:
         side: int,
         sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> Softmaxes:
-        """rows: this rank's blocks of S; over all ranks they hold every negative of every pair once. cols: of S^T.
+        """rows: this rank's blocks of S; over all ranks they hold every negative of every pair once, a row's all
+        in one. cols: of S^T.
 
-        B of every block is the same on all ranks. S may have more rows and columns than `positive` has entries:
-        they are negatives only.
+        B of every block is the same on all ranks. S may have more rows and columns than `positive` has entries.
         """
         shift = _stabiliser(rows, cols, scale)
         R, size = len(positive), max(block.cols.stop for block in rows)
@@ -66,22 +60,20 @@ class Softmaxes:
             sums[1, block.cols] += col_sums
         sums = sum_over_ranks(sums)[:, :R]  # one collective: a row's sum is zero on all ranks but its own
         if sums.min().item() > SMALLEST_SUM:  # all ranks see the same sums, so they take the same branch
-            lse = sums.log() + shift
-            return cls(scale, positive, lse[0] - positive, lse[1] - positive, shift)
-        sums = positive.new_zeros((2, size))
-        for direction, blocks in enumerate((rows, cols)):
-            lse = positive.new_full((size,), -torch.inf)
-            for block in blocks:
-                lse[block.rows] = torch.logaddexp(lse[block.rows], row_logsumexp(block, scale, side).double())
-                sums[direction, block.rows] = lse[block.rows]
-        lse = sum_over_ranks(sums)[:, :R]
-        return cls(scale, positive, lse[0] - positive, lse[1] - positive, None)
+            lse, good = sums.log() + shift, shift
+        else:
+            lse, good = positive.new_zeros((2, size)), None
+            for direction, blocks in enumerate((rows, cols)):
+                for block in blocks:
+                    lse[direction, block.rows] = row_logsumexp(block, scale, side).double()
+            lse = sum_over_ranks(lse)[:, :R]
+        return cls(scale, side, positive, lse[0] - positive, lse[1] - positive, good, size)
 
     @classmethod
     def of(cls, pairs: Pairs, scale: float, side: int) -> Softmaxes:
         """Of a batch: every other sample is a negative."""
         positive = row_dots(pairs.image_all, pairs.text_all) * scale
-        return cls.over([rows_of(pairs)], [cols_of(pairs)], positive, scale, side, pairs.shares.sum)
+        return cls.over([pairs.rows], [pairs.cols], positive, scale, side, pairs.sum)
 
     def loss(self) -> Tensor:
         """The mean cross-entropy of both directions, []."""
@@ -92,23 +84,37 @@ class Softmaxes:
         """2 - p_xx - p'_xx: minus the loss's derivative by S_xx, but for its factor."""
         return self.row_gap.sigmoid() + self.col_gap.sigmoid()
 
-    @property
-    def row_lse(self) -> Tensor:
-        return self.positive + softplus(self.row_gap)
+    def _lse(self, gap: Tensor) -> Tensor:
+        """[size], positives included; a row or column that has no positive has no softmax."""
+        beyond = gap.new_full((self.size - len(gap),), torch.inf)
+        return torch.cat([self.positive + softplus(gap), beyond])
 
-    @property
-    def col_lse(self) -> Tensor:
-        return self.positive + softplus(self.col_gap)
+    def add_gradient(
+        self, dA: Tensor, dB: Tensor | None, block: Block, weight: float, *, transposed: bool = False,
+        values: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`dA += weight * G B` and, if asked, `dB += weight * G^T A`, `G = P + P'` on the negatives, else zero.
 
-
-def rows_of(pairs: Pairs) -> Block:
-    """This rank's images against all texts."""
-    return Block(pairs.image, pairs.text_all, pairs.shares.first())
-
-
-def cols_of(pairs: Pairs) -> Block:
-    """This rank's texts against all images."""
-    return Block(pairs.text, pairs.image_all, pairs.shares.first())
+        P and P' are the softmaxes over rows and columns. transposed: the block is one of S^T. values: stand for A and
+        B in the two products, as in attention. With a `shift` one exponential per entry serves both terms; without,
+        each takes its own, and any logits are safe.
+        """
+        row_lse, col_lse = self._lse(self.row_gap), self._lse(self.col_gap)
+        if transposed:
+            row_lse, col_lse = col_lse, row_lse
+        row_lse, col_lse, shift = row_lse[block.rows], col_lse[block.cols], self.shift
+        if shift is not None:
+            row_lse, col_lse = (shift - row_lse).exp(), (shift - col_lse).exp()  # factors
+        of_rows, of_cols = row_lse.to(block.dtype)[:, None], col_lse.to(block.dtype)[None]
+        for rows, cols, S, G in block.logits(self.scale, -(shift or 0.0), self.side):
+            if shift is not None:
+                torch.add(of_rows[rows], of_cols[:, cols], out=G)
+                G.mul_(S.exp_())
+            else:
+                torch.sub(S, of_rows[rows], out=G).exp_()
+                G.add_(S.sub_(of_cols[:, cols]).exp_())
+            block.fill(rows, cols, G, 0.0)
+            block.add_products(rows, cols, G, weight, dA, dB, values)
 
 
 def _stabiliser(rows: list[Block], cols: list[Block], scale: float) -> float:
@@ -121,22 +127,20 @@ def _stabiliser(rows: list[Block], cols: list[Block], scale: float) -> float:
 
 
 def add_cross_entropy_gradient(
-    d_image: Tensor, d_text: Tensor, pairs: Pairs, softmaxes: Softmaxes, weight: float, side: int,
-    values: Pairs | None = None,
-) -> None:  # fmt: skip
+    d_image: Tensor, d_text: Tensor, pairs: Pairs, softmaxes: Softmaxes, weight: float, values: Pairs | None = None
+) -> None:
     """Add `weight * (P + P' - 2) T` and its like for the texts; P, P' are the softmaxes over rows and columns.
 
     weight = s / 2N makes it the gradient of `softmaxes.loss()`. values: whose features stand for I and T in the
     products; by default `pairs`.
     """
-    of, own = values or pairs, pairs.shares.own
+    of, own = values or pairs, pairs.own
     along = (softmaxes.missing[own, None] * -weight).to(d_image.dtype)  # [n, 1]
     d_image.addcmul_(of.text.to(d_image.dtype), along)
     d_text.addcmul_(of.image.to(d_image.dtype), along)
-    tiled_pass = partial(add_softmax_gradient, scale=softmaxes.scale, weight=weight, shift=softmaxes.shift, side=side)
-    row_lse, col_lse = softmaxes.row_lse, softmaxes.col_lse
-    if not pairs.shares.divided:  # the same tile serves both sides, 8 N^2 D flops in all
-        tiled_pass(d_image, d_text, rows_of(pairs), row_lse=row_lse, col_lse=col_lse, values=(of.image, of.text))
+    add = softmaxes.add_gradient
+    if not pairs.divided:  # the same tile serves both sides, 8 N^2 D flops in all
+        add(d_image, d_text, pairs.rows, weight, values=(of.image, of.text))
     else:  # 10 n N D flops, and no collective
-        tiled_pass(d_image, None, rows_of(pairs), row_lse=row_lse, col_lse=col_lse, values=(of.image, of.text_all))
-        tiled_pass(d_text, None, cols_of(pairs), row_lse=col_lse, col_lse=row_lse, values=(of.text, of.image_all))
+        add(d_image, None, pairs.rows, weight, values=(of.image, of.text_all))
+        add(d_text, None, pairs.cols, weight, values=(of.text, of.image_all), transposed=True)

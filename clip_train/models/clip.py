@@ -1,21 +1,24 @@
-"""CLIP: two towers, a temperature, and for the sigmoid loss a bias. `b` samples, `D` features."""
+"""CLIP: two towers, a temperature, and for the sigmoid loss a bias. `b` samples of `L` tokens, `D` features."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from clip_train.models.blocks import constant, new_parameter
-from clip_train.models.config import Architecture
-from clip_train.models.text import TextTower
+from clip_train.models.blocks import Block, Transformer, normal_parameter
+from clip_train.models.config import Architecture, TowerConfig
+from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.vision import VisionTower
 
 Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
-class CLIP(TextTower):
-    """Parameters are named as in OpenCLIP; `logit_scale` is [1], which every engine can share out."""
+class CLIP(nn.Module):
+    """Parameters are named as in OpenCLIP, the text tower's at the root; `logit_scale` is [1], which every engine can
+    share out. They are drawn from torch's generator as OpenCLIP draws them."""
 
     def __init__(
         self,
@@ -26,17 +29,41 @@ class CLIP(TextTower):
         activation_checkpointing: bool = False,
     ) -> None:
         """`patch_dropout` None: as the architecture says."""
-        super().__init__(architecture, dropout=dropout, activation_checkpointing=activation_checkpointing)
+        super().__init__()
         self.architecture = architecture
+        cfg, quick_gelu = architecture.text_cfg, architecture.quick_gelu
+        self.context_length = cfg.context_length
+        self.positional_embedding = normal_parameter(cfg.context_length, cfg.width, std=0.01)
+        self.text_projection = normal_parameter(cfg.width, architecture.embed_dim, std=cfg.width**-0.5)
+        blocks = (
+            Block(cfg, causal=True, quick_gelu=quick_gelu, dropout=dropout, dropout_id=TEXT_DROPOUT_ID + 2 * i)
+            for i in range(cfg.layers)
+        )
+        self.transformer = Transformer(blocks, activation_checkpointing)
+        self.token_embedding = nn.Embedding(cfg.vocab_size, cfg.width)
+        self.ln_final = nn.LayerNorm(cfg.width)
+        self._draw_text_tower()
         self.visual = VisionTower(
             architecture,
             dropout=dropout,
             patch_dropout=architecture.vision_cfg.patch_dropout if patch_dropout is None else patch_dropout,
             activation_checkpointing=activation_checkpointing,
         )
-        self.logit_scale = new_parameter((1,), constant(architecture.init_logit_scale))
+        self.logit_scale = nn.Parameter(torch.full((1,), architecture.init_logit_scale))
         bias = architecture.init_logit_bias
-        self.logit_bias = None if bias is None else new_parameter((1,), constant(bias))
+        self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), bias))
+
+    def _draw_text_tower(self) -> None:
+        """What OpenCLIP does not leave at torch's initialisation."""
+        cfg = self.architecture.text_cfg
+        projection = cfg.width**-0.5 * (2 * cfg.layers) ** -0.5
+        nn.init.normal_(self.token_embedding.weight, std=0.02)
+        block: Any
+        for block in self.transformer.resblocks:
+            nn.init.normal_(block.attn.in_proj_weight, std=cfg.width**-0.5)
+            nn.init.normal_(block.attn.out_proj.weight, std=projection)
+            nn.init.normal_(block.mlp.c_fc.weight, std=(2 * cfg.width) ** -0.5)
+            nn.init.normal_(block.mlp.c_proj.weight, std=projection)
 
     def forward(
         self, images: Tensor | None = None, texts: Tensor | None = None, sample_seeds: Tensor | None = None
@@ -64,6 +91,14 @@ class CLIP(TextTower):
         bias = None if self.logit_bias is None else at_least_float32(self.logit_bias.clone())
         return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
 
+    def _text_features(self, texts: Tensor, sample_seeds: Tensor | None) -> Tensor:
+        """int64 [b, L], int64 [b] -> [b, D]; L may be less than the context: padding that all texts share."""
+        if texts.ndim != 2 or not 1 <= texts.shape[1] <= self.context_length:
+            raise ValueError(f"texts must be at most [b, {self.context_length}], not {list(texts.shape)}")
+        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [b, L, width]
+        end = texts.argmax(dim=-1)  # the end-of-text token has the highest id
+        return self.ln_final(self.transformer(x, sample_seeds, end)) @ self.text_projection
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
@@ -79,20 +114,17 @@ def flops_per_sample(architecture: Architecture, patch_dropout: float = 0.0) -> 
     """Floating point operations of one image and one text going forward: products only, 2 for each MAC.
 
     Causal attention counts in full, as is the custom, and so does the padding behind a text, which the model may be
-    spared. Of the last blocks only what is computed counts (`OneToken`). A step costs 3 of these for each sample,
+    spared. Of the last blocks only what is computed counts: one token. A step costs 3 of these for each sample,
     and one more for each time the sample goes forward again.
     """
     vision, text = architecture.vision_cfg, architecture.text_cfg
-    tokens = 1 + vision.kept_patches(patch_dropout)
     patches = 2.0 * vision.num_patches * 3 * vision.patch_size**2 * vision.width
-    blocks = _blocks_flops(vision.layers, tokens, vision.width, vision.mlp_width)
-    blocks += _blocks_flops(text.layers, text.context_length, text.width, text.mlp_width)
-    projections = 2.0 * (vision.width + text.width) * architecture.embed_dim
-    return patches + blocks + projections
+    blocks = _blocks_flops(vision, 1 + vision.kept_patches(patch_dropout)) + _blocks_flops(text, text.context_length)
+    return patches + blocks + 2.0 * (vision.width + text.width) * architecture.embed_dim
 
 
-def _blocks_flops(layers: int, tokens: int, width: int, mlp_width: int) -> float:
-    keys_values = 2.0 * tokens * 2 * width * width
+def _blocks_flops(cfg: TowerConfig, tokens: int) -> float:
+    keys_values = 2.0 * tokens * 2 * cfg.width**2
     # for each token that asks: query, output, MLP; scores, and their product with the values
-    asking = 2.0 * (2 * width * width + 2 * width * mlp_width) + 2.0 * 2 * tokens * width
-    return layers * keys_values + ((layers - 1) * tokens + 1) * asking
+    asking = 2.0 * (2 * cfg.width**2 + 2 * cfg.width * cfg.mlp_width) + 2.0 * 2 * tokens * cfg.width
+    return cfg.layers * keys_values + ((cfg.layers - 1) * tokens + 1) * asking

@@ -6,94 +6,45 @@ import difflib
 import json
 import math
 import os
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from clip_train.errors import UserError
-from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
+from clip_train.settings import Allowed, Refused, Settings, clipped, explain
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
-# Keys of OpenCLIP's schema that this model does not implement, with the value at which they change
-# nothing. Another value is refused by name: a silently ignored key is another model than was asked for.
-_CUSTOM_BLOCK: dict[str, Any] = {
-    "ls_init_value": None,
-    "final_ln_after_pool": False,
-    "output_tokens": False,
-    "act_kwargs": None,
-    "norm_kwargs": None,
-    "block_type": None,
-    "qk_norm": False,
-    "scaled_cosine_attn": False,
-    "scale_heads": False,
-    "scale_attn_inner": False,
-    "scale_attn": False,
-    "scale_fc": False,
-}
-_NOT_IMPLEMENTED: dict[str, dict[str, Any]] = {
-    "": {"custom_text": False, "nonscalar_logit_scale": False, "output_dict": False, "multimodal_cfg": None},
-    "vision_cfg": {
-        **_CUSTOM_BLOCK,
-        "attentional_pool": False,
-        "attn_pooler_queries": 256,
-        "attn_pooler_heads": 8,
-        "no_ln_pre": False,
-        "pos_embed_type": "learnable",
-        "pool_type": "tok",
-        "timm_model_name": None,
-        "timm_model_pretrained": False,
-        "timm_pool": "avg",
-        "timm_proj": "linear",
-        "timm_proj_bias": False,
-        "timm_drop": 0.0,
-        "timm_drop_path": None,
-    },
-    "text_cfg": {
-        **_CUSTOM_BLOCK,
-        "hf_tokenizer_name": None,
-        "tokenizer_mode": None,
-        "tokenizer_kwargs": None,
-        "embed_cls": False,
-        "pad_id": 0,
-        "eos_id": 2,
-        "no_causal_mask": False,
-        "pool_type": "argmax",
-        "proj_bias": False,
-        "proj_type": "linear",
-        "hf_model_name": None,
-        "hf_model_pretrained": True,
-        "hf_proj_type": "mlp",
-        "hf_pooler_type": "mean_pooler",
-    },
-}
+# Of keys that these towers do not have, the values besides null, false and 0 at which they change nothing.
+NEUTRAL = {"pool_type": ("tok", "argmax"), "pos_embed_type": ("learnable",), "proj_type": ("linear",), "eos_id": (2,)}
+PRESETS = Path(__file__).parent / "presets"
 
 
 class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class VisionConfig(_Schema):
+class _Tower(_Schema):
+    layers: PositiveInt = 12  # blocks
+    width: PositiveInt = 512  # of the residual stream
+    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP, as a multiple of `width`
+
+    @property
+    def mlp_width(self) -> int:
+        return int(self.width * self.mlp_ratio)
+
+
+class VisionConfig(_Tower):
     """`vision_cfg` of OpenCLIP's schema: a vision transformer."""
 
-    image_size: int = Field(224, gt=0)
-    """Side of the square image, in pixels."""
-    layers: int = Field(12, gt=0)
-    """Number of blocks."""
-    width: int = Field(768, gt=0)
-    """Width of the residual stream."""
-    head_width: int = Field(64, gt=0)
-    """Width of one attention head."""
-    mlp_ratio: float = Field(4.0, gt=0)
-    """Hidden width of the MLP, as a multiple of `width`."""
-    patch_size: int = Field(16, gt=0)
-    """Side of a patch, in pixels."""
-    patch_dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the patches left out in training."""
+    image_size: PositiveInt = 224  # side of the square image, in pixels
+    width: PositiveInt = 768
+    head_width: PositiveInt = 64  # of one attention head
+    patch_size: PositiveInt = 16  # side of a patch, in pixels
+    patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
 
     @model_validator(mode="after")
     def _divides(self) -> VisionConfig:
@@ -108,10 +59,6 @@ class VisionConfig(_Schema):
         return self.width // self.head_width
 
     @property
-    def mlp_width(self) -> int:
-        return int(self.width * self.mlp_ratio)
-
-    @property
     def num_patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
 
@@ -120,21 +67,12 @@ class VisionConfig(_Schema):
         return max(1, int(self.num_patches * (1 - patch_dropout)))
 
 
-class TextConfig(_Schema):
+class TextConfig(_Tower):
     """`text_cfg` of OpenCLIP's schema: a causal transformer, read at the end-of-text token."""
 
-    context_length: int = Field(77, gt=0)
-    """Number of tokens, start and end of text included."""
-    vocab_size: int = Field(49408, gt=0)
-    """Number of token ids; the highest of a text is its end."""
-    width: int = Field(512, gt=0)
-    """Width of the residual stream."""
-    heads: int = Field(8, gt=0)
-    """Number of attention heads."""
-    layers: int = Field(12, gt=0)
-    """Number of blocks."""
-    mlp_ratio: float = Field(4.0, gt=0)
-    """Hidden width of the MLP, as a multiple of `width`."""
+    context_length: PositiveInt = 77  # tokens, start and end of text included
+    vocab_size: PositiveInt = 49408  # token ids; the highest of a text is its end
+    heads: PositiveInt = 8  # attention heads
 
     @model_validator(mode="after")
     def _divides(self) -> TextConfig:
@@ -142,38 +80,27 @@ class TextConfig(_Schema):
             raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
         return self
 
-    @property
-    def mlp_width(self) -> int:
-        return int(self.width * self.mlp_ratio)
+
+TowerConfig = VisionConfig | TextConfig
 
 
 class Architecture(_Schema):
     """Both towers, in OpenCLIP's schema, and the pixel statistics that the weights expect."""
 
-    embed_dim: int = Field(gt=0)
-    """D, the width of the features."""
+    embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionConfig
     text_cfg: TextConfig
-    quick_gelu: bool = False
-    """`x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU."""
-    init_logit_scale: float = math.log(1 / 0.07)
-    """Logarithm of the factor on the cosines at the start."""
-    init_logit_bias: float | None = None
-    """Bias on the logits at the start (SigLIP: -10); none: the model has no such parameter."""
+    quick_gelu: bool = False  # `x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU
+    init_logit_scale: float = math.log(1 / 0.07)  # logarithm of the factor on the cosines at the start
+    init_logit_bias: float | None = None  # on the logits at the start (SigLIP: -10); None: there is no such parameter
+    # Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: they are in `preprocess_cfg`.
     image_mean: tuple[float, float, float] = IMAGE_MEAN
-    """Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: it is in `preprocess_cfg`."""
     image_std: tuple[float, float, float] = IMAGE_STD
-    """Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: it is in `preprocess_cfg`."""
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
-        out = self.model_dump(exclude={"image_mean", "image_std"})
-        if not self.vision_cfg.patch_dropout:
-            del out["vision_cfg"]["patch_dropout"]
-        for key in ("quick_gelu", "init_logit_scale", "init_logit_bias"):
-            if out[key] == Architecture.model_fields[key].default:
-                del out[key]
-        return out
+        own = self.model_dump(exclude={"image_mean", "image_std"}, exclude_defaults=True)
+        return own | {"vision_cfg": self.vision_cfg.model_dump(), "text_cfg": self.text_cfg.model_dump()}
 
     def preprocess_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `preprocess_cfg`."""
@@ -249,7 +176,7 @@ class ModelConfig(Settings):
 
 def preset_names() -> list[str]:
     """The names that `load_architecture` knows."""
-    return sorted(f.name[: -len(".json")] for f in _presets().iterdir() if f.name.endswith(".json"))
+    return sorted(file.stem for file in PRESETS.glob("*.json"))
 
 
 def load_architecture(name: str) -> Architecture:
@@ -257,27 +184,20 @@ def load_architecture(name: str) -> Architecture:
 
     Raises UserError where the name is unknown or the JSON asks for what this model does not implement.
     """
-    if name in preset_names():
-        return parse_architecture(json.loads((_presets() / f"{name}.json").read_text()), f"preset {name}")
-    path = Path(name).expanduser()
+    known = preset_names()
+    path = PRESETS / f"{name}.json" if name in known else Path(name).expanduser()
     if os.path.isfile(path / "open_clip_config.json"):  # unlike Path's, these take any text
         path = path / "open_clip_config.json"
     if os.path.isfile(path):
         try:
-            content = json.loads(path.read_text())
-        except ValueError as e:
-            raise UserError(f"model.name: {name} is not JSON: {e}; mend the file") from e
-        return parse_architecture(content, name)
-    known = preset_names()
-    if path.suffix == ".json" or "/" in name:
-        raise UserError(
-            f"model.name ({clipped(name)}): there is no such file; correct the path, or name one of {', '.join(known)}"
-        )
+            return parse_architecture(json.loads(path.read_text()), str(path))
+        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
     by_lower = {k.lower(): k for k in known}
     near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name: unknown model {shown(name)}{hint} known: {', '.join(known)}, "
+        f"model.name ({clipped(name)}): there is no such preset or file{hint} known: {', '.join(known)}, "
         "or the path of a JSON file in OpenCLIP's schema"
     )
 
@@ -288,53 +208,28 @@ def parse_architecture(content: Any, source: str) -> Architecture:
         raise UserError(f"{source}: expected an object in OpenCLIP's schema, found {type(content).__name__}")
     preprocess: dict[str, Any] = {}
     if "model_cfg" in content:
-        preprocess = content.get("preprocess_cfg") or {}
-        content = content["model_cfg"]
-    problems: list[str] = []
-    cleaned = _drop_defaults(content, "", problems)
-    for tower in ("vision_cfg", "text_cfg"):
+        content, preprocess = content["model_cfg"], content.get("preprocess_cfg") or {}
+    cleaned = _without_neutral(content, Architecture)
+    for tower, schema in (("vision_cfg", VisionConfig), ("text_cfg", TextConfig)):
         if isinstance(cleaned.get(tower), dict):
-            cleaned[tower] = _drop_defaults(cleaned[tower], tower, problems)
-    for ours, theirs in (("image_mean", "mean"), ("image_std", "std")):
-        if theirs in preprocess:
-            cleaned[ours] = tuple(preprocess[theirs])
+            cleaned[tower] = _without_neutral(cleaned[tower], schema)
+    cleaned |= {f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if key in preprocess}
     try:
-        architecture = Architecture.model_validate(cleaned)
+        return Architecture.model_validate(cleaned)
     except ValidationError as e:
-        for line in explain(e, Architecture, cleaned, unknown=_nearest, within="file"):
-            if not any(p.startswith(f"{line.split()[0]} ") for p in problems):
-                problems.append(line)
-        raise UserError(f"{source}: " + "; ".join(problems)) from None
-    if problems:
-        raise UserError(f"{source}: " + "; ".join(problems))
-    return architecture
+        lines = explain(e, Architecture, cleaned, unknown=_nearest, within="file")
+        raise UserError(f"{source}: " + "; ".join(lines)) from None
 
 
-def _drop_defaults(section: dict[str, Any], name: str, problems: list[str]) -> dict[str, Any]:
-    """`section` without the keys that change nothing; those that would are written to `problems`."""
-    out = {}
-    for key, value in section.items():
-        if key not in _NOT_IMPLEMENTED[name]:
-            out[key] = value
-        elif value != _NOT_IMPLEMENTED[name][key]:
-            where = f"{name}.{key}" if name else key
-            problems.append(
-                f"{where} = {value!r} is not implemented here (only {_NOT_IMPLEMENTED[name][key]!r}): "
-                "the towers are OpenCLIP's plain ViT and text transformer"
-            )
-    if name == "vision_cfg" and isinstance(out.get("layers"), list):
-        problems.append("vision_cfg.layers is a list, which means a ResNet: only vision transformers are implemented")
-        out["layers"] = 1
-    return out
+def _without_neutral(section: dict[str, Any], schema: type[_Schema]) -> dict[str, Any]:
+    """A silently ignored key would be another model than was asked for: the others are left, to be refused."""
+    known = schema.model_fields
+    return {key: v for key, v in section.items() if key in known or (v and v not in NEUTRAL.get(key, ()))}
 
 
 def _nearest(where: str) -> str:
+    """What a key may mean that the towers do not have."""
     section, _, key = where.rpartition(".")
     schemas: dict[str, type[_Schema]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
-    fields = schemas.get(section, Architecture).model_fields
-    near = difflib.get_close_matches(key, list(fields), n=1)
-    return f"did you mean {near[0]}?" if near else f"those of OpenCLIP's schema are {', '.join(fields)}"
-
-
-def _presets() -> Any:
-    return resources.files("clip_train.models") / "presets"
+    near = difflib.get_close_matches(key, list(schemas.get(section, Architecture).model_fields), n=1)
+    return f"did you mean {near[0]}?" if near else "not implemented in OpenCLIP's plain ViT and text transformer"

@@ -10,6 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+# Streams of random bits: each use of them in the model has an id of its own.
+PATCH_DROPOUT_ID = 1
+VISION_DROPOUT_ID = 1 << 16
+TEXT_DROPOUT_ID = 2 << 16
+
 # splitmix64 (Steele, Lea and Flood, 2014), its unsigned constants written as int64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _INVERSE = 0xF1DE83E19937733D - 2**64  # of _GAMMA: their product is 1, modulo 2^64
@@ -37,27 +42,22 @@ def random_bits(sample_seeds: Tensor, layer_id: int | Tensor, count: int, first:
 
 
 def _seeds_for(sample_seeds: Tensor | None, batch: int, what: str) -> Tensor:
-    if sample_seeds is None:
+    if sample_seeds is None or sample_seeds.shape != (batch,):
         raise ValueError(f"{what} needs sample_seeds in training: int64 [{batch}], one for each sample")
-    if sample_seeds.shape != (batch,):
-        raise ValueError(f"sample_seeds must be [{batch}], one for each sample, not {list(sample_seeds.shape)}")
     return sample_seeds
 
 
 class SampleDropout(nn.Module):
-    """Zeroes elements with probability `p` (in steps of 1/65536) and scales the others to keep the mean."""
+    """Zeroes elements with probability `p` in [0, 1) (in steps of 1/65536) and scales the others to keep the mean."""
 
     def __init__(self, p: float, layer_id: int) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"dropout must be in [0, 1), not {p}")
-        self.p = p
         # A tensor, for torch.compile would make a graph for each int; not a buffer: it stays on the CPU.
         self.layer_id = torch.tensor(layer_id, device="cpu")
         self.dropped = min(round(p * 65536), 65535)  # of the 65536 values that 16 bits can have
 
     def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None) -> Tensor:
-        """[b, ...], int64 [b] -> [b, ...]. With `token`, int64 [b], x [b, width] is that token alone of each
+        """[b, ...], int64 [b] -> [b, ...]. With `token`, int64 [b], x [b, 1, width] is that token alone of each
         sample's [L, width], and gets the mask that it would get among the others."""
         if self.dropped == 0 or not self.training:
             return x
@@ -73,17 +73,12 @@ class SampleDropout(nn.Module):
         keep = (bits >= self.dropped - 32768).view(x.shape)
         return torch.where(keep, x * (65536 / (65536 - self.dropped)), 0.0)
 
-    def extra_repr(self) -> str:
-        return f"p={self.p}, layer_id={self.layer_id.item()}"
-
 
 class PatchDropout(nn.Module):
     """Keeps `max(1, int(T (1 - p)))` of T patches, and always the class token (FLIP, 2212.00794)."""
 
     def __init__(self, p: float, layer_id: int) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"patch_dropout must be in [0, 1), not {p}")
         self.p, self.layer_id = p, layer_id
 
     def forward(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor:
@@ -97,6 +92,3 @@ class PatchDropout(nn.Module):
         patches = random_bits(seeds, self.layer_id, num_patches).topk(keep, dim=1).indices.sort(dim=1).values
         patches = patches[:, :, None].expand(-1, -1, x.shape[2])
         return torch.cat([x[:, :1], x[:, 1:].gather(1, patches)], dim=1)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, layer_id={self.layer_id}"

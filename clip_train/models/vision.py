@@ -5,68 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from clip_train.models.blocks import (
-    BlockInit,
-    LayerNorm,
-    OneToken,
-    Transformer,
-    fill_parameter,
-    new_parameter,
-    normal,
-    uniform,
-)
+from clip_train.models.blocks import Block, Transformer, normal_parameter
 from clip_train.models.config import Architecture
-from clip_train.models.dropout import PatchDropout
-
-# Streams of random bits: each use of them in the model has an id of its own.
-PATCH_DROPOUT_ID = 1
-VISION_DROPOUT_ID = 1 << 16
-TEXT_DROPOUT_ID = 2 << 16
-
-
-class PatchEmbedding(nn.Conv2d):
-    """Non-overlapping patches -> vectors, at torch's default initialisation."""
-
-    def reset_parameters(self) -> None:
-        fan_in = self.in_channels * self.kernel_size[0] * self.kernel_size[1]
-        fill_parameter(self.weight, uniform(fan_in**-0.5))
+from clip_train.models.dropout import PATCH_DROPOUT_ID, VISION_DROPOUT_ID, PatchDropout
 
 
 class VisionTower(nn.Module):
-    """Pixels to features that are not yet normalised."""
+    """Pixels to features that are not yet normalised. OpenCLIP leaves blocks and patches at torch's initialisation."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        *,
-        dropout: float = 0.0,
-        patch_dropout: float = 0.0,
-        activation_checkpointing: bool = False,
+        self, architecture: Architecture, *, dropout: float, patch_dropout: float, activation_checkpointing: bool
     ) -> None:
         super().__init__()
-        cfg = architecture.vision_cfg
+        cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
         self.image_mean, self.image_std = architecture.image_mean, architecture.image_std
         self.image_size = cfg.image_size
         scale = cfg.width**-0.5
-        self.conv1 = PatchEmbedding(3, cfg.width, cfg.patch_size, stride=cfg.patch_size, bias=False)
-        self.class_embedding = new_parameter((cfg.width,), normal(scale))
-        self.positional_embedding = new_parameter((1 + cfg.num_patches, cfg.width), normal(scale))
+        self.conv1 = nn.Conv2d(3, cfg.width, cfg.patch_size, stride=cfg.patch_size, bias=False)
+        self.class_embedding = normal_parameter(cfg.width, std=scale)
+        self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
         self.patch_dropout = PatchDropout(patch_dropout, PATCH_DROPOUT_ID)
-        self.ln_pre = LayerNorm(cfg.width)
-        self.transformer = Transformer(
-            cfg.width,
-            cfg.heads,
-            cfg.layers,
-            cfg.mlp_width,
-            causal=False,
-            quick_gelu=architecture.quick_gelu,
-            dropout=dropout,
-            first_dropout_id=VISION_DROPOUT_ID,
-            init=BlockInit(),  # OpenCLIP leaves this tower at torch's defaults
-            activation_checkpointing=activation_checkpointing,
+        self.ln_pre = nn.LayerNorm(cfg.width)
+        blocks = (
+            Block(cfg, causal=False, quick_gelu=quick_gelu, dropout=dropout, dropout_id=VISION_DROPOUT_ID + 2 * i)
+            for i in range(cfg.layers)
         )
-        self.ln_post = LayerNorm(cfg.width)
-        self.proj = new_parameter((cfg.width, architecture.embed_dim), normal(scale))
+        self.transformer = Transformer(blocks, activation_checkpointing)
+        self.ln_post = nn.LayerNorm(cfg.width)
+        self.proj = normal_parameter(cfg.width, architecture.embed_dim, std=scale)
 
     def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
         """uint8, or already normalised float, [b, 3, H, W]; int64 [b] -> [b, D]"""
@@ -76,7 +42,8 @@ class VisionTower(nn.Module):
         class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
         x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [b, 1 + T, width]
         x = self.ln_pre(self.patch_dropout(x, sample_seeds))
-        return self.ln_post(self.transformer(x, sample_seeds, OneToken())) @ self.proj
+        first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return self.ln_post(self.transformer(x, sample_seeds, first)) @ self.proj
 
     def _pixels(self, images: Tensor) -> Tensor:
         dtype = self.conv1.weight.dtype

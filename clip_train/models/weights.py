@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from clip_train.errors import CheckpointError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig
-from clip_train.models.convert import check_state, load_openclip
+from clip_train.models.convert import load_openclip
 from clip_train.protocols import Wanted
 
 
@@ -20,9 +19,6 @@ class WholeState:
 
     def __init__(self, state: Mapping[str, Tensor]):
         self._state = state
-
-    def names(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape) for name, value in self._state.items()}
 
     def slots(self) -> set[str]:
         return {"param"}
@@ -43,9 +39,7 @@ def initial_weights(config: ModelConfig, seed: int) -> WholeState:
     where a run starts. It holds the whole model in memory until it is dropped.
     """
     if config.init_from is not None:
-        state, _ = load_openclip(Path(config.init_from))
-        check_state(state, config.architecture(), f"model.init_from ({config.init_from})")
-        return WholeState(state)
+        return WholeState(load_openclip(config.init_from, config.architecture()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return WholeState(dict(CLIP(config.architecture()).named_parameters()))
@@ -56,7 +50,7 @@ def load_teacher(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     architecture = config.teacher_architecture()
     if config.teacher is None or architecture is None:
         return None
-    state, _ = load_openclip(Path(config.teacher), architecture)
+    state = load_openclip(config.teacher, architecture)
     teacher = CLIP(architecture, patch_dropout=0.0)
     teacher.load_state_dict(state)
     teacher.to(device, dtype)

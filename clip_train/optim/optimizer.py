@@ -10,21 +10,16 @@ from torch import nn
 from clip_train.optim.config import OptimConfig
 
 
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """OpenCLIP's rule: gains, biases and `logit_scale` do not decay; matrices and embeddings do."""
-    # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    return not (len(shape) < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale")))
-
-
 def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict]:
-    """Two torch parameter groups: without decay and with `weight_decay`; frozen parameters in neither."""
-    trainable = [(name, p) for name, p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for name, p in trainable if not decays(name, p)], "weight_decay": 0.0},
-        {"params": [p for name, p in trainable if decays(name, p)], "weight_decay": weight_decay},
-    ]
-    return [group for group in groups if group["params"]]
+    """torch's groups, by OpenCLIP's rule: gains, biases and `logit_scale` without decay; matrices and embeddings with
+    `weight_decay`; frozen parameters in neither."""
+    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, p in parameters:
+        if p.requires_grad:
+            # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
+            is_matrix = len(getattr(p, "ds_shape", p.shape)) >= 2
+            groups[is_matrix and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))].append(p)
+    return [{"params": found, "weight_decay": weight_decay * decays} for decays, found in groups.items() if found]
 
 
 def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

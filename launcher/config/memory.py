@@ -64,7 +64,9 @@ def estimate_memory(
         activations=profile.bytes_for(plan) if profile else 0.0,
         buffers=held.buffers,
         features=4 * architecture.embed_dim * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked(config))
-        + 8 * min(config.loss.tile or GPU_SIDE, plan.global_size) ** 2  # on whatever it will run, at most
+        + 8
+        * min(GPU_SIDE if config.loss.tile == "auto" else config.loss.tile, plan.global_size)
+        ** 2  # on whatever it will run, at most
         + sample * plan.per_rank,
     )
 

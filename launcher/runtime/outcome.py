@@ -157,7 +157,7 @@ class Outcome:
 
     @property
     def _step(self) -> int:
-        return self.trainer.position.step if self.trainer is not None else 0
+        return self.trainer.step if self.trainer is not None else 0
 
     def _connected(self, failure: Failure | None) -> Heartbeat | None:
         """The heartbeat, if the others can be reached; None in a world of one."""

@@ -134,7 +134,7 @@ def test_the_banks_change_only_when_the_step_is_taken():
     once = loss(Features(image, text, torch.tensor([SCALE]).double()), named(ids))
     again = loss(Features(image, text, torch.tensor([SCALE]).double()), named(ids))
     assert torch.equal(once.d_image, again.d_image)
-    assert len(loss.bank) == 2 * N
+    assert len(loss.state_dict()["bank.image"]) == 2 * N
 
 
 def test_without_ids_nothing_is_left_out():
@@ -173,4 +173,4 @@ def test_from_a_checkpoint_without_banks_it_starts_empty():
     loss = objective()
     run_steps(loss, 0, 2)
     loss.load_state_dict({}, torch.device("cpu"))
-    assert len(loss.bank) == 0 and loss.steps == 0
+    assert loss.state_dict() == {"bank.steps": torch.tensor([0])}

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from clip_train.models.clip import CLIP
+from clip_train.models.config import load_architecture
 from clip_train.models.convert import load_openclip
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import clean_environment, finish, metrics, run
@@ -45,7 +46,8 @@ def test_evaluate_and_export_agree_with_the_run(trained):
     assert status == 2 and "--step (9)" in printed and "[7, 12]" in printed, printed
     stored = load_file(run_dir / "export" / "open_clip_model.safetensors")
     assert stored["logit_scale"].shape == ()
-    state, architecture = load_openclip(run_dir / "export")
+    architecture = load_architecture(str(run_dir / "export"))
+    state = load_openclip(run_dir / "export", architecture)
     model = CLIP(architecture)
     model.load_state_dict(state)
     assert all(torch.isfinite(p).all() for p in model.parameters())

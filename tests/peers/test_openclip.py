@@ -118,7 +118,7 @@ def test_openclips_checkpoint_loads_in_ours(tmp_path: Path, variant: str, wrappe
     torch.save(state, tmp_path / "epoch_1.pt")
     architecture = _architecture(content, tmp_path)
     ours = CLIP(architecture)
-    ours.load_state_dict(load_openclip(tmp_path / "epoch_1.pt", architecture)[0])
+    ours.load_state_dict(load_openclip(tmp_path / "epoch_1.pt", architecture))
     _compare(ours, peer)
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture
+from clip_train.models.config import Architecture, load_architecture
 from clip_train.models.convert import load_openclip
 from tests.launcher.conftest import MODEL, PATIENCE, RECIPE, ROOT, finish, start
 from tests.s3.bucket import Bucket
@@ -99,8 +99,9 @@ def test_export_and_evaluate_from_the_bucket_alone(
     for step, *which in ((4,), (2, "--step", "2")):
         status, out = command("export", url, "--output", f"step{step}", *map(str, which))
         assert status == 0 and f"step {step} of {url}/ckpt/" in out, out
-        state, told = load_openclip(elsewhere / f"step{step}")
-        assert told is not None and told.text_cfg.context_length == 12 and told.init_logit_bias == -10
+        told = load_architecture(str(elsewhere / f"step{step}"))
+        state = load_openclip(elsewhere / f"step{step}", told)
+        assert told.text_cfg.context_length == 12 and told.init_logit_bias == -10
         for got, want in zip(features(state, told), features(own[step], architecture), strict=True):
             assert torch.equal(got, want)
     assert not torch.equal(own[2]["visual.conv1.weight"], own[4]["visual.conv1.weight"])
