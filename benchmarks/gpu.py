@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [STAGE ...] [--json FILE]     all stages take about 40 minutes on an H200
     python benchmarks/gpu.py --dry-run                     the same code on a CPU with a tiny model: no figure counts
 
-Stages: facts exact engines memory save waits speed loss peer profile. Each fits into one command of ten minutes. Where a
-package lacks on the machine: scripts/gpu_wheels.sh. A row with `ok` is a check; one without is a measurement.
+Stages: facts exact engines memory save waits speed loss peer profile. Each fits into one command of ten minutes.
+Packages that the machine lacks: scripts/gpu_wheels.sh. A row with `ok` is a check; one without is a measurement.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from torch import Tensor
 
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
+from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.objective import Objective
-from clip_train.contrastive.rng import RngState
+from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.models.clip import CLIP, flops_per_sample
 from clip_train.models.config import Architecture, load_architecture
@@ -40,7 +41,7 @@ from clip_train.models.dropout import random_bits
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.plain_engine import PlainEngine
-from clip_train.protocols import Batch, Engine, Features
+from clip_train.protocols import Batch, Features
 from clip_train.recovery import recovering_step
 from clip_train.step import train_step
 
@@ -155,7 +156,8 @@ def exact() -> Iterator[Row]:
     for micro, kept in ((n // 3, 1), (n // 3, 2), (n // 3 + 1, 1)):
         cut, other = gradient(model_of(architecture, wide, dropout=0.1), batch, InfoNCE(), micro, kept)
         good = off(cut, full) < 1e-10 and abs(other - loss) < 1e-10
-        yield {"check": f"float64, dropout, micro {micro}, retained {kept}: as uncut", "ok": good, "error": off(cut, full)}
+        name = f"float64, dropout, micro {micro}, retained {kept}: as uncut"
+        yield {"check": name, "ok": good, "error": off(cut, full)}
     cpu = torch.device("cpu")
     there, other = gradient(
         model_of(architecture, wide, dropout=0.1, device=cpu), batch_of(architecture, n, cpu), InfoNCE(), n, 1
@@ -170,10 +172,10 @@ def exact() -> Iterator[Row]:
         cut, _ = gradient(model_of(architecture, wide, bias=bias), batch, make(), n // 3, 1)
         yield {"check": f"{name}, float64: as uncut", "ok": off(cut, whole) < 1e-10, "error": off(cut, whole)}
     torch.manual_seed(3)
-    state = RngState.capture(DEVICE)
+    state = rng_state(DEVICE)
     ones = torch.ones(4096, device=DEVICE)
     drawn = F.dropout(ones, 0.5)
-    state.restore()
+    restore_rng(state, DEVICE)
     yield {"check": "the device's generator is replayed", "ok": torch.equal(drawn, F.dropout(ones, 0.5))}
 
 
@@ -273,7 +275,8 @@ def memory() -> Iterator[Row]:
         del model, engine
     if not DRY:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    yield {"check": "the same loss in less memory", "ok": abs(losses[0] - losses[1]) < 2e-3 * losses[0], "losses": losses}
+    same = abs(losses[0] - losses[1]) < 2e-3 * losses[0]
+    yield {"check": "the same loss in less memory", "ok": same, "losses": losses}
 
 
 def save() -> Iterator[Row]:
@@ -300,7 +303,12 @@ def save() -> Iterator[Row]:
             manager.save(number, engine.state_fragments(), {}, {"step": number})
             stall = time.perf_counter() - start
             manager.settle(120.0)
-            yield {"check": f"save {number}", "GB": round(size / 1e9, 2), "stall_seconds": round(stall, 3), "GB/s": round(size / stall / 1e9, 1)}
+            figures = {
+                "GB": round(size / 1e9, 2),
+                "stall_seconds": round(stall, 3),
+                "GB/s": round(size / stall / 1e9, 1),
+            }
+            yield {"check": f"save {number}", **figures}
         manager.close()
 
 
@@ -322,7 +330,8 @@ def waits() -> Iterator[Row]:
         step()
     torch.cuda.set_sync_debug_mode("default")
     where = [f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
-    yield {"check": "the host waits at most twice in a step", "ok": len(where) <= 2, "count": len(where), "where": where}
+    name = "the host waits at most twice in a step"
+    yield {"check": name, "ok": len(where) <= 2, "count": len(where), "where": where}
 
 
 def speed() -> Iterator[Row]:
@@ -331,9 +340,10 @@ def speed() -> Iterator[Row]:
         architecture = architecture_of(name)
         for compiled in (False, True):
             for k, kept in ((1, 1), (8, 1), (8, 8)):
-                row = {"check": f"{name} {'compiled' if compiled else 'eager'}", "b": micro // (8 if kept == 8 else 1), "k": k, "m": kept}
+                b = micro // (8 if kept == 8 else 1)
+                row: Row = {"check": f"{name} {'compiled' if compiled else 'eager'}", "b": b, "k": k, "m": kept}
                 try:
-                    yield row | _speed(architecture, row["b"], k, kept, compiled, TARGETS.get(name) if k == 1 else None)
+                    yield row | _speed(architecture, b, k, kept, compiled, TARGETS.get(name) if k == 1 else None)
                 except torch.OutOfMemoryError as e:
                     yield row | {"error": str(e)[:200]}
                 torch.compiler.reset()
@@ -349,9 +359,7 @@ def _speed(architecture: Architecture, micro: int, k: int, kept: int, compiled: 
     if compiled and not DRY:
         compile_units(model)
     engine, batch = adamw_engine(model), batch_of(architecture, micro * k)
-    taken = seconds(
-        lambda: train_step(engine, batch, InfoNCE(), micro_size=micro, kept_graphs=kept, lr=1e-4), 5, 2
-    )
+    taken = seconds(lambda: train_step(engine, batch, InfoNCE(), micro_size=micro, kept_graphs=kept, lr=1e-4), 5, 2)
     flops = 3 * len(batch) * flops_per_sample(architecture)
     mfu = flops / taken / peak()
     row: Row = {"ms": round(1e3 * taken, 1), "samples/s": round(len(batch) / taken), "MFU": round(mfu, 3)}
@@ -378,7 +386,7 @@ def loss() -> Iterator[Row]:
             for tf32 in (False, True):
                 torch.backends.cuda.matmul.allow_tf32 = tf32
                 objective = InfoNCE(tile=side)
-                taken = seconds(lambda objective=objective: objective(features), 3, 1)  # type: ignore[misc]
+                taken = seconds(partial(objective, features), 3, 1)
                 row: Row = {"check": f"InfoNCE, N {N}, D {D}, tile {side}", "tf32": tf32, "ms": round(1e3 * taken, 2)}
                 row["TFLOP/s"] = round(8 * N * N * D / taken / 1e12, 1)
                 if reference is not None:
@@ -474,7 +482,8 @@ def main() -> int:
             print(json.dumps(rows[-1]), flush=True)
         print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
     if args.json:
-        Path(args.json).write_text(json.dumps({"environment": environment(), "commit": commit(), "rows": rows}, indent=1))
+        content = {"environment": environment(), "commit": commit(), "rows": rows}
+        Path(args.json).write_text(json.dumps(content, indent=1))
     failed = [f"{row['stage']}: {row['check']}" for row in rows if row.get("ok") is False]
     for line in failed:
         print(f"FAILED: {line}")

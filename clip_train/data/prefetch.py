@@ -22,7 +22,7 @@ class Prefetcher:
     """Batches of `source` on `device`, in its order, one ahead. Closing it closes the source.
 
     A thread takes them from the source and, on a GPU, copies them from pinned memory on a stream of its own; the
-    stream that computes waits for the copy, and the host for nothing. What the source raises is raised here, in its turn.
+    stream that computes waits for the copy, and the host for nothing. What the source raises is raised here.
     """
 
     def __init__(self, source: Source, device: torch.device) -> None:

@@ -30,16 +30,17 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
 # No kernel: they make another view, or memory that is not written to.
-FREE = set(
-    "view _unsafe_view t transpose permute select slice unsqueeze squeeze expand split split_with_sizes detach alias "
-    "as_strided unbind diagonal empty empty_like new_empty empty_strided _reshape_alias lift_fresh new_empty_strided "
-    "view_as_real view_as_complex unfold record_stream resize_".split()
-)
+NO_KERNELS = """
+    view _unsafe_view t transpose permute select slice unsqueeze squeeze expand split split_with_sizes detach alias
+    as_strided unbind diagonal empty empty_like new_empty empty_strided _reshape_alias lift_fresh new_empty_strided
+    view_as_real view_as_complex unfold record_stream resize_
+"""
+FREE = frozenset(NO_KERNELS.split())
 LARGE = 2**20  # elements: of a float64 tensor that does not belong on a GPU
 
 
 PROPERTIES = SimpleNamespace(
-    name="a pretended GPU", total_memory=141 * 10**9, major=9, minor=0, multi_processor_count=132, L2_cache_size=50 * 2**20
+    name="a pretended H200", total_memory=141 * 10**9, major=9, minor=0, multi_processor_count=132
 )
 
 
@@ -97,9 +98,9 @@ class Reads(TorchFunctionMode):
         target = next((each for each in (*args[1:], *kwargs.values()) if isinstance(each, (str, torch.device))), None)
         if on_gpu(x) and (name in ("cpu", "nonzero") or (name == "to" and _is(target, "cpu"))):
             self._count(name)
-        elif isinstance(x, Tensor) and name == "to" and x.device.type == "cpu" and _is(target, "cuda"):
-            if not kwargs.get("non_blocking"):
-                self._count("copy to the device")
+        to_device = name == "to" and isinstance(x, Tensor) and x.device.type == "cpu" and _is(target, "cuda")
+        if to_device and not kwargs.get("non_blocking"):
+            self._count("copy to the device")
         return func(*args, **kwargs)
 
     def _count(self, what: str) -> None:

@@ -64,10 +64,16 @@ def engine(kind: str, stage: int, precision: str, world_size: int = 1) -> dict[s
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     architecture = load_architecture("tiny")
     config = EngineConfig(kind=kind, zero_stage=stage, precision=precision)  # type: ignore[arg-type]
+
+    def make() -> CLIP:
+        if kind == "fsdp":  # on the meta device
+            return CLIP(architecture)
+        return born_on_gpu(lambda: CLIP(architecture), PRECISIONS[precision])
+
     with gpu.pretended_gpu() as counts:
         built = engines.build(
             config,
-            lambda: CLIP(architecture) if kind == "fsdp" else born_on_gpu(lambda: CLIP(architecture), PRECISIONS[precision]),
+            make,
             lambda named: build_optimizer(OptimConfig(), named),
             device=GPU,
             grad_clip_norm=1.0,
@@ -91,9 +97,10 @@ def prepare_for(kind: str) -> None:
         fsdp.make_mesh = without_fakes
     else:
         os.environ["DS_ACCELERATOR"] = "cuda"
-        import launcher.engines.deepspeed.engine  # noqa: F401  its imports, once
         from deepspeed.accelerator import cuda_accelerator  # type: ignore[import-untyped]
         from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator  # type: ignore[import-untyped]
+
+        import launcher.engines.deepspeed.engine  # noqa: F401  its imports, once
 
         nothing = lambda *args, **kwargs: 0  # noqa: E731
         cuda_accelerator.torch_nvtx = SimpleNamespace(range_push=nothing, range_pop=nothing)
