@@ -96,8 +96,9 @@ def numbers(parts: Sequence[tuple[LossOutput, torch.Tensor]]) -> dict[str, float
         "unsafe": torch.stack(unsafe).any() if unsafe else torch.zeros_like(output.loss),
         **output.metrics,
     }
-    values = torch.stack([value.to(output.loss) for value in wanted.values()]).cpu().tolist()
-    return dict(zip(wanted, values, strict=True))
+    on_device = {name: value.to(output.loss) for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+    read = zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True)
+    return {**{name: value for name, value in wanted.items() if not isinstance(value, torch.Tensor)}, **dict(read)}
 
 
 def two_pass(

@@ -56,6 +56,7 @@ class Distillation(Objective):
         distill_loss = clip_loss + pairs.sum(row_dots(I, d_image).sum() * scale)[0]
         add_cross_entropy_gradient(d_image, d_text, pairs, student, 2 * weight)  # of both halves
         d_scale, loss = row_dots(I, d_image).sum(), clip_loss + distill_loss
-        unsafe = student.unsafe | teacher.unsafe if student.unsafe is not None else None
+        either = [each.unsafe for each in (student, teacher) if each.unsafe is not None]
+        unsafe = torch.stack(either).any() if either else None
         metrics = {"clip_loss": clip_loss, "distill_loss": distill_loss}
         return LossOutput.scaled(loss, d_image, d_text, d_scale, scale, metrics=metrics, unsafe=unsafe)

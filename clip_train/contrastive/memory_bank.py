@@ -73,7 +73,7 @@ class MemoryBank(Objective):
         if entries:
             are_terms = self.mode == "contaccum"
             output = banked(pairs, ids, self.past, scale, self.tile, past_are_terms=are_terms, deferred=deferred)
-        output.metrics = {"bank_entries": torch.tensor(float(entries)), **_compared(output, exact)}
+        output.metrics = {"bank_entries": float(entries), **_compared(output, exact)}
         return output
 
     def after_step(self) -> None:
@@ -104,7 +104,7 @@ def _compared(output: LossOutput, exact: LossOutput) -> dict[str, Tensor]:
         "exact_loss": exact.loss,
         "feature_grad_norm": own.sqrt(),
         "exact_feature_grad_norm": other.sqrt(),
-        "feature_grad_cosine": torch.where(scale > 0, both / scale, 1.0),
+        "feature_grad_cosine": (both / scale).masked_fill(scale == 0, 1.0),
     }
 
 

@@ -39,7 +39,7 @@ class LossOutput:
     d_text: Tensor  # [n, D]
     d_logit_scale: Tensor  # [1], with respect to the factor exp(logit_scale)
     d_logit_bias: Tensor | None = None  # [1]
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # [], what else metrics.jsonl should have of this step
+    metrics: dict[str, Tensor | float] = field(default_factory=dict)  # what else metrics.jsonl should have; tensors []
     unsafe: Tensor | None = None  # bool []: of no use, to be had again with `Context.deferred` off; None: it is not
 
     @classmethod

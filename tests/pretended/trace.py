@@ -22,10 +22,11 @@ from clip_train.batch import BatchPlan
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.objective import Objective
+from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.evaluate.retrieval import ranks_of_matches
 from clip_train.models.clip import CLIP
-from clip_train.models.config import load_architecture
+from clip_train.models.config import Architecture, load_architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.plain_engine import PlainEngine
@@ -33,18 +34,26 @@ from clip_train.protocols import Batch, Engine, Features
 from clip_train.recovery import recovering_step
 from launcher import engines
 from launcher.engines.config import EngineConfig
+from tests.pretended.gpu_cases import PLANTED
 
 GPU = torch.device("cuda", 0)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Make = Callable[[CLIP], Objective]
 
 
+def small_clip() -> Architecture:
+    """Two blocks in each tower: the others launch the same."""
+    tiny = load_architecture("tiny")
+    towers = {name: getattr(tiny, name).model_copy(update={"layers": 2}) for name in ("vision_cfg", "text_cfg")}
+    return tiny.model_copy(update=towers)
+
+
 def step(
     make: Make, *, n: int = 64, micro: int = 32, kept: int = 1, dropout: float = 0.0, bias: bool = False,
-    checkpointing: bool = False, model: str = "tiny",
+    checkpointing: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The counts of a step of the plain engine."""
-    architecture = load_architecture(model)
+    architecture = small_clip()
     if bias:
         architecture = architecture.model_copy(update={"init_logit_bias": -10.0, "init_logit_scale": 2.3})
     with gpu.pretended_gpu() as counts:
@@ -62,7 +71,7 @@ def step(
 def engine(kind: str, stage: int, precision: str, world_size: int = 1) -> dict[str, Any]:
     """The counts of a step of rank 0 under an engine; collectives do nothing, and are kernels."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    architecture = load_architecture("tiny")
+    architecture = small_clip()
     config = EngineConfig(kind=kind, zero_stage=stage, precision=precision)  # type: ignore[arg-type]
 
     def make() -> CLIP:
@@ -129,6 +138,36 @@ def third_step(engine: Engine, objective: Objective, plan: BatchPlan, architectu
         recovering_step(engine, host.to(GPU), objective, plan, lr=1e-3, log=print)
 
 
+def evaluation() -> dict[str, Any]:
+    """Its parts on the device; which captions are equal is a question to numbers, which nobody has here."""
+    architecture = small_clip()
+    n, size, length = 64, architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    with gpu.pretended_gpu() as counts, torch.no_grad():
+        plain = PlainEngine(born_on_gpu(lambda: CLIP(architecture), torch.bfloat16))
+        plain.train(False)
+        image = plain.encode_image(torch.empty(n, 3, size, size, dtype=torch.uint8, device=GPU)).float()
+        text = plain.encode_text(torch.empty(n, length, dtype=torch.int64, device=GPU)).float()
+        groups = torch.empty(n, dtype=torch.int64, device=GPU)
+        (ranks_of_matches(image, text, groups, groups) <= 5).double().mean().item()
+    return counts.as_json()
+
+
+class Mixed(InfoNCE):
+    """Planted: something of the host's among what is the device's."""
+
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        host = torch.ones(len(features.image), 1, device="cpu")
+        return super().__call__(Features(features.image * host, features.text, features.logit_scale), context)
+
+
+class Curious(InfoNCE):
+    """Planted: the host waits to see a number."""
+
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        assert features.logit_scale.item()
+        return super().__call__(features, context)
+
+
 def teacher(module: CLIP) -> Objective:
     return Distillation(lambda micro_batch: Features(*module(micro_batch.images, micro_batch.texts)))
 
@@ -152,6 +191,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "deepspeed 1, fp16, 2 ranks": lambda: engine("deepspeed", 1, "fp16", 2),
     "deepspeed 2, bf16, 2 ranks": lambda: engine("deepspeed", 2, "bf16", 2),
     "deepspeed 3, bf16, 2 ranks": lambda: engine("deepspeed", 3, "bf16", 2),
+    "evaluation": evaluation,
+    PLANTED[0]: lambda: step(lambda m: Mixed()),
+    PLANTED[1]: lambda: step(lambda m: Curious()),
 }
 
 
