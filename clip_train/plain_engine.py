@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from clip_train import dist
 from clip_train.errors import UserError
+from clip_train.optim.optimizer import start_state
 from clip_train.protocols import (
     FeatureGradients,
     Features,
@@ -86,7 +87,7 @@ class PlainEngine:
             assert p.grad is not None
             dist.all_reduce_sum(p.grad)  # the ranks' shares sum to the gradient of the global mean
         limit = self.grad_clip_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(parameters, limit).item()
+        norm = nn.utils.clip_grad_norm_(parameters, limit)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -94,7 +95,7 @@ class PlainEngine:
         with torch.no_grad():
             self.model.get_parameter("logit_scale").clamp_(0, MAX_LOGIT_SCALE)
         self.optimizer_steps += 1
-        return StepReport(norm)
+        return StepReport(norm.item())
 
     def state_fragments(self) -> Iterator[Fragment]:
         for i, (name, p) in enumerate(self.model.named_parameters()):
@@ -113,12 +114,9 @@ class PlainEngine:
         for name, p in named:
             p.copy_(source.read(name, "param", 0, p.numel()).view_as(p))
             if self.optimizer is not None and slots:
-                state: dict[str, Any] = {
-                    slot: source.read(name, slot, 0, p.numel()).view_as(p).to(p).clone() for slot in slots
-                }
-                if isinstance(self.optimizer, torch.optim.AdamW):
-                    state["step"] = torch.tensor(float(self.optimizer_steps))
-                self.optimizer.state[p] = state
+                start_state(self.optimizer, p, slots, self.optimizer_steps)
+                for slot in slots:
+                    self.optimizer.state[p][slot].copy_(source.read(name, slot, 0, p.numel()).view_as(p))
 
     def extra_state(self) -> dict[str, Any]:
         return {"optimizer_steps": self.optimizer_steps}

@@ -57,25 +57,48 @@ def train_step(
     """
     engine.train()
     micro_batches = batch.micro_batches(micro_size)
-    if objective.per_micro_batch:  # plain gradient accumulation
-        context = Context(batch.global_size or len(batch) * dist.world_size(), batch.keys)
-        parts = [
-            two_pass(engine, [micro_batch], objective, context, last=i == len(micro_batches))
-            for i, micro_batch in enumerate(micro_batches, 1)
-        ]
-        (loss,) = dist.sum_scalars(sum(part.loss.item() for part, _ in parts))
-        output, scale = parts[-1]
-    else:
-        context = Context(batch.global_size, batch.keys)
-        output, scale = two_pass(engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard)
-        loss = output.loss.item()
+
+    def accumulate(deferred: bool) -> dict[str, float]:
+        if not objective.per_micro_batch:
+            context = Context(batch.global_size, batch.keys, deferred=deferred)
+            done = two_pass(engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard)
+            return numbers([done])
+        context = Context(batch.global_size or len(batch) * dist.world_size(), batch.keys, deferred=deferred)
+        last = len(micro_batches) - 1
+        parts = [two_pass(engine, [m], objective, context, last=i == last) for i, m in enumerate(micro_batches)]
+        out = numbers(parts)  # plain gradient accumulation: parts of a sum over micro-batches and ranks
+        out["loss"], out["unsafe"] = dist.sum_scalars(out["loss"], out["unsafe"])
+        return out
+
+    random_state = rng_state(engine.device)
+    found = accumulate(deferred=True)
+    if found["unsafe"]:  # once in a million steps
+        engine.discard_gradients()
+        restore_rng(random_state, engine.device)
+        found = accumulate(deferred=False)
+    loss, scale, _ = (found.pop(name) for name in ("loss", "logit_scale", "unsafe"))
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
     report = engine.step(lr)
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
-    return StepResult(loss, report.grad_norm, scale.item(), report.skipped, output.metrics)
+    return StepResult(loss, report.grad_norm, scale, report.skipped, found)
+
+
+def numbers(parts: Sequence[tuple[LossOutput, torch.Tensor]]) -> dict[str, float]:
+    """Everything that the host wants to know of a step's losses, by one wait for the device: both passes lie behind."""
+    output, scale = parts[-1]
+    unsafe = [part.unsafe for part, _ in parts if part.unsafe is not None]
+    wanted = {
+        "loss": torch.stack([part.loss for part, _ in parts]).sum(),
+        "logit_scale": scale[0],
+        "unsafe": torch.stack(unsafe).any() if unsafe else torch.zeros_like(output.loss),
+        **output.metrics,
+    }
+    on_device = {name: value.to(output.loss) for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+    read = zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True)
+    return {**{name: value for name, value in wanted.items() if not isinstance(value, torch.Tensor)}, **dict(read)}
 
 
 def two_pass(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from clip_train import dist
@@ -36,7 +35,7 @@ class Trainer:
 
     engine: Engine
     objective: Objective
-    batches: Iterable[Batch]  # endless; this rank's shares
+    batches: Iterable[Batch]  # endless; this rank's shares, on the engine's device
     plan: BatchPlan  # of the largest global batch
     sizes: BatchSizes
     steps: int
@@ -92,13 +91,11 @@ class Trainer:
         return evaluated
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """The next batch on the device; None if any rank was asked to stop. An error on one rank ends all."""
+        """The next batch; None if any rank was asked to stop. An error on one rank ends all."""
         batch: Batch | None = None
         if self.failure is None:
             try:
-                batch = next(batches).to(self.engine.device)
-                if self.engine.device.type == "cuda":
-                    torch.cuda.synchronize(self.engine.device)  # the wait ends when the batch is there
+                batch = next(batches)
             except StopIteration:
                 self.failure = DataError("the data has ended, although it should go round")
             except Exception as e:

@@ -24,6 +24,7 @@ from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
+from clip_train.data.prefetch import Prefetcher
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.errors import RankError, UserError
@@ -159,7 +160,7 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device, out
     trainer = Trainer(
         engine=engine,
         objective=dist.agreed(partial(build_objective, config, device)),
-        batches=loader,
+        batches=Prefetcher(loader, device),
         plan=checked.plan,
         sizes=sizes,
         steps=steps,
@@ -336,5 +337,5 @@ def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
         trainer.progress.close()
         trainer.checkpoints.close()
         trainer.sinks.close()
-        if isinstance(trainer.batches, TrainLoader):
+        if isinstance(trainer.batches, Prefetcher):
             trainer.batches.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,12 +20,15 @@ from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 LR = 0.5
 
 
-def parameters_after(model, steps: int, *, micro_size: int, kept_graphs: int, N: int = 20, clip: float | None = None):
+def parameters_after(
+    model, steps: int, *, micro_size: int, kept_graphs: int, N: int = 20, clip: float | None = None, objective=None
+):
     engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=LR), clip)
     results = []
     for s in range(steps):
         batch = share(toy_batch(N, seed=s), dist.rank(), dist.world_size())
-        results.append(train_step(engine, batch, InfoNCE(), micro_size=micro_size, kept_graphs=kept_graphs, lr=LR))
+        loss = objective or InfoNCE()
+        results.append(train_step(engine, batch, loss, micro_size=micro_size, kept_graphs=kept_graphs, lr=LR))
     return torch.cat([p.detach().flatten() for p in model.parameters()]), results
 
 
@@ -52,6 +56,28 @@ def toy(dropout: float = 0.0) -> ToyCLIP:
 def test_micro_batches_and_kept_graphs_are_invisible(micro_size, kept):
     expected, losses, norms = oracle(toy(), 4, clip=0.05)
     ours, results = parameters_after(toy(), 4, micro_size=micro_size, kept_graphs=kept, clip=0.05)
+    assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
+    assert [r.loss for r in results] == pytest.approx(losses, rel=1e-12)
+    assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-12)
+
+
+class Underflowing(InfoNCE):
+    """Of no use until it is asked to be sure."""
+
+    def __call__(self, features, context):
+        out = super().__call__(features, replace(context, deferred=False))
+        if context.deferred:
+            out.d_image.mul_(7)
+            out.unsafe = torch.tensor(True)
+        return out
+
+
+@pytest.mark.parametrize("micro_size, kept", [(20, 1), (7, 1), (7, 2)])
+def test_a_loss_that_turns_out_unsafe_is_computed_again(micro_size, kept):
+    expected, losses, norms = oracle(toy(), 3, clip=0.05)
+    ours, results = parameters_after(
+        toy(), 3, micro_size=micro_size, kept_graphs=kept, clip=0.05, objective=Underflowing()
+    )
     assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
     assert [r.loss for r in results] == pytest.approx(losses, rel=1e-12)
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-12)

@@ -41,20 +41,22 @@ class Distillation(Objective):
         target = context.prepared
         if target is None:
             raise ValueError("distillation needs the teacher's features of the same samples (context.prepared)")
-        I, T, scale, side = features.image, features.text, features.logit_scale.item(), self.tile
+        I, T, scale, side, deferred = features.image, features.text, features.logit_scale, self.tile, context.deferred
         counts, dtype = share_counts(len(I), context.global_size), accumulation_dtype(I, T)
         pairs = Pairs.gathered(I, T, counts)
         of_teacher = Pairs.gathered(target.image.to(dtype), target.text.to(dtype), counts)
-        student = Softmaxes.of(pairs, scale, side)
-        teacher = Softmaxes.of(of_teacher, target.logit_scale.item(), side)
+        student = Softmaxes.of(pairs, scale, side, deferred=deferred)
+        teacher = Softmaxes.of(of_teacher, target.logit_scale, side, deferred=deferred)
 
-        weight = scale / (2 * len(pairs.image_all))
+        weight = 1 / (2 * len(pairs.image_all))
         d_image, d_text = torch.zeros_like(I, dtype=dtype), torch.zeros_like(T, dtype=dtype)
         add_cross_entropy_gradient(d_image, d_text, of_teacher, teacher, -weight, values=pairs)
         clip_loss = student.loss()
-        # - 1/2N sum (q + q' - 2) S is <I, dI> so far, summed over ranks
-        distill_loss = clip_loss + pairs.sum(row_dots(I, d_image).sum())
+        # - 1/2N sum (q + q' - 2) S is s <I, dI> so far, summed over ranks
+        distill_loss = clip_loss + pairs.sum(row_dots(I, d_image).sum() * scale)[0]
         add_cross_entropy_gradient(d_image, d_text, pairs, student, 2 * weight)  # of both halves
-        d_scale = row_dots(I, d_image).sum().div(scale).to(dtype).reshape(1)
-        metrics = {"clip_loss": clip_loss.item(), "distill_loss": distill_loss.item()}
-        return LossOutput(clip_loss + distill_loss, d_image, d_text, d_scale, metrics=metrics)
+        d_scale, loss = row_dots(I, d_image).sum(), clip_loss + distill_loss
+        either = [each.unsafe for each in (student, teacher) if each.unsafe is not None]
+        unsafe = torch.stack(either).any() if either else None
+        metrics = {"clip_loss": clip_loss, "distill_loss": distill_loss}
+        return LossOutput.scaled(loss, d_image, d_text, d_scale, scale, metrics=metrics, unsafe=unsafe)

@@ -10,7 +10,10 @@ N column sums in one all-reduce.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
 from clip_train.contrastive.exchange import Pairs, share_counts
 from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
@@ -19,14 +22,13 @@ from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
 from clip_train.protocols import Features
 
 
-def info_nce(pairs: Pairs, scale: float, side: int) -> LossOutput:
-    softmaxes = Softmaxes.of(pairs, scale, side)
+def info_nce(pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> LossOutput:
+    softmaxes = Softmaxes.of(pairs, scale, side, deferred=deferred)
     dtype = accumulation_dtype(pairs.image, pairs.text)
     d_image, d_text = (torch.zeros_like(x, dtype=dtype) for x in (pairs.image, pairs.text))
-    add_cross_entropy_gradient(d_image, d_text, pairs, softmaxes, scale / (2 * len(pairs.image_all)))
-    # S is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
-    d_scale = row_dots(pairs.image, d_image).sum().div(scale).to(dtype).reshape(1)
-    return LossOutput(softmaxes.loss(), d_image, d_text, d_scale)
+    add_cross_entropy_gradient(d_image, d_text, pairs, softmaxes, 1 / (2 * len(pairs.image_all)))
+    d_scale = row_dots(pairs.image, d_image).sum()
+    return LossOutput.scaled(softmaxes.loss(), d_image, d_text, d_scale, scale, unsafe=softmaxes.unsafe)
 
 
 class InfoNCE(Objective):
@@ -39,7 +41,8 @@ class InfoNCE(Objective):
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "InfoNCE")
         counts = share_counts(len(features.image), context.global_size)
-        return info_nce(Pairs.gathered(features.image, features.text, counts), features.logit_scale.item(), self.tile)
+        pairs = Pairs.gathered(features.image, features.text, counts)
+        return info_nce(pairs, features.logit_scale, self.tile, deferred=context.deferred)
 
 
 class LocalInfoNCE(Objective):
@@ -58,6 +61,9 @@ class LocalInfoNCE(Objective):
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "InfoNCE")
         I, T = features.image, features.text
-        out = info_nce(Pairs(I, T, I, T), features.logit_scale.item(), self.tile)
+        out = info_nce(Pairs(I, T, I, T), features.logit_scale, self.tile, deferred=context.deferred)
         part = len(I) / (context.global_size or len(I))
-        return LossOutput(out.loss * part, out.d_image * part, out.d_text * part, out.d_logit_scale * part)
+        return replace(
+            out, loss=out.loss * part, d_image=out.d_image * part, d_text=out.d_text * part,
+            d_logit_scale=out.d_logit_scale * part,
+        )  # fmt: skip

@@ -14,7 +14,6 @@ exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M / W.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -63,16 +62,17 @@ class MemoryBank(Objective):
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "a memory bank")
-        n, scale = len(features.image), features.logit_scale.item()
+        n, scale, deferred = len(features.image), features.logit_scale, context.deferred
         counts = share_counts(n, context.global_size)
         pairs = Pairs.gathered(features.image, features.text, counts)
         ids = sample_ids(context.keys) if context.keys else torch.full((n,), NO_ID)
-        ids = dist.gather_rows(ids.to(features.image.device), counts)
+        ids = dist.gather_rows(ids.to(features.image.device, non_blocking=True), counts)
         self._seen = {"image": pairs.image_all, "text": pairs.text_all, "ids": ids}
-        exact = output = info_nce(pairs, scale, self.tile)
+        exact = output = info_nce(pairs, scale, self.tile, deferred=deferred)
         entries = len(self.past["ids"]) if self.past and self.steps >= self.warmup_steps else 0
         if entries:
-            output = banked(pairs, ids, self.past, scale, self.tile, past_are_terms=self.mode == "contaccum")
+            are_terms = self.mode == "contaccum"
+            output = banked(pairs, ids, self.past, scale, self.tile, past_are_terms=are_terms, deferred=deferred)
         output.metrics = {"bank_entries": float(entries), **_compared(output, exact)}
         return output
 
@@ -94,21 +94,24 @@ class MemoryBank(Objective):
         self.past = {name: tensors[f"bank.{name}"][-self.size :].clone().to(device) for name in names}
 
 
-def _compared(output: LossOutput, exact: LossOutput) -> dict[str, float]:
+def _compared(output: LossOutput, exact: LossOutput) -> dict[str, Tensor]:
     """How the gradient with respect to the global batch's features differs from that of the exact loss."""
-    ours, theirs = (torch.cat([o.d_image.flatten(), o.d_text.flatten()]).double() for o in (output, exact))
-    own, other, both = dist.sum_scalars(*((x @ y).item() for x, y in ((ours, ours), (theirs, theirs), (ours, theirs))))
+    ours, theirs = (torch.cat([o.d_image, o.d_text]) for o in (output, exact))
+    products = [row_dots(x, y).sum() for x, y in ((ours, ours), (theirs, theirs), (ours, theirs))]
+    own, other, both = dist.all_reduce_sum(torch.stack(products))
+    scale = (own * other).sqrt()
     return {
-        "exact_loss": exact.loss.item(),
-        "feature_grad_norm": math.sqrt(own),
-        "exact_feature_grad_norm": math.sqrt(other),
-        "feature_grad_cosine": both / math.sqrt(own * other) if own * other > 0 else 1.0,
+        "exact_loss": exact.loss,
+        "feature_grad_norm": own.sqrt(),
+        "exact_feature_grad_norm": other.sqrt(),
+        "feature_grad_cosine": (both / scale).masked_fill(scale == 0, 1.0),
     }
 
 
 def banked(
-    pairs: Pairs, ids: Tensor, past: dict[str, Tensor], scale: float, side: int, *, past_are_terms: bool
-) -> LossOutput:
+    pairs: Pairs, ids: Tensor, past: dict[str, Tensor], scale: Tensor, side: int, *, past_are_terms: bool,
+    deferred: bool,
+) -> LossOutput:  # fmt: skip
     """S has the N current pairs first, then the M past ones, of which this rank has a contiguous share.
 
     ids: of the current ones, int64 [N]. past_are_terms: of the loss, not only negatives.
@@ -131,16 +134,17 @@ def banked(
         ]
 
     rows, cols = blocks(pairs.image, images, texts), blocks(pairs.text, texts, images)
-    positive = row_dots(images[:R], texts[:R]) * scale
-    softmaxes = Softmaxes.over(rows, cols, positive, scale, side, pairs.sum)
-    weight, dtype = scale / (2 * R), rows[0].dtype
+    products = row_dots(images[:R], texts[:R])
+    positive = products * scale
+    softmaxes = Softmaxes.over(rows, cols, positive, scale, side, pairs.sum, deferred=deferred)
+    weight, dtype = 1 / (2 * R), rows[0].dtype
     at_positive = (softmaxes.missing[own, None] * -weight).to(dtype)  # [n, 1]
     d_image, d_text = pairs.text.to(dtype) * at_positive, pairs.image.to(dtype) * at_positive
     d_past = torch.zeros_like(rows[1].A, dtype=dtype)  # for the scale's alone: no past feature is changed
     softmaxes.add_gradient(d_image, None, rows[0], weight)
     softmaxes.add_gradient(d_past, None, rows[1], weight)
     softmaxes.add_gradient(d_text, None, cols[0], weight, transposed=True)
-    # S is linear in the scale, so its gradient is <rows, d_rows> / s, past rows and (where terms) positives included
+    # past rows and (where they are terms) positives included
     d_scale = row_dots(pairs.image, d_image).sum() + row_dots(rows[1].A, d_past).sum()
-    d_scale -= (softmaxes.missing * positive)[share].sum() / (2 * R)
-    return LossOutput(softmaxes.loss(), d_image, d_text, d_scale.div(scale).to(dtype).reshape(1))
+    d_scale -= (softmaxes.missing * products)[share].sum() * weight
+    return LossOutput.scaled(softmaxes.loss(), d_image, d_text, d_scale, scale, unsafe=softmaxes.unsafe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ class Context:
     global_size: int | None = None  # N, shared so that the first N % W ranks hold one more; None: all hold n
     keys: Sequence[str] = ()  # n sample keys; empty: no sample is known to be another's copy
     prepared: Features | None = None  # what `Objective.prepare` returned for the n samples
+    deferred: bool = False  # the caller looks at `LossOutput.unsafe`, once the device has come so far
 
 
 NO_CONTEXT = Context()
@@ -37,7 +39,17 @@ class LossOutput:
     d_text: Tensor  # [n, D]
     d_logit_scale: Tensor  # [1], with respect to the factor exp(logit_scale)
     d_logit_bias: Tensor | None = None  # [1]
-    metrics: dict[str, float] = field(default_factory=dict)  # what else metrics.jsonl should have of this step
+    metrics: dict[str, Tensor | float] = field(default_factory=dict)  # what else metrics.jsonl should have; tensors []
+    unsafe: Tensor | None = None  # bool []: of no use, to be had again with `Context.deferred` off; None: it is not
+
+    @classmethod
+    def scaled(
+        cls, loss: Tensor, d_image: Tensor, d_text: Tensor, d_scale: Tensor, scale: Tensor, **more: Any
+    ) -> LossOutput:
+        """d_image, d_text: but for the factor `scale`, [1], that every logit has, and are changed in place. d_scale:
+        float64 []; S is linear in the scale, so it is <I, dI> before that factor; summed over ranks it is the whole."""
+        d_logit_scale = d_scale.to(d_image.dtype).reshape(1)
+        return cls(loss, d_image.mul_(scale), d_text.mul_(scale), d_logit_scale, **more)
 
     def split(self, sizes: Sequence[int]) -> list[FeatureGradients]:
         """The gradients of micro-batches of so many samples each.

@@ -44,14 +44,14 @@ class SigmoidLoss(Objective):
                 "set model.init_logit_bias=-10 model.init_logit_scale=2.3026"
             )
         counts = share_counts(len(I), context.global_size)
-        N, scale, bias = sum(counts), features.logit_scale.item(), logit_bias.item()
+        N, scale, bias = sum(counts), features.logit_scale, logit_bias
         dtype = accumulation_dtype(I, T)
 
         positive = row_dots(I, T) * scale + bias  # [n], float64
         at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
-        along = (at_positive * (scale / N)).to(dtype)[:, None]
+        along = (at_positive / N).to(dtype)[:, None]
         d_image, d_text = T.to(dtype) * along, I.to(dtype) * along  # the positives' part; the tiled passes add to it
-        tiled_pass = partial(_tiled_pass, scale=scale, bias=bias, weight=scale / N, side=self.tile)
+        tiled_pass = partial(_tiled_pass, scale=scale, bias=bias, weight=1 / N, side=self.tile)
         if self.exchange == "ring" or len(counts) == 1:
             value, slope = _round(tiled_pass, I, T, d_image, d_text, counts)
         else:
@@ -60,14 +60,13 @@ class SigmoidLoss(Objective):
             tiled_pass(d_text, None, pairs.cols, with_sums=False)
 
         loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
-        # z is linear in the scale, so its gradient is <I, dI> / s; summed over ranks it is the whole.
-        d_scale = row_dots(I, d_image).sum().div(scale).to(dtype).reshape(1)
+        d_scale = row_dots(I, d_image).sum()
         d_bias = ((at_positive.sum() + slope) / N).to(dtype).reshape(1)
-        return LossOutput(loss, d_image, d_text, d_scale, d_bias)
+        return LossOutput.scaled(loss, d_image, d_text, d_scale, scale, d_logit_bias=d_bias)
 
 
 def _tiled_pass(
-    dA: Tensor, dB: Tensor | None, block: Block, *, scale: float, bias: float, weight: float, side: int,
+    dA: Tensor, dB: Tensor | None, block: Block, *, scale: Tensor, bias: Tensor, weight: float, side: int,
     with_sums: bool = True,
 ) -> Tensor:  # fmt: skip
     """`dA += weight * G B`, if asked `dB += weight * G^T A`, with `G = sigmoid(S + bias)` on the negatives.
@@ -76,7 +75,7 @@ def _tiled_pass(
     """
     sums = block.A.new_zeros(2, dtype=torch.float64)
     zero = block.A.new_zeros((), dtype=block.dtype)
-    for rows, cols, S, G in block.logits(scale, bias, side):
+    for rows, cols, S, G in block.logits(scale, bias.to(block.dtype), side):
         block.fill(rows, cols, S, -torch.inf)  # adds nothing to either sum, and its gradient is zero
         torch.sigmoid(S, out=G)
         if with_sums:

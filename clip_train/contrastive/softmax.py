@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clip_train.contrastive.exchange import Pairs
-from clip_train.contrastive.tiles import Block, accumulation_dtype, exp_sums, row_dots, row_logsumexp
+from clip_train.contrastive.tiles import Block, accumulation_dtype, exp_sums, negative, row_dots, row_logsumexp
 
 HEADROOM = 60.0  # exponents may reach +60: e^60 times a million columns is still far below float32's e^88
 SMALLEST_SUM = 1e-28  # of exponentials: below it, terms that matter may have underflowed
@@ -28,12 +28,14 @@ def softplus(x: Tensor) -> Tensor:
 class Softmaxes:
     """Of R rows and R columns, of which row x and column x are a pair; vectors are float64 [R]."""
 
-    scale: float
+    scale: Tensor  # [1]
     side: int  # of the tiles
     positive: Tensor  # S_xx
     row_gap: Tensor  # log-sum-exp over the negatives of row x, minus S_xx: 1 - p_xx is its sigmoid
     col_gap: Tensor  # of column x
-    shift: float | None  # one that leaves every sum of exponentials with its digits; None: there is none
+    shift: Tensor | None  # [1], taken from logits before their exponentials; None: of 0
+    direct: bool  # with `shift`, every sum of exponentials has its digits; else each takes a maximum of its own
+    unsafe: Tensor | None  # bool []: not so after all, and all that follows is to be thrown away; see `Context`
     size: int  # rows and columns of S: beyond R they are negatives only
 
     @classmethod
@@ -42,9 +44,11 @@ class Softmaxes:
         rows: list[Block],
         cols: list[Block],
         positive: Tensor,
-        scale: float,
+        scale: Tensor,
         side: int,
         sum_over_ranks: Callable[[Tensor], Tensor],
+        *,
+        deferred: bool,
     ) -> Softmaxes:
         """rows: this rank's blocks of S; over all ranks they hold every negative of every pair once, a row's all
         in one. cols: of S^T.
@@ -59,21 +63,24 @@ class Softmaxes:
             sums[0, block.rows] += row_sums
             sums[1, block.cols] += col_sums
         sums = sum_over_ranks(sums)[:, :R]  # one collective: a row's sum is zero on all ranks but its own
-        if sums.min().item() > SMALLEST_SUM:  # all ranks see the same sums, so they take the same branch
-            lse, good = sums.log() + shift, shift
+        unsafe = sums.min() <= SMALLEST_SUM  # alike on all ranks: they see the same sums
+        direct = deferred or not unsafe.item()
+        if direct:
+            lse = sums.log() if shift is None else sums.log() + shift
         else:
-            lse, good = positive.new_zeros((2, size)), None
+            lse, shift = positive.new_zeros((2, size)), None
             for direction, blocks in enumerate((rows, cols)):
                 for block in blocks:
                     lse[direction, block.rows] = row_logsumexp(block, scale, side).double()
             lse = sum_over_ranks(lse)[:, :R]
-        return cls(scale, side, positive, lse[0] - positive, lse[1] - positive, good, size)
+        row_gap, col_gap = lse[0] - positive, lse[1] - positive
+        return cls(scale, side, positive, row_gap, col_gap, shift, direct, unsafe if deferred else None, size)
 
     @classmethod
-    def of(cls, pairs: Pairs, scale: float, side: int) -> Softmaxes:
+    def of(cls, pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> Softmaxes:
         """Of a batch: every other sample is a negative."""
         positive = row_dots(pairs.image_all, pairs.text_all) * scale
-        return cls.over([pairs.rows], [pairs.cols], positive, scale, side, pairs.sum)
+        return cls.over([pairs.rows], [pairs.cols], positive, scale, side, pairs.sum, deferred=deferred)
 
     def loss(self) -> Tensor:
         """The mean cross-entropy of both directions, []."""
@@ -96,18 +103,19 @@ class Softmaxes:
         """`dA += weight * G B` and, if asked, `dB += weight * G^T A`, `G = P + P'` on the negatives, else zero.
 
         P and P' are the softmaxes over rows and columns. transposed: the block is one of S^T. values: stand for A and
-        B in the two products, as in attention. With a `shift` one exponential per entry serves both terms; without,
-        each takes its own, and any logits are safe.
+        B in the two products, as in attention. Where they are `direct` one exponential per entry serves both terms;
+        else each takes its own, and any logits are safe.
         """
         row_lse, col_lse = self._lse(self.row_gap), self._lse(self.col_gap)
         if transposed:
             row_lse, col_lse = col_lse, row_lse
         row_lse, col_lse, shift = row_lse[block.rows], col_lse[block.cols], self.shift
-        if shift is not None:
-            row_lse, col_lse = (shift - row_lse).exp(), (shift - col_lse).exp()  # factors
+        if self.direct:
+            zero = 0.0 if shift is None else shift
+            row_lse, col_lse = (zero - row_lse).exp(), (zero - col_lse).exp()  # factors
         of_rows, of_cols = row_lse.to(block.dtype)[:, None], col_lse.to(block.dtype)[None]
-        for rows, cols, S, G in block.logits(self.scale, -(shift or 0.0), self.side):
-            if shift is not None:
+        for rows, cols, S, G in block.logits(self.scale, negative(shift), self.side):
+            if self.direct:
                 torch.add(of_rows[rows], of_cols[:, cols], out=G)
                 G.mul_(S.exp_())
             else:
@@ -117,13 +125,15 @@ class Softmaxes:
             block.add_products(rows, cols, G, weight, dA, dB, values)
 
 
-def _stabiliser(rows: list[Block], cols: list[Block], scale: float) -> float:
-    """|S_xy| <= s max|I| max|T| (Cauchy-Schwarz), so no pass over the logits is needed for a maximum."""
+def _stabiliser(rows: list[Block], cols: list[Block], scale: Tensor) -> Tensor | None:
+    """|S_xy| <= s max|I| max|T| (Cauchy-Schwarz), so no pass over the logits is needed for a maximum. None: 0."""
     longest_text, longest_image = (
-        max(torch.linalg.vector_norm(b.B, dim=1, dtype=accumulation_dtype(b.B)).max().item() for b in blocks)
+        torch.stack([torch.linalg.vector_norm(b.B, dim=1, dtype=accumulation_dtype(b.B)).max() for b in blocks]).max()
         for blocks in (rows, cols)
     )
-    return max(scale * longest_image * longest_text - HEADROOM, 0.0)
+    shift = (scale * longest_image * longest_text - HEADROOM).clamp_(min=0.0)
+    # a pass over the logits spared, where it costs no wait to know
+    return None if shift.device.type == "cpu" and not shift.any() else shift
 
 
 def add_cross_entropy_gradient(
@@ -131,8 +141,8 @@ def add_cross_entropy_gradient(
 ) -> None:
     """Add `weight * (P + P' - 2) T` and its like for the texts; P, P' are the softmaxes over rows and columns.
 
-    weight = s / 2N makes it the gradient of `softmaxes.loss()`. values: whose features stand for I and T in the
-    products; by default `pairs`.
+    weight = 1 / 2N makes it the gradient of `softmaxes.loss()` but for the factor s. values: whose features stand for I
+    and T in the products; by default `pairs`.
     """
     of, own = values or pairs, pairs.own
     along = (softmaxes.missing[own, None] * -weight).to(d_image.dtype)  # [n, 1]

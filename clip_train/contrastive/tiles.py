@@ -43,7 +43,7 @@ def auto_side(n: int, N: int) -> int:
 
 
 def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of each tile of an n x N matrix."""
+    """Rows and columns of each tile of an n x N matrix, row after row."""
     side = side or auto_side(n, N)
     for i in range(0, n, side):
         for j in range(0, N, side):
@@ -76,19 +76,21 @@ class Block:
     def dtype(self) -> torch.dtype:
         return accumulation_dtype(self.A, self.B)
 
-    def logits(self, scale: float, offset: float, side: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Tile by tile, in the same memory: rows, columns, `S = scale * a b^T + offset`, and as much to spare."""
+    def logits(self, scale: Tensor, offset: Tensor | None, side: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Tile by tile, in the same memory: rows, columns, `S = scale * a b^T + offset`, and as much to spare.
+
+        scale, offset: [1], on the device: to ask for their values would be to wait for it.
+        """
         r, c = len(self.A), len(self.B)
         side = side or auto_side(r, c)
         memory = torch.empty(2, min(r, side) * min(c, side), dtype=self.dtype, device=self.A.device)
         for rows, cols in tiles(r, c, side):
-            a, b = self.A[rows].to(self.dtype), self.B[cols].to(self.dtype)
+            if cols.start == 0:
+                a = self.A[rows].to(self.dtype) * scale.to(self.dtype)
+            b = self.B[cols].to(self.dtype)
             S, spare = memory[:, : len(a) * len(b)].view(2, len(a), len(b))
-            if offset == 0:
-                torch.addmm(S, a, b.t(), beta=0, alpha=scale, out=S)  # beta = 0: whatever is in S is ignored
-            else:
-                S.fill_(offset).addmm_(a, b.t(), alpha=scale)
-            yield rows, cols, S, spare
+            torch.mm(a, b.t(), out=S)
+            yield rows, cols, S if offset is None else S.add_(offset), spare
 
     def fill(self, rows: slice, cols: slice, S: Tensor, value: float) -> None:
         """Overwrite the entries of the tile `S` that are no negatives."""
@@ -113,14 +115,14 @@ class Block:
             dB[cols].addmm_(G.t(), A[rows].to(self.dtype), alpha=weight)
 
 
-def exp_sums(block: Block, scale: float, shift: float, side: int) -> tuple[Tensor, Tensor]:
-    """Row sums [r] and column sums [c] of `exp(S - shift)` over the negatives of the block.
+def exp_sums(block: Block, scale: Tensor, shift: Tensor | None, side: int) -> tuple[Tensor, Tensor]:
+    """Row sums [r] and column sums [c] of `exp(S - shift)` (None: no shift) over the negatives of the block.
 
     One exponential per entry feeds both directions (2 r c D flops). The caller picks a `shift` that cannot
     overflow and checks that nothing that matters underflowed.
     """
     row_sums, col_sums = (x.new_zeros(len(x), dtype=block.dtype) for x in (block.A, block.B))
-    for rows, cols, S, _ in block.logits(scale, -shift, side):
+    for rows, cols, S, _ in block.logits(scale, negative(shift), side):
         S.exp_()
         block.fill(rows, cols, S, 0.0)
         row_sums[rows] += S.sum(1)
@@ -128,19 +130,25 @@ def exp_sums(block: Block, scale: float, shift: float, side: int) -> tuple[Tenso
     return row_sums, col_sums
 
 
-def row_logsumexp(block: Block, scale: float, side: int) -> Tensor:
+def negative(shift: Tensor | None) -> Tensor | None:
+    return None if shift is None else -shift
+
+
+def row_logsumexp(block: Block, scale: Tensor, side: int) -> Tensor:
     """log of the row sums [r] of `exp(S)` over the negatives, for any logits: a running maximum per row.
 
     The slow and always safe form of `exp_sums`; a row without negatives gives -inf.
     """
     total = block.A.new_full((len(block.A),), -torch.inf, dtype=block.dtype)
-    for rows, cols, S, _ in block.logits(scale, 0, side):
+    for rows, cols, S, _ in block.logits(scale, None, side):
         block.fill(rows, cols, S, -torch.inf)
         total[rows] = torch.logaddexp(total[rows], S.logsumexp(1))
     return total
 
 
 def row_dots(A: Tensor, B: Tensor) -> Tensor:
-    """`(A * B).sum(1)` [n] in float64, without an n x D product in memory: digits a loss near zero needs."""
-    chunks = zip(A.split(256), B.split(256), strict=True)
-    return torch.cat([(a.double() * b.double()).sum(1) for a, b in chunks])
+    """`(A * B).sum(1)` [n], summed in float64 (digits a loss near zero needs), without an n x D product in memory."""
+    size = 256 if A.device.type == "cpu" else 8192  # rows: few launches on a GPU, in cache on a CPU
+    dtype = accumulation_dtype(A, B)
+    chunks = zip(A.split(size), B.split(size), strict=True)
+    return torch.cat([(a.to(dtype) * b.to(dtype)).sum(1, dtype=torch.float64) for a, b in chunks])

@@ -23,6 +23,7 @@ from launcher.engines.config import EngineConfig
 from tests.covering import pairwise
 from tests.engine.layouts import FSDP, ZERO, engine_at
 from tests.ranks import run_ranks
+from tests.test_step import Underflowing
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
 pytestmark = pytest.mark.engine
@@ -113,6 +114,28 @@ def oracle(optim: str, num: int, lr=LR, clip=MAX_NORM):
         told.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()))
         optimizer.step()
     return dict(named), told
+
+
+def redone(layout, micro_size, kept):
+    """Each step's loss is of no use at first, and the step is made again from where it began."""
+    engine, out = make(layout), []
+    for s in range(3):
+        batch = share(toy_batch(N, seed=s), dist.rank(), dist.world_size())
+        result = train_step(engine, batch, Underflowing(), micro_size=micro_size, kept_graphs=kept, lr=LR)
+        out.append((result.loss, result.grad_norm))
+    fragments = pieces(engine)
+    engine.close()
+    return out, fragments
+
+
+@pytest.mark.parametrize("world_size, micro_size, kept", [(1, 7, 2), (2, 5, 1)])
+@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
+def test_a_step_whose_loss_was_unsafe_is_made_again(layout, world_size, micro_size, kept):
+    reference, expected = oracle("sgd", 3)
+    results = run_ranks(redone, world_size, layout, micro_size, kept)
+    for told, _ in results:
+        assert told == [pytest.approx(each, rel=2e-6) for each in expected]
+    assert relative_error(assemble([fragments for _, fragments in results]), reference) < 1e-6
 
 
 def run_case(layout, precision, optim, micro_size, kept, offload="none", lr=LR, **more):

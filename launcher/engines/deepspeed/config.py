@@ -127,6 +127,7 @@ def _owned_by_recipe(
         # Said explicitly: DeepSpeed's default has been 1.0 since PR #8068.
         "gradient_clipping": grad_clip_norm or 0.0,
         "zero_optimization": {"stage": stage},
+        "timers": {"throughput": {"enabled": False}},  # they wait for the device in every forward and step
         "bf16": {"enabled": config.precision == "bf16"},
         "fp16": {"enabled": config.precision == "fp16"},
         "zero_allow_untested_optimizer": True,  # torch's own AdamW and SGD: exact at every stage

@@ -21,6 +21,7 @@ from torch import nn
 
 from clip_train import dist
 from clip_train.errors import UserError
+from clip_train.optim.optimizer import start_state
 from clip_train.plain_engine import LOSS_REMEDY, MAX_LOGIT_SCALE, surrogate
 from clip_train.protocols import (
     FeatureGradients,
@@ -32,7 +33,7 @@ from clip_train.protocols import (
     Wanted,
 )
 from launcher.engines.compile import compile_units, units
-from launcher.engines.deepspeed.shards import OwnedSlice, owned_slices, start_optimizer_state
+from launcher.engines.deepspeed.shards import OwnedSlice, owned_slices
 from launcher.engines.towers import SCALARS, Towers
 
 
@@ -107,12 +108,12 @@ def _refuse_scalars(model: nn.Module) -> None:
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Return a ZeRO optimizer of stage 1 or 2 back to where a step begins, also from the midst of a backward.
+    """Return a ZeRO optimizer to where a step begins; of stage 1 or 2 also from the midst of a backward.
 
     DeepSpeed has nothing for this: its own clearing after an overflow expects whole backwards.
     """
     optimizer.zero_grad(set_to_none=True)
-    if hasattr(optimizer, "ipg_buckets"):  # BF16_Optimizer has none
+    if hasattr(optimizer, "extra_large_param_to_reduce"):  # stages 1 and 2, but for BF16_Optimizer
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear()
         optimizer.extra_large_param_to_reduce.clear()
@@ -152,7 +153,7 @@ class DeepSpeedEngine(Towers):
         self.slices: list[OwnedSlice] = owned_slices(engine, stage)
         self._low_precision = engine.bfloat16_enabled() or engine.fp16_enabled()
         self._reduced = False  # the step's last backward has been seen
-        self._stage0_norm = math.nan
+        self._stage0_norm = torch.tensor(math.nan)
         if stage == 0:
             optimizer.register_step_pre_hook(self._clip_at_stage_0)
             self._stage0_limit = math.inf
@@ -209,7 +210,7 @@ class DeepSpeedEngine(Towers):
     def _clip_at_stage_0(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Runs between the gradients' all-reduce and the update: DeepSpeed tells no norm at fp32 stage 0."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._stage0_norm = nn.utils.clip_grad_norm_(parameters, self._stage0_limit).item()
+        self._stage0_norm = nn.utils.clip_grad_norm_(parameters, self._stage0_limit)
 
     def step(self, lr: float) -> StepReport:
         if not self._reduced:
@@ -223,7 +224,7 @@ class DeepSpeedEngine(Towers):
         self._reduced = False
         # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to lower.
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
-        norm = self._stage0_norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
+        norm = float(self._stage0_norm if self.stage == 0 else self.engine.get_global_grad_norm())
         if not skipped:
             if self.engine.fp16_enabled():
                 self._update_scale(False)  # for the next step
@@ -272,7 +273,8 @@ class DeepSpeedEngine(Towers):
         self.optimizer_steps = int(extra.get("optimizer_steps", 0))
         slots = source.slots() - {"param"}
         if slots:
-            start_optimizer_state(self.optimizer, self.slices, slots, self.optimizer_steps)
+            for flat in {id(piece.flat): piece.flat for piece in self.slices}.values():
+                start_state(self.optimizer, flat, slots, self.optimizer_steps)
         source.prepare(self._wanted(slots))
         for piece in self.slices:
             for slot, target in piece.tensors(self.optimizer, only=slots).items():

@@ -68,17 +68,3 @@ def _partitioned(engine: Any, name: str, p: Any) -> Iterator[OwnedSlice]:
     numel = min(padded, p.ds_numel - start)
     if numel > 0:
         yield OwnedSlice(name, tuple(p.ds_shape), start, numel, wrapper.fp32_partitioned_groups_flat[group], offset)
-
-
-def start_optimizer_state(
-    optimizer: torch.optim.Optimizer, slices: list[OwnedSlice], slots: set[str], steps: int
-) -> None:
-    """Give every flat tensor the state that torch would give it at its first step, at step count `steps`."""
-    for flat in {id(piece.flat): piece.flat for piece in slices}.values():
-        state: dict[str, Any] = {
-            slot: torch.zeros_like(flat, memory_format=torch.preserve_format).detach() for slot in slots
-        }
-        if isinstance(optimizer, torch.optim.AdamW):
-            # A tensor of its own for each: shared between flats it would be advanced several times a step.
-            state["step"] = torch.tensor(float(steps))
-        optimizer.state[flat] = state

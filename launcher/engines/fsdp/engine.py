@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from clip_train import dist
 from clip_train.errors import UserError
+from clip_train.optim.optimizer import start_state
 from clip_train.plain_engine import LOSS_REMEDY, MAX_LOGIT_SCALE, surrogate
 from clip_train.protocols import (
     FeatureGradients,
@@ -147,16 +148,16 @@ class FSDPEngine(Towers):
             yield from module._get_fsdp_state()._fsdp_param_groups
 
     @torch.no_grad()
-    def _clip(self) -> float:
+    def _clip(self) -> torch.Tensor:
         """The global norm, in one all-reduce. torch's own clip multiplies DTensors by a DTensor."""
         gradients = [flat(s.parameter.grad) for s in self.shards if s.parameter.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=self.device)
         squares = norms.double().square().sum()
         mesh = cast(DTensor, self.shards[0].parameter).device_mesh
         torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-        norm, limit = squares.sqrt().item(), self.grad_clip_norm
-        if limit is not None and norm > limit:
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        norm = squares.sqrt()
+        if self.grad_clip_norm is not None and gradients:
+            torch._foreach_mul_(gradients, (self.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0).float())
         return norm
 
     def step(self, lr: float) -> StepReport:
@@ -173,7 +174,7 @@ class FSDPEngine(Towers):
         self.optimizer_steps += 1
         self._reduced = False
         self._read_scalars()
-        return StepReport(norm)
+        return StepReport(norm.item())
 
     def _read_scalars(self) -> None:
         if self.config.precision != "fp32":
@@ -194,10 +195,7 @@ class FSDPEngine(Towers):
         self.optimizer_steps = int(extra.get("optimizer_steps", 0))
         slots = source.slots() - {"param"}
         for shard in self.shards if slots else ():
-            state: dict[str, Any] = {slot: torch.zeros_like(shard.parameter).detach() for slot in slots}
-            if isinstance(self.optimizer, torch.optim.AdamW):
-                state["step"] = torch.tensor(float(self.optimizer_steps))
-            self.optimizer.state[shard.parameter] = state
+            start_state(self.optimizer, shard.parameter, slots, self.optimizer_steps)
         wanted = [(s, slot) for s in self.shards if s.local.numel() for slot in ("param", *sorted(slots))]
         source.prepare(Wanted(s.name, slot, s.start, s.local.numel()) for s, slot in wanted)
         for s, slot in wanted:

@@ -1,0 +1,74 @@
+"""The next batch is on its way while this one is computed; the order, an error and an end are the source's."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from clip_train.data.prefetch import Prefetcher
+from clip_train.errors import DataError
+from clip_train.protocols import Batch
+
+CPU = torch.device("cpu")
+PATIENCE = 60.0  # seconds
+
+
+class Source:
+    """Batches 0, 1, 2, ...; `fails_at` raises."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at, self.given, self.closed = fails_at, 0, False
+        self.asked = threading.Condition()
+
+    def __next__(self) -> Batch:
+        with self.asked:
+            number, self.given = self.given, self.given + 1
+            self.asked.notify_all()
+        if number == self.fails_at:
+            raise DataError("a shard is gone")
+        return Batch(torch.full((2, 3, 4, 4), number, dtype=torch.uint8), torch.zeros(2, 5), torch.arange(2))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def wait_for(self, number: int) -> bool:
+        """Until batch `number` has been asked for."""
+        with self.asked:
+            return self.asked.wait_for(lambda: self.given > number, PATIENCE)
+
+
+def number(batch: Batch) -> int:
+    return int(batch.images[0, 0, 0, 0])
+
+
+def test_the_next_batch_is_taken_while_this_one_is_in_use_and_no_more_than_two():
+    source = Source()
+    with_prefetch = Prefetcher(source, CPU)
+    for step in range(20):
+        assert number(next(with_prefetch)) == step
+        assert source.wait_for(step + 1)  # nobody has asked for it yet
+        assert source.given <= step + 4
+    with_prefetch.close()
+    assert source.closed
+    with pytest.raises(StopIteration):
+        next(with_prefetch)
+
+
+def test_an_error_comes_in_its_turn_and_closes_the_source():
+    source = Source(fails_at=3)
+    batches = Prefetcher(source, CPU)
+    assert [number(next(batches)) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(DataError, match="a shard is gone"):
+        next(batches)
+    assert source.closed
+
+
+def test_closing_does_not_wait_for_a_place():
+    source = Source()
+    batches = Prefetcher(source, CPU)
+    next(batches)
+    assert source.wait_for(2)  # one is ready, and the thread holds another
+    batches.close()
+    assert not any(thread.name == "prefetch" and thread.is_alive() for thread in threading.enumerate())

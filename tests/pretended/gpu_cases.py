@@ -1,0 +1,27 @@
+"""What is traced, and its ceilings: reads by the host, kernels, and operators with a large float64 result.
+
+Of DeepSpeed's reads three to six are its own, about the norm and its overflow.
+"""
+
+CASES = {
+    "info_nce": (2, 910, 0),
+    "info_nce all retained": (2, 820, 0),
+    "info_nce at 32k": (2, 1980, 0),
+    "dropout, checkpointing": (2, 3180, 0),
+    "sigmoid": (2, 890, 0),
+    "local": (2, 920, 0),
+    "memory bank": (2, 1140, 0),
+    "contaccum": (2, 1140, 0),
+    "distillation": (2, 1180, 0),
+    "fsdp 3, bf16, 1 rank": (2, 1450, 0),
+    "fsdp 3, bf16, 2 ranks": (2, 890, 0),
+    "fsdp 2, fp32, 2 ranks": (2, 820, 0),
+    "deepspeed 0, fp32, 2 ranks": (2, 990, 0),
+    "deepspeed 1, bf16, 1 rank": (5, 1140, 0),
+    "deepspeed 1, bf16, 2 ranks": (5, 1180, 0),
+    "deepspeed 1, fp16, 2 ranks": (8, 1590, 1),
+    "deepspeed 2, bf16, 2 ranks": (8, 1770, 1),
+    "deepspeed 3, bf16, 2 ranks": (8, 1460, 1),
+    "evaluation": (1, 190, 0),
+}
+PLANTED = ("planted: a mixture of devices", "planted: a read")

@@ -1,0 +1,217 @@
+"""Traces whole steps on the pretended GPU: `python -m tests.pretended.trace [CASE ...]`, one JSON object by case."""
+
+from __future__ import annotations
+
+from tests.pretended import gpu  # isort: skip  # before torch
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from clip_train.batch import BatchPlan
+from clip_train.contrastive.distillation import Distillation
+from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank
+from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective
+from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.evaluate.retrieval import ranks_of_matches
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture, load_architecture
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer
+from clip_train.plain_engine import PlainEngine
+from clip_train.protocols import Batch, Engine, Features
+from clip_train.recovery import recovering_step
+from launcher import engines
+from launcher.engines.config import EngineConfig
+from tests.pretended.gpu_cases import PLANTED
+
+GPU = torch.device("cuda", 0)
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Make = Callable[[CLIP], Objective]
+
+
+def small_clip() -> Architecture:
+    """Two blocks in each tower: the others launch the same."""
+    tiny = load_architecture("tiny")
+    towers = {name: getattr(tiny, name).model_copy(update={"layers": 2}) for name in ("vision_cfg", "text_cfg")}
+    return tiny.model_copy(update=towers)
+
+
+def step(
+    make: Make, *, n: int = 64, micro: int = 32, kept: int = 1, dropout: float = 0.0, bias: bool = False,
+    checkpointing: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The counts of a step of the plain engine."""
+    architecture = small_clip()
+    if bias:
+        architecture = architecture.model_copy(update={"init_logit_bias": -10.0, "init_logit_scale": 2.3})
+    with gpu.pretended_gpu() as counts:
+        module = born_on_gpu(
+            lambda: CLIP(
+                architecture, dropout=dropout, patch_dropout=0.5 if dropout else 0.0,
+                activation_checkpointing=checkpointing,
+            ), torch.bfloat16,
+        )  # fmt: skip
+        engine = PlainEngine(module, build_optimizer(OptimConfig(), module.named_parameters()), 1.0)
+        third_step(engine, make(module), BatchPlan(n, 1, micro, kept), architecture, counts)
+    return counts.as_json()
+
+
+def engine(kind: str, stage: int, precision: str, world_size: int = 1) -> dict[str, Any]:
+    """The counts of a step of rank 0 under an engine; collectives do nothing, and are kernels."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    architecture = small_clip()
+    config = EngineConfig(kind=kind, zero_stage=stage, precision=precision)  # type: ignore[arg-type]
+
+    def make() -> CLIP:
+        if kind == "fsdp":  # on the meta device
+            return CLIP(architecture)
+        return born_on_gpu(lambda: CLIP(architecture), PRECISIONS[precision])
+
+    with gpu.pretended_gpu() as counts:
+        built = engines.build(
+            config,
+            make,
+            lambda named: build_optimizer(OptimConfig(), named),
+            device=GPU,
+            grad_clip_norm=1.0,
+            micro_size=32,
+        )
+        third_step(built, InfoNCE(), BatchPlan(64 * world_size, world_size, 32, 1), architecture, counts)
+    return counts.as_json()
+
+
+def prepare_for(kind: str) -> None:
+    """What reads real memory while an engine is built is answered by the host."""
+    if kind == "fsdp":
+        from launcher.engines.fsdp import engine as fsdp
+
+        make_mesh = fsdp.make_mesh
+
+        def without_fakes(*args: Any) -> Any:
+            with unset_fake_temporarily():
+                return make_mesh(*args)
+
+        fsdp.make_mesh = without_fakes
+    else:
+        os.environ["DS_ACCELERATOR"] = "cuda"
+        from deepspeed.accelerator import cuda_accelerator  # type: ignore[import-untyped]
+        from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator  # type: ignore[import-untyped]
+
+        import launcher.engines.deepspeed.engine  # noqa: F401  its imports, once
+
+        nothing = lambda *args, **kwargs: 0  # noqa: E731
+        cuda_accelerator.torch_nvtx = SimpleNamespace(range_push=nothing, range_pop=nothing)
+        coordinator.assert_ints_same_as_other_ranks = nothing
+
+
+def born_on_gpu(make: Callable[[], CLIP], dtype: torch.dtype) -> CLIP:
+    torch.set_default_dtype(dtype)
+    with GPU:
+        module = make()
+    torch.set_default_dtype(torch.float32)
+    # it is there already, and pretended parameters cannot be swapped
+    module.to = module.bfloat16 = module.half = module.float = lambda *args, **kwargs: module  # type: ignore[method-assign]
+    return module
+
+
+def third_step(engine: Engine, objective: Objective, plan: BatchPlan, architecture: Any, counts: gpu.Counts) -> None:
+    """Optimizers and ZeRO-3 set up their state in the first two."""
+    n, size, length = plan.per_rank, architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    for _ in range(3):
+        host = Batch(
+            torch.empty(n, 3, size, size, dtype=torch.uint8), torch.empty(n, length, dtype=torch.int64),
+            torch.empty(n, dtype=torch.int64), keys=[str(i) for i in range(n)], text_lengths=[length] * n,
+        )  # fmt: skip
+        counts.clear()
+        recovering_step(engine, host.to(GPU), objective, plan, lr=1e-3, log=print)
+
+
+def evaluation() -> dict[str, Any]:
+    """Its parts on the device; which captions are equal is a question to numbers, which nobody has here."""
+    architecture = small_clip()
+    n, size, length = 64, architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    with gpu.pretended_gpu() as counts, torch.no_grad():
+        plain = PlainEngine(born_on_gpu(lambda: CLIP(architecture), torch.bfloat16))
+        plain.train(False)
+        image = plain.encode_image(torch.empty(n, 3, size, size, dtype=torch.uint8, device=GPU)).float()
+        text = plain.encode_text(torch.empty(n, length, dtype=torch.int64, device=GPU)).float()
+        groups = torch.empty(n, dtype=torch.int64, device=GPU)
+        (ranks_of_matches(image, text, groups, groups) <= 5).double().mean().item()
+    return counts.as_json()
+
+
+class Mixed(InfoNCE):
+    """Planted: something of the host's among what is the device's."""
+
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        host = torch.ones(len(features.image), 1, device="cpu")
+        return super().__call__(Features(features.image * host, features.text, features.logit_scale), context)
+
+
+class Curious(InfoNCE):
+    """Planted: the host waits to see a number."""
+
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        assert features.logit_scale.item()
+        return super().__call__(features, context)
+
+
+def teacher(module: CLIP) -> Objective:
+    return Distillation(lambda micro_batch: Features(*module(micro_batch.images, micro_batch.texts)))
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "info_nce": lambda: step(lambda m: InfoNCE()),
+    "info_nce all retained": lambda: step(lambda m: InfoNCE(), kept=2),
+    "info_nce at 32k": lambda: step(lambda m: InfoNCE(), n=32768, micro=16384),
+    "dropout, checkpointing": lambda: step(lambda m: InfoNCE(), dropout=0.1, checkpointing=True),
+    "sigmoid": lambda: step(lambda m: SigmoidLoss(), bias=True),
+    "local": lambda: step(lambda m: LocalInfoNCE()),
+    "memory bank": lambda: step(lambda m: MemoryBank(128, 0)),
+    "contaccum": lambda: step(lambda m: MemoryBank(128, 0, "contaccum")),
+    "distillation": lambda: step(teacher),
+    "fsdp 3, bf16, 1 rank": lambda: engine("fsdp", 3, "bf16"),
+    "fsdp 3, bf16, 2 ranks": lambda: engine("fsdp", 3, "bf16", 2),
+    "fsdp 2, fp32, 2 ranks": lambda: engine("fsdp", 2, "fp32", 2),
+    "deepspeed 0, fp32, 2 ranks": lambda: engine("deepspeed", 0, "fp32", 2),
+    "deepspeed 1, bf16, 1 rank": lambda: engine("deepspeed", 1, "bf16"),
+    "deepspeed 1, bf16, 2 ranks": lambda: engine("deepspeed", 1, "bf16", 2),
+    "deepspeed 1, fp16, 2 ranks": lambda: engine("deepspeed", 1, "fp16", 2),
+    "deepspeed 2, bf16, 2 ranks": lambda: engine("deepspeed", 2, "bf16", 2),
+    "deepspeed 3, bf16, 2 ranks": lambda: engine("deepspeed", 3, "bf16", 2),
+    "evaluation": evaluation,
+    PLANTED[0]: lambda: step(lambda m: Mixed()),
+    PLANTED[1]: lambda: step(lambda m: Curious()),
+}
+
+
+def run(name: str) -> dict[str, Any]:
+    try:
+        return CASES[name]()
+    except Exception as e:
+        return {"error": "".join(traceback.format_exception(e))}
+
+
+def main(names: list[str]) -> None:
+    prepare_for("deepspeed")
+    prepare_for("fsdp")
+    # a process for each: DeepSpeed keeps its groups as globals
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        cases = names or list(CASES)
+        print(json.dumps(dict(zip(cases, pool.map(run, cases, chunksize=1), strict=True))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
