@@ -6,7 +6,7 @@ Every rank holds everything. It is also the specification of what the engines in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from clip_train import dist
 from clip_train.errors import UserError
-from clip_train.optim.optimizer import start_state
 from clip_train.protocols import (
     FeatureGradients,
     Features,
@@ -38,6 +37,15 @@ def surrogate(features: Features, gradients: FeatureGradients) -> Tensor:
     if features.logit_bias is not None and gradients.logit_bias is not None:
         total = total + (features.logit_bias * gradients.logit_bias).sum()
     return total
+
+
+def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor, slots: Iterable[str], steps: int) -> None:
+    """Give `parameter` the state that torch would give it at its first step, at a count of `steps`."""
+    state = {slot: torch.zeros_like(parameter).detach() for slot in slots}
+    if isinstance(optimizer, torch.optim.AdamW):
+        # one for each, and where the fused kernel reads it: shared it would advance several times a step
+        state["step"] = torch.tensor(float(steps), device=parameter.device)
+    optimizer.state[parameter] = state
 
 
 class PlainEngine:

@@ -23,8 +23,7 @@ from clip_train.data.config import order_keys
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import table_of
-from clip_train.data.loader import TrainLoader
-from clip_train.data.prefetch import Prefetcher
+from clip_train.data.loader import Prefetcher, TrainLoader
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.errors import RankError, UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clip_train.optim.config import OptimConfig
 
@@ -29,12 +29,3 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, nn.Para
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     # fused: one kernel on a GPU, and on a CPU 0.4 of the plain one's seconds
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-
-
-def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor, slots: Iterable[str], steps: int) -> None:
-    """Give `parameter` the state that torch would give it at its first step, at a count of `steps`."""
-    state = {slot: torch.zeros_like(parameter).detach() for slot in slots}
-    if isinstance(optimizer, torch.optim.AdamW):
-        # one for each, and where the fused kernel reads it: shared it would advance several times a step
-        state["step"] = torch.tensor(float(steps), device=parameter.device)
-    optimizer.state[parameter] = state

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from clip_train.data.prefetch import Prefetcher
+from clip_train.data.loader import Prefetcher
 from clip_train.errors import DataError
 from clip_train.protocols import Batch
 

@@ -21,8 +21,7 @@ from torch import nn
 
 from clip_train import dist
 from clip_train.errors import UserError
-from clip_train.optim.optimizer import start_state
-from clip_train.plain_engine import LOSS_REMEDY, MAX_LOGIT_SCALE, surrogate
+from clip_train.plain_engine import LOSS_REMEDY, MAX_LOGIT_SCALE, start_state, surrogate
 from clip_train.protocols import (
     FeatureGradients,
     Features,
