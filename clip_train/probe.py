@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clip_train.contrastive.rng import RngState
+from clip_train.engine import Engine
 from clip_train.memory import Profile
-from clip_train.protocols import Engine, Features, MicroBatch
+from clip_train.protocols import Features, MicroBatch
 
 # At small sizes the gradients of the weights would be the highest point of a backward, and hide the samples'.
 FAKE_SIZES = (2048, 4096)

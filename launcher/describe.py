@@ -21,7 +21,7 @@ def describe_start(
     log(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
-        f"{engines.package(config.engine.kind).describe(config.engine)}, "
+        f"{engines.describe(config.engine)}, "
         f"{config.engine.precision}, {device.type}; {checked.streams} streams; "
         f"{config.steps} steps into {config.run_dir}"
     )

@@ -9,12 +9,12 @@ from pathlib import Path
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.checkpoint.restore import Resumed
+from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, ModelConfig
 from clip_train.models.convert import export_openclip
 from clip_train.models.weights import initial_weights
-from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import FragmentSource
 from launcher.cli.checkpoints import places_of_run, recipe_in
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,8 @@ from clip_train.data.config import SourceSummary, check_source, resolve_streams
 from clip_train.data.shards import expand_braces
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses
-from clip_train.memory import RECOMPUTED
+from clip_train.memory import RECOMPUTED, Layout
 from clip_train.models.config import Architecture
-from launcher.config.memory import Decision, decide, no_limit
 from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, package
 from launcher.engines.config import EngineConfig
@@ -29,8 +28,8 @@ class Checked:
     plan: BatchPlan
     architecture: Architecture
     streams: int
-    engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at
-    decision: Decision | None = None  # where something is `auto`
+    engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at (`launcher.config.memory`)
+    layout: Layout | None = None  # where something is `auto`: what it has become
     source: SourceSummary | None = None  # on the rank that has looked at the shards
 
 
@@ -85,10 +84,11 @@ def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int, *, 
     )
 
 
-def sized(config: RunConfig, checked: Checked, limit: float) -> Checked:
-    """`checked` with every `auto` decided within `limit` bytes a rank, before there is an engine to ask."""
-    decision = decide(config, checked.architecture, checked.plan, limit)
-    return replace(checked, plan=decision.layout.plan, engine=decision.engine, decision=decision)
+def no_limit(config: RunConfig) -> str:
+    return (
+        f"{', '.join(config.chosen)} = auto needs batch.memory_limit where no GPU is looked at: "
+        "the bytes one rank may use, such as batch.memory_limit=8GiB (for a GPU, about 0.9 of its memory)"
+    )
 
 
 def bias_mistake(config: RunConfig, bias: float | None) -> str:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         except UserError as e:
             tell(iter([error("recipe", str(e), "see the message; clip-train train --keys lists all keys")]))
     kind = (config.engine if config else EngineConfig()).kind
-    for name, check in engines.package(kind).doctor_checks():
+    for name, check in engines.package(kind).CHECKS:
         tell(guarded(name, check))
     if config is not None:
         for name, check_config in recipe_checks.RECIPE:
