@@ -53,8 +53,9 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             problems.append(UserError(bias_mistake(config, architecture.init_logit_bias)))
         collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
-    facts = engine_facts(config, plan, world_size, on_this_machine=is_rank)
-    problems += map(UserError, package(config.engine.kind).mistakes(config.engine, facts))
+    engine = package(config.engine.kind)
+    problems += map(UserError, engine.mistakes(config.engine, engine_facts(config, plan, world_size)))
+    problems += map(UserError, engine.mistakes_here(config.engine) if is_rank else ())
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
@@ -74,13 +75,12 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     return Checked(plan, architecture, streams, config.engine, source=source)
 
 
-def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int, *, on_this_machine: bool = False) -> Facts:
+def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:
     return Facts(
         world_size,
         micro_size=plan.micro_size if plan else 1,
         grad_clip_norm=config.optim.grad_clip_norm,
         several_graphs=plan is None or config.batch.micro_size == "auto" or plan.accum_steps > 1,
-        on_this_machine=on_this_machine,
     )
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -153,14 +153,11 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    from launcher.config.validate import check, engine_facts
+    from launcher.config.validate import check
 
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
-    here = engine_facts(config, None, world, on_this_machine=True)
-    anywhere = set(package(config.engine.kind).mistakes(config.engine, replace(here, on_this_machine=False)))
-    for mistake in package(config.engine.kind).mistakes(config.engine, here):
-        if mistake not in anywhere:
-            yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
+    for mistake in package(config.engine.kind).mistakes_here(config.engine):
+        yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     checked = check(config, world, read_data=False)
     plan = checked.plan
     yield ok(

@@ -3,6 +3,7 @@
     NAME                                            the way to hold a model, in a word: "ZeRO"
     CHECKS                                          what `clip-train doctor` looks at for it
     mistakes(config, facts) -> Iterator[str]        what it refuses, each with field, value and remedy
+    mistakes_here(config) -> Iterator[str]          what this machine's devices cannot do
     memory(config, P, moment_bytes, world_size)     bytes on one rank of a model of P parameters, as `Memory`
     sums_fp32(config) -> bool                       is a gradient that is reduced once as exact as one of each backward?
     artifacts(config, facts) -> dict[str, str]      files for the run directory: name -> text
@@ -38,7 +39,6 @@ class Facts:
     micro_size: int = 1
     grad_clip_norm: float | None = None
     several_graphs: bool = False  # a step may have more than one micro-batch
-    on_this_machine: bool = False  # this process is a rank, so its devices have to do
 
 
 def package(kind: str) -> ModuleType:

@@ -15,7 +15,7 @@ from launcher.engines.deepspeed.config import build_ds_config, reduce_bucket_ele
 from launcher.engines.deepspeed.doctor import CHECKS
 
 NAME = "ZeRO"
-__all__ = ["CHECKS", "NAME", "artifacts", "memory", "mistakes", "sums_fp32"]
+__all__ = ["CHECKS", "NAME", "artifacts", "memory", "mistakes", "mistakes_here", "sums_fp32"]
 
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
@@ -30,21 +30,25 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
             f"engine.precision ({config.precision}) is wrong in DeepSpeed at engine.zero_stage 0; use "
             "engine.zero_stage=1 (as fast), engine.precision=fp32, or, for bf16, engine.kind=fsdp"
         )
-    if facts.on_this_machine and config.precision != "fp32" and not torch.cuda.is_available():
-        # DeepSpeed would say it once the model is built. A rank needs this import in any case.
-        from launcher.engines.deepspeed.engine import supported_precisions
-
-        supported = supported_precisions()
-        if config.precision not in supported:
-            remedies = " or ".join(f"engine.precision={each}" for each in reversed(supported))
-            yield (
-                f"engine.precision ({config.precision}): this machine's processor does not compute in it, and no GPU "
-                f"is visible: use {remedies}, or GPUs"
-            )
     try:
         build_ds_config(config, facts)
     except UserError as e:
         yield str(e)
+
+
+def mistakes_here(config: EngineConfig) -> Iterator[str]:
+    """DeepSpeed itself would say it once the model is built."""
+    if config.precision == "fp32" or torch.cuda.is_available():
+        return
+    from launcher.engines.deepspeed.engine import supported_precisions  # a rank needs this import in any case
+
+    supported = supported_precisions()
+    if config.precision not in supported:
+        remedies = " or ".join(f"engine.precision={each}" for each in reversed(supported))
+        yield (
+            f"engine.precision ({config.precision}): this machine's processor does not compute in it, and no GPU "
+            f"is visible: use {remedies}, or GPUs"
+        )
 
 
 def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> Memory:

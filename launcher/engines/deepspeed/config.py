@@ -91,63 +91,45 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
             f"{file} sets zero_optimization.overlap_comm, which needs engine.zero_stage 2 or 3 "
             f"(it is {config.zero_stage}); take it out"
         )
-    out = _merge(base, _owned_by_recipe(config, facts), "", file, mistakes)
+    for key, (value, field) in _owned_by_recipe(config, facts).items():
+        *sections, name = key.split(".")
+        node = base
+        for section in sections:
+            if not isinstance(node.get(section), dict):
+                node[section] = {}
+            node = node[section]
+        if node.get(name) not in (None, "auto", value):
+            mistakes.append(
+                f"{file} says {key} = {node[name]!r}, but {field} in the recipe makes it {value!r}: "
+                f'take it out of the JSON (or write "auto"), and set {field}'
+            )
+        node[name] = value
     if mistakes:
         raise UserError("\n".join(mistakes))
     if config.zero_stage == 0:
-        out["gradient_clipping"] = 0.0  # the engine clips there, where it can also tell the norm
-    return out
+        base["gradient_clipping"] = 0.0  # the engine clips there, where it can also tell the norm
+    return base
 
 
-def _owned_by_recipe(config: EngineConfig, facts: Facts) -> dict[str, Any]:
-    owned: dict[str, Any] = {
+def _owned_by_recipe(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any, str]]:
+    """Key of the JSON -> its value, and what of the recipe that follows from."""
+    owned: dict[str, tuple[Any, str]] = {
         # step() IS the accumulation boundary, so k may change from step to step, and nothing divides by k.
-        "managed_gradient_accumulation": reduces_once(config),
-        "gradient_accumulation_steps": 1,
-        "train_micro_batch_size_per_gpu": facts.micro_size,  # for DeepSpeed's own counters only
-        "train_batch_size": facts.micro_size * facts.world_size,
+        "managed_gradient_accumulation": (reduces_once(config), "the trainer"),
+        "gradient_accumulation_steps": (1, "batch.global_size and batch.micro_size"),
+        "train_micro_batch_size_per_gpu": (facts.micro_size, "batch.micro_size"),  # for DeepSpeed's own counters only
+        "train_batch_size": (facts.micro_size * facts.world_size, "batch.global_size"),
         # Said explicitly: DeepSpeed's default has been 1.0 since PR #8068.
-        "gradient_clipping": facts.grad_clip_norm or 0.0,
-        "zero_optimization": {"stage": config.zero_stage},
-        "bf16": {"enabled": config.precision == "bf16"},
-        "fp16": {"enabled": config.precision == "fp16"},
-        "zero_allow_untested_optimizer": True,  # torch's own AdamW and SGD: exact at every stage
+        "gradient_clipping": (facts.grad_clip_norm or 0.0, "optim.grad_clip_norm"),
+        "zero_optimization.stage": (config.zero_stage, "engine.zero_stage"),
+        "bf16.enabled": (config.precision == "bf16", "engine.precision"),
+        "fp16.enabled": (config.precision == "fp16", "engine.precision"),
+        "zero_allow_untested_optimizer": (True, "the trainer"),  # torch's own AdamW and SGD: exact at every stage
         # torch.optim on the offloaded state instead of DeepSpeedCPUAdam, which JIT-builds for minutes.
-        "zero_force_ds_cpu_optimizer": False,
+        "zero_force_ds_cpu_optimizer": (False, "the trainer"),
     }
     if config.precision == "bf16":
-        owned["data_types"] = {"grad_accum_dtype": "fp32"}  # bf16 accumulation loses 2-3% of the update
+        owned["data_types.grad_accum_dtype"] = ("fp32", "the trainer")  # bf16 accumulation loses 2-3% of the update
     if config.offload == "optimizer":
-        owned["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        owned["zero_optimization.offload_optimizer.device"] = ("cpu", "engine.offload")
     return owned
-
-
-FIELD_OF = {
-    "zero_optimization.stage": "engine.zero_stage",
-    "zero_optimization.offload_optimizer": "engine.offload",
-    "bf16.enabled": "engine.precision",
-    "fp16.enabled": "engine.precision",
-    "gradient_clipping": "optim.grad_clip_norm",
-    "train_micro_batch_size_per_gpu": "batch.micro_size",
-    "train_batch_size": "batch.global_size",
-    "gradient_accumulation_steps": "batch.global_size and batch.micro_size",
-}
-
-
-def _merge(base: dict[str, Any], owned: dict[str, Any], prefix: str, file: str, mistakes: list[str]) -> dict[str, Any]:
-    """`base` with `owned` laid over it; a value that both name and that differs is a mistake."""
-    out = dict(base)
-    for key, value in owned.items():
-        path = f"{prefix}{key}"
-        theirs = base.get(key)
-        if isinstance(value, dict):
-            out[key] = _merge(theirs if isinstance(theirs, dict) else {}, value, f"{path}.", file, mistakes)
-            continue
-        if theirs not in (None, "auto", value):
-            field = next((FIELD_OF[p] for p in (path, path.rsplit(".", 1)[0]) if p in FIELD_OF), "the trainer")
-            mistakes.append(
-                f"{file} says {path} = {theirs!r}, but {field} in the recipe makes it {value!r}: "
-                f'take it out of the JSON (or write "auto"), and set {field}'
-            )
-        out[key] = value
-    return out

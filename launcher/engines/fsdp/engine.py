@@ -36,13 +36,9 @@ def build_engine(
     with torch.device("meta"):
         model = make_model()
     _refuse_parameters(model)
-    copies: dict[str, Any] = (
-        {"mesh_shape": (W,), "mesh_dim_names": ("shard",)}
-        if ranks == W
-        else {"mesh_shape": (W // ranks, ranks), "mesh_dim_names": ("replicate", "shard")}
-    )
+    copies: dict[str, int] = {"shard": W} if ranks == W else {"replicate": W // ranks, "shard": ranks}
     sharding: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, **copies),
+        "mesh": init_device_mesh(device.type, tuple(copies.values()), mesh_dim_names=tuple(copies)),
         "reshard_after_forward": config.zero_stage == 3,  # said for the root too, which would else stay whole
         # fp32 sums of bf16 gradients, between micro-batches and between ranks. No cast of inputs or outputs: the
         # model casts its pixels itself, and its features are fp32 on purpose.
