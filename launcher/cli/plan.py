@@ -14,7 +14,7 @@ from rich.table import Table
 
 from clip_train.data.order import times_read
 from clip_train.errors import UserError
-from clip_train.memory import RECOMPUTED
+from clip_train.memory import GIB, RECOMPUTED
 from clip_train.metrics.progress import format_seconds
 from clip_train.metrics.sinks import iter_jsonl
 from clip_train.models.clip import count_parameters, flops_per_sample
@@ -22,8 +22,6 @@ from launcher.config.memory import decide, estimate_memory, memory_limit, predic
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check, pays_twice
 from launcher.engines import describe as describe_engine
-
-GIB = 2**30
 
 
 def measured_rate(config: RunConfig) -> float | None:

@@ -64,10 +64,9 @@ SHALLOW = 3  # blocks of a tower; every further one takes as much as the third
 
 
 @cache
-def _profile(architecture_json: str, precision: str, dropout: float, checkpointing: bool) -> Profile:
+def _profile(architecture: Architecture, precision: str, dropout: float, checkpointing: bool) -> Profile:
     """By fake tensors; of shallow towers, and what one block more takes of either: those of a large model take half a
     minute."""
-    architecture = Architecture.model_validate_json(architecture_json)
     layers = {name: getattr(architecture, name).layers for name in ("vision_cfg", "text_cfg")}
     shallow = {name: min(depth, SHALLOW) for name, depth in layers.items()}
 
@@ -95,11 +94,11 @@ def _profile(architecture_json: str, precision: str, dropout: float, checkpointi
 def predicted_profile(config: RunConfig, architecture: Architecture, checkpointing: bool) -> Profile:
     """From fake tensors; with a teacher, its forward too."""
     precision = config.engine.precision
-    own = _profile(architecture.model_dump_json(), precision, config.model.dropout, checkpointing)
+    own = _profile(architecture, precision, config.model.dropout, checkpointing)
     teacher = config.model.teacher_architecture()
     if teacher is None:
         return own
-    return replace(own, forward=max(own.forward, _profile(teacher.model_dump_json(), precision, 0.0, False).forward))
+    return replace(own, forward=max(own.forward, _profile(teacher, precision, 0.0, False).forward))
 
 
 def decide(
