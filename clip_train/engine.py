@@ -7,7 +7,7 @@ specification of what the engines in `launcher.engines` do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,12 +189,17 @@ class Engine:
             slots = set()
         elif slots:
             self._start_optimizer(self.optimizer, slots)
-        pieces = [(p, slot) for p in self.pieces if p.numel for slot in ("param", *sorted(slots))]
-        wanted = [Wanted(p.name, slot, p.start, p.numel) for p, slot in pieces]
-        source.prepare([*wanted, *self._wanted_besides()])
-        for (piece, slot), place in zip(pieces, wanted, strict=True):
-            piece.tensors(self.optimizer)[slot].copy_(source.read(*place))
-        self._load_besides(source)
+        targets = [
+            (Wanted(piece.name, slot, piece.start, piece.numel), tensor)
+            for piece in self.pieces
+            if piece.numel
+            for slot, tensor in piece.tensors(self.optimizer).items()
+            if slot == "param" or slot in slots
+        ]
+        targets += [(Wanted(name, "param", 0, copy.numel()), copy) for name, copy in self._copies()]
+        source.prepare(wanted for wanted, _ in targets)
+        for wanted, tensor in targets:
+            tensor.copy_(source.read(*wanted).view_as(tensor))
         self._read_masters()
 
     def _start_optimizer(self, optimizer: torch.optim.Optimizer, slots: set[str]) -> None:
@@ -206,12 +211,9 @@ class Engine:
                 state["step"] = torch.tensor(float(self.optimizer_steps))
             optimizer.state[held] = state
 
-    def _wanted_besides(self) -> Iterable[Wanted]:
-        """What `_load_besides` reads."""
-        return ()
-
-    def _load_besides(self, source: FragmentSource) -> None:
-        """What of the model is not in `pieces`."""
+    def _copies(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters beside `pieces`: the model's own, in its precision."""
+        yield from ()
 
     def extra_state(self) -> dict[str, Any]:
         """Small JSON-able state beside the fragments: optimizer steps taken, loss scale."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from clip_train import dist
 from clip_train.engine import LOSS_REMEDY, MAX_LOGIT_SCALE, Engine, Piece
 from clip_train.errors import UserError
-from clip_train.protocols import FragmentSource, Phase, StepReport, Wanted
+from clip_train.protocols import FragmentSource, Phase, StepReport
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
@@ -229,21 +229,15 @@ class DeepSpeedEngine(Engine):
             p.ds_tensor.clamp_(0, MAX_LOGIT_SCALE)  # this rank's part
         p.data.clamp_(0, MAX_LOGIT_SCALE)  # at stage 3 it may be below the persistence threshold, and stays gathered
 
-    # -- the model's own (low-precision) weights: whole at stages 0 to 2, this rank's part at stage 3, where those below
-    # -- the persistence threshold are kept gathered as well
+    def _copies(self) -> Iterator[tuple[str, Tensor]]:
+        """All at stages 1 and 2; at stage 3 those below the persistence threshold, which are kept gathered as well."""
+        return ((name, p.data) for name, p in self.module.named_parameters() if self.stage and p.numel())
 
-    def _wanted_besides(self) -> Iterator[Wanted]:
-        return (Wanted(name, "param", 0, p.numel()) for name, p in self.module.named_parameters() if p.numel())
-
-    def _load_besides(self, source: FragmentSource) -> None:
-        for name, p in self.module.named_parameters():
-            if p.numel():
-                p.data.copy_(source.read(name, "param", 0, p.numel()).view_as(p))
-        for piece in self.pieces if self.stage == 3 else ():
-            self.module.get_parameter(piece.name).ds_tensor.narrow(0, 0, piece.numel).copy_(piece.view(piece.held))
-
+    @torch.no_grad()
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
         super().load_fragments(source, extra)
+        for piece in self.pieces if self.stage == 3 else ():  # this rank's part of the model's own weights
+            self.module.get_parameter(piece.name).ds_tensor.narrow(0, 0, piece.numel).copy_(piece.view(piece.held))
         for key, value in extra.get("loss_scaler", {}).items() if self.engine.fp16_enabled() else ():
             setattr(self.engine.optimizer.loss_scaler, key, value)
 
