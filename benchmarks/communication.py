@@ -22,11 +22,11 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
 from clip_train.step import train_step
 from launcher import engines

@@ -35,12 +35,12 @@ from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP, flops_per_sample
 from clip_train.models.config import Architecture, load_architecture
 from clip_train.models.dropout import random_bits
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch, Features
 from clip_train.recovery import recovering_step
 from clip_train.step import train_step

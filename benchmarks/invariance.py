@@ -25,7 +25,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
-from launcher.engines import build, package
+from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
 from tests.ranks import run_ranks
 
@@ -219,7 +219,7 @@ def main() -> int:
                 "ranks": row.world,
                 "micro-batches": row.sizes,
                 "retained graphs": row.kept,
-                "engine": package(row.kind).describe(row.engine),
+                "engine": describe(row.engine),
                 "act. ckpt": "on" if row.checkpointing else "off",
                 "loss": loss_error,
                 "grad norm": norm_error,

@@ -28,7 +28,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
-from launcher.engines import build, package
+from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
 from tests.ranks import run_ranks
 
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         return EngineConfig(kind=self.kind, zero_stage=self.stage)
 
     def __str__(self) -> str:
-        return f"{self.world_size} x {package(self.kind).describe(self.engine)}"
+        return f"{self.world_size} x {describe(self.engine)}"
 
 
 TARGETS = {

@@ -33,6 +33,7 @@ from clip_train.data.loader import TrainLoader
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.demo.datasets import SyntheticData, shapes
+from clip_train.engine import PlainEngine
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import CLIP
@@ -40,7 +41,6 @@ from clip_train.models.config import load_architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
-from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
 from clip_train.step import train_step
 

@@ -84,9 +84,9 @@ class Ours:
 
     def __init__(self, engine: str):
         from clip_train.contrastive.info_nce import InfoNCE
+        from clip_train.engine import PlainEngine
         from clip_train.optim.config import OptimConfig
         from clip_train.optim.optimizer import build_optimizer
-        from clip_train.plain_engine import PlainEngine
 
         def optimizer(named):
             return build_optimizer(OptimConfig(lr=LR), named)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, PositiveInt, model_validator
 
 from clip_train.errors import UserError
-from clip_train.settings import Allowed, Refused, Rounding, Settings, shown
+from clip_train.settings import LARGEST, Allowed, Refused, Rounding, Settings, shown
 
 
 class BatchStage(Settings):
@@ -109,7 +107,7 @@ class BatchConfig(Settings):
             rise = 0 if stage.ramp_to is None else stage.ramp_to - stage.global_size
             pieces.append(Stretch(begin, stage.until_step - begin, stage.global_size, rise, stage.increment))
             begin = stage.until_step
-        return BatchSizes((*pieces, Stretch(begin, None, self.global_size)))
+        return BatchSizes((*pieces, Stretch(begin, LARGEST, self.global_size)))
 
 
 @dataclass(frozen=True)
@@ -117,24 +115,21 @@ class Stretch:
     """Steps whose sizes lie on one line: `size + rise i / steps` at the i-th, in whole multiples of `unit`."""
 
     begin: int  # its first step
-    steps: int | None  # None: without end
+    steps: int
     size: int
     rise: int = 0
     unit: int = 1
 
     def at(self, i: int) -> int:
         """Samples in the global batch of its i-th step."""
-        if self.rise == 0 or self.steps is None:
-            return self.size
-        moved = self.unit * (abs(self.rise) * i // (self.steps * self.unit))
-        return self.size + (moved if self.rise > 0 else -moved)
+        return self.size + self._moved(abs(self.rise) * i // (self.steps * self.unit))
 
     def before(self, i: int) -> int:
         """Samples in its first `i` steps, in closed form."""
-        if self.rise == 0 or self.steps is None:
-            return i * self.size
-        moved = self.unit * floor_sum(i, abs(self.rise), self.steps * self.unit)
-        return i * self.size + (moved if self.rise > 0 else -moved)
+        return i * self.size + self._moved(floor_sum(i, abs(self.rise), self.steps * self.unit))
+
+    def _moved(self, units: int) -> int:
+        return units * self.unit * (-1 if self.rise < 0 else 1)
 
 
 def floor_sum(n: int, a: int, m: int, b: int = 0) -> int:
@@ -154,35 +149,19 @@ def floor_sum(n: int, a: int, m: int, b: int = 0) -> int:
 class BatchSizes:
     """The sizes of the global batches, a pure function of the step: nothing to save, nothing to restore."""
 
-    stretches: tuple[Stretch, ...]  # the last is without end
+    stretches: tuple[Stretch, ...]
 
     @classmethod
     def constant(cls, global_size: int) -> BatchSizes:
-        return cls((Stretch(0, None, global_size),))
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """Samples before each stretch."""
-        starts = [0]
-        for stretch in self.stretches[:-1]:
-            assert stretch.steps is not None
-            starts.append(starts[-1] + stretch.before(stretch.steps))
-        return starts
-
-    def stage(self, step: int) -> int:
-        """Which stretch a step is in."""
-        return bisect.bisect_right(self.stretches, step, key=lambda stretch: stretch.begin) - 1
-
-    def at(self, step: int) -> int:
-        """G: samples in the global batch of `step`, counted from 0."""
-        stretch = self.stretches[self.stage(step)]
-        return stretch.at(step - stretch.begin)
+        return cls((Stretch(0, LARGEST, global_size),))
 
     def before(self, step: int) -> int:
-        """P: samples in all global batches before that of `step`."""
-        number = self.stage(step)
-        stretch = self.stretches[number]
-        return self._starts[number] + stretch.before(step - stretch.begin)
+        """P: samples in all global batches before that of `step`, counted from 0."""
+        return sum(each.before(min(max(step - each.begin, 0), each.steps)) for each in self.stretches)
+
+    def at(self, step: int) -> int:
+        """G: samples in the global batch of `step`."""
+        return self.before(step + 1) - self.before(step)
 
     def whole_steps(self, samples: int) -> int:
         """The most steps that need no more than `samples`."""
@@ -193,36 +172,23 @@ class BatchSizes:
         whole = self.whole_steps(int(samples))
         return max(1, round(whole + (samples - self.before(whole)) / self.at(whole)))
 
-    def distinct(self, stage: int) -> Iterator[int]:
-        """Every size in a stretch, once."""
-        stretch, step, last = self.stretches[stage], 0, None
-        while stretch.rise and stretch.steps is not None and step < stretch.steps:
-            size = stretch.at(step)
-            if size != last:
-                yield size
-                last = size
-            step += 1
-        if last is None:
-            yield stretch.size
+    def distinct(self) -> set[int]:
+        """Every size."""
+        return {each.at(i) for each in self.stretches for i in (range(each.steps) if each.rise else (0,))}
 
-    def extremes(self, steps: int | None = None) -> tuple[int, int]:
-        """The smallest and the largest size of the first `steps` steps (None: of all)."""
-        ends = []
-        for stretch in self.stretches:
-            if steps is None or stretch.begin < steps:
-                length = stretch.steps or 1
-                last = length if steps is None or stretch.steps is None else min(length, steps - stretch.begin)
-                ends += [stretch.at(0), stretch.at(last - 1)]
+    def extremes(self) -> tuple[int, int]:
+        """The smallest and the largest size."""
+        ends = [each.at(i) for each in self.stretches for i in (0, each.steps - 1)]
         return min(ends), max(ends)
 
     def __str__(self) -> str:
         """Such as `256 to 1024 until step 1000, then 1024`."""
-        stages = []
-        for stretch in self.stretches[:-1]:
-            assert stretch.steps is not None
-            rises = f" to {stretch.size + stretch.rise}" if stretch.rise else ""
-            stages.append(f"{stretch.size}{rises} until step {stretch.begin + stretch.steps}, ")
-        return "".join(stages) + ("then " if stages else "") + str(self.stretches[-1].size)
+        *pieces, last = self.stretches
+        rises = [f" to {each.size + each.rise}" if each.rise else "" for each in pieces]
+        texts = [
+            f"{each.size}{to} until step {each.begin + each.steps}" for each, to in zip(pieces, rises, strict=True)
+        ]
+        return ", ".join([*texts, f"then {last.size}" if texts else f"{last.size}"])
 
     def check_ranks(self, world_size: int) -> None:
         """UserError where some global batch has fewer samples than there are ranks."""

@@ -6,8 +6,8 @@ the model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
@@ -42,18 +42,19 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One way to compute a step."""
+class Memory:
+    """Bytes that one rank needs, estimated."""
 
-    plan: BatchPlan
-    activation_checkpointing: bool
-    reduce_once: bool  # stages 2 and 3
-    bytes: float  # on one rank, at the highest point
-    cost: float  # in forwards of one sample on one rank
+    parameters: float
+    gradients: float
+    optimizer: float  # fp32 master weights and moments; 0 where they are offloaded
+    buffers: float  # of the engine: gradients and parameters on their way
+    features: float = 0.0  # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
+    activations: float = 0.0  # of the retained graphs, and of the micro-batch at work
 
     @property
-    def forwards_per_sample(self) -> float:
-        return self.plan.forwards_per_sample + RECOMPUTED * self.activation_checkpointing
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.features + self.activations
 
 
 @dataclass(frozen=True)
@@ -61,53 +62,54 @@ class Room:
     """What there is to choose from, on each rank alike."""
 
     limit: float  # bytes
-    fixed: (
-        float  # parameters, gradients, optimizer state, features; reductions in each backward where there is a choice
-    )
+    fixed: float  # what does not depend on the micro-batch; with reductions in each backward where there is a choice
     whole_gradient: float = 0.0  # what a reduction once per step needs beyond that; see `reductions`
     reductions: tuple[bool, ...] = (True,)  # allowed values of `reduce_once`
     each_backward_costs: bool = False  # k reductions instead of one: stages 2 and 3 on several ranks
 
 
-def layouts(
-    n: int, global_size: int, world_size: int, room: Room, profiles: dict[bool, Profile], micro_size: int | None,
-    kept_graphs: int | None,
-) -> Iterator[Layout]:  # fmt: skip
-    """Every one worth a look, whether it fits or not. `profiles`: activation checkpointing -> Profile.
+@dataclass(frozen=True)
+class Layout:
+    """One way to compute a step."""
 
-    Micro-batches of equal size only (up to one sample), and of a user's size or number of graphs where given.
-    With activation checkpointing all graphs are retained: it and the cache would pay for the same forward twice.
-    """
-    sizes = sorted({-(-n // k) for k in range(1, n + 1)}) if micro_size is None else [min(micro_size, n)]
-    for b in sizes:
-        k = -(-n // b)
-        for checkpointing, profile in profiles.items():
-            for once in room.reductions:
-                for m in _graph_counts(b, k, checkpointing, room, once, profile, kept_graphs):
-                    yield _layout(BatchPlan(global_size, world_size, b, m), checkpointing, once, room, profile)
+    plan: BatchPlan
+    activation_checkpointing: bool
+    reduce_once: bool  # stages 2 and 3
+    profile: Profile  # of this activation checkpointing
+    room: Room
 
+    @property
+    def fixed(self) -> float:
+        return self.room.fixed + (self.room.whole_gradient if self.reduce_once else 0.0)
 
-def _graph_counts(
-    b: int, k: int, checkpointing: bool, room: Room, once: bool, profile: Profile, kept_graphs: int | None
-) -> set[int]:
-    """Numbers of retained graphs worth a look: more of them are always faster, so one, and the most that fit."""
-    if checkpointing:
-        return {k} if kept_graphs is None or kept_graphs >= k else set()
-    if kept_graphs is not None:
-        return {min(kept_graphs, k)}
-    left = room.limit - room.fixed - (room.whole_gradient if once else 0.0) - b * max(profile.peak, profile.forward)
-    beside = int(left // (b * profile.graph)) if profile.graph > 0 else k
-    return {1, max(1, min(k, 1 + beside))}
+    @property
+    def bytes(self) -> float:
+        """On one rank, at the highest point."""
+        return self.fixed + self.profile.bytes_for(self.plan)
 
+    @property
+    def forwards_per_sample(self) -> float:
+        return self.plan.forwards_per_sample + RECOMPUTED * self.activation_checkpointing
 
-def _layout(plan: BatchPlan, checkpointing: bool, once: bool, room: Room, profile: Profile) -> Layout:
-    n, k = plan.per_rank, plan.accum_steps
-    calls = k + k + (k - min(plan.kept_graphs, k))  # forwards, backwards, and forwards again
-    cost = n * (plan.forwards_per_sample + RECOMPUTED * checkpointing + BACKWARD) + CALL * calls
-    if room.each_backward_costs and not once:
-        cost += REDUCTION * (k - 1)
-    need = room.fixed + profile.bytes_for(plan) + (room.whole_gradient if once else 0.0)
-    return Layout(plan, checkpointing, once, need, cost)
+    @property
+    def cost(self) -> float:
+        """In forwards of one sample on one rank."""
+        n, k = self.plan.per_rank, self.plan.accum_steps
+        calls = k + k + (k - min(self.plan.kept_graphs, k))  # forwards, backwards, and forwards again
+        reductions = k - 1 if self.room.each_backward_costs and not self.reduce_once else 0
+        return n * (self.forwards_per_sample + BACKWARD) + CALL * calls + REDUCTION * reductions
+
+    def describe(self) -> str:
+        plan, profile = self.plan, self.profile
+        more = ", activation checkpointing" if self.activation_checkpointing else ""
+        if self.room.each_backward_costs:
+            more += f", gradients reduced {'once' if self.reduce_once else 'in each backward'}"
+        return (
+            f"{plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept{more}: "
+            f"{self.forwards_per_sample:.2f} forwards per sample, the least work that fits: {gib(self.bytes)} of "
+            f"{gib(self.room.limit)} a rank, {gib(self.fixed)} fixed; a sample takes {gib(profile.graph)} with its "
+            f"graph, {gib(profile.peak)} at its highest, {gib(profile.forward)} without a graph"
+        )
 
 
 def choose(
@@ -121,25 +123,33 @@ def choose(
 ) -> Layout:
     """The cheapest layout that fits; of equally cheap ones the smallest. None for a number means: choose it.
 
-    UserError where not even the smallest fits.
+    `profiles`: activation checkpointing -> Profile. Micro-batches of equal size only (up to one sample), unless a size
+    is given. UserError where not even the smallest fits.
     """
     n = -(-global_size // world_size)
-    smallest: Layout | None = None
-    best: Layout | None = None
-    for layout in layouts(n, global_size, world_size, room, profiles, micro_size, kept_graphs):
-        if smallest is None or layout.bytes < smallest.bytes:
-            smallest = layout
-        if layout.bytes <= room.limit and (best is None or (layout.cost, layout.bytes) < (best.cost, best.bytes)):
-            best = layout
-    if best is None:
-        needs = "" if smallest is None else f" (the least that a step needs is {gib(smallest.bytes)})"
+    layouts = []
+    sizes = sorted({-(-n // k) for k in range(1, n + 1)}) if micro_size is None else [min(micro_size, n)]
+    for b, (checkpointing, profile), once in itertools.product(sizes, profiles.items(), room.reductions):
+        one = Layout(BatchPlan(global_size, world_size, b, 1), checkpointing, once, profile, room)
+        k = one.plan.accum_steps
+        if checkpointing:  # all graphs: it and the cache would pay for the same forward twice
+            counts = {k} if kept_graphs is None or kept_graphs >= k else set()
+        elif kept_graphs is not None:
+            counts = {min(kept_graphs, k)}
+        else:  # more graphs are always faster: one, and the most that fit
+            beside = (room.limit - one.bytes) // (b * max(profile.graph, 1.0))
+            counts = {1, max(1, min(k, 1 + int(beside)))}
+        layouts += [replace(one, plan=replace(one.plan, kept_graphs=m)) for m in counts]
+    fitting = [layout for layout in layouts if layout.bytes <= room.limit]
+    if not fitting:
+        least = min((layout.bytes for layout in layouts), default=room.fixed)
         raise UserError(
-            f"batch.micro_size, batch.kept_graphs: nothing fits into {gib(room.limit)} a rank{needs}, of which "
-            f"{gib(room.fixed)} are weights, gradients, optimizer state and features; raise batch.memory_limit, "
-            "or use more ranks, a higher engine.zero_stage, engine.activation_checkpointing=auto, "
-            "or a smaller batch.global_size"
+            f"batch.micro_size, batch.kept_graphs: nothing fits into {gib(room.limit)} a rank (the least that a step "
+            f"needs is {gib(least)}), of which {gib(room.fixed)} are weights, gradients, optimizer state and features; "
+            "raise batch.memory_limit, or use more ranks, a higher engine.zero_stage, "
+            "engine.activation_checkpointing=auto, or a smaller batch.global_size"
         )
-    return best
+    return min(fitting, key=lambda layout: (layout.cost, layout.bytes))
 
 
 def gib(size: float) -> str:

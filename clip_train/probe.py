@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clip_train.contrastive.rng import restore_rng, rng_state
+from clip_train.engine import Engine
 from clip_train.memory import Profile
-from clip_train.protocols import Engine, Features, MicroBatch
+from clip_train.protocols import MicroBatch
 
 # At small sizes the gradients of the weights would be the highest point of a backward, and hide the samples'.
 FAKE_SIZES = (2048, 4096)
@@ -95,22 +96,18 @@ def real_profile(engine: Engine, micro_batch: Callable[[int], MicroBatch], predi
     """
     before = rng_state(engine.device)
     engine.train()
-    graphs, forwards, peaks = [], [], []
+    seen = []
     for size in REAL_SIZES:
-        inputs = micro_batch(size)
-        with torch.no_grad(), _meter(engine.device, inputs) as meter:
-            out: Features | None = engine.forward(inputs)
-            forwards.append(meter()[1])
-            out = None
-        with _meter(engine.device, inputs) as meter:
-            out = engine.forward(inputs)
-            live, highest = meter()
-            graphs.append(live)
-            peaks.append(highest)
-            del out
+        inputs, points = micro_batch(size), []
+        for with_graph in (False, True):
+            with torch.set_grad_enabled(with_graph), _meter(engine.device, inputs) as meter:
+                out = engine.forward(inputs)
+                points += meter()
+                del out
+        seen.append(points)
     restore_rng(before, engine.device)
     more = REAL_SIZES[2] - REAL_SIZES[1]
-    forward, graph, peak = ((b - a) / more for _, a, b in (forwards, graphs, peaks))
+    _, forward, graph, peak = ((b - a) / more for a, b in zip(seen[1], seen[2], strict=True))
     return Profile(forward, graph, max(peak, graph + predicted.peak - predicted.graph))
 
 

@@ -1,4 +1,4 @@
-"""The interfaces between packages: batches, features, gradients, and the Engine.
+"""What goes between packages: batches, features, gradients, fragments.
 
 Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` samples on each rank,
 `n` samples on a rank, `N` in the global batch, `D` the width of the features. Where W does not divide N, the
@@ -8,9 +8,9 @@ first N % W ranks hold one sample more than the others; where b does not divide 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -173,48 +173,4 @@ class Differentiable(Protocol):
 
     def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
         """Add `gradients`, taken through the graph of `features`, to this step's gradient; `last`: none comes after."""
-        ...
-
-
-class Engine(Differentiable, Protocol):
-    """One model with its optimizer on W ranks. `launcher.engines` builds it, `PlainEngine` is plain torch."""
-
-    def train(self, mode: bool = True) -> None:
-        """Training (dropout on) or evaluation mode."""
-        ...
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        """uint8 [b, 3, H, W] -> normalised [b, D]. All ranks call it equally often."""
-        ...
-
-    def encode_text(self, texts: Tensor) -> Tensor:
-        """int64 [b, context_length] -> normalised [b, D]. All ranks call it equally often."""
-        ...
-
-    def discard_gradients(self) -> None:
-        """As if no backward had been called since the last step, even in the midst of one. All ranks call it."""
-        ...
-
-    def recovers(self, phase: Phase) -> bool:
-        """Whether a rank that fails in `phase` leaves no other waiting, and `discard_gradients` makes it good."""
-        ...
-
-    def remedy(self, phase: Phase) -> str:
-        """What a user can do where it does not."""
-        ...
-
-    def step(self, lr: float) -> StepReport:
-        """Sum over ranks, clip by global norm, update, clear, clamp `logit_scale`."""
-        ...
-
-    def state_fragments(self) -> Iterator[Fragment]:
-        """What this rank has to save; over all ranks every element comes exactly once."""
-        ...
-
-    def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
-        """Take this rank's part of a checkpoint, written by any number of ranks at any ZeRO stage."""
-        ...
-
-    def extra_state(self) -> dict[str, Any]:
-        """Small JSON-able state beside the fragments: optimizer steps taken, loss scale."""
         ...

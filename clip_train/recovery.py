@@ -19,8 +19,9 @@ from clip_train import dist
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
+from clip_train.engine import Engine
 from clip_train.errors import OutOfMemoryError
-from clip_train.protocols import Batch, Engine, Phase
+from clip_train.protocols import Batch, Phase
 from clip_train.step import StepResult, train_step
 
 T = TypeVar("T")
@@ -96,20 +97,20 @@ def together(engine: Engine, phase: Phase, action: Callable[[], T]) -> T:
     """Run a part of the step; if it runs out of memory on one rank, it fails on all."""
     error: str | None = None
     out: T | None = None
-    alone = engine.recovers(phase)  # no rank can be waiting for another one inside `action`
+    remedy = engine.remedy(phase)  # None: no rank can be waiting for another one inside `action`
     try:
         out = action()
     except Exception as e:
         if not is_out_of_memory(e):
             raise
         error = (str(e).splitlines() or [type(e).__name__])[0]
-    if alone:
+    if remedy is None:
         if dist.any_rank(error is not None):
             raise _AttemptFailed(f"out of memory in the {phase}{'' if error is None else f' ({error})'}")
     elif error is not None:
         raise OutOfMemoryError(
             f"out of memory in the {phase} on rank {dist.rank()} ({error}), where the others wait for it: it cannot "
-            f"be made good. {engine.remedy(phase)}; the run goes on from its last checkpoint when started again"
+            f"be made good. {remedy}; the run goes on from its last checkpoint when started again"
         )
     return out  # type: ignore[return-value]
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 LARGEST = 10**18  # beyond it a number is a slip, and would be an overflow somewhere in torch
@@ -80,18 +78,19 @@ def _kinds(annotation: Any) -> set[Any]:
     return set().union(*map(_kinds, inside))
 
 
-# -- mistakes in words
+# -- mistakes in words, from the JSON schema that pydantic makes of a model
 
 NAMES = {
-    int: "a whole number", float: "a number", str: "text", type(None): "null",
-    dict: "names with values",
-}  # fmt: skip
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "null": "null",
+    "object": "names with values",
+}
 COMMAND_DEPTH = 2  # `key.path=value` of a recipe is section.key
 LONGEST = 80  # characters of a value that are shown
-Loc = Sequence[str | int]
-
-
 AND = ("too_large", "empty", "null_byte")  # of `Settings`: their message goes on where the type's words end
+Schema = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,23 @@ class Allowed:
     words: str
     example: str | None = None  # instead of the default
 
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Callable[[Any], Schema]) -> Schema:
+        return {**handler(core_schema), "words": self.words, "example": self.example}
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a mistake is. Pydantic's location also has names of a union's branches, which mean nothing to a user."""
 
-    path: tuple[str | int, ...]
-    kind: Any  # the type there
-    field: FieldInfo | None  # the last named one on the way
-    whole: Any  # the type of what the command can set: of a list that `path` leads into
+def schema_of(model: type[BaseModel]) -> Schema:
+    """Its JSON schema, with what a reference refers to in its place."""
+    schema = model.model_json_schema()
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        target = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else {}
+        return {key: inlined(value) for key, value in {**target, **node}.items() if key not in ("$ref", "$defs")}
+
+    return inlined(schema)
 
 
 def explain(
@@ -119,18 +126,17 @@ def explain(
 
     unknown: from the path of a key that does not exist to what may have been meant. within: what `raw` is called.
     """
+    schema = schema_of(model)
     lines: dict[str, str] = {}  # by path: the branches of a union have an error each
     for each in error.errors(include_url=False):
-        place = _find(model, each["loc"])
+        place = _find(schema, each["loc"])
         path = ".".join(map(str, place.path))
-        named = itertools.takewhile(lambda part: isinstance(part, str), place.path)  # a list is set as a whole
-        key = ".".join(map(str, named))
         match each["type"]:
             case "extra_forbidden" | "invalid_key":
                 path = ".".join(map(str, each["loc"]))
                 line = f"{path} ({shown(each['input'])}): there is no such key; {unknown(path)}"
             case "missing" if place.path == each["loc"]:
-                command = f", or {_example(place, key)} to the command" if within == "recipe" else ""
+                command = f", or {place.example()} to the command" if within == "recipe" else ""
                 line = f"{path} is missing; add it to the {within}{command}"
             case "value_error":
                 line = str(each["ctx"]["error"])
@@ -138,36 +144,36 @@ def explain(
             case _:
                 value = _value(raw, place.path, each["input"])
                 more = f", {each['msg']}" if each["type"] in AND else ", and finite" * (each["type"] == "finite_number")
-                words = f"{allowed(place.kind)}{more}"
-                line = f"{path or within} ({shown(value)}) must be {words}; {_remedy(place, key, value)}"
+                words = f"{allowed(place.schema)}{more}"
+                line = f"{path or within} ({shown(value)}) must be {words}; {place.remedy(value)}"
         lines.setdefault(line if each["type"] == "value_error" else path, line)
     return list(lines.values())
 
 
-def allowed(kind: Any) -> str:
-    """What may stand for a type: `auto or a whole number of at least 1`."""
-    kind, metadata = _bare(kind)
-    words = next((each.words for each in metadata if isinstance(each, Allowed)), None)
-    if words is not None:
-        return words
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        branches = sorted(arguments, key=_order)
-        return _or(word for each in branches for word in (_choices(each) or [allowed(_with(each, metadata))]))
-    if (choices := _choices(kind)) is not None:
+def allowed(schema: Schema) -> str:
+    """What may stand there: `auto or a whole number of at least 1`."""
+    if "words" in schema:
+        return schema["words"]
+    if "anyOf" in schema:  # words first, `null` last
+        branches = sorted(
+            schema["anyOf"], key=lambda each: (each["type"] == "null") - bool({"const", "enum"} & each.keys())
+        )
+        return _or(word for each in branches for word in (_choices(each) or [allowed(each)]))
+    if choices := _choices(schema):
         return _or(choices)
-    if origin in (list, tuple):
-        inner = [each for each in arguments if each is not Ellipsis]
-        return f"a list{f' of {len(inner)}' if origin is tuple else ''}, each {allowed(inner[0])}"
-    if _is_model(kind):
-        return f"keys of its own ({', '.join(kind.model_fields)})"
-    return NAMES[origin or kind] + _bounds(metadata, kind)
+    if schema["type"] == "array":
+        each, length = (
+            (schema["items"], "") if "items" in schema else (schema["prefixItems"][0], f" of {schema['maxItems']}")
+        )
+        return f"a list{length}, each {allowed(each)}"
+    if "properties" in schema:
+        return f"keys of its own ({', '.join(schema['properties'])})"
+    return NAMES[schema["type"]] + _bounds(schema)
 
 
 def shown(value: Any) -> str:
     """A value as YAML has it, text in quotes, cut where it is long."""
-    text = repr(value) if isinstance(value, str) else as_yaml(value)
-    return clipped(text)
+    return clipped(repr(value) if isinstance(value, str) else as_yaml(value))
 
 
 def clipped(text: str) -> str:
@@ -182,75 +188,86 @@ def as_yaml(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _find(model: type[BaseModel], loc: Loc) -> _Place:
-    path: list[str | int] = []
-    kind: Any = model
-    whole: Any = model
-    field: FieldInfo | None = None
+@dataclass(frozen=True)
+class _Place:
+    """Where a mistake is. Pydantic's location also has names of a union's branches, which mean nothing to a user."""
+
+    path: tuple[str | int, ...]
+    schema: Schema  # of what stands there
+    required: bool
+    whole: Schema  # of what a command can set: of a list that `path` leads into
+
+    @property
+    def key(self) -> str:
+        """What a command can set."""
+        return ".".join(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), self.path))
+
+    def example(self) -> str:
+        """`key=value` for what is missing; of a section, whose keys alone can be set by a command, of one in it."""
+        key, schema = self.key, self.whole
+        if "properties" in schema and len(self.path) == 1:
+            keys = schema["properties"]
+            name = next((name for name in keys if keys[name].get("example")), next(iter(keys)))
+            key, schema = f"{key}.{name}", keys[name]
+        return f"{key}={schema.get('example') or '...'}"
+
+    def remedy(self, value: Any) -> str:
+        if "properties" in self.schema and len(self.path) == 1:
+            empty = "an empty section? delete it, or " if value is None and not self.required else ""
+            return f"{empty}write {self.key}: and below it its keys, indented"
+        if not self.key:
+            return "see recipes/"
+        if (
+            "default" not in self.schema
+            or self.schema.get("example")
+            or any(isinstance(part, int) for part in self.path)
+        ):
+            return f"set {self.example()} or another"
+        default = shlex.quote(as_yaml(self.schema["default"]))
+        types = [each["type"] for each in self.schema.get("anyOf", [self.schema]) if not _choices(each)]
+        unquoted = "string" in types and isinstance(value, (int, float)) and not isinstance(value, bool)
+        quoted = f"{self.key}='\"{value}\"', if that is meant, or " if unquoted else ""  # YAML takes it for a number
+        return f"set {quoted}{self.key}={default} (the default) or another"
+
+
+def _find(schema: Schema, loc: tuple[int | str, ...]) -> _Place:
+    place = _Place((), schema, True, schema)
     for part in loc:
-        inner, _ = _bare(kind)
-        options = [each for each in get_args(inner) if each is not type(None)]
-        if get_origin(inner) in (Union, types.UnionType) and len(options) == 1:
-            inner, _ = _bare(options[0])  # X | None; of others `part` names a branch
-        if _is_model(inner) and part in inner.model_fields:
-            field = inner.model_fields[str(part)]
-            kind = _annotated(field.annotation, field.metadata)
-        elif isinstance(part, int) and get_origin(inner) is list and _is_model(get_args(inner)[0]):
-            kind = get_args(inner)[0]
+        options = [each for each in place.schema.get("anyOf", ()) if each["type"] != "null"]
+        inner = options[0] if len(options) == 1 else place.schema  # X | None; of others `part` names a branch
+        if part in inner.get("properties", ()):
+            found = inner["properties"][part]
+        elif isinstance(part, int) and "properties" in inner.get("items", {}):
+            found = inner["items"]
         else:
             break  # of a list of numbers the whole is shown
-        path.append(part)
-        if len(path) <= COMMAND_DEPTH:
-            whole = kind
-    return _Place(tuple(path), kind, field, whole)
+        path = (*place.path, part)
+        whole = found if len(path) <= COMMAND_DEPTH else place.whole
+        place = _Place(path, found, part in inner.get("required", ()), whole)
+    return place
 
 
-def _is_model(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _bare(kind: Any) -> tuple[Any, list[Any]]:
-    """A type without its Annotated, and what that says."""
-    metadata: list[Any] = []
-    while get_origin(kind) is Annotated:
-        kind, *more = get_args(kind)
-        for each in more:
-            metadata += [each, *(each.metadata if isinstance(each, FieldInfo) else [])]
-    return kind, metadata
-
-
-def _with(kind: Any, metadata: list[Any]) -> Any:
-    """Bounds of a union, as of `int | None` with `ge=1`, are its numbers'."""
-    return _annotated(kind, metadata) if kind in (int, float) else kind
-
-
-def _annotated(kind: Any, metadata: list[Any]) -> Any:
-    for each in metadata:
-        kind = Annotated[kind, each]
-    return kind
-
-
-def _choices(kind: Any) -> list[str] | None:
-    if kind is bool:
+def _choices(schema: Schema) -> list[str]:
+    if schema.get("type") == "boolean":
         return ["true", "false"]
-    return [as_yaml(each) for each in get_args(kind)] if get_origin(kind) is Literal else None
+    return [as_yaml(each) for each in schema.get("enum", [schema["const"]] if "const" in schema else [])]
 
 
-def _order(kind: Any) -> int:
-    """Words first, `null` last."""
-    return 0 if get_origin(kind) is Literal else 2 if kind is type(None) else 1
-
-
-def _bounds(metadata: list[Any], kind: type) -> str:
+def _bounds(schema: Schema) -> str:
     """` of at least 1`, ` greater than 0`, ` from 0 to 1`."""
-    found = {name: getattr(each, name) for name in ("gt", "ge", "lt", "le") for each in metadata if hasattr(each, name)}
-    if kind is int and "gt" in found:
-        found["ge"] = found.pop("gt") + 1
+    words = {
+        "exclusiveMinimum": "greater than",
+        "minimum": "of at least",
+        "exclusiveMaximum": "less than",
+        "maximum": "at most",
+    }
+    found = {name: schema[name] for name in words if name in schema}
+    if schema["type"] == "integer" and "exclusiveMinimum" in found:
+        found["minimum"] = found.pop("exclusiveMinimum") + 1
     number = {name: f"{int(value) if value == int(value) else value:,}" for name, value in found.items()}
-    if "ge" in number and "le" in number:
-        return f" from {number['ge']} to {number['le']}"
-    words = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "at most"}
-    return "".join(f"{' and' if i else ''} {words[name]} {number[name]}" for i, name in enumerate(number))
+    if "minimum" in number and "maximum" in number:
+        return f" from {number['minimum']} to {number['maximum']}"
+    return " and".join(f" {words[name]} {number[name]}" for name in words if name in number)
 
 
 def _or(words: Iterable[str]) -> str:
@@ -260,41 +277,7 @@ def _or(words: Iterable[str]) -> str:
     return f"{', '.join(first)}{comma} or {last}" if first else last
 
 
-def _example(place: _Place, key: str) -> str:
-    """`key=value` for what is missing; of a section, whose keys alone can be set on a command line, of one in it."""
-    inner, metadata = _bare(place.whole)
-    if _is_model(inner) and len(place.path) == 1:
-        fields = inner.model_fields.items()
-        name, field = next((each for each in fields if _marked(each[1].metadata)), next(iter(fields)))
-        key, metadata = f"{key}.{name}", field.metadata
-    marked = _marked(metadata)
-    return f"{key}={marked.example if marked else '...'}"
-
-
-def _marked(metadata: list[Any]) -> Allowed | None:
-    return next((each for each in metadata if isinstance(each, Allowed) and each.example is not None), None)
-
-
-def _remedy(place: _Place, key: str, value: Any) -> str:
-    inner, metadata = _bare(place.kind)
-    required = place.field is None or place.field.is_required() or key != ".".join(map(str, place.path))
-    if _is_model(inner) and len(place.path) == 1:
-        empty = "an empty section? delete it, or " if value is None and not required else ""
-        return f"{empty}write {key}: and below it its keys, indented"
-    if required or _marked(metadata):
-        return f"set {_example(place, key)} or another" if key else "see recipes/"
-    assert place.field is not None
-    default = shlex.quote(as_yaml(place.field.get_default(call_default_factory=True)))
-    quoted = f"{key}='\"{value}\"', if that is meant, or " if _is_unquoted(inner, value) else ""
-    return f"set {quoted}{key}={default} (the default) or another"
-
-
-def _is_unquoted(kind: Any, value: Any) -> bool:
-    """A number or a date where text may stand: YAML wants it in quotes."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and str in (kind, *get_args(kind))
-
-
-def _value(raw: Any, path: Loc, otherwise: Any) -> Any:
+def _value(raw: Any, path: Sequence[str | int], otherwise: Any) -> Any:
     """What the recipe has there."""
     for part in path:
         try:

@@ -18,8 +18,9 @@ import torch
 from clip_train import dist
 from clip_train.contrastive.objective import Context, LossOutput, Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
+from clip_train.engine import Engine
 from clip_train.errors import DivergedError
-from clip_train.protocols import Batch, Differentiable, Engine, FeatureGradients, Features, MicroBatch, Phase
+from clip_train.protocols import Batch, Differentiable, FeatureGradients, Features, MicroBatch, Phase
 
 Guard = Callable[[Phase, Callable[[], Any]], Any]  # runs one part of a step
 

@@ -19,11 +19,12 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.data.invalid import InvalidLog
+from clip_train.engine import Engine
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics.meters import StepRecord, StepTimer, StepTimes, batch_digest, peak_memory_bytes
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
-from clip_train.protocols import Batch, Engine
+from clip_train.protocols import Batch
 from clip_train.recovery import recovering_step
 from clip_train.step import StepResult
 from clip_train.stop import StopRequest

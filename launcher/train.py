@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -26,6 +25,7 @@ from clip_train.data.invalid import table_of
 from clip_train.data.loader import Prefetcher, TrainLoader
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
+from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
 from clip_train.metrics.progress import ProgressLine
@@ -35,14 +35,14 @@ from clip_train.models.config import Architecture
 from clip_train.models.weights import initial_weights, load_teacher
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.optim.schedule import learning_rate
-from clip_train.protocols import Engine, Features, MicroBatch
+from clip_train.protocols import Features, MicroBatch
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
 from launcher import engines
-from launcher.config.memory import measure, memory_limit
+from launcher.config.memory import decide, measure, memory_limit
 from launcher.config.recipe import RunConfig
 from launcher.config.resume import compare_with
-from launcher.config.validate import Checked, check, engine_facts, pays_twice, sized
+from launcher.config.validate import Checked, check, engine_facts, pays_twice
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
@@ -90,7 +90,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     startup.done("process group")
     dist.on_main(partial(make_run_dir, config))
     if config.chosen:
-        checked = sized(config, checked, memory_limit(config, device))
+        checked = decide(config, checked, memory_limit(config, device))
     trainer = build_trainer(config, checked, device, outcome)
     trainer.stop, trainer.phase = stop, watchdog.phase
     watchdog.committed = lambda: good.step if (good := trainer.checkpoints.last_good) else None
@@ -146,11 +146,10 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device, out
     engine = build_engine_for(config, checked, device)
     if resumed is None:
         engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
-    if checked.decision is not None:  # the micro-batch that the engine's own forwards allow
-        decision = measure(config, checked.architecture, engine, checked.decision, checked.decision.room.limit)
-        checked = replace(checked, plan=decision.layout.plan, decision=decision)
-        if dist.is_main():
-            log(decision.describe(config.chosen))
+    if checked.layout is not None:
+        checked = measure(config, checked, engine)
+        if dist.is_main() and checked.layout is not None:
+            log(f"{', '.join(config.chosen)} = auto: {checked.layout.describe()}")
     index = shared_index(config, "data.train", config.data.train, checked.source.index if checked.source else None)
     loader = build_loader(config, checked, device, resumed, index)
     sinks = dist.agreed(
@@ -200,7 +199,7 @@ def describe_start(
     log(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
-        f"{engines.package(config.engine.kind).describe(config.engine)}, "
+        f"{engines.describe(config.engine)}, "
         f"{config.engine.precision}, {device.type}; {checked.streams} streams; "
         f"{config.steps} steps into {config.run_dir}"
     )

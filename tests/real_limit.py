@@ -15,11 +15,11 @@ import torch
 
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import Batch
 from clip_train.recovery import recovering_step
 

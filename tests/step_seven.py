@@ -9,7 +9,7 @@ import torch
 from clip_train import dist
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.plain_engine import PlainEngine
+from clip_train.engine import PlainEngine
 from clip_train.recovery import recovering_step
 from tests.test_recovery import PLACES, FailingCLIP, fail
 from tests.toy import share, toy_batch

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_clip_train_runs_without_deepspeed():
-    code = "import sys; sys.modules['deepspeed'] = None; import clip_train.trainer, clip_train.plain_engine"
+    code = "import sys; sys.modules['deepspeed'] = None; import clip_train.trainer, clip_train.engine"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from clip_train.batch import BatchConfig, BatchPlan, parse_bytes
+from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.memory import Profile, Room, choose
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
-from clip_train.plain_engine import PlainEngine
 from clip_train.probe import fake_profile, real_profile
 from launcher.config.memory import micro_batch, predicted_profile
 from launcher.config.recipe import RunConfig

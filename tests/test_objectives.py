@@ -11,7 +11,7 @@ from clip_train import dist
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.plain_engine import PlainEngine
+from clip_train.engine import PlainEngine
 from clip_train.protocols import Features
 from clip_train.step import train_step
 from tests.contrastive.oracles import banked_loss, distill_loss

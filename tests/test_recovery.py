@@ -9,10 +9,10 @@ from clip_train import dist
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
+from clip_train.engine import PlainEngine
 from clip_train.errors import OutOfMemoryError
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.plain_engine import PlainEngine
 from clip_train.recovery import halved, is_out_of_memory, recovering_step
 from clip_train.step import train_step
 from tests.engine.layouts import engine_at

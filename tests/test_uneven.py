@@ -14,8 +14,8 @@ from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.engine import PlainEngine
 from clip_train.optim.config import OptimConfig
-from clip_train.plain_engine import PlainEngine
 from clip_train.step import train_step
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise

@@ -124,7 +124,7 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     if lanes != "auto":
         return lanes
     smallest, _ = sizes.extremes()
-    common = math.gcd(*{size for stage in range(len(sizes.stretches)) for size in sizes.distinct(stage)})
+    common = math.gcd(*sizes.distinct())
     most = min(MANY_STREAMS, max(FEW_STREAMS, smallest // SAMPLES_PER_AUTO_STREAM))
     divisor = max(d for d in range(1, most + 1) if common % d == 0)
     if divisor >= min(GOOD_STREAMS, smallest):

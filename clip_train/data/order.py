@@ -265,8 +265,7 @@ class Partition:
         L, W = self.streams, self.world_size
         return max(
             min(max(batch.shares(G, W)), len(_overlap(_streams_of(G, L, self.rank, W), self.own)) * -(-G // L))
-            for stage in range(len(self.sizes.stretches))
-            for G in self.sizes.distinct(stage)
+            for G in self.sizes.distinct()
         )
 
     def workers(self, num: int) -> list[Partition]:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.data.validation import ValBatch
+from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.retrieval import retrieval_metrics
 from clip_train.evaluate.zero_shot import Tokenize, ZeroShotClasses, class_embeddings, count_hits
-from clip_train.protocols import Engine
 
 Labeller = Callable[[str, dict[str, Any]], int]  # (caption, metadata) -> class index, -1: none
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.engine import Engine
 from clip_train.errors import UserError
-from clip_train.protocols import Engine
 from clip_train.storage.urls import open_read
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions -> int64 [b, context_length]

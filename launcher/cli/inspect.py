@@ -9,11 +9,11 @@ from pathlib import Path
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.checkpoint.restore import Resumed
+from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture, ModelConfig
+from clip_train.models.config import Architecture
 from clip_train.models.weights import export_openclip, initial_weights
-from clip_train.plain_engine import PlainEngine
 from clip_train.protocols import FragmentSource
 from launcher.cli.checkpoints import places_of_run, recipe_in
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
@@ -22,11 +22,6 @@ from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
 from launcher.train import evaluation
-
-
-def find_checkpoint(config: RunConfig, step: int | None = None) -> Resumed:
-    """The newest complete checkpoint of the run, here or in the remote store, or the one of `step`. UserError."""
-    return open_to_look(places_of_run(config), step)
 
 
 def evaluate_run(args: argparse.Namespace) -> int:
@@ -72,7 +67,7 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
     recipe = recipe_in(place)
     if recipe is not None:
         config = load_config(recipe, overrides)
-        return config, find_checkpoint(config, step)
+        return config, open_to_look(places_of_run(config), step)
     places, only = places_of(place)
     found = open_to_look(places, step, only)
     return check_config(apply_overrides(found.state["recipe"], overrides), f"the recipe in {found.path}"), found
@@ -97,7 +92,4 @@ def export_run(args: argparse.Namespace) -> int:
 
 def architecture_of(found: Resumed) -> Architecture:
     """As the checkpoint has it, whatever has become of the recipe's files."""
-    stored = found.state.get("architecture")
-    if stored is None:  # written by an older version
-        return ModelConfig.model_validate(found.state["recipe"]["model"]).architecture()
-    return Architecture.model_validate(stored)
+    return Architecture.model_validate(found.state["architecture"])

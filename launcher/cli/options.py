@@ -23,7 +23,6 @@ examples:
 
 POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
-    "recipe?": {"metavar": "RECIPE", "nargs": "?", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
     "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
     "overrides": {
@@ -207,15 +206,13 @@ def build_parser() -> argparse.ArgumentParser:
             name, help=verb.help, description=textwrap.dedent(verb.description), epilog=examples, formatter_class=style
         )
         for position in verb.positions:
-            sub.add_argument(position.rstrip("?"), **POSITIONS[position])
+            nargs: dict[str, Any] = {"nargs": "?"} if position.endswith("?") else {}
+            sub.add_argument(position.rstrip("?"), **POSITIONS[position.rstrip("?")], **nargs)
         for option, metavar, text, *default in verb.options:
+            takes: dict[str, Any] = {"metavar": metavar, "type": TYPES.get(str(metavar), str)}
             if metavar is None:
-                sub.add_argument(f"--{option}", action="store_true", help=text)
+                takes = {"action": "store_true"}
             elif isinstance(metavar, list):
-                sub.add_argument(f"--{option}", choices=metavar, help=text, default=default[0] if default else None)
-            else:
-                kind = TYPES.get(metavar, str)
-                sub.add_argument(
-                    f"--{option}", metavar=metavar, type=kind, help=text, default=default[0] if default else None
-                )
+                takes = {"choices": metavar}
+            sub.add_argument(f"--{option}", help=text, **takes, **({"default": default[0]} if default else {}))
     return parser

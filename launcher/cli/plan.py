@@ -14,16 +14,14 @@ from rich.table import Table
 
 from clip_train.data.order import times_read
 from clip_train.errors import UserError
-from clip_train.memory import RECOMPUTED
+from clip_train.memory import GIB, RECOMPUTED
 from clip_train.metrics.progress import format_seconds
 from clip_train.metrics.sinks import iter_jsonl
 from clip_train.models.clip import count_parameters, flops_per_sample
-from launcher.config.memory import estimate_memory, memory_limit, predicted_profile
+from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
 from launcher.config.recipe import RunConfig, load_config
-from launcher.config.validate import check, pays_twice, sized
-from launcher.engines import package
-
-GIB = 2**30
+from launcher.config.validate import check, pays_twice
+from launcher.engines import describe as describe_engine
 
 
 def measured_rate(config: RunConfig) -> float | None:
@@ -40,7 +38,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
     """All of it as one JSON-able dict; sizes in bytes, rates over all ranks."""
     checked = check(config, world_size, read_data=False)
     if config.chosen:
-        checked = sized(config, checked, memory_limit(config, None))
+        checked = decide(config, checked, memory_limit(config, None))
     plan, architecture, engine = checked.plan, checked.architecture, checked.engine
     checkpointing = bool(engine.activation_checkpointing)
     profile = predicted_profile(config, architecture, checkpointing)
@@ -56,7 +54,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
         "model": config.model.name,
         "parameters": count_parameters(architecture),
         "world_size": world_size,
-        "engine": package(engine.kind).describe(engine),
+        "engine": describe_engine(engine),
         "global_size": plan.global_size,  # the largest
         "schedule": str(config.batch.sizes) if config.batch.schedule else None,
         "per_rank": plan.per_rank,
@@ -66,8 +64,8 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
         "forwards_per_sample": forwards + recomputed,
         "activation_checkpointing": checkpointing,
         "reduce_gradients": engine.reduce_gradients if engine.zero_stage >= 2 else "once",
-        "memory_limit_bytes": checked.decision.room.limit if checked.decision else None,
-        "reason": checked.decision.describe(config.chosen) if checked.decision else None,
+        "memory_limit_bytes": checked.layout.room.limit if checked.layout else None,
+        "reason": f"{', '.join(config.chosen)} = auto: {checked.layout.describe()}" if checked.layout else None,
         "advice": pays_twice(plan) if checkpointing and plan.kept_graphs < plan.accum_steps else None,
         "lanes": checked.streams,
         "times_read": times_read(config.batch.sizes, checked.streams, world_size),

@@ -7,11 +7,10 @@ import os
 import shutil
 import sys
 import textwrap
-from typing import Any
 
 from clip_train.errors import UserError
-from clip_train.settings import allowed, as_yaml
-from launcher.config.recipe import known_keys, load_config
+from clip_train.settings import allowed, as_yaml, schema_of
+from launcher.config.recipe import RunConfig, load_config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,21 +32,12 @@ def run(args: argparse.Namespace) -> int:
 def print_keys() -> int:
     """key = default, what may stand there, and what it means; one line each where a program reads."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    for key, field in known_keys():
-        default: Any = None if field.is_required() else field.get_default(call_default_factory=True)
-        value = "required" if field.is_required() else as_yaml(default)
-        kind: Any = field.annotation
-        for each in field.metadata:
-            kind = _annotated(kind, each)
-        text = f"{allowed(kind)}. {' '.join((field.description or '').split())}"
-        if width:
-            print(f"{key}: {value}\n{textwrap.indent(textwrap.fill(text, width - 4), '    ')}")
-        else:
-            print(f"{key}\t{value}\t{text}")
+    for section, keys in schema_of(RunConfig)["properties"].items():
+        for name, field in keys["properties"].items():
+            key, value = f"{section}.{name}", as_yaml(field["default"]) if "default" in field else "required"
+            text = f"{allowed(field)}. {' '.join(field.get('description', '').split())}"
+            if width:
+                print(f"{key}: {value}\n{textwrap.indent(textwrap.fill(text, width - 4), '    ')}")
+            else:
+                print(f"{key}\t{value}\t{text}")
     return 0
-
-
-def _annotated(kind: Any, metadata: Any) -> Any:
-    from typing import Annotated
-
-    return Annotated[kind, metadata]

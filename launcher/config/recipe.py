@@ -218,20 +218,15 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
 
 def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
     """`raw` with data.num_samples as it stands beside the shards, where run.epochs needs it and nobody gave it."""
-    run, data = raw.get("run"), raw.get("data")
-    if not (isinstance(run, dict) and isinstance(data, dict)):
-        return raw
-    if run.get("epochs") is None or data.get("num_samples") is not None:
-        return raw
     try:
-        config = DataConfig.model_validate(data)
+        run, data = RunSection.model_validate(raw.get("run")), DataConfig.model_validate(raw.get("data"))
         storage = StorageConfig.model_validate(raw.get("storage") or {})
     except ValidationError:
         return raw  # to be explained with all other mistakes
-    if config.train_weights is not None or config.resampled:
-        return raw  # no epoch in which each sample comes once
-    counted = index_of(config.train, config.verify, storage).num_samples
-    return raw if counted is None else {**raw, "data": {**data, "num_samples": counted}}
+    if run.epochs is None or data.num_samples is not None or data.train_weights is not None or data.resampled:
+        return raw  # nobody asks, or there is no epoch in which each sample comes once
+    counted = index_of(data.train, data.verify, storage).num_samples
+    return raw if counted is None else {**raw, "data": {**raw["data"], "num_samples": counted}}
 
 
 def check_config(raw: dict[str, Any], source: str) -> RunConfig:
@@ -271,23 +266,16 @@ OTHER_NAMES = {
 
 
 def _nearest(path: str) -> str:
-    known = [key for key, _ in known_keys()]
+    """To a key that does not exist: what may have been meant."""
     if path.startswith("batch.schedule."):
         return f"known ones are {', '.join(BatchStage.model_fields)}"
-    last = path.rsplit(".", 1)[-1].replace("-", "_")
-    section = path.split(".", maxsplit=1)[0]
-    names = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")} | OTHER_NAMES
-    near = difflib.get_close_matches(last, names, n=1, cutoff=0.75)
-    if near and "." in path:
-        return f"did you mean {names[near[0]]}?"
-    sections = sorted({key.split(".")[0] for key in known})
-    near = difflib.get_close_matches(path, known if "." in path else sections, n=1, cutoff=0.5)
-    if not near and "." in path:  # the right name in the wrong section
-        near = [key for key in known if key.split(".")[-1] == path.rsplit(".", maxsplit=1)[-1]][:1]
-    if near:
-        return f"did you mean {near[0]}?"
-    inside = [key for key in known if key.startswith(f"{section}.")] or sections
-    return f"known ones are {', '.join(inside)}"
+    section, _, name = path.partition(".")
+    known = [key for key, _ in known_keys()]
+    own = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}
+    sections = {key: key for key in RunConfig.model_fields}
+    names = {**{key.split(".")[1]: key for key in known}, **OTHER_NAMES, **own} if name else sections
+    near = difflib.get_close_matches((name or section).replace("-", "_"), names, n=1)
+    return f"did you mean {names[near[0]]}?" if near else f"known ones are {', '.join(own.values() or sections)}"
 
 
 def known_keys() -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,37 +44,38 @@ class Change:
 
 
 def changes(config: RunConfig, state: Mapping[str, Any]) -> list[Change]:
-    """Every key that differs. state: the checkpoint's; the recipe of an older version lacks newer keys."""
+    """Every key that differs, and all of the model that does. state: the checkpoint's, which may lack newer keys."""
     now, then = config.model_dump(mode="json"), state["recipe"]
+    architecture = other_architecture(config, state["architecture"])
     found = []
-    architecture = list(_other_architecture(config, state))
     for path, field in known_keys():
         section, key = path.split(".")
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        before = then.get(section, {}).get(key, default)
-        after = now.get(section, {}).get(key)
-        kind = at_resume(path, field.metadata, config)
-        if path == "model.name" and "architecture" in state:
-            kind = "reported"  # a file may move; what is in it is compared instead
-        if before != after and not (path == "model.name" and architecture):
+        before, after = then.get(section, {}).get(key, default), now[section][key]
+        if path == "model.name":  # a file may move; what is in it is compared instead
+            kind, after = "reported", before if architecture else after
+        else:
+            kind = at_resume(path, field.metadata, config)
+        if before != after:
             found.append(Change(path, before, after, kind))
     return found + architecture
 
 
-def _other_architecture(config: RunConfig, state: Mapping[str, Any]) -> Iterator[Change]:
-    """What of the model itself differs, whatever it is called; of older checkpoints only the name is known."""
-    if "architecture" not in state:
-        return
-    now = config.model.architecture().model_dump(mode="json")
-    then = state["architecture"]
-    for key in ("vision_cfg", "text_cfg"):
-        for name in now[key]:
-            if name != "patch_dropout" and name in then[key] and then[key][name] != now[key][name]:
-                path = f"model.name ({config.model.name}): {key}.{name}"
-                yield Change(path, then[key][name], now[key][name], "refused")
-    for key in ("embed_dim", "quick_gelu", "image_mean", "image_std"):
-        if key in then and then[key] != now[key]:
-            yield Change(f"model.name ({config.model.name}): {key}", then[key], now[key], "refused")
+def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Change]:
+    """What of the model itself differs, whatever it is called."""
+
+    def parts(architecture: Mapping[str, Any]) -> dict[str, Any]:
+        towers = {
+            f"{key}.{name}": size for key in ("vision_cfg", "text_cfg") for name, size in architecture[key].items()
+        }
+        return towers | {key: architecture[key] for key in ("embed_dim", "quick_gelu", "image_mean", "image_std")}
+
+    before, after = parts(then), parts(config.model.architecture().model_dump(mode="json"))
+    return [
+        Change(f"model.name ({config.model.name}): {key}", before[key], after[key], "refused")
+        for key in after
+        if key != "vision_cfg.patch_dropout" and before.get(key, after[key]) != after[key]
+    ]
 
 
 def compare_with(config: RunConfig, resumed: Resumed, world_size: int) -> list[str]:
@@ -96,30 +97,20 @@ def compare_with(config: RunConfig, resumed: Resumed, world_size: int) -> list[s
             f"{'; '.join(map(str, vain))} would train nothing: raise run.steps, or choose another run.name"
         )
     rounds = [change.path for change in found if change.kind == "rounding"]
-    lines = [f"  layout         {_layout(config, resumed, world_size)}"]
+    before = layout(resumed.world_size, resumed.state["recipe"].get("engine", {}))
+    after = layout(world_size, config.engine.model_dump())
+    lines = [f"  layout         {f'the same ({after})' if before == after else f'{before} -> {after}'}"]
     if rounds:
         lines[0] += f"; {', '.join(rounds)} changed: equal within rounding"
-    elif not (reported or another or config.chosen) and "->" not in lines[0]:
+    elif before == after and not (reported or another or config.chosen):
         lines[0] += ": bitwise as if never stopped"
-    lines.append(f"  samples seen   {_samples(config, resumed)}")
+    samples = resumed.state["samples"]
+    epochs = f" ({samples / config.data.num_samples:.2f} epochs)" if config.data.num_samples else ""
+    lines.append(f"  samples seen   {samples:,}{epochs}")
     lines += [f"  changed since  {change}" for change in reported]
     lines += [f"  WARNING        this is another run now: {change}" for change in another]
     return lines
 
 
-def _layout(config: RunConfig, resumed: Resumed, world_size: int) -> str:
-    engine = resumed.state["recipe"].get("engine", {})
-    before = _ranks(resumed.world_size, engine)
-    after = _ranks(world_size, config.engine.model_dump())
-    return f"the same ({after})" if before == after else f"{before} -> {after}"
-
-
-def _ranks(count: int, engine: Mapping[str, Any]) -> str:
-    held = describe(engine)
-    return f"{count} rank{'s' * (count > 1)} at {held}, {engine.get('precision')}"
-
-
-def _samples(config: RunConfig, resumed: Resumed) -> str:
-    samples = resumed.state["samples"]
-    epochs = config.data.num_samples and f" ({samples / config.data.num_samples:.2f} epochs)"
-    return f"{samples:,}{epochs or ''}"
+def layout(ranks: int, engine: Mapping[str, Any]) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)} at {describe(engine)}, {engine.get('precision')}"

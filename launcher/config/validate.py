@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,8 @@ from clip_train.data.config import SourceSummary, check_source, resolve_streams
 from clip_train.data.shards import expand_braces
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses
-from clip_train.memory import RECOMPUTED
+from clip_train.memory import RECOMPUTED, Layout
 from clip_train.models.config import Architecture
-from launcher.config.memory import Decision, decide, no_limit
 from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, package
 from launcher.engines.config import EngineConfig
@@ -29,8 +28,8 @@ class Checked:
     plan: BatchPlan
     architecture: Architecture
     streams: int
-    engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at
-    decision: Decision | None = None  # where something is `auto`
+    engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at (`launcher.config.memory`)
+    layout: Layout | None = None  # where something is `auto`: what it has become
     source: SourceSummary | None = None  # on the rank that has looked at the shards
 
 
@@ -54,8 +53,9 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             problems.append(UserError(bias_mistake(config, architecture.init_logit_bias)))
         collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
-    facts = engine_facts(config, plan, world_size, on_this_machine=is_rank)
-    problems += map(UserError, package(config.engine.kind).mistakes(config.engine, facts))
+    engine = package(config.engine.kind)
+    problems += map(UserError, engine.mistakes(config.engine, engine_facts(config, plan, world_size)))
+    problems += map(UserError, engine.mistakes_here(config.engine) if is_rank else ())
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
@@ -75,20 +75,20 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     return Checked(plan, architecture, streams, config.engine, source=source)
 
 
-def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int, *, on_this_machine: bool = False) -> Facts:
+def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:
     return Facts(
         world_size,
         micro_size=plan.micro_size if plan else 1,
         grad_clip_norm=config.optim.grad_clip_norm,
         several_graphs=plan is None or config.batch.micro_size == "auto" or plan.accum_steps > 1,
-        on_this_machine=on_this_machine,
     )
 
 
-def sized(config: RunConfig, checked: Checked, limit: float) -> Checked:
-    """`checked` with every `auto` decided within `limit` bytes a rank, before there is an engine to ask."""
-    decision = decide(config, checked.architecture, checked.plan, limit)
-    return replace(checked, plan=decision.layout.plan, engine=decision.engine, decision=decision)
+def no_limit(config: RunConfig) -> str:
+    return (
+        f"{', '.join(config.chosen)} = auto needs batch.memory_limit where no GPU is looked at: "
+        "the bytes one rank may use, such as batch.memory_limit=8GiB (for a GPU, about 0.9 of its memory)"
+    )
 
 
 def bias_mistake(config: RunConfig, bias: float | None) -> str:

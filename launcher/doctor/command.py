@@ -33,7 +33,7 @@ def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
         except UserError as e:
             yield error("recipe", str(e), "see the message; clip-train train --keys lists all keys")
     engine = config.engine if config else EngineConfig()
-    yield from guarded(package(engine.kind).doctor_checks())
+    yield from guarded(package(engine.kind).CHECKS)
     if config is not None:
         yield from guarded(tuple((name, partial(check, config)) for name, check in RECIPE))
 

@@ -23,6 +23,7 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import check
 from launcher.doctor.findings import Finding, error, error_if, ok, warning, warning_if
+from launcher.engines import package
 from launcher.runtime.environment import detect
 from launcher.runtime.verdict import STOP_FILE
 from launcher.slurm.profile import Site, load_site
@@ -132,11 +133,9 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
+    for mistake in package(config.engine.kind).mistakes_here(config.engine):
+        yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     checked = check(config, world, read_data=False)
-    try:
-        check(config, world, read_data=False, is_rank=True)
-    except UserError as e:
-        yield warning("recipe", str(e), "see the message; nothing, where the run has GPUs")
     plan = checked.plan
     yield ok(
         "recipe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from clip_train.settings import Layout, Rounding, Settings
 
@@ -38,3 +38,9 @@ class EngineConfig(Settings):
     """torch.compile each transformer block (inductor), on either engine."""
     ds_config: str | None = None
     """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null: ds_configs/zero<stage>.json."""
+
+    @model_validator(mode="after")
+    def _what_is_offloaded_is_shared_out(self) -> EngineConfig:
+        if self.zero_stage == 0 and self.offload != "none":
+            raise ValueError(f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)")
+        return self

@@ -181,8 +181,8 @@ def test_mistakes_in_the_classes_are_explained(tmp_path: Path, content: dict[str
 
 def test_runs_on_the_model():
     """The plain engine and the real model; a label for each caption, as in the demo."""
+    from clip_train.engine import PlainEngine
     from clip_train.models.clip import CLIP
-    from clip_train.plain_engine import PlainEngine
 
     torch.manual_seed(0)
     engine = PlainEngine(CLIP(load_architecture("tiny"), patch_dropout=0.5))

@@ -7,12 +7,13 @@ import json
 import pytest
 
 from clip_train.errors import UserError
+from launcher.engines import Facts
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import SHIPPED, build_ds_config
 
 
 def built(config: EngineConfig, clip: float | None = 1.0) -> dict:
-    return build_ds_config(config, micro_size=8, world_size=4, grad_clip_norm=clip)
+    return build_ds_config(config, Facts(world_size=4, micro_size=8, grad_clip_norm=clip))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

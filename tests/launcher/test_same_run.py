@@ -29,7 +29,10 @@ def recipe(**sections: dict) -> RunConfig:
 
 
 def resumed(world_size: int = 1, **state: Any) -> Resumed:
-    state = {"recipe": recipe().model_dump(mode="json"), "samples": 2500, "step": 40, **state}
+    config = recipe()
+    architecture = config.model.architecture().model_dump(mode="json")
+    stored = {"recipe": config.model_dump(mode="json"), "architecture": architecture, "samples": 2500, "step": 40}
+    state = {**stored, **state}
     return Resumed(40, state, None, None, world_size, "s3://bucket/run/ckpt/x", CommitRef(0, 40))  # type: ignore[arg-type]
 
 
@@ -114,7 +117,7 @@ def test_what_only_rounds_is_not_called_bitwise(section: str, key: str, value: i
     ],
 )
 def test_another_run_is_refused_unless_it_is_forced(section: str, key: str, value: object) -> None:
-    with pytest.raises(UserError, match=rf"belongs to another run: {section}\.{key} was .*allow_changed_recipe=true"):
+    with pytest.raises(UserError, match=rf"belongs to another run: {section}\.{key}.* was .*allow_changed_recipe=true"):
         told(recipe(**{section: {key: value}}))
     forced = told(recipe(**{section: {key: value}, "checkpoint": {"allow_changed_recipe": True}}))
     assert f"WARNING        this is another run now: {section}.{key}" in forced and "bitwise" not in forced

@@ -24,13 +24,13 @@ from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.engine import Engine, PlainEngine
 from clip_train.evaluate.retrieval import ranks_of_matches
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.plain_engine import PlainEngine
-from clip_train.protocols import Batch, Engine, Features
+from clip_train.protocols import Batch, Features
 from clip_train.recovery import recovering_step
 from launcher import engines
 from launcher.engines.config import EngineConfig

@@ -1,21 +1,21 @@
-"""DeepSpeed's ZeRO as an engine: `config` (its JSON, what is refused), `engine` (the protocol), `shards` (which pieces
-of which parameters it keeps where), `doctor`."""
+"""DeepSpeed's ZeRO as an engine: `config` (its JSON, what is refused), `engine`, `doctor`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from clip_train.errors import UserError
-from clip_train.protocols import Engine
-from launcher.engines import Facts, MakeOptimizer, Terms
+from clip_train.memory import Memory
+from launcher.engines import Facts
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import build_ds_config, reduce_bucket_elements, reduces_once
 from launcher.engines.deepspeed.doctor import CHECKS
+
+NAME = "ZeRO"
+__all__ = ["CHECKS", "NAME", "artifacts", "memory", "mistakes", "mistakes_here", "sums_fp32"]
 
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
@@ -30,51 +30,28 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
             f"engine.precision ({config.precision}) is wrong in DeepSpeed at engine.zero_stage 0; use "
             "engine.zero_stage=1 (as fast), engine.precision=fp32, or, for bf16, engine.kind=fsdp"
         )
-    if config.zero_stage == 0 and config.offload != "none":
-        yield f"engine.offload ({config.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)"
-    if facts.on_this_machine and config.precision != "fp32" and not torch.cuda.is_available():
-        yield from _precision_mistake(config.precision)
     try:
-        ds_config(config, facts)
+        build_ds_config(config, facts)
     except UserError as e:
         yield str(e)
 
 
-def _precision_mistake(precision: str) -> Iterator[str]:
-    """What DeepSpeed would say of this machine's processor once the model is built, and would leave at that."""
+def mistakes_here(config: EngineConfig) -> Iterator[str]:
+    """DeepSpeed itself would say it once the model is built."""
+    if config.precision == "fp32" or torch.cuda.is_available():
+        return
     from launcher.engines.deepspeed.engine import supported_precisions  # a rank needs this import in any case
 
     supported = supported_precisions()
-    if precision not in supported:
+    if config.precision not in supported:
         remedies = " or ".join(f"engine.precision={each}" for each in reversed(supported))
         yield (
-            f"engine.precision ({precision}): this machine's processor does not compute in it, and no GPU is visible: "
-            f"use {remedies}, or GPUs"
+            f"engine.precision ({config.precision}): this machine's processor does not compute in it, and no GPU "
+            f"is visible: use {remedies}, or GPUs"
         )
 
 
-def ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
-    return build_ds_config(
-        config, micro_size=facts.micro_size, world_size=facts.world_size, grad_clip_norm=facts.grad_clip_norm
-    )
-
-
-def build(
-    config: EngineConfig,
-    make_model: Callable[[], nn.Module],
-    make_optimizer: MakeOptimizer,
-    *,
-    device: torch.device,
-    facts: Facts,
-) -> Engine:
-    from launcher.engines.deepspeed.engine import build_engine
-
-    engine = build_engine(make_model, make_optimizer, ds_config(config, facts), device=device, compile=config.compile)
-    engine.set_grad_clip(facts.grad_clip_norm)
-    return engine
-
-
-def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> Terms:
+def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> Memory:
     """Reference: ZeRO (arXiv 1910.02054). moment_bytes: of the optimizer, for each parameter."""
     W, stage = world_size, config.zero_stage
     word = 4 if config.precision == "fp32" else 2
@@ -82,23 +59,17 @@ def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> 
     whole_gradient = stage < 2 or reduces_once(config)
     unsummed = word if stage == 1 and accumulation > word else 0  # what a backward leaves, beside the fp32 sum
     master = 0 if stage == 0 else 4
-    return Terms(
+    return Memory(
         parameters=word * P / (W if stage == 3 else 1),
         gradients=accumulation * P / (1 if whole_gradient else W) + unsummed * P,
         optimizer=0 if config.offload == "optimizer" else (master + moment_bytes) * P / (W if stage >= 1 else 1),
         buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(config),
-        sums_fp32=config.precision == "fp32",
     )
 
 
-def describe(config: EngineConfig | Mapping[str, Any]) -> str:
-    stage = config.zero_stage if isinstance(config, EngineConfig) else config.get("zero_stage")
-    return f"ZeRO {stage}"
+def sums_fp32(config: EngineConfig) -> bool:
+    return config.precision == "fp32"
 
 
 def artifacts(config: EngineConfig, facts: Facts) -> dict[str, str]:
-    return {"ds_config.json": json.dumps(ds_config(config, facts), indent=2) + "\n"}
-
-
-def doctor_checks() -> tuple[tuple[str, Any], ...]:
-    return CHECKS
+    return {"ds_config.json": json.dumps(build_ds_config(config, facts), indent=2) + "\n"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from clip_train.errors import UserError
 from clip_train.settings import clipped
+from launcher.engines import Facts
 from launcher.engines.config import EngineConfig
 
 SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
@@ -47,126 +48,89 @@ def reduces_once(config: EngineConfig) -> bool:
     return config.zero_stage >= 2 and config.reduce_gradients == "once"
 
 
-def base_config_path(config: EngineConfig) -> Path:
-    """Where the base JSON lies; UserError if it is nowhere."""
-    if config.ds_config is None:
-        return SHIPPED / f"zero{config.zero_stage}.json"
-    names = sorted(p.stem for p in SHIPPED.glob("*.json"))
-    for candidate in (
-        Path(config.ds_config),
-        SHIPPED / config.ds_config,
-        SHIPPED / f"{config.ds_config}.json",
-    ):
-        if os.path.isfile(candidate):  # unlike Path.is_file it takes any text
-            return candidate
-    raise UserError(
-        f"engine.ds_config ({clipped(config.ds_config)}): no such file; shipped ones are {', '.join(names)}"
-    )
-
-
-def load_base(config: EngineConfig) -> dict[str, Any]:
-    path = base_config_path(config)
+def load_base(config: EngineConfig) -> tuple[str, dict[str, Any]]:
+    """The base JSON's file name and content. UserError."""
+    named = config.ds_config if config.ds_config is not None else f"{SHIPPED}/zero{config.zero_stage}.json"
+    places = (Path(named), SHIPPED / named, SHIPPED / f"{named}.json")
+    path = next((place for place in places if os.path.isfile(place)), None)  # unlike Path.is_file it takes any text
+    if path is None:
+        names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
+        raise UserError(f"engine.ds_config ({clipped(named)}): no such file; shipped ones are {names}")
     try:
         base = json.loads(path.read_text())
     except json.JSONDecodeError as e:
         raise UserError(f"engine.ds_config ({path}) is not JSON: {e}; mend the file") from None
     if not isinstance(base, dict):
         raise UserError(f"engine.ds_config ({path}) must hold a JSON object, not {type(base).__name__}")
-    return base
+    return path.name, base
 
 
 def reduce_bucket_elements(config: EngineConfig) -> int:
     """Elements of the buffer through which ZeRO 1 to 3 send gradients; DeepSpeed's default is 5e8."""
     if config.zero_stage == 0:
         return 0
-    said = load_base(config).get("zero_optimization", {}).get("reduce_bucket_size", 500_000_000)
+    said = load_base(config)[1].get("zero_optimization", {}).get("reduce_bucket_size", 500_000_000)
     return int(float(said)) if said != "auto" else 500_000_000
 
 
-def build_ds_config(
-    config: EngineConfig, *, micro_size: int, world_size: int, grad_clip_norm: float | None
-) -> dict[str, Any]:
+def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
     """DeepSpeed's configuration dict. UserError, listing every one, where recipe and JSON disagree."""
-    base = load_base(config)
-    path = base_config_path(config)
-    mistakes = [
-        f"{path.name} has a section {key!r}: {remedy}; take it out"
-        for key, remedy in REFUSED_SECTIONS.items()
-        if key in base
-    ]
+    file, base = load_base(config)
     zero = base.get("zero_optimization")
-    mistakes += [
-        f"{path.name} sets zero_optimization.{key}: it changes the result, or is not tested here; take it out"
-        for key in REFUSED_ZERO_KEYS
-        if isinstance(zero, dict) and zero.get(key)
+    zero = zero if isinstance(zero, dict) else {}
+    mistakes = [
+        f"{file} has a section {key!r}: {REFUSED_SECTIONS[key]}; take it out" for key in REFUSED_SECTIONS if key in base
     ]
-    overlap = zero.get("overlap_comm") if isinstance(zero, dict) else None
-    if config.zero_stage < 2 and overlap not in (None, False, "auto"):
+    mistakes += [
+        f"{file} sets zero_optimization.{key}: it changes the result, or is not tested here; take it out"
+        for key in REFUSED_ZERO_KEYS
+        if zero.get(key)
+    ]
+    if config.zero_stage < 2 and zero.get("overlap_comm") not in (None, False, "auto"):
         mistakes.append(  # DeepSpeed's own assertion comes on every rank, in the midst of the start
-            f"{path.name} sets zero_optimization.overlap_comm, which needs engine.zero_stage 2 or 3 "
+            f"{file} sets zero_optimization.overlap_comm, which needs engine.zero_stage 2 or 3 "
             f"(it is {config.zero_stage}); take it out"
         )
-    out = _merge(base, _owned_by_recipe(config, micro_size, world_size, grad_clip_norm), "", path.name, mistakes)
+    for key, (value, field) in _owned_by_recipe(config, facts).items():
+        *sections, name = key.split(".")
+        node = base
+        for section in sections:
+            if not isinstance(node.get(section), dict):
+                node[section] = {}
+            node = node[section]
+        if node.get(name) not in (None, "auto", value):
+            mistakes.append(
+                f"{file} says {key} = {node[name]!r}, but {field} in the recipe makes it {value!r}: "
+                f'take it out of the JSON (or write "auto"), and set {field}'
+            )
+        node[name] = value
     if mistakes:
         raise UserError("\n".join(mistakes))
     if config.zero_stage == 0:
-        out["gradient_clipping"] = 0.0  # the engine clips there, where it can also tell the norm
-    return out
+        base["gradient_clipping"] = 0.0  # the engine clips there, where it can also tell the norm
+    return base
 
 
-def _owned_by_recipe(
-    config: EngineConfig, micro_size: int, world_size: int, grad_clip_norm: float | None
-) -> dict[str, Any]:
-    stage = config.zero_stage
-    owned: dict[str, Any] = {
+def _owned_by_recipe(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any, str]]:
+    """Key of the JSON -> its value, and what of the recipe that follows from."""
+    owned: dict[str, tuple[Any, str]] = {
         # step() IS the accumulation boundary, so k may change from step to step, and nothing divides by k.
-        "managed_gradient_accumulation": reduces_once(config),
-        "gradient_accumulation_steps": 1,
-        "train_micro_batch_size_per_gpu": micro_size,  # for DeepSpeed's own counters only
-        "train_batch_size": micro_size * world_size,
+        "managed_gradient_accumulation": (reduces_once(config), "the trainer"),
+        "gradient_accumulation_steps": (1, "batch.global_size and batch.micro_size"),
+        "train_micro_batch_size_per_gpu": (facts.micro_size, "batch.micro_size"),  # for DeepSpeed's own counters only
+        "train_batch_size": (facts.micro_size * facts.world_size, "batch.global_size"),
         # Said explicitly: DeepSpeed's default has been 1.0 since PR #8068.
-        "gradient_clipping": grad_clip_norm or 0.0,
-        "zero_optimization": {"stage": stage},
-        "timers": {"throughput": {"enabled": False}},  # they wait for the device in every forward and step
-        "bf16": {"enabled": config.precision == "bf16"},
-        "fp16": {"enabled": config.precision == "fp16"},
-        "zero_allow_untested_optimizer": True,  # torch's own AdamW and SGD: exact at every stage
+        "gradient_clipping": (facts.grad_clip_norm or 0.0, "optim.grad_clip_norm"),
+        "zero_optimization.stage": (config.zero_stage, "engine.zero_stage"),
+        "timers.throughput.enabled": (False, "the trainer"),  # it waits for the device in every forward and step
+        "bf16.enabled": (config.precision == "bf16", "engine.precision"),
+        "fp16.enabled": (config.precision == "fp16", "engine.precision"),
+        "zero_allow_untested_optimizer": (True, "the trainer"),  # torch's own AdamW and SGD: exact at every stage
         # torch.optim on the offloaded state instead of DeepSpeedCPUAdam, which JIT-builds for minutes.
-        "zero_force_ds_cpu_optimizer": False,
+        "zero_force_ds_cpu_optimizer": (False, "the trainer"),
     }
     if config.precision == "bf16":
-        owned["data_types"] = {"grad_accum_dtype": "fp32"}  # bf16 accumulation loses 2-3% of the update
+        owned["data_types.grad_accum_dtype"] = ("fp32", "the trainer")  # bf16 accumulation loses 2-3% of the update
     if config.offload == "optimizer":
-        owned["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        owned["zero_optimization.offload_optimizer.device"] = ("cpu", "engine.offload")
     return owned
-
-
-FIELD_OF = {
-    "zero_optimization.stage": "engine.zero_stage",
-    "zero_optimization.offload_optimizer": "engine.offload",
-    "bf16.enabled": "engine.precision",
-    "fp16.enabled": "engine.precision",
-    "gradient_clipping": "optim.grad_clip_norm",
-    "train_micro_batch_size_per_gpu": "batch.micro_size",
-    "train_batch_size": "batch.global_size",
-    "gradient_accumulation_steps": "batch.global_size and batch.micro_size",
-}
-
-
-def _merge(base: dict[str, Any], owned: dict[str, Any], prefix: str, file: str, mistakes: list[str]) -> dict[str, Any]:
-    """`base` with `owned` laid over it; a value that both name and that differs is a mistake."""
-    out = dict(base)
-    for key, value in owned.items():
-        path = f"{prefix}{key}"
-        theirs = base.get(key)
-        if isinstance(value, dict):
-            out[key] = _merge(theirs if isinstance(theirs, dict) else {}, value, f"{path}.", file, mistakes)
-            continue
-        if theirs not in (None, "auto", value):
-            field = next((FIELD_OF[p] for p in (path, path.rsplit(".", 1)[0]) if p in FIELD_OF), "the trainer")
-            mistakes.append(
-                f"{file} says {path} = {theirs!r}, but {field} in the recipe makes it {value!r}: "
-                f'take it out of the JSON (or write "auto"), and set {field}'
-            )
-        out[key] = value
-    return out

@@ -1,4 +1,4 @@
-"""The Engine protocol on DeepSpeed, ZeRO 0 to 3. The only module that imports DeepSpeed.
+"""DeepSpeed, ZeRO 0 to 3, as an engine. The only module that imports DeepSpeed, and that knows its flat partitions.
 
 DeepSpeed's own accumulation is switched off (`config.py`): `backward` only accumulates, `step` is
 the boundary, so the number of micro-batches is free. The two factors it would add are undone here.
@@ -17,23 +17,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from clip_train import dist
+from clip_train.engine import LOSS_REMEDY, MAX_LOGIT_SCALE, Engine, Piece
 from clip_train.errors import UserError
-from clip_train.plain_engine import LOSS_REMEDY, MAX_LOGIT_SCALE, start_state, surrogate
-from clip_train.protocols import (
-    FeatureGradients,
-    Features,
-    Fragment,
-    FragmentSource,
-    Phase,
-    StepReport,
-    Wanted,
-)
+from clip_train.protocols import FragmentSource, Phase, StepReport
+from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
-from launcher.engines.deepspeed.shards import OwnedSlice, owned_slices
-from launcher.engines.towers import SCALARS, Towers
+from launcher.engines.config import EngineConfig
+from launcher.engines.deepspeed.config import build_ds_config
 
 
 def _import_deepspeed() -> Any:
@@ -63,37 +56,31 @@ def supported_precisions() -> list[str]:
 
 
 def build_engine(
-    make_model: Callable[[], nn.Module],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    ds_config: dict[str, Any],
-    *,
-    device: torch.device,
-    compile: bool = False,
-) -> DeepSpeedEngine:
-    """A DeepSpeed engine around `make_model()`; at stage 3 the model is born partitioned (`zero.Init`).
-
-    `make_optimizer` takes (name, parameter) pairs. Weights at this point are whatever `make_model` drew:
-    load the initial or resumed ones with `load_fragments`, so that they are the same at every stage.
-    """
+    config: EngineConfig, make_model: Callable[[], nn.Module], make_optimizer: MakeOptimizer, device: torch.device,
+    facts: Facts,
+) -> DeepSpeedEngine:  # fmt: skip
+    """At stage 3 the model is born partitioned (`zero.Init`). Weights at this point are whatever `make_model` drew:
+    load the initial or resumed ones with `load_fragments`, so that they are the same at every stage."""
+    ds_config = build_ds_config(config, facts)
     deepspeed = _import_deepspeed()
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # from which it takes the device; Slurm sets none
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(backend, verbose=False, auto_mpi_discovery=False)
-    stage = ds_config["zero_optimization"]["stage"]
+    stage = config.zero_stage
     # DeepSpeed prints its memory use while it sets up, whatever the log level: nobody needs it.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         with deepspeed.zero.Init(enabled=stage == 3, config_dict_or_path=ds_config):
             model = make_model()
         _refuse_scalars(model)
-        if compile:
+        if config.compile:
             compile_units(model)
             if stage == 3 and (kinds := {type(unit) for unit in units(model)}):
                 # its hooks outside of the blocks too, for within them each would break the graph
                 deepspeed.utils.set_z3_leaf_modules(model, [*kinds])
         optimizer = make_optimizer(model.named_parameters())
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-    return DeepSpeedEngine(engine, optimizer, device, stage, reduce_once=ds_config["managed_gradient_accumulation"])
+    return DeepSpeedEngine(engine, optimizer, device, stage, ds_config, facts.grad_clip_norm)
 
 
 def _refuse_scalars(model: nn.Module) -> None:
@@ -104,6 +91,26 @@ def _refuse_scalars(model: nn.Module) -> None:
                 f"engine.kind (deepspeed) cannot hold the parameter {name}: it is 0-d or not contiguous; give it shape "
                 "[1], and call contiguous() on it"
             )
+
+
+def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
+    """At stages 1 to 3 fp32 masters lie in a few flat tensors, on which torch's optimizer works."""
+    W, here, wrapper = dist.world_size(), dist.rank(), engine.optimizer
+    for i, (name, p) in enumerate(engine.module.named_parameters()):
+        if stage == 0:  # the optimizer works on the parameter itself
+            yield Piece(name, tuple(p.shape), 0, p.numel(), p, saved_here=i % W == here)
+        elif stage < 3:  # (also DeepSpeed's BF16_Optimizer) the parameter's fragment of this rank's partition
+            if (mapping := p._hp_mapping) is not None:  # else it lies wholly on other ranks
+                flats = getattr(wrapper, "single_partition_of_fp32_groups", None) or wrapper.fp32_groups_flat_partition
+                lp, flat = mapping.lp_fragment_address, flats[mapping.param_group_index]
+                yield Piece(name, tuple(p.shape), lp.start, lp.numel, flat, mapping.hp_fragment_address.start)
+        else:  # every parameter is cut evenly over the ranks; the last piece is padded
+            group, offset, padded = wrapper.grad_position[wrapper.get_param_id(p)]
+            start = padded * torch.distributed.get_rank(group=p.ds_process_group)
+            numel = min(padded, p.ds_numel - start)
+            if numel > 0:
+                flat = wrapper.fp32_partitioned_groups_flat[group]
+                yield Piece(name, tuple(p.ds_shape), start, numel, flat, offset)
 
 
 def forget_gradients(optimizer: Any) -> None:
@@ -128,8 +135,8 @@ def forget_gradients(optimizer: Any) -> None:
     state.reset_for_new_step()
 
 
-class DeepSpeedEngine(Towers):
-    """See `clip_train.protocols.Engine`."""
+class DeepSpeedEngine(Engine):
+    """See `clip_train.engine.Engine`."""
 
     def __init__(
         self,
@@ -137,178 +144,105 @@ class DeepSpeedEngine(Towers):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         stage: int,
-        reduce_once: bool = False,
+        ds_config: dict[str, Any],
+        grad_clip_norm: float | None,
     ):
         # Always called through engine(...): engine.module(...) silently loses ZeRO-3's accumulated gradients.
-        super().__init__(engine)
-        self.engine = engine
-        self.optimizer = optimizer  # torch's own, which DeepSpeed drives on its flat partitions
-        self.device = device
-        self.stage = stage
-        self.optimizer_steps = 0
+        super().__init__(
+            engine,
+            optimizer,  # torch's own, which DeepSpeed drives on its flat partitions
+            device,
+            [*find_pieces(engine, stage)],
+            module=engine.module,
+            grad_clip_norm=grad_clip_norm,
+            low_precision=engine.bfloat16_enabled() or engine.fp16_enabled(),
+        )
+        self.engine, self.stage = engine, stage
         self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
-        self.reduce_once = reduce_once  # stages 2 and 3: gradients stay local until `step`
+        # stages 2 and 3: gradients stay local until `step`
+        self.reduce_once: bool = ds_config["managed_gradient_accumulation"]
         self._reduction: contextlib.ExitStack | None = None  # open from a step's first backward to its `step`
-        self.slices: list[OwnedSlice] = owned_slices(engine, stage)
-        self._low_precision = engine.bfloat16_enabled() or engine.fp16_enabled()
-        self._reduced = False  # the step's last backward has been seen
         self._stage0_norm = torch.tensor(math.nan)
         if stage == 0:
             optimizer.register_step_pre_hook(self._clip_at_stage_0)
-            self._stage0_limit = math.inf
         if engine.fp16_enabled():
             # DeepSpeed raises the loss scale before it divides this step's gradients by it, which halves them.
             self._update_scale = update_scale = engine.optimizer._update_scale
             engine.optimizer._update_scale = lambda overflow: update_scale(True) if overflow else None
 
-    # -- computing ----------------------------------------------------------------------------------------
-
-    def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
-        self._reduced = last
-        # Each rank's gradient is averaged over world_size by the engine: undo it, once, here.
-        loss = surrogate(features, gradients) * dist.world_size()
+    def _backward(self, total: Tensor, last: bool) -> None:
         if self.reduce_once and self._reduction is None:
             self._reduction = contextlib.ExitStack()
             self._reduction.enter_context(self.engine.coalesce_grad_reduction())
-        self.engine.backward(loss, scale_wrt_gas=False)  # and never divide by accumulation steps
+        # Each rank's gradient is averaged over world_size by the engine: undo it, once, here. Its other factor, the
+        # accumulation steps, is switched off.
+        self.engine.backward(total * dist.world_size(), scale_wrt_gas=False)
         if self.stage:
             # DeepSpeed does this at the next forward. With retained graphs there is none between two backwards,
             # and ZeRO-3 would overwrite the first one's gradient with the second's, silently.
             self.engine.optimizer.clear_backward_seen_flag()
 
-    def recovers(self, phase: Phase) -> bool:
-        if self.stage == 3 or self.offloaded:
-            return False  # collectives in forward and backward; gradients on their way to the CPU
-        alone = dist.world_size() == 1
-        if phase == "backward pass":
-            return alone or self.stage < 2 or self.reduce_once
-        return alone or phase == "forward pass"
+    def _reduce(self) -> None:
+        """What waits since the first backward, where it is to be done once."""
+        if self._reduction is not None:
+            reduction, self._reduction = self._reduction, None
+            reduction.close()
 
-    def remedy(self, phase: Phase) -> str:
+    def remedy(self, phase: Phase) -> str | None:
+        # collectives within forward and backward, or gradients on their way to the CPU
+        stuck = self.stage == 3 or self.offloaded
+        alone = phase == "forward pass" or (phase == "backward pass" and (self.stage < 2 or self.reduce_once))
+        if not stuck and (alone or dist.world_size() == 1):
+            return None
         if phase == "loss":
             return LOSS_REMEDY
-        if self.stage == 2 and not self.offloaded:
-            return "Set a smaller batch.micro_size, or engine.reduce_gradients=once, with which the run would go on"
-        return "Set a smaller batch.micro_size (or auto), or a lower batch.memory_limit where it is auto"
+        once = ", or engine.reduce_gradients=once, with which the run would go on" if not stuck else ""
+        return f"Set a smaller batch.micro_size, or a lower batch.memory_limit where it is auto{once}"
 
     def discard_gradients(self) -> None:
         self.engine.zero_grad()
-        if self.stage == 0:
-            return
-        optimizer = self.engine.optimizer
-        forget_gradients(optimizer)
-        if self._reduction is not None:
-            reduction, self._reduction = self._reduction, None
-            reduction.close()  # reduces nothing: there is no gradient left
-            forget_gradients(optimizer)
-
-    def set_grad_clip(self, limit: float | None) -> None:
-        """Stage 0 only: the largest global gradient norm (the other stages clip inside DeepSpeed)."""
-        self._stage0_limit = limit or math.inf
+        if self.stage:
+            forget_gradients(self.engine.optimizer)
+            self._reduce()  # nothing: there is no gradient left
+            forget_gradients(self.engine.optimizer)
 
     def _clip_at_stage_0(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Runs between the gradients' all-reduce and the update: DeepSpeed tells no norm at fp32 stage 0."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._stage0_norm = nn.utils.clip_grad_norm_(parameters, self._stage0_limit)
+        self._stage0_norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip_norm or math.inf)
 
-    def step(self, lr: float) -> StepReport:
-        if not self._reduced:
-            raise RuntimeError("a gradient was not reduced: the step's last backward was not called with last=True")
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if self._reduction is not None:
-            reduction, self._reduction = self._reduction, None
-            reduction.close()  # the gradients cross the network here, once
+    def _update(self, optimizer: torch.optim.Optimizer) -> StepReport:
+        self._reduce()  # the gradients cross the network here, once
         self.engine.step()
-        self._reduced = False
         # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to lower.
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
+        if self.engine.fp16_enabled() and not skipped:
+            self._update_scale(False)  # for the next step
         norm = float(self._stage0_norm if self.stage == 0 else self.engine.get_global_grad_norm())
-        if not skipped:
-            if self.engine.fp16_enabled():
-                self._update_scale(False)  # for the next step
-            self.optimizer_steps += 1
-            self._clamp_logit_scale()
-            self._read_scalars()
         return StepReport(norm, skipped)
 
-    @torch.no_grad()
-    def _read_scalars(self) -> None:
-        if not self._low_precision:
-            return
-        values = {}
-        for name in SCALARS:
-            if getattr(self.engine.module, name, None) is None:
-                continue
-            owned = [p.flat.narrow(0, p.offset, 1) for p in self.slices if p.name == name]
-            value = owned[0].float().to(self.device) if owned else torch.zeros(1, device=self.device)
-            values[name] = dist.all_reduce_sum(value.clone())  # one rank holds it
-        self.set_masters(values)
-
-    @torch.no_grad()
     def _clamp_logit_scale(self) -> None:
         """Master copy and model copy together: clamping the model's alone is undone by the next step."""
-        for piece in self.slices:
-            if piece.name == "logit_scale":
-                piece.flat.narrow(0, piece.offset, piece.numel).clamp_(0, MAX_LOGIT_SCALE)
-        p = self.engine.module.get_parameter("logit_scale")
+        super()._clamp_logit_scale()
+        p = self.module.get_parameter("logit_scale")
         if self.stage == 3:
             p.ds_tensor.clamp_(0, MAX_LOGIT_SCALE)  # this rank's part
-            if p.numel():  # a parameter below the persistence threshold stays gathered as well
-                p.data.clamp_(0, MAX_LOGIT_SCALE)
-        else:
-            p.data.clamp_(0, MAX_LOGIT_SCALE)
+        p.data.clamp_(0, MAX_LOGIT_SCALE)  # at stage 3 it may be below the persistence threshold, and stays gathered
 
-    # -- saving and loading -------------------------------------------------------------------------------
-
-    def state_fragments(self) -> Iterator[Fragment]:
-        for i, piece in enumerate(self.slices):
-            if self.stage == 0 and i % dist.world_size() != dist.rank():
-                continue  # every rank holds everything; each saves a part
-            yield Fragment(piece.name, piece.shape, piece.start, piece.tensors(self.optimizer))
+    def _copies(self) -> Iterator[tuple[str, Tensor]]:
+        """All at stages 1 and 2; at stage 3 those below the persistence threshold, which are kept gathered as well."""
+        return ((name, p.data) for name, p in self.module.named_parameters() if self.stage and p.numel())
 
     @torch.no_grad()
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
-        self.optimizer_steps = int(extra.get("optimizer_steps", 0))
-        slots = source.slots() - {"param"}
-        if slots:
-            for flat in {id(piece.flat): piece.flat for piece in self.slices}.values():
-                start_state(self.optimizer, flat, slots, self.optimizer_steps)
-        source.prepare(self._wanted(slots))
-        for piece in self.slices:
-            for slot, target in piece.tensors(self.optimizer, only=slots).items():
-                target.copy_(source.read(piece.name, slot, piece.start, piece.numel))
-        self._load_model_copy(source)
-        self._read_scalars()
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
-        if scaler is not None and "loss_scaler" in extra:
-            for key, value in extra["loss_scaler"].items():
-                setattr(scaler, key, value)
-
-    def _wanted(self, slots: set[str]) -> Iterator[Wanted]:
-        """What `load_fragments` reads on this rank: its slices of everything, and the weights of its model's copy."""
-        for piece in self.slices:
-            for slot in piece.tensors(self.optimizer, only=slots):
-                yield Wanted(piece.name, slot, piece.start, piece.numel)
-        for name, p in self.engine.module.named_parameters():
-            if p.numel():
-                yield Wanted(name, "param", 0, p.numel())
-
-    def _load_model_copy(self, source: FragmentSource) -> None:
-        """The model's own (low-precision) weights: whole at stages 0-2, this rank's part at stage 3."""
-        for name, p in self.engine.module.named_parameters():
-            if self.stage < 3:
-                p.data.copy_(source.read(name, "param", 0, p.numel()).view_as(p))
-        if self.stage == 3:
-            for piece in self.slices:
-                p = self.engine.module.get_parameter(piece.name)
-                p.ds_tensor.narrow(0, 0, piece.numel).copy_(piece.flat.narrow(0, piece.offset, piece.numel))
-            for name, p in self.engine.module.named_parameters():
-                if p.numel():  # kept gathered (below the persistence threshold): refresh that copy too
-                    p.data.copy_(source.read(name, "param", 0, p.numel()).view_as(p))
+        super().load_fragments(source, extra)
+        for piece in self.pieces if self.stage == 3 else ():  # this rank's part of the model's own weights
+            self.module.get_parameter(piece.name).ds_tensor.narrow(0, 0, piece.numel).copy_(piece.view(piece.held))
+        for key, value in extra.get("loss_scaler", {}).items() if self.engine.fp16_enabled() else ():
+            setattr(self.engine.optimizer.loss_scaler, key, value)
 
     def extra_state(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"optimizer_steps": self.optimizer_steps}
+        out = super().extra_state()
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         if scaler is not None and getattr(scaler, "dynamic", False):
             keys = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -1,20 +1,17 @@
-"""PyTorch's FSDP2 as an engine: `engine` (the protocol), `shards` (which rows lie on which rank)."""
+"""PyTorch's FSDP2 as an engine."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
 
-import torch
-from torch import nn
-
-from clip_train.protocols import Engine
-from launcher.doctor.findings import Check
-from launcher.engines import Facts, MakeOptimizer, Terms
+from clip_train.memory import Memory
+from launcher.engines import Facts
 from launcher.engines.config import EngineConfig
 
+NAME = "FSDP"
+CHECKS = ()
 OLDEST = (2, 6)  # has `fully_shard`, and what of it is used here
 OLDEST_WITH_CHECKPOINTING = (2, 13)  # activation checkpointing with several forwards a step (pytorch #171779)
 
@@ -36,8 +33,6 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
             f"engine.shard_ranks ({config.shard_ranks}) shares out what engine.zero_stage 0 keeps whole: set "
             "engine.zero_stage=1, or engine.shard_ranks=null"
         )
-    if config.zero_stage == 0 and config.offload != "none":
-        yield f"engine.offload ({config.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)"
     if torch_version < OLDEST:
         yield f"engine.kind (fsdp) needs torch 2.6, this is {metadata.version('torch')}: pip install -U torch"
     elif config.activation_checkpointing and facts.several_graphs and torch_version < OLDEST_WITH_CHECKPOINTING:
@@ -48,43 +43,27 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
         )
 
 
-def build(
-    config: EngineConfig,
-    make_model: Callable[[], nn.Module],
-    make_optimizer: MakeOptimizer,
-    *,
-    device: torch.device,
-    facts: Facts,
-) -> Engine:
-    from launcher.engines.fsdp.engine import build_engine
-
-    return build_engine(config, make_model, make_optimizer, device=device, grad_clip_norm=facts.grad_clip_norm)
+def mistakes_here(config: EngineConfig) -> Iterator[str]:
+    yield from ()
 
 
-def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> Terms:
+def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> Memory:
     """Masters, moments and reduced gradients are fp32 and shared out; whole parameters and gradients come on top."""
     S = 1 if config.zero_stage == 0 else config.shard_ranks or world_size
     word = 4 if config.precision == "fp32" else 2
     whole = S > 1 or word < 4  # a copy beside the masters, in the model's precision
     once = config.zero_stage < 2 or config.reduce_gradients == "once"
-    return Terms(
+    return Memory(
         parameters=word * P if whole and config.zero_stage < 3 else 0.0,
         gradients=4 * P / S + (4 * P if once and S > 1 else 0),
         optimizer=0.0 if config.offload == "optimizer" else (4 + moment_bytes) * P / S,
         buffers=0.0,
-        sums_fp32=True,
     )
 
 
-def describe(config: EngineConfig | Mapping[str, Any]) -> str:
-    section = config.model_dump() if isinstance(config, EngineConfig) else config
-    groups = section.get("shard_ranks")
-    return f"FSDP {section.get('zero_stage')}" + (f" in groups of {groups}" if groups else "")
+def sums_fp32(config: EngineConfig) -> bool:
+    return True
 
 
 def artifacts(config: EngineConfig, facts: Facts) -> dict[str, str]:
     return {}
-
-
-def doctor_checks() -> tuple[tuple[str, Check], ...]:
-    return ()

@@ -1,0 +1,249 @@
+"""One model with its optimizer on W ranks: what all engines have in common, and the one on plain torch.
+
+`PlainEngine` is for tests, for evaluation and export, for reading: every rank holds everything. It is also the
+specification of what the engines in `launcher.engines` do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clip_train import dist
+from clip_train.protocols import (
+    FeatureGradients,
+    Features,
+    Fragment,
+    FragmentSource,
+    MicroBatch,
+    Phase,
+    StepReport,
+    Wanted,
+)
+
+MAX_LOGIT_SCALE = math.log(100)  # CLIP's ceiling on the parameter: the factor stays at most 100
+SCALARS = ("logit_scale", "logit_bias")
+LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
+
+
+def surrogate(features: Features, gradients: FeatureGradients) -> Tensor:
+    """A scalar whose gradient with respect to the features is `gradients`: what a backward() can be called on."""
+    total = (features.image * gradients.image).sum() + (features.text * gradients.text).sum()
+    total = total + (features.logit_scale * gradients.logit_scale).sum()
+    if features.logit_bias is not None and gradients.logit_bias is not None:
+        total = total + (features.logit_bias * gradients.logit_bias).sum()
+    return total
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, start + numel)` of a flattened parameter are `held[offset : offset + numel]` on this rank."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int
+    numel: int  # may be 0
+    held: Tensor  # fp32 master weights: a parameter, this rank's rows of one, several in a row; the optimizer's key
+    offset: int = 0
+    saved_here: bool = True  # among the ranks that hold the same elements, one saves them
+
+    def view(self, of: Tensor) -> Tensor:
+        """[numel], of `held` or of what is laid out like it."""
+        local = of.to_local() if hasattr(of, "to_local") else of  # a DTensor's rows
+        return local.detach().view(-1).narrow(0, self.offset, self.numel)
+
+    def tensors(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+        """Views, each [numel]: "param" and the optimizer's slots."""
+        slots = optimizer.state.get(self.held, {}) if optimizer is not None else {}
+        held = {slot: self.view(value) for slot, value in slots.items() if slot != "step" and value is not None}
+        return {"param": self.view(self.held), **held}
+
+
+class Engine:
+    """What the trainer and the evaluation know of an engine. All ranks make the same calls.
+
+    A subclass tells which pieces of the parameters this rank holds, and has `_backward` and `_update`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        pieces: list[Piece],
+        *,
+        module: Any,
+        grad_clip_norm: float | None = None,
+        low_precision: bool = False,
+    ) -> None:
+        """model: `model(images, texts, sample_seeds) -> (image, text, logit_scale, logit_bias)`, of which `module` has
+        the parameters. low_precision: they are copies of the pieces in bf16 or fp16."""
+        self.model, self.module, self.optimizer, self.device = model, module, optimizer, device
+        self.pieces = pieces
+        self.grad_clip_norm = grad_clip_norm
+        self.low_precision = low_precision
+        self.optimizer_steps = 0
+        self._masters: dict[str, Tensor] = {}  # of SCALARS, [1] each, in low precision only
+        self._reduced = False  # the step's last backward has been seen
+
+    # -- computing
+
+    def train(self, mode: bool = True) -> None:
+        """Training (dropout on) or evaluation mode."""
+        self.model.train(mode)
+
+    def forward(self, micro_batch: MicroBatch) -> Features:
+        """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often."""
+        out = Features(*self.model(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
+        if self._masters:  # in place of a copy that moves in steps of 3% near 100, with the gradient still going to it
+            seen = out.logit_scale
+            out.logit_scale = seen * (self._masters["logit_scale"].exp() / seen.detach())
+            if out.logit_bias is not None:
+                out.logit_bias = out.logit_bias + (self._masters["logit_bias"] - out.logit_bias.detach())
+        return out
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """uint8 [b, 3, H, W] -> normalised [b, D]. All ranks call it equally often."""
+        return self.model(images, None)[0]
+
+    def encode_text(self, texts: Tensor) -> Tensor:
+        """int64 [b, context_length] -> normalised [b, D]. All ranks call it equally often."""
+        return self.model(None, texts)[1]
+
+    def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
+        """Add `gradients`, taken through the graph of `features`, to this step's gradient.
+
+        last: no other backward comes before `step`, which refuses gradients that were not reduced."""
+        self._reduced = last
+        self._backward(surrogate(features, gradients), last)
+
+    def _backward(self, total: Tensor, last: bool) -> None:
+        total.backward()
+
+    def step(self, lr: float) -> StepReport:
+        """Sum over ranks, clip by global norm, update, clear, clamp `logit_scale`."""
+        if not self._reduced:
+            raise RuntimeError("a gradient was not reduced: the step's last backward was not called with last=True")
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        report = self._update(self.optimizer)
+        self._reduced = False
+        if not report.skipped:
+            self.optimizer_steps += 1
+            with torch.no_grad():
+                self._clamp_logit_scale()
+            self._read_masters()
+        return report
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> StepReport:
+        raise NotImplementedError
+
+    def _clamp_logit_scale(self) -> None:
+        for piece in self.pieces:
+            if piece.name == "logit_scale":
+                piece.view(piece.held).clamp_(0, MAX_LOGIT_SCALE)
+
+    @torch.no_grad()
+    def _read_masters(self) -> None:
+        if not self.low_precision:
+            return
+        for name in SCALARS:
+            if getattr(self.module, name, None) is not None:
+                own = [p.view(p.held) for p in self.pieces if p.name == name and p.numel and p.saved_here]
+                value = own[0].to(self.device, torch.float32, copy=True) if own else torch.zeros(1, device=self.device)
+                self._masters[name] = dist.all_reduce_sum(value)  # one rank has it
+
+    # -- where memory ends
+
+    def discard_gradients(self) -> None:
+        """As if no backward had been called since the last step, even in the midst of one."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def remedy(self, phase: Phase) -> str | None:
+        """What a user can do where a rank that fails in `phase` leaves others waiting within it.
+
+        None: none waits, and `discard_gradients` makes it good."""
+        return LOSS_REMEDY if phase == "loss" and dist.world_size() > 1 else None  # the loss gathers features
+
+    # -- saving and loading
+
+    def state_fragments(self) -> Iterator[Fragment]:
+        """What this rank has to save; over all ranks every element comes exactly once."""
+        for piece in self.pieces:
+            if piece.saved_here and piece.numel:
+                yield Fragment(piece.name, piece.shape, piece.start, piece.tensors(self.optimizer))
+
+    @torch.no_grad()
+    def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
+        """Take this rank's part of a checkpoint, written by any engine on any number of ranks at any stage."""
+        self.optimizer_steps = int(extra.get("optimizer_steps", 0))
+        slots = source.slots() - {"param"}
+        if self.optimizer is None:
+            slots = set()
+        elif slots:
+            self._start_optimizer(self.optimizer, slots)
+        targets = [
+            (Wanted(piece.name, slot, piece.start, piece.numel), tensor)
+            for piece in self.pieces
+            if piece.numel
+            for slot, tensor in piece.tensors(self.optimizer).items()
+            if slot == "param" or slot in slots
+        ]
+        targets += [(Wanted(name, "param", 0, copy.numel()), copy) for name, copy in self._copies()]
+        source.prepare(wanted for wanted, _ in targets)
+        for wanted, tensor in targets:
+            tensor.copy_(source.read(*wanted).view_as(tensor))
+        self._read_masters()
+
+    def _start_optimizer(self, optimizer: torch.optim.Optimizer, slots: set[str]) -> None:
+        """The state that torch would have made at its first step."""
+        for held in {id(piece.held): piece.held for piece in self.pieces}.values():
+            state: dict[str, Any] = {slot: torch.zeros_like(held).detach() for slot in slots}
+            if isinstance(optimizer, torch.optim.AdamW):
+                # One for each, or it would advance several times a step; and where the fused kernel reads it.
+                state["step"] = torch.tensor(float(self.optimizer_steps), device=held.device)
+            optimizer.state[held] = state
+
+    def _copies(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters beside `pieces`: the model's own, in its precision."""
+        yield from ()
+
+    def extra_state(self) -> dict[str, Any]:
+        """Small JSON-able state beside the fragments: optimizer steps taken, loss scale."""
+        return {"optimizer_steps": self.optimizer_steps}
+
+    def close(self) -> None:
+        """Free what is not the garbage collector's."""
+
+
+class PlainEngine(Engine):
+    """`model(images, texts, sample_seeds) -> (image, text, logit_scale, logit_bias)` with a torch optimizer."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, grad_clip_norm: float | None = None
+    ):
+        """optimizer None: to evaluate."""
+        device = next(model.parameters()).device
+        W, here = dist.world_size(), dist.rank()
+        pieces = [
+            Piece(name, tuple(p.shape), 0, p.numel(), p, saved_here=i % W == here)  # every rank holds everything
+            for i, (name, p) in enumerate(model.named_parameters())
+        ]
+        super().__init__(model, optimizer, device, pieces, module=model, grad_clip_norm=grad_clip_norm)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> StepReport:
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        for p in parameters:
+            assert p.grad is not None
+            dist.all_reduce_sum(p.grad)  # the ranks' shares sum to the gradient of the global mean
+        norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return StepReport(norm.item())
