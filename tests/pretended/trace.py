@@ -97,13 +97,13 @@ def prepare_for(kind: str) -> None:
     if kind == "fsdp":
         from launcher.engines.fsdp import engine as fsdp
 
-        make_mesh = fsdp.make_mesh
+        init_device_mesh = fsdp.init_device_mesh
 
-        def without_fakes(*args: Any) -> Any:
+        def without_fakes(*args: Any, **kwargs: Any) -> Any:
             with unset_fake_temporarily():
-                return make_mesh(*args)
+                return init_device_mesh(*args, **kwargs)
 
-        fsdp.make_mesh = without_fakes
+        fsdp.init_device_mesh = without_fakes
     else:
         os.environ["DS_ACCELERATOR"] = "cuda"
         from deepspeed.accelerator import cuda_accelerator  # type: ignore[import-untyped]
