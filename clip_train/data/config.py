@@ -205,8 +205,8 @@ def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: s
         raise UserError(
             f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its members are "
             f"{members}: a sample's name ends at the first dot; an image is one of "
-            f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt, or what data.caption_key (now "
-            f"{caption_key}) names in a .json, whose keys here are: {keys}"
+            f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt: for one in a .json set data.caption_key (now "
+            f"{caption_key}) to one of its keys, which are here: {keys}"
         )
     return SourceSummary(len(found.shards), shard, sample.key, decode.caption(sample.members, caption_key), found)
 

@@ -66,7 +66,7 @@ META = json.dumps({"text": "a cat", "url": "x", "number": 3}).encode()
         ),
         ([("a.jpg", jpeg(0)), ("a.json", META)], {"caption_key": "number"}, r"caption is not a text"),
         ([("a.jpg", jpeg(0)), ("a.json", b"{")], {"caption_key": "text"}, r"json does not parse"),
-        (sample("a", 0), {"caption_key": "text"}, r"no caption.*\.jpg, \.txt.*caption_key \(now text\).*in a \.json"),
+        (sample("a", 0), {"caption_key": "text"}, r"no caption.*\.jpg, \.txt.*set data\.caption_key \(now text\)"),
         ([("a.jpg", jpeg(0)), ("a.txt", b"  ")], {}, r"caption is empty"),
         ([("a.1.jpg", b"x"), ("a.2.jpg", b"x"), ("a.1.jpg", b"x")], {}, r"first dot"),
         ([("README", b"x")], {}, r"holds no sample"),
