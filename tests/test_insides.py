@@ -15,6 +15,8 @@ PRIVATE: dict[str, str] = {
     "launcher/faults/sitecustomize.py: _next_batch": "a rank that stands still at a chosen step, in the real command",
     "launcher/faults/sitecustomize.py: _record": "a rank that raises or sleeps at a chosen step, in the real command",
     "launcher/faults/sitecustomize.py: _save": "a save that hangs or takes long, in the real command",
+    "pretended/gpu.py: _scaled_dot_product_efficient_attention": "torch's kernel, which its chooser takes on a GPU",
+    "pretended/gpu.py: _scaled_dot_product_flash_attention": "the same, for half precision without a mask",
 }
 
 # "file: what is replaced" -> the boundary (network, disk, clock, allocator) at which it injects a fault.

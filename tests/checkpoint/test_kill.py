@@ -27,7 +27,9 @@ def save_on_and_on(folder: Path, pipe: Connection) -> None:
         assert assert_is(resumed, resumed.step).skipped == []  # a kill never makes a committed one damaged
     run.manager.begin()
     step = resumed.step if resumed else 0
-    pipe.send(writers()[0])
+    while not (found := writers()):  # it is there, but may have no command line for a moment
+        time.sleep(0.01)
+    pipe.send(found[0])
     pipe.send(step)
     padding = torch.zeros(2_000_000)  # writing lasts long enough to be hit
     while True:
