@@ -112,7 +112,7 @@ class Layout:
         )
 
 
-def choose(
+def candidates(
     global_size: int,
     world_size: int,
     room: Room,
@@ -120,11 +120,11 @@ def choose(
     *,
     micro_size: int | None = None,
     kept_graphs: int | None = None,
-) -> Layout:
-    """The cheapest layout that fits; of equally cheap ones the smallest. None for a number means: choose it.
+) -> list[Layout]:
+    """Every layout worth a look, whether it fits or not. None for a number means: any.
 
     `profiles`: activation checkpointing -> Profile. Micro-batches of equal size only (up to one sample), unless a size
-    is given. UserError where not even the smallest fits.
+    is given.
     """
     n = -(-global_size // world_size)
     layouts = []
@@ -140,6 +140,12 @@ def choose(
             beside = (room.limit - one.bytes) // (b * max(profile.graph, 1.0))
             counts = {1, max(1, min(k, 1 + int(beside)))}
         layouts += [replace(one, plan=replace(one.plan, kept_graphs=m)) for m in counts]
+    return layouts
+
+
+def choose(global_size: int, world_size: int, room: Room, profiles: dict[bool, Profile], **given: int | None) -> Layout:
+    """Of `candidates` the cheapest that fits; of equally cheap ones the smallest. UserError where none fits."""
+    layouts = candidates(global_size, world_size, room, profiles, **given)
     fitting = [layout for layout in layouts if layout.bytes <= room.limit]
     if not fitting:
         least = min((layout.bytes for layout in layouts), default=room.fixed)

@@ -69,10 +69,12 @@ VERBS = {
         "Print what a run would do: batch arithmetic, memory by what needs it, steps, time. Touches no GPU.",
         """\
         clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
-        clip-train plan recipes/vit_b32.yaml --world-size 64 batch.micro_size=auto batch.memory_limit=80GB""",
+        clip-train plan recipes/vit_b32.yaml --world-size 64 batch.micro_size=auto batch.memory_limit=80GB
+        clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, engines, speed, traffic on it""",
         options=(
             ("world-size", "N", "ranks (default: WORLD_SIZE, else 1)"),
             ("samples-per-second", "RATE", "over all ranks, for the ETA (default: from the run's metrics)"),
+            ("gpu", "NAME", "H200, H100, A100-80, ...: its memory is the limit; layouts, engines, speed on it"),
             JSON,
         ),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from clip_train.memory import GIB, RECOMPUTED
 from clip_train.metrics.progress import format_seconds
 from clip_train.metrics.sinks import iter_jsonl
 from clip_train.models.clip import count_parameters, flops_per_sample
+from launcher.config.gpus import estimate, find_gpu, usable
 from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check, pays_twice
@@ -34,11 +36,13 @@ def measured_rate(config: RunConfig) -> float | None:
     return median(rates) if rates else None
 
 
-def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[str, Any]:
+def make_plan(config: RunConfig, world_size: int, rate: float | None, gpu: str | None = None) -> dict[str, Any]:
     """All of it as one JSON-able dict; sizes in bytes, rates over all ranks."""
+    found = find_gpu(gpu) if gpu is not None else None
     checked = check(config, world_size, read_data=False)
     if config.chosen:
-        checked = decide(config, checked, memory_limit(config, None))
+        limit = usable(found) if found and config.batch.memory_limit is None else memory_limit(config, None)
+        checked = decide(config, checked, limit)
     plan, architecture, engine = checked.plan, checked.architecture, checked.engine
     checkpointing = bool(engine.activation_checkpointing)
     profile = predicted_profile(config, architecture, checkpointing)
@@ -76,6 +80,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None) -> dict[st
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,
+        "gpu": {"name": gpu, **estimate(config, checked, found)} if found else None,
     }
 
 
@@ -87,15 +92,55 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size if args.world_size is not None else int(said)
     if world_size < 1:
         raise UserError(f"--world-size ({world_size}) must be at least 1")
-    plan = make_plan(config, world_size, args.samples_per_second)
+    plan = make_plan(config, world_size, args.samples_per_second, args.gpu)
     if args.json:
         print(json.dumps(plan, indent=2))
         return 0
     table = Table(title=f"{config.run.name}: {plan['model']}", box=None, show_header=False)
     for name, value in describe(plan):
         table.add_row(name, value)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if plan["gpu"] is not None:
+        for each in gpu_tables(plan["gpu"]):
+            console.print(each)
     return 0
+
+
+def gpu_tables(gpu: dict[str, Any]) -> Iterator[Table]:
+    layouts = Table(title=f"layouts on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable", box=None)
+    for head in ("b", "k", "m", "checkpointing", "GiB", "fits", "s/step at 40%", ""):
+        layouts.add_column(head, justify="right")
+    for row in gpu["layouts"]:
+        layouts.add_row(
+            f"{row['micro_size']:,}", str(row["accum_steps"]), str(row["kept_graphs"]),
+            "yes" if row["activation_checkpointing"] else "no", f"{row['bytes'] / GIB:.1f}",
+            "yes" if row["fits"] else "no", f"{row['seconds']:.3g}", "<- auto" if row["auto"] else "",
+        )  # fmt: skip
+    yield layouts
+    engines = Table(title="engines", box=None)
+    for head in ("engine", "parameters", "gradients", "optimizer", "buffers", "fixed GiB", "largest b", "checkpointed"):
+        engines.add_column(head, justify="right")
+    for row in gpu["engines"]:
+        parts = (f"{row[part] / GIB:.2f}" for part in ("parameters", "gradients", "optimizer", "buffers", "fixed"))
+        largest = (f"{row[name]:,}" for name in ("largest_micro_size", "with_activation_checkpointing"))
+        engines.add_row(f"{row['kind']}: {row['engine']}", *parts, *largest)
+    yield engines
+    rates = Table(title="speed", box=None)
+    for head in ("MFU", "samples/s", "days"):
+        rates.add_column(head, justify="right")
+    for mfu, rate in gpu["samples_per_second"].items():
+        rates.add_row(mfu, f"{rate:,.0f}", f"{gpu['days'][mfu]:.2f}")
+    yield rates
+    rest = Table(title="on each rank, at 40% MFU", box=None, show_header=False)
+    for name, size in gpu["collective_bytes"].items():
+        rest.add_row(f"{name} sent", f"{size / 1e9:.3g} GB a step, {1e3 * gpu['collective_seconds'][name]:.3g} ms")
+    rest.add_row("loader", f"{gpu['loader']['cores']:.1f} cores, {gpu['loader']['bytes_per_second'] / 1e9:.2f} GB/s")
+    saved = gpu["checkpoint"]
+    rest.add_row(
+        "checkpoint", f"{saved['bytes'] / 1e9:.2f} GB in {saved['requests']:,.0f} requests, all ranks together"
+    )
+    yield rest
 
 
 def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:

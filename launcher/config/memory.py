@@ -119,16 +119,17 @@ def decide(
     reductions: tuple[bool, ...] = (engine.zero_stage >= 2 and engine.reduce_gradients == "once",)
     if engine.zero_stage >= 2 and engine.reduce_gradients == "auto":
         reductions = (True, False) if package(engine.kind).sums_fp32(engine) else (False,)
+    room = Room(
+        limit,
+        max(each, allocated),
+        whole_gradient=once - each,
+        reductions=reductions,
+        each_backward_costs=engine.zero_stage >= 2 and plan.world_size > 1,
+    )
     layout = choose(
         plan.global_size,
         plan.world_size,
-        Room(
-            limit,
-            max(each, allocated),
-            whole_gradient=once - each,
-            reductions=reductions,
-            each_backward_costs=engine.zero_stage >= 2 and plan.world_size > 1,
-        ),
+        room,
         {on: measured or predicted_profile(config, architecture, on) for on in options},
         micro_size=None if batch.micro_size == "auto" else batch.micro_size,
         kept_graphs=kept if isinstance(kept, int) else None,

@@ -1,0 +1,153 @@
+"""What GPUs are by their datasheets, and what a run would take on one of them, by arithmetic alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from clip_train.errors import UserError
+from clip_train.memory import BACKWARD, GIB, Layout, Room, candidates
+from clip_train.models.clip import count_parameters, flops_per_sample
+from launcher.config.memory import GPU_MARGIN, decide, estimate_memory, predicted_profile
+from launcher.config.recipe import RunConfig
+from launcher.config.validate import Checked, engine_facts
+from launcher.engines import describe, package
+
+CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
+MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
+DECODED_PER_CORE = 1900.0  # samples/s of one core's decoder, 224 pixels, measured (docs/data.md)
+SAMPLE_BYTES = 40e3  # of an image of 256 to 384 pixels with its caption in a shard
+PART_BYTES = 64 * 2**20  # of an upload
+LARGEST_TABLE = 16  # rows
+
+
+@dataclass(frozen=True)
+class GPU:
+    memory: float  # bytes
+    flops: float  # a second, dense bf16
+    link: float  # bytes a second to the other GPUs of a node, one way; over PCIe where there is no NVLink
+
+
+GPUS = {
+    "B200": GPU(180e9, 2250e12, 900e9),
+    "H200": GPU(141e9, 989.5e12, 450e9),
+    "H100": GPU(80e9, 989.5e12, 450e9),
+    "A100-80": GPU(80e9, 312e12, 300e9),
+    "A100-40": GPU(40e9, 312e12, 300e9),
+    "L40S": GPU(48e9, 362e12, 32e9),
+    "A10": GPU(24e9, 125e12, 32e9),
+    "4090": GPU(24e9, 165e12, 32e9),
+    "V100": GPU(32e9, 125e12, 150e9),
+}
+
+
+def find_gpu(name: str) -> GPU:
+    if name.upper() not in GPUS:
+        raise UserError(f"--gpu ({name}) is not known: use one of {', '.join(GPUS)}, or batch.memory_limit=80GB")
+    return GPUS[name.upper()]
+
+
+def usable(gpu: GPU) -> float:
+    """Bytes, as `train` would find them."""
+    return (gpu.memory - CONTEXT_BYTES) * (1 - GPU_MARGIN)
+
+
+def estimate(config: RunConfig, checked: Checked, gpu: GPU) -> dict[str, Any]:
+    """What `clip-train plan --gpu` adds to a plan: seconds, bytes, rates; a row for each layout and each engine."""
+    plan, architecture = checked.plan, checked.architecture
+    W, P = plan.world_size, count_parameters(architecture)
+    forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
+    samples = config.batch.sizes.before(config.steps)
+    useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
+    rates = {f"{mfu:.0%}": W * gpu.flops * mfu / useful for mfu in MFUS}
+    traffic = collectives(config, checked, P)
+    middle = rates[f"{MFUS[1]:.0%}"]
+    return {
+        "usable_bytes": usable(gpu),
+        "context_bytes": CONTEXT_BYTES,
+        "samples_per_second": rates,
+        "days": {mfu: samples / rate / 86400 for mfu, rate in rates.items()},
+        "collective_bytes": traffic,
+        "collective_seconds": {name: size / gpu.link for name, size in traffic.items()},
+        "step_seconds": plan.global_size / middle * (checked_forwards(checked) + BACKWARD) / (1 + BACKWARD),
+        "loader": {
+            "cores": middle / W / DECODED_PER_CORE,
+            "bytes_per_second": middle / W * SAMPLE_BYTES,
+        },
+        "checkpoint": {
+            "bytes": 12 * P,
+            "requests": sum(1 + (12 * P / W) // PART_BYTES for _ in range(W)) + 2 * W + 3,
+        },
+        "layouts": layouts(config, checked, usable(gpu), gpu.flops * MFUS[1] / forward),
+        "engines": engines(config, checked, usable(gpu)),
+    }
+
+
+def checked_forwards(checked: Checked) -> float:
+    return checked.layout.forwards_per_sample if checked.layout else checked.plan.forwards_per_sample
+
+
+def collectives(config: RunConfig, checked: Checked, P: int) -> dict[str, float]:
+    """Bytes that a rank sends in a step, over a ring; benchmarks/communication.py counts the same values."""
+    plan, engine = checked.plan, checked.engine
+    W, k, m, stage = plan.world_size, plan.accum_steps, plan.kept_graphs, engine.zero_stage
+    word = 4 if engine.precision == "fp32" else 2
+    reduced = 4 if engine.kind == "fsdp" or (engine.kind == "deepspeed" and stage == 1 and word == 2) else word
+    times = 1 if stage < 2 or engine.reduce_gradients == "once" else k
+    part = (W - 1) / W  # of a tensor, in an all-gather or a reduce-scatter; an all-reduce is both
+    fetched = 0 if stage == 0 else 1 if stage < 3 else 3 * k - m
+    return {
+        "features": part * 4 * 2 * plan.global_size * checked.architecture.embed_dim,
+        "sums": 2 * part * 8 * 2 * plan.global_size,
+        "gradients": (2 if stage == 0 else 1) * part * times * reduced * P,
+        "parameters": part * fetched * word * P,
+    }
+
+
+def layouts(config: RunConfig, checked: Checked, limit: float, forwards_per_second: float) -> list[dict[str, Any]]:
+    """Ways to cut the batch on the recipe's engine, those that fit first; `auto` marks what it would choose."""
+    plan, engine = checked.plan, checked.engine
+    free = config.model_copy(
+        update={"batch": config.batch.model_copy(update={"micro_size": "auto", "kept_graphs": "auto"})}
+    )
+    asked = replace(checked, engine=engine.model_copy(update={"activation_checkpointing": "auto"}))
+    chosen = decide(free, asked, limit).layout
+    assert chosen is not None
+    profiles = {on: predicted_profile(config, checked.architecture, on) for on in (False, True)}
+    found = candidates(plan.global_size, plan.world_size, chosen.room, profiles)
+    by_k = [each for each in found if each.plan.accum_steps & (each.plan.accum_steps - 1) == 0 or each == chosen]
+    near = sorted(by_k, key=lambda each: (each.bytes > limit, each.cost if each.bytes <= limit else each.bytes))
+    return [_row(each, limit, forwards_per_second, each == chosen) for each in near[:LARGEST_TABLE]]
+
+
+def _row(layout: Layout, limit: float, forwards_per_second: float, chosen: bool) -> dict[str, Any]:
+    plan = layout.plan
+    return {
+        "micro_size": plan.micro_size,
+        "accum_steps": plan.accum_steps,
+        "kept_graphs": plan.kept_graphs,
+        "activation_checkpointing": layout.activation_checkpointing,
+        "bytes": layout.bytes,
+        "fits": layout.bytes <= limit,
+        "seconds": layout.cost / forwards_per_second,
+        "auto": chosen,
+    }
+
+
+def engines(config: RunConfig, checked: Checked, limit: float) -> list[dict[str, Any]]:
+    """What each engine holds at each stage, and the largest micro-batch beside it."""
+    rows = []
+    profiles = {on: predicted_profile(config, checked.architecture, on) for on in (False, True)}
+    one = replace(checked.plan, micro_size=1, kept_graphs=1)
+    for kind in ("deepspeed", "fsdp"):
+        for stage in (0, 1, 2, 3):
+            engine = config.engine.model_copy(update={"kind": kind, "zero_stage": stage, "ds_config": None})
+            if any(package(kind).mistakes(engine, engine_facts(config, checked.plan, checked.plan.world_size))):
+                continue
+            fixed = estimate_memory(config, engine, one, checked.architecture, None)
+            room = Room(limit, fixed.total)
+            left = max(0.0, limit - room.fixed)
+            largest = {on: int(left // max(profile.peak, profile.forward)) for on, profile in profiles.items()}
+            row = {"engine": describe(engine), "kind": kind, **asdict(fixed), "fixed": fixed.total}
+            rows.append(row | {"largest_micro_size": largest[False], "with_activation_checkpointing": largest[True]})
+    return rows

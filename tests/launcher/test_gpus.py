@@ -1,0 +1,69 @@
+"""`clip-train plan --gpu`: what a run would take on a GPU, against arithmetic done here by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import main
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+WORLD, N = 64, 32_768
+H200 = 989.5e12  # dense bf16 FLOP/s of the datasheet
+
+
+def planned(capsys, *line: str) -> dict:
+    recipe = str(RECIPES / "vit_l14.yaml")
+    assert main(["plan", recipe, "--world-size", str(WORLD), "--json", f"batch.global_size={N}", *line]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_rates_days_and_traffic_follow_from_the_sizes(capsys):
+    plan = planned(capsys, "--gpu", "H200", "engine.precision=bf16", "engine.zero_stage=1", "batch.micro_size=512")
+    gpu, P, D = plan["gpu"], plan["parameters"], 768
+    per_sample = plan["flops_per_step"] / N / (2 + plan["forwards_per_sample"])  # one forward
+    for mfu, rate in gpu["samples_per_second"].items():
+        assert rate == pytest.approx(WORLD * H200 * float(mfu[:-1]) / 100 / (3 * per_sample))
+        assert gpu["days"][mfu] == pytest.approx(plan["samples"] / rate / 86400)
+    share = (WORLD - 1) / WORLD
+    assert gpu["collective_bytes"] == pytest.approx(
+        {
+            "features": share * N * 2 * D * 4,
+            "sums": share * 2 * N * 2 * 8,  # an all-reduce
+            "gradients": share * P * 4,  # summed in fp32, scattered once
+            "parameters": share * P * 2,
+        }
+    )
+    assert gpu["checkpoint"]["bytes"] == 12 * P
+    assert gpu["usable_bytes"] < 141e9 * 0.9
+
+
+def test_the_row_that_auto_would_choose_is_what_it_chooses(capsys):
+    auto = ("batch.micro_size=auto", "batch.kept_graphs=auto", "engine.activation_checkpointing=auto")
+    plan = planned(capsys, "--gpu", "A100-40", *auto)
+    (row,) = [row for row in plan["gpu"]["layouts"] if row["auto"]]
+    for name in ("micro_size", "accum_steps", "kept_graphs", "activation_checkpointing"):
+        assert row[name] == plan[name]
+    assert row["fits"] and row["bytes"] <= plan["gpu"]["usable_bytes"] == plan["memory_limit_bytes"]
+    fitting = [row["seconds"] for row in plan["gpu"]["layouts"] if row["fits"]]
+    assert fitting == sorted(fitting) and fitting[0] == row["seconds"]
+
+
+def test_higher_stages_hold_less_and_take_more(capsys):
+    engines = planned(capsys, "--gpu", "H100", "engine.precision=bf16")["gpu"]["engines"]
+    for kind in ("deepspeed", "fsdp"):
+        own = [row for row in engines if row["kind"] == kind]
+        assert [row["fixed"] for row in own] == sorted((row["fixed"] for row in own), reverse=True)
+        assert [row["largest_micro_size"] for row in own] == sorted(row["largest_micro_size"] for row in own)
+    assert all(row["with_activation_checkpointing"] > row["largest_micro_size"] for row in engines)
+
+
+def test_tables_and_an_unknown_name(capsys):
+    line = ["plan", str(RECIPES / "vit_b32.yaml"), "--world-size", "8", "--gpu", "h200"]
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    assert "<- auto" in out and "samples/s" in out and "features sent" in out
+    assert main([*line[:-1], "H2000"]) == 2
+    assert "--gpu (H2000) is not known: use one of B200, H200" in capsys.readouterr().err
