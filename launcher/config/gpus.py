@@ -105,7 +105,7 @@ def collectives(config: RunConfig, checked: Checked, P: int) -> dict[str, float]
 
 
 def layouts(config: RunConfig, checked: Checked, limit: float, forwards_per_second: float) -> list[dict[str, Any]]:
-    """Ways to cut the batch on the recipe's engine, those that fit first; `auto` marks what it would choose."""
+    """Ways to cut the batch on the recipe's engine, those that fit first; `auto`: what it would choose."""
     plan, engine = checked.plan, checked.engine
     free = config.model_copy(
         update={"batch": config.batch.model_copy(update={"micro_size": "auto", "kept_graphs": "auto"})}
