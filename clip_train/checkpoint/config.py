@@ -48,7 +48,7 @@ class CheckpointConfig(Settings):
 
     keep_best: str | None = Field(None, min_length=1)
     """A number of the evaluation (`zero_shot_top1`): the checkpoint with the highest stays. With a minus in front
-    (`-val_loss`) the one with the lowest. It is the evaluation at the step of the save that counts."""
+    (`-image_to_text_median_rank`) the one with the lowest. It is the evaluation at the step of the save that counts."""
 
     resume: str = Field("auto", min_length=1)
     """`auto` (the newest complete checkpoint, local or remote, else a fresh start), `must` (fail rather than start

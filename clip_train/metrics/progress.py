@@ -34,7 +34,8 @@ class ProgressLine:
         self._plain_every = plain_every_seconds
         self._clock = clock
         self._printed: float | None = None  # when the last plain line was, in seconds
-        self._seconds: float | None = None  # per step, smoothed
+        self._seconds: float | None = None  # per step, smoothed; of the first one it would be the start's
+        self._started = False
         self._saves: dict[str, int] = {}  # what the last records reported of checkpoints
         self._enabled = enabled
         self._bar: Any = None
@@ -60,7 +61,10 @@ class ProgressLine:
         if not self._enabled:
             return
         step, seconds = record["step"], record["step_seconds"]
-        self._seconds = seconds if self._seconds is None else _SMOOTHING * self._seconds + (1 - _SMOOTHING) * seconds
+        if self._started:
+            before = seconds if self._seconds is None else self._seconds
+            self._seconds = _SMOOTHING * before + (1 - _SMOOTHING) * seconds
+        self._started = True
         self._saves |= {key: int(record[key]) for key in _SAVES if key in record}
         last = step >= self._total
         if step % self._every and not last:
@@ -74,12 +78,11 @@ class ProgressLine:
             print(f"step {step}/{self._total}  {self._describe(record)}", file=self._stream, flush=True)
 
     def _describe(self, record: dict[str, Any]) -> str:
-        assert self._seconds is not None
         wait = 100 * record["data_wait_seconds"] / max(record["step_seconds"], 1e-9)
-        left = max(self._total - record["step"], 0) * self._seconds
+        left = "..." if self._seconds is None else format_seconds(max(self._total - record["step"], 0) * self._seconds)
         return (
             f"loss {record['loss']:.4f}  {record['samples_per_second']:,.0f} samples/s  "
-            f"data wait {wait:.0f}%  ETA {format_seconds(left)}{self._describe_saves()}"
+            f"data wait {wait:.0f}%  ETA {left}{self._describe_saves()}"
         )
 
     def _describe_saves(self) -> str:

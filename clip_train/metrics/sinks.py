@@ -116,7 +116,9 @@ class WandbSink:
         try:
             import wandb
         except ImportError as e:
-            raise UserError("log.wandb (true): wandb is not there; pip install wandb, or log.wandb=false") from e
+            raise UserError(
+                f"log.wandb (true): wandb cannot be imported ({e}); pip install wandb, or log.wandb=false"
+            ) from e
         run_dir = Path(run_dir)
         id_file = run_dir / "wandb_id"
         run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]

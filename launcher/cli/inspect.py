@@ -15,6 +15,7 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.models.weights import export_openclip, initial_weights
 from clip_train.protocols import FragmentSource
+from clip_train.storage.urls import is_remote
 from launcher.cli.checkpoints import places_of_run, recipe_in
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
 from launcher.runtime import environment as ranks
@@ -70,7 +71,15 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
         return config, open_to_look(places_of_run(config), step)
     places, only = places_of(place)
     found = open_to_look(places, step, only)
-    return check_config(apply_overrides(found.state["recipe"], overrides), f"the recipe in {found.path}"), found
+    recipe_there, said = found.state["recipe"], {override.partition("=")[0] for override in overrides}
+    for section, key in (("data", "val"), ("evaluate", "zero_shot_classes")) if is_remote(place) else ():
+        url, name = recipe_there[section][key], f"{section}.{key}"
+        if url is not None and name not in said:  # whoever may write there must not choose what is opened here
+            raise UserError(
+                f"the recipe in {found.path} names {name}={url}, which is opened only if you say so: add {name}={url}, "
+                f"another, or {name}=null"
+            )
+    return check_config(apply_overrides(recipe_there, overrides), f"the recipe in {found.path}"), found
 
 
 def export_run(args: argparse.Namespace) -> int:

@@ -29,6 +29,15 @@ def test_plain_lines_come_by_time_and_at_the_end() -> None:
     assert text[-1] == "saved [bold]"
 
 
+def test_the_first_step_does_not_count_in_the_eta() -> None:
+    """It holds the start of workers, allocators, compiled kernels."""
+    out = io.StringIO()
+    with closing(ProgressLine(12, stream=out, plain_every_seconds=0.0)) as progress:
+        progress.update(record(1) | {"step_seconds": 600.0})
+        progress.update(record(2) | {"step_seconds": 3.0})
+    assert [line.split("ETA ")[1] for line in out.getvalue().splitlines()] == ["...", "0:00:30"]
+
+
 def test_what_became_of_saves_stays_in_the_line() -> None:
     out, now = io.StringIO(), [0.0]
     with closing(

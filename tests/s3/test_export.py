@@ -73,8 +73,9 @@ def test_export_and_evaluate_from_the_bucket_alone(
     recipe = here / "recipe.yaml"
     recipe.write_text(RECIPE.format(run_dir=here / "run", train=data.train, model=model))
     kind = (f"checkpoint.remote={url}", "loss.kind=sigmoid", "model.init_logit_bias=-10", "schedule.warmup_steps=1")
+    kind += ("engine.zero_stage=3", f"data.val={data.val}", "evaluate.retrieval=false")
     for last in (2, 4):
-        status, out = finish(start(recipe, *kind, "engine.zero_stage=3", f"run.steps={last}"), timeout=900)
+        status, out = finish(start(recipe, *kind, f"run.steps={last}"), timeout=900)
         assert status == 0, out
     attempts = {path.parts[-2]: path for path in (here / "run" / "checkpoints" / "ckpt").glob("*/*")}
     own = {int(step[1:]): weights_of(path) for step, path in attempts.items()}
@@ -106,7 +107,9 @@ def test_export_and_evaluate_from_the_bucket_alone(
             assert torch.equal(got, want)
     assert not torch.equal(own[2]["visual.conv1.weight"], own[4]["visual.conv1.weight"])
 
-    status, out = command("evaluate", url, f"data.val={data.val}")
+    status, out = command("evaluate", url)  # its recipe lies in the bucket: it does not choose what is opened
+    assert status == 2 and f"add data.val={data.val}" in out, out
+    status, out = command("evaluate", url, f"data.val={data.val}", "evaluate.retrieval=true")
     assert status == 0 and f"step 4 of {url}" in out and "image_to_text_R@1" in out, out
 
     # one that was not committed, and one of which a bit has changed
