@@ -223,6 +223,9 @@ class TrainLoader:
         return out
 
 
+CLOSE_SECONDS = 5.0
+
+
 class Source(Protocol):
     def __next__(self) -> Batch: ...
     def close(self) -> None: ...
@@ -262,11 +265,11 @@ class Prefetcher:
     def close(self) -> None:
         """Nothing more is given."""
         self._closed = True
-        self.source.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             with contextlib.suppress(queue.Empty):
                 self._ready.get_nowait()  # the thread may be waiting for a place
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=CLOSE_SECONDS)  # the source is not closed under it, unless it hangs
+        self.source.close()
 
     def _fill(self) -> None:
         if self._stream is not None:

@@ -21,16 +21,23 @@ class Source:
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at, self.given, self.closed = fails_at, 0, False
         self.asked = threading.Condition()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.working = False
 
     def __next__(self) -> Batch:
         with self.asked:
             number, self.given = self.given, self.given + 1
             self.asked.notify_all()
+        self.working = True
+        assert self.may_go_on.wait(PATIENCE)
+        self.working = False
         if number == self.fails_at:
             raise DataError("a shard is gone")
         return Batch(torch.full((2, 3, 4, 4), number, dtype=torch.uint8), torch.zeros(2, 5), torch.arange(2))
 
     def close(self) -> None:
+        assert not self.working
         self.closed = True
 
     def wait_for(self, number: int) -> bool:
@@ -72,3 +79,16 @@ def test_closing_does_not_wait_for_a_place():
     assert source.wait_for(2)  # one is ready, and the thread holds another
     batches.close()
     assert not any(thread.name == "prefetch" and thread.is_alive() for thread in threading.enumerate())
+
+
+def test_the_source_is_not_closed_under_the_thread():
+    source = Source()
+    batches = Prefetcher(source, CPU)
+    next(batches)
+    assert source.wait_for(2)
+    source.may_go_on.clear()
+    next(batches)
+    assert source.wait_for(3)  # within the source, which is held up
+    threading.Timer(0.2, source.may_go_on.set).start()
+    batches.close()
+    assert source.closed
