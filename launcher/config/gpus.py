@@ -11,7 +11,7 @@ from clip_train.models.clip import count_parameters, flops_per_sample
 from launcher.config.memory import GPU_MARGIN, decide, estimate_memory, predicted_profile
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked, engine_facts
-from launcher.engines import describe, package
+from launcher.engines import KINDS, describe, package
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
 MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
@@ -92,7 +92,8 @@ def collectives(config: RunConfig, checked: Checked, P: int) -> dict[str, float]
     plan, engine = checked.plan, checked.engine
     W, k, m, stage = plan.world_size, plan.accum_steps, plan.kept_graphs, engine.zero_stage
     word = 4 if engine.precision == "fp32" else 2
-    reduced = 4 if engine.kind == "fsdp" or (engine.kind == "deepspeed" and stage == 1 and word == 2) else word
+    fp32_sums = package(engine.kind).sums_fp32(engine) or (stage == 1 and engine.precision == "bf16")
+    reduced = 4 if fp32_sums else word
     times = 1 if stage < 2 or engine.reduce_gradients == "once" else k
     part = (W - 1) / W  # of a tensor, in an all-gather or a reduce-scatter; an all-reduce is both
     fetched = 0 if stage == 0 else 1 if stage < 3 else 3 * k - m
@@ -139,7 +140,7 @@ def engines(config: RunConfig, checked: Checked, limit: float) -> list[dict[str,
     rows = []
     profiles = {on: predicted_profile(config, checked.architecture, on) for on in (False, True)}
     one = replace(checked.plan, micro_size=1, kept_graphs=1)
-    for kind in ("deepspeed", "fsdp"):
+    for kind in KINDS:
         for stage in (0, 1, 2, 3):
             engine = config.engine.model_copy(update={"kind": kind, "zero_stage": stage, "ds_config": None})
             if any(package(kind).mistakes(engine, engine_facts(config, checked.plan, checked.plan.world_size))):

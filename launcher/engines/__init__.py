@@ -18,7 +18,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from launcher.engines.config import EngineConfig
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # a recipe is read without torch
     from clip_train.engine import Engine
 
 MakeOptimizer: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
+
+
+KINDS: tuple[str, ...] = get_args(EngineConfig.model_fields["kind"].annotation)
 
 
 @dataclass(frozen=True)
