@@ -63,6 +63,7 @@ class SaveRequest:
     state: Any = None  # rank 0: the trainer's, encoded
     created: str = ""  # ISO 8601, UTC: the same bytes whoever repeats it
     in_memory: bool = True  # False: a repeated one, which the disk has
+    repeated: bool = False  # a writer before has begun it: what it finished is there under the same name
     since: float = field(default_factory=time.monotonic)  # seconds, by the clock that all processes here have
     entry: FileEntry | None = None  # once written
     committed: str = ""  # rank 0: the attempt that is; an earlier one of this process may have been first

@@ -176,7 +176,7 @@ class CheckpointManager:
         if self._snapshot[0] == step and dist.broadcast_object(saves.saved == step or step in saves.pending):
             if not wait or self._finish(step, end):
                 return True
-            if not self._grace_left:
+            if not dist.broadcast_object(self._grace_left):
                 return False  # else it has failed, and there is time to try again
         if wait and not self._wait_together(lambda: saves.writing is not None, end):
             self._abandon(step, f"; {self._still_writing()}")

@@ -101,7 +101,7 @@ class Selection:
 def ranks_of_folder(storage: LocalStorage) -> list[int]:
     """Collective: the ranks that see the same folder as this one. CheckpointError, on all ranks.
 
-    The first of them leaves a file there with its number.
+    The first of them leaves a file there with its number; rank 0 before the others, which most disks show to all.
     """
     if dist.world_size() == 1:
         return [0]
@@ -112,6 +112,7 @@ def ranks_of_folder(storage: LocalStorage) -> list[int]:
         return storage.read_bytes(name).decode()
 
     try:
+        dist.on_main(lambda: writable(storage, claim))
         claims = dist.gather_objects(dist.agreed(lambda: writable(storage, claim)))
     finally:
         with contextlib.suppress(OSError):  # of this rank alone

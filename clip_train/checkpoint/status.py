@@ -160,6 +160,7 @@ class Saves:
         self.writing: SaveRequest | None = None  # it still needs the memory
         self.numbers: dict[str, float] = {}  # for the next step's record
         self._metrics: dict[int, Metrics] = {}  # of rank 0, by step
+        self._gave_up: tuple[int, str] | None = None  # not on rank 0: a step, and why
         self._starts = 0  # of checkpoint writers since a save was committed
         self._writer: WriterProcess | None = None
         self._settings: Settings | None = None
@@ -180,7 +181,7 @@ class Saves:
         if self._writer is not None:
             self._writer.send(request)
         else:
-            self._start_anew("the last checkpoint writer has ended")
+            self._start_anew("the last checkpoint writer has ended", new=request)
 
     def note_metrics(self, step: int, values: dict[str, float]) -> None:
         assert self._settings is not None
@@ -207,7 +208,7 @@ class Saves:
             else:
                 self._give_up(f"{how}, {MOST_STARTS} times in a row")
 
-    def _start_anew(self, how: str) -> None:
+    def _start_anew(self, how: str, new: SaveRequest | None = None) -> None:
         """Another one repeats what is pending: the same bytes to the same names, from the memory or from the disk."""
         assert self._settings is not None
         requests = [self.pending[step] for step in sorted(self.pending)]
@@ -222,6 +223,7 @@ class Saves:
         for metrics in self._metrics.values():
             self._send(metrics)
         for request in requests:
+            request.repeated = request is not new
             self._send(request)
 
     def _give_up(self, why: str) -> None:
@@ -230,6 +232,7 @@ class Saves:
         assert self._settings is not None
         for request in list(self.pending.values()):
             self.fail(request.step, why)
+            self._gave_up = None if dist.is_main() else (request.step, why)
             with contextlib.suppress(OSError):  # rank 0's checkpoint writer waits for this rank's manifest
                 put_rank_manifest(LocalStorage(self._settings.folder), request, CheckpointError(why))
 
@@ -255,12 +258,18 @@ class Saves:
     def wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
         """Until no rank is `waiting`; False if `end` comes first, by rank 0's clock. Collective.
 
-        No rank sits in a collective for longer than a second.
+        No rank sits in a collective for longer than a second, and a rank that gives up fails the save at once.
         """
         while True:
             self.poll(min(1.0, max(end - time.monotonic(), 0.0)) if waiting() else 0.0)
-            still, expired = dist.max_scalars(waiting(), dist.is_main() and time.monotonic() >= end)
-            if not still or expired:
+            over = dist.is_main() and time.monotonic() >= end
+            still, expired, failed = dist.max_scalars(waiting(), over, self._gave_up is not None)
+            if failed:
+                for rank, each in enumerate(dist.gather_objects(self._gave_up)):
+                    if dist.is_main() and each is not None and each[0] in self.pending:
+                        self.fail(each[0], f"rank {rank}: {each[1]}")
+                self._gave_up = None
+            elif not still or expired:
                 return not still
 
     # -- what has become of it

@@ -13,6 +13,7 @@ import threading
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import SaveRequest, in_parallel
 from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry
+from clip_train.checkpoint.retention import check_space, free_bytes
 from clip_train.storage.local import LocalStorage
 
 _CHUNK = 4 << 20  # bytes written at a time
@@ -20,7 +21,8 @@ _HASHING_THREADS = 4
 
 
 def write_snapshot(storage: LocalStorage, memory_fd: int, request: SaveRequest) -> FileEntry:
-    """The first bytes of `memory_fd` as a file of the attempt, hashed on the way. OSError."""
+    """The first bytes of `memory_fd` as a file of the attempt, hashed on the way. CheckpointError, OSError."""
+    check_space(storage.root, request.size, free_bytes(storage.root))  # others may write to the same disk
     name = manifest.rank_file(request.rank)
     staged = storage.path(manifest.staged_name(request.prefix, name))
     staged.parent.mkdir(parents=True, exist_ok=True)

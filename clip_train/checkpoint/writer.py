@@ -152,7 +152,8 @@ class Writer:
 
     def _write(self, request: SaveRequest) -> None:
         """File and rank manifest. CheckpointError, OSError."""
-        request.entry = commit.written_before(self.local, request)
+        if request.repeated:  # else what is there is another run's
+            request.entry = commit.written_before(self.local, request)
         if request.entry is None:
             if not request.in_memory:
                 raise RefusedError(f"the snapshot of step {request.step} is neither in memory nor on the disk")

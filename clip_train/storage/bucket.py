@@ -144,6 +144,8 @@ def _options(session: Session, bucket: str, region: str | None) -> dict[str, Any
     options: dict[str, Any] = {"disable_bulk_delete": True}  # which other servers may not know
     options["region"] = region or session.get_config_variable("region") or "us-east-1"
     endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
+    if endpoint is None and options["region"].startswith("cn-"):  # which obstore does not know
+        endpoint = f"https://s3.{options['region']}.amazonaws.com.cn"
     virtual = (scoped.get("s3") or {}).get("addressing_style") == "virtual"
     if endpoint is not None:
         scheme, found, host = endpoint.partition("://")

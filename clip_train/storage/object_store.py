@@ -74,10 +74,6 @@ class ObjectStorage(Storage):
             except TransferError:  # the link may be slow
                 seconds = None if seconds is None else longer(seconds)
                 raise
-            except Exception as e:
-                if is_timeout(e):
-                    self._bucket.give_more_time()
-                raise
 
         return run(self._retry(what, ask, self._bucket))
 
@@ -162,9 +158,14 @@ class ObjectStorage(Storage):
         key, size = self._key(name), os.stat(local_path).st_size
         part_bytes = max(self._part_bytes, math.ceil(size / _MAX_PARTS))
 
-        def put(stores: Stores) -> Awaitable[object]:
-            file = Path(local_path)
-            return obstore.put_async(stores.uploads, key, file, chunk_size=part_bytes, max_concurrency=PARALLEL)
+        async def put(stores: Stores) -> object:
+            uploads, file = stores.uploads, Path(local_path)
+            try:
+                return await obstore.put_async(uploads, key, file, chunk_size=part_bytes, max_concurrency=PARALLEL)
+            except Exception as e:
+                if is_timeout(e):
+                    self._bucket.give_more_time()
+                raise
 
         self._ask(f"writing {name}", put, None)
         if (stored := self.size(name)) != size:

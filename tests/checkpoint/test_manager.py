@@ -292,6 +292,23 @@ def test_a_second_snapshot_of_a_step_has_a_folder_of_its_own(tmp_path: Path) -> 
     assert committed(tmp_path)[2] != first.parent and first.read_bytes() == content
 
 
+def test_what_another_run_left_under_the_same_name_is_not_taken_for_this_one_s(tmp_path: Path) -> None:
+    """The bucket and rank 0's folder were emptied, another node's disk was not: numbers begin anew."""
+    run = Run(tmp_path, resume="never")
+    run.start(1, wait=True)
+    left = data_file(tmp_path, 1)
+    name, content = left.relative_to(tmp_path), left.read_bytes()
+    manifest = {path.name: path.read_bytes() for path in left.parent.iterdir() if path != left}
+    run.manager.close()
+    shutil.rmtree(tmp_path)
+    for each, data in {left.name: content[:-4] + b"old!", **manifest}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name.parent / each).write_bytes(data)
+    again = Run(tmp_path, resume="never", orphan_grace_minutes=60.0)
+    again.save(1)
+    assert data_file(tmp_path, 1).read_bytes() == content
+
+
 def test_the_outcome_is_heard_at_a_later_step(tmp_path: Path) -> None:
     run = Run(tmp_path, max_failed_saves=1)
     assert run.start(1)
