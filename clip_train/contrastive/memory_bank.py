@@ -73,6 +73,8 @@ class MemoryBank(Objective):
         if entries:
             are_terms = self.mode == "contaccum"
             output = banked(pairs, ids, self.past, scale, self.tile, past_are_terms=are_terms, deferred=deferred)
+            if output.unsafe is not None and exact.unsafe is not None:
+                output.unsafe = output.unsafe | exact.unsafe  # of which the metrics are made
         output.metrics = {"bank_entries": float(entries), **_compared(output, exact)}
         return output
 

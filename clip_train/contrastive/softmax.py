@@ -63,7 +63,8 @@ class Softmaxes:
             sums[0, block.rows] += row_sums
             sums[1, block.cols] += col_sums
         sums = sum_over_ranks(sums)[:, :R]  # one collective: a row's sum is zero on all ranks but its own
-        unsafe = sums.min() <= SMALLEST_SUM  # alike on all ranks: they see the same sums
+        # alike on all ranks: they see the same sums. A single pair has no negatives
+        unsafe = (sums.min() <= SMALLEST_SUM) & (size > 1)
         direct = deferred or not unsafe.item()
         if direct:
             lse = sums.log() if shift is None else sums.log() + shift

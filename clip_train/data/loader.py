@@ -3,7 +3,6 @@ that has the next one on the device while this one is computed."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import pickle
 import queue
@@ -126,6 +125,12 @@ class TrainLoader:
             self.close()
             raise
 
+    def stop(self) -> None:
+        """Nothing more is wanted: who waits for a piece, in another thread, ends within seconds."""
+        self._closed = True
+        if not self._workers:
+            self._stream.closing = True
+
     def close(self) -> None:
         """Ends the workers. The loader gives nothing more."""
         self._closed = True
@@ -166,6 +171,7 @@ class TrainLoader:
                 multiprocessing_context=context,
                 generator=torch.Generator(),  # else its seed is drawn from the generator that the model draws from
                 persistent_workers=True,
+                timeout=WAIT_SECONDS,
             )
         )
 
@@ -174,7 +180,7 @@ class TrainLoader:
         if not self._workers:
             return next(self._pieces)
         try:
-            made = pickle.loads(next(self._pieces).numpy().tobytes())
+            made = pickle.loads(self._wait().numpy().tobytes())
         except (EOFError, ConnectionError, FileNotFoundError, RuntimeError) as e:  # killed, in mid-message perhaps
             why = str(e) or type(e).__name__
             if isinstance(e, RuntimeError) and "exited unexpectedly" not in why and "killed by signal" not in why:
@@ -187,6 +193,17 @@ class TrainLoader:
             return made
         error, where = made
         raise error from (WorkerTraceback(where) if where else None)
+
+    def _wait(self) -> Tensor:
+        """A worker's next piece; StopIteration once it is not wanted any more."""
+        assert self._pieces is not None
+        while not self._closed:
+            try:
+                return next(self._pieces)
+            except RuntimeError as e:
+                if "timed out" not in str(e):
+                    raise
+        raise StopIteration
 
     def _assemble(self, pieces: list[Piece]) -> Batch:
         """The workers' pieces, in canonical order -> one batch. DataError above the limit of invalid samples."""
@@ -223,11 +240,13 @@ class TrainLoader:
         return out
 
 
-CLOSE_SECONDS = 5.0
+WAIT_SECONDS = 2.0  # after which a wait for a worker looks whether it has been closed, and goes on
+CLOSE_SECONDS = 10.0
 
 
 class Source(Protocol):
     def __next__(self) -> Batch: ...
+    def stop(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -240,7 +259,8 @@ class Prefetcher:
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self.source, self.device = source, device
-        self._ready: queue.Queue[tuple[Batch, torch.cuda.Event | None] | BaseException] = queue.Queue(1)
+        self._ready: queue.SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = queue.SimpleQueue()
+        self._wanted = threading.Semaphore(0)  # batches that the thread may take from the source
         self._closed = False
         self._thread: threading.Thread | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -255,42 +275,46 @@ class Prefetcher:
             first = self._to_device(next(self.source))  # here: what the source starts needs the main thread
             self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
             self._thread.start()
+            self._wanted.release()
             return self._received(*first)
         got = self._ready.get()
         if isinstance(got, BaseException):
             self.close()
             raise got
+        self._wanted.release()
         return self._received(*got)
 
     def close(self) -> None:
         """Nothing more is given."""
         self._closed = True
+        self.source.stop()
+        self._wanted.release()
         if self._thread is not None:
-            with contextlib.suppress(queue.Empty):
-                self._ready.get_nowait()  # the thread may be waiting for a place
             self._thread.join(timeout=CLOSE_SECONDS)  # the source is not closed under it, unless it hangs
         self.source.close()
 
     def _fill(self) -> None:
-        if self._stream is not None:
-            torch.cuda.set_device(self.device)
-        while not self._closed:
-            try:
-                made: tuple[Batch, torch.cuda.Event | None] | BaseException = self._to_device(next(self.source))
-            except BaseException as e:
-                made = e
-            self._ready.put(made)
-            if isinstance(made, BaseException):
-                return
+        try:
+            if self._stream is not None:
+                torch.cuda.set_device(self.device)
+            while self._wanted.acquire() and not self._closed:
+                self._ready.put(self._to_device(next(self.source)))
+        except BaseException as e:
+            self._ready.put(e)
 
     def _to_device(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
         if self._stream is None:
             return batch.to(self.device), None
-        with torch.cuda.stream(self._stream):
-            return batch.to(self.device), self._stream.record_event()
+        try:
+            with torch.cuda.stream(self._stream):
+                return batch.to(self.device), self._stream.record_event()
+        except torch.OutOfMemoryError:  # beside the step under way; between two there is room
+            return batch, None
 
     def _received(self, batch: Batch, copied: torch.cuda.Event | None) -> Batch:
-        if copied is not None:
+        if copied is None:
+            return batch.to(self.device)
+        else:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)
             for tensor in (batch.images, batch.texts, batch.sample_seeds):

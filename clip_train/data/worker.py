@@ -95,7 +95,7 @@ class PieceStream(IterableDataset):
     caption_key: str | None
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers
-    closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them
+    closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them; else True to end
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -138,6 +138,8 @@ class PieceStream(IterableDataset):
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
                     readers[share.stream] = StreamReader(self.order, self.files, share.stream, keep_open=keep_open)
                 for number in range(share.first, share.last):
+                    if self.closing is True:
+                        return
                     seed = self.order.sample_seed(share.stream, number)
                     image, caption, key = self._first_usable(readers[share.stream].at(number), seed, invalid)
                     images[len(keys)] = image  # at once, while it is in the cache

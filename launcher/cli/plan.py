@@ -80,7 +80,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None, gpu: str |
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,
-        "gpu": {"name": gpu, **estimate(config, checked, found)} if found else None,
+        "gpu": {"name": gpu, **estimate(config, checked, found, forwards + recomputed)} if found else None,
     }
 
 
@@ -126,7 +126,7 @@ def gpu_tables(gpu: dict[str, Any]) -> Iterator[Table]:
         largest = (f"{row[name]:,}" for name in ("largest_micro_size", "with_activation_checkpointing"))
         engines.add_row(f"{row['kind']}: {row['engine']}", *parts, *largest)
     yield engines
-    rates = Table(title="speed", box=None)
+    rates = Table(title="speed in bf16", box=None)
     for head in ("MFU", "samples/s", "days"):
         rates.add_column(head, justify="right")
     for mfu, rate in gpu["samples_per_second"].items():

@@ -52,8 +52,11 @@ def usable(gpu: GPU) -> float:
     return (gpu.memory - CONTEXT_BYTES) * (1 - GPU_MARGIN)
 
 
-def estimate(config: RunConfig, checked: Checked, gpu: GPU) -> dict[str, Any]:
-    """What `clip-train plan --gpu` adds to a plan: seconds, bytes, rates; a row for each layout and each engine."""
+def estimate(config: RunConfig, checked: Checked, gpu: GPU, forwards: float) -> dict[str, Any]:
+    """What `clip-train plan --gpu` adds to a plan: seconds, bytes, rates; a row for each layout and each engine.
+
+    forwards: of a sample, recomputation included. Speed is that of bf16, whatever the recipe says.
+    """
     plan, architecture = checked.plan, checked.architecture
     W, P = plan.world_size, count_parameters(architecture)
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
@@ -61,15 +64,16 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU) -> dict[str, Any]:
     useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
     rates = {f"{mfu:.0%}": W * gpu.flops * mfu / useful for mfu in MFUS}
     traffic = collectives(config, checked, P)
+    limit = checked.layout.room.limit if checked.layout else usable(gpu)
     middle = rates[f"{MFUS[1]:.0%}"]
     return {
-        "usable_bytes": usable(gpu),
+        "usable_bytes": limit,
         "context_bytes": CONTEXT_BYTES,
         "samples_per_second": rates,
         "days": {mfu: samples / rate / 86400 for mfu, rate in rates.items()},
         "collective_bytes": traffic,
         "collective_seconds": {name: size / gpu.link for name, size in traffic.items()},
-        "step_seconds": plan.global_size / middle * (checked_forwards(checked) + BACKWARD) / (1 + BACKWARD),
+        "step_seconds": plan.global_size / middle * (forwards + BACKWARD) / (1 + BACKWARD),
         "loader": {
             "cores": middle / W / DECODED_PER_CORE,
             "bytes_per_second": middle / W * SAMPLE_BYTES,
@@ -78,13 +82,9 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU) -> dict[str, Any]:
             "bytes": 12 * P,
             "requests": sum(1 + (12 * P / W) // PART_BYTES for _ in range(W)) + 2 * W + 3,
         },
-        "layouts": layouts(config, checked, usable(gpu), gpu.flops * MFUS[1] / forward),
-        "engines": engines(config, checked, usable(gpu)),
+        "layouts": layouts(config, checked, limit, gpu.flops * MFUS[1] / forward),
+        "engines": engines(config, checked, limit),
     }
-
-
-def checked_forwards(checked: Checked) -> float:
-    return checked.layout.forwards_per_sample if checked.layout else checked.plan.forwards_per_sample
 
 
 def collectives(config: RunConfig, checked: Checked, P: int) -> dict[str, float]:
@@ -93,13 +93,14 @@ def collectives(config: RunConfig, checked: Checked, P: int) -> dict[str, float]
     W, k, m, stage = plan.world_size, plan.accum_steps, plan.kept_graphs, engine.zero_stage
     word = 4 if engine.precision == "fp32" else 2
     fp32_sums = package(engine.kind).sums_fp32(engine) or (stage == 1 and engine.precision == "bf16")
+    gathered = 0 if config.batch.accumulation == "local" else plan.global_size
     reduced = 4 if fp32_sums else word
     times = 1 if stage < 2 or engine.reduce_gradients == "once" else k
     part = (W - 1) / W  # of a tensor, in an all-gather or a reduce-scatter; an all-reduce is both
     fetched = 0 if stage == 0 else 1 if stage < 3 else 3 * k - m
     return {
-        "features": part * 4 * 2 * plan.global_size * checked.architecture.embed_dim,
-        "sums": 2 * part * 8 * 2 * plan.global_size,
+        "features": part * 4 * 2 * gathered * checked.architecture.embed_dim,
+        "sums": 2 * part * 8 * 2 * gathered,
         "gradients": (2 if stage == 0 else 1) * part * times * reduced * P,
         "parameters": part * fetched * word * P,
     }
@@ -112,7 +113,10 @@ def layouts(config: RunConfig, checked: Checked, limit: float, forwards_per_seco
         update={"batch": config.batch.model_copy(update={"micro_size": "auto", "kept_graphs": "auto"})}
     )
     asked = replace(checked, engine=engine.model_copy(update={"activation_checkpointing": "auto"}))
-    chosen = decide(free, asked, limit).layout
+    try:
+        chosen = decide(free, asked, limit).layout
+    except UserError:  # nothing fits: the engines say which would
+        return []
     assert chosen is not None
     profiles = {on: predicted_profile(config, checked.architecture, on) for on in (False, True)}
     found = candidates(plan.global_size, plan.world_size, chosen.room, profiles)

@@ -47,7 +47,7 @@ def estimate_memory(
         activations=profile.bytes_for(plan) if profile else 0.0,
         features=4 * D * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked)
         + 8 * min(side, plan.global_size) ** 2  # on whatever it will run, at most
-        + sample * plan.per_rank,
+        + 2 * sample * plan.per_rank,  # and the next batch
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -90,11 +91,19 @@ class Watchdog:
 
     def start(self) -> None:
         self._thread.start()
+        if self._heartbeat.env.world_size == 1:  # of several the others would notice
+            self._arm()
+            main = threading.current_thread() is threading.main_thread()
+            if main and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+                signal.signal(signal.SIGTSTP, self._pause)
 
     def close(self) -> None:
         """The rank ends; also writes the last PROGRESS. Again does nothing."""
         if not self._closed.is_set():
             self._closed.set()
+            if signal.getsignal(signal.SIGTSTP) == self._pause:
+                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            faulthandler.cancel_dump_traceback_later()
             if self._thread.is_alive():
                 self._thread.join()
             self._write_progress()
@@ -115,8 +124,18 @@ class Watchdog:
             self._limit = limit
             self._on_limit(limit)
 
+    def _arm(self) -> None:
+        """The last resort, in C: a main thread that holds the interpreter's lock stops this module's thread too."""
+        faulthandler.dump_traceback_later(2 * self._limit + 60, exit=True, file=2)  # stderr, whoever holds sys.stderr
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z; Slurm before it suspends a job. The timer in C would take the pause for a hang when it is over."""
+        faulthandler.cancel_dump_traceback_later()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._arm()
+
     def _run(self) -> None:
-        before = time.monotonic()
+        armed = before = time.monotonic()
         while not self._closed.wait(0.25):
             now = time.monotonic()
             frozen, before = now - before, now
@@ -127,6 +146,9 @@ class Watchdog:
                 self._look(now, frozen)
             except Exception as e:  # it goes on watching, whatever a disk or a library makes of it
                 log(f"warning: the watchdog could not look: {type(e).__name__}: {e}")
+            if self._heartbeat.env.world_size == 1 and (now - armed > 30 or frozen):  # the lock is free
+                armed = now
+                self._arm()
 
     def _look(self, now: float, frozen_seconds: float) -> None:
         self._look_for_stop()

@@ -64,12 +64,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load_config(args.recipe, args.overrides)
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        return Controller(config.run_dir, config.steps, terminated, chain=args.chain).run(command)
-    except UserError as e:
+    except (UserError, OSError) as e:
         say(f"error: {e}")
         return 2
+    try:
+        return Controller(config.run_dir, config.steps, terminated, chain=args.chain).run(command)
     except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
-        say(f"error: run.dir cannot be read or written: {e}; not requeued. Mend it, submit again")
+        say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
         return 1
 
 
@@ -276,8 +277,11 @@ def copy_lines(source: Iterable[bytes], log: IO[bytes]) -> None:
 
 
 def committed_step(run_dir: Path) -> int:
-    """The newest committed step that is known here."""
-    return read_step(run_dir / PROGRESS_FILE) or 0
+    """The newest committed step that is known here: PROGRESS, or the commits themselves, where a rank was killed
+    before it could write it."""
+    steps = [read_step(run_dir / PROGRESS_FILE) or 0]
+    numbers = (file.stem.rpartition("-s")[2] for file in (run_dir / "checkpoints" / "commit").glob("e*-s*.json"))
+    return max(steps + [int(number) for number in numbers if number.isdigit()])
 
 
 if __name__ == "__main__":
