@@ -133,8 +133,8 @@ class TrainLoader:
 
     def close(self) -> None:
         """Ends the workers. The loader gives nothing more."""
-        self._closed = True
-        if self._stream.closing is not None:
+        self.stop()
+        if self._workers and self._stream.closing is not None:
             self._stream.closing.value = 1
         pieces, self._pieces = self._pieces, None
         if self._workers and pieces is not None:

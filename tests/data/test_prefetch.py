@@ -7,9 +7,11 @@ import threading
 import pytest
 import torch
 
-from clip_train.data.loader import Prefetcher
+from clip_train.data.config import DataConfig
+from clip_train.data.loader import Prefetcher, TrainLoader
 from clip_train.errors import DataError
 from clip_train.protocols import Batch
+from tests.data.shards import write_dataset
 
 CPU = torch.device("cpu")
 PATIENCE = 60.0  # seconds
@@ -95,3 +97,17 @@ def test_the_source_is_not_closed_under_the_thread():
     threading.Timer(0.2, source.may_go_on.set).start()
     batches.close()
     assert source.closed
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_training_loader_behind_it(tmp_path, workers):
+    """Started, asked twice, closed, and closed again."""
+    write_dataset(tmp_path, [21, 9])
+    config = DataConfig(train=str(tmp_path / "*.tar"), workers=workers, lanes=2)
+    loader = TrainLoader(config, image_size=16, context_length=16, global_size=8, seed=1)
+    batches = Prefetcher(loader, CPU)
+    assert len(next(batches)) == 8 and len(next(batches)) == 8
+    batches.close()
+    batches.close()
+    with pytest.raises(StopIteration):
+        next(batches)
