@@ -51,7 +51,7 @@ def read_story(run_dir: Path) -> list[Told]:
 
 
 def _sent_again(story: list[Told]) -> Told | None:
-    """An attempt, not the first, that a TERM has ended: a busy slurmctld sends one of before to the requeued job's step,
+    """An attempt, not the first, that a TERM has ended: a busy slurmctld sends one again, to the requeued job's step,
     which has the same number, some 70 s later."""
     stopped = [each for each in story[1:] if each.end["reason"].startswith("stopped by SIGTERM")]
     return stopped[0] if stopped else None
