@@ -292,6 +292,7 @@ def test_a_signal_is_seen_while_the_main_thread_is_in_c(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     try:
         process.stdout.readline()
+        time.sleep(1.0)  # it is on its way into the lock
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=PATIENCE) == 75
     finally:
