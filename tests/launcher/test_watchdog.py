@@ -218,7 +218,7 @@ def test_the_flight_recorder_of_this_torch_can_be_read():
         "d.all_reduce(torch.ones(2)); entries = recorded()\n"
         "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), entries\n"
         "entries[-1]['profiling_name'] = 'nccl:all_reduce'; assert unfinished(entries) is None, entries\n"
-        "d.destroy_process_group()\n"
+        "import os; os._exit(0)\n"  # gloo's threads abort an interpreter that ends at times
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=PATIENCE)
 
