@@ -24,7 +24,7 @@ def test_every_stage_runs_and_every_check_passes(tmp_path):
     rows = json.loads(out.read_text())["rows"]
     stages = list(dict.fromkeys(row["stage"] for row in rows))
     assert stages == ["facts", "exact", "engines", "memory", "save", "speed", "loss", "peer", "profile"]
-    assert sum("ok" in row for row in rows) > 20 and all(row.get("ok", True) for row in rows)
+    assert sum("ok" in row for row in rows) >= 15 and all(row.get("ok", True) for row in rows)
 
 
 def test_what_a_borrowed_machine_lacks_is_named():
