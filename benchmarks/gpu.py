@@ -39,6 +39,7 @@ from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP, flops_per_sample
 from clip_train.models.config import Architecture, load_architecture
 from clip_train.models.dropout import random_bits
+from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch, Features
@@ -48,8 +49,6 @@ from clip_train.step import train_step
 DRY = "--dry-run" in sys.argv
 DEVICE = torch.device("cpu" if DRY else "cuda")
 GIB = 2**30
-# Dense bf16 FLOP/s of the datasheets.
-PEAKS = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "B200": 2250e12}
 ENGINES = [
     *(("deepspeed", stage, "fp32") for stage in (0, 1, 2, 3)),
     *(("deepspeed", stage, "bf16") for stage in (1, 2, 3)),
@@ -229,7 +228,7 @@ def one_engine(kind: str, stage: str, precision: str) -> Row:
     engine = packages.build(config, build, optimizer, device=device, grad_clip_norm=1.0, micro_size=n // 4)
     torch.manual_seed(0)
     reference = CLIP(architecture).to(device)
-    engine.load_fragments(Weights(reference), {})
+    engine.load_fragments(WholeState(dict(reference.named_parameters())), {})
     plain = PlainEngine(reference, optimizer(reference.named_parameters()), 1.0)
     batch, worst, seen, expected = batch_of(architecture, n, device), 0.0, [], []
     for _ in range(5):
@@ -237,25 +236,6 @@ def one_engine(kind: str, stage: str, precision: str) -> Row:
             losses.append(train_step(each, batch, InfoNCE(), micro_size=n // 4, kept_graphs=2, lr=1e-4).loss)
         worst = max(worst, abs(seen[-1] - expected[-1]) / expected[-1])
     return {"ok": worst < TOLERANCE[precision], "error": worst, "losses": [round(x, 5) for x in seen]}
-
-
-class Weights:
-    """A model's own weights as a checkpoint."""
-
-    def __init__(self, model: CLIP) -> None:
-        self.model = model
-
-    def prepare(self, wanted: Any) -> None:
-        list(wanted)
-
-    def names(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-
-    def slots(self) -> set[str]:
-        return {"param"}
-
-    def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
-        return self.model.get_parameter(name).detach().flatten()[start : start + numel]
 
 
 def memory() -> Iterator[Row]:
@@ -311,15 +291,16 @@ def save() -> Iterator[Row]:
         manager.close()
 
 
+def two_micro_batches(n: int) -> Callable[[], Any]:
+    """A step of n samples of ViT-B/32 in bf16, one graph retained."""
+    architecture, n = architecture_of("ViT-B-32"), 16 if DRY else n
+    engine, batch = adamw_engine(model_of(architecture, torch.bfloat16)), batch_of(architecture, n)
+    return partial(train_step, engine, batch, InfoNCE(), micro_size=n // 2, kept_graphs=1, lr=1e-4)
+
+
 def waits() -> Iterator[Row]:
     """Where the host waits for the device in a step, as CUDA itself reports it."""
-    architecture = architecture_of("ViT-B-32")
-    engine, n = adamw_engine(model_of(architecture, torch.bfloat16)), 16 if DRY else 512
-    batch = batch_of(architecture, n)
-
-    def step() -> None:
-        train_step(engine, batch, InfoNCE(), micro_size=n // 2, kept_graphs=1, lr=1e-4)
-
+    step = two_micro_batches(512)
     step()
     if DRY:
         return
@@ -370,8 +351,10 @@ def _speed(architecture: Architecture, micro: int, k: int, kept: int, compiled: 
 
 
 def peak() -> float:
+    from launcher.config.gpus import GPUS
+
     name = "" if DRY else torch.cuda.get_device_name()
-    return next((flops for part, flops in PEAKS.items() if part in name), 1e12)
+    return next((gpu.flops for part, gpu in GPUS.items() if part.partition("-")[0] in name), 1e12)
 
 
 def loss() -> Iterator[Row]:
@@ -427,13 +410,7 @@ def profile() -> Iterator[Row]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    architecture = architecture_of("ViT-B-32")
-    engine, n = adamw_engine(model_of(architecture, torch.bfloat16)), 16 if DRY else 2048
-    batch = batch_of(architecture, n)
-
-    def step() -> None:
-        train_step(engine, batch, InfoNCE(), micro_size=n // 2, kept_graphs=1, lr=1e-4)
-
+    step = two_micro_batches(2048)
     seconds(step, 1, 2)
     activities = [ProfilerActivity.CPU] if DRY else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with record(activities=activities) as recorded:

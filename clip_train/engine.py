@@ -6,6 +6,7 @@ specification of what the engines in `launcher.engines` do.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Piece:
         return {"param": self.view(self.held), **held}
 
 
-class Engine:
+class Engine(abc.ABC):
     """What the trainer and the evaluation know of an engine. All ranks make the same calls.
 
     A subclass tells which pieces of the parameters this rank holds, and has `_backward` and `_update`.
@@ -141,8 +142,9 @@ class Engine:
             self._read_masters()
         return report
 
+    @abc.abstractmethod
     def _update(self, optimizer: torch.optim.Optimizer) -> StepReport:
-        raise NotImplementedError
+        """All of `step` but what follows from it on every engine."""
 
     def _clamp_logit_scale(self) -> None:
         for piece in self.pieces:
@@ -219,7 +221,7 @@ class Engine:
         """Small JSON-able state beside the fragments: optimizer steps taken, loss scale."""
         return {"optimizer_steps": self.optimizer_steps}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  torch's own need nothing
         """Free what is not the garbage collector's."""
 
 

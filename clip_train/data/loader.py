@@ -33,6 +33,8 @@ from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch, text_lengths
 from clip_train.storage.config import StorageConfig
 
+WAIT_SECONDS = 2.0  # after which a wait for a worker looks whether it has been closed, and goes on
+CLOSE_SECONDS = 10.0  # for the prefetching thread to end
 PRELOAD = ["torch", "clip_train.data.worker"]  # once in the fork server, not in every worker
 
 
@@ -240,10 +242,6 @@ class TrainLoader:
         return out
 
 
-WAIT_SECONDS = 2.0  # after which a wait for a worker looks whether it has been closed, and goes on
-CLOSE_SECONDS = 10.0
-
-
 class Source(Protocol):
     def __next__(self) -> Batch: ...
     def stop(self) -> None: ...
@@ -314,11 +312,10 @@ class Prefetcher:
     def _received(self, batch: Batch, copied: torch.cuda.Event | None) -> Batch:
         if copied is None:
             return batch.to(self.device)
-        else:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(copied)
-            for tensor in (batch.images, batch.texts, batch.sample_seeds):
-                tensor.record_stream(current)  # its memory is not the copying stream's again before this one is done
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(copied)
+        for tensor in (batch.images, batch.texts, batch.sample_seeds):
+            tensor.record_stream(current)  # its memory is not the copying stream's again before this one is done
         return batch
 
 

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from clip_train.errors import UserError
-from clip_train.memory import BACKWARD, GIB, Layout, Room, candidates
+from clip_train.memory import BACKWARD, GIB, Layout, candidates
 from clip_train.models.clip import count_parameters, flops_per_sample
+from clip_train.storage.object_store import PART_BYTES
 from launcher.config.memory import GPU_MARGIN, decide, estimate_memory, predicted_profile
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked, engine_facts
@@ -15,9 +16,8 @@ from launcher.engines import KINDS, describe, package
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
 MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
-DECODED_PER_CORE = 1900.0  # samples/s of one core's decoder, 224 pixels, measured (docs/data.md)
+DECODED_PER_CORE = 1200.0  # samples/s of a loader on one core: 0.77 to 0.87 ms each in benchmarks/data.py
 SAMPLE_BYTES = 40e3  # of an image of 256 to 384 pixels with its caption in a shard
-PART_BYTES = 64 * 2**20  # of an upload
 LARGEST_TABLE = 16  # rows
 
 
@@ -80,7 +80,7 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU, forwards: float) -> 
         },
         "checkpoint": {
             "bytes": 12 * P,
-            "requests": sum(1 + (12 * P / W) // PART_BYTES for _ in range(W)) + 2 * W + 3,
+            "requests": W * (3 + 12 * P // W // PART_BYTES) + 3,  # parts; two manifests; manifest, layout, marker
         },
         "layouts": layouts(config, checked, limit, gpu.flops * MFUS[1] / forward),
         "engines": engines(config, checked, limit),
@@ -150,8 +150,7 @@ def engines(config: RunConfig, checked: Checked, limit: float) -> list[dict[str,
             if any(package(kind).mistakes(engine, engine_facts(config, checked.plan, checked.plan.world_size))):
                 continue
             fixed = estimate_memory(config, engine, one, checked.architecture, None)
-            room = Room(limit, fixed.total)
-            left = max(0.0, limit - room.fixed)
+            left = max(0.0, limit - fixed.total)
             largest = {on: int(left // max(profile.peak, profile.forward)) for on, profile in profiles.items()}
             row = {"engine": describe(engine), "kind": kind, **asdict(fixed), "fixed": fixed.total}
             rows.append(row | {"largest_micro_size": largest[False], "with_activation_checkpointing": largest[True]})
