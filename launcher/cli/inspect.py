@@ -18,11 +18,11 @@ from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote
 from launcher.cli.checkpoints import places_of_run, recipe_in
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
+from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
-from launcher.train import evaluation
 
 
 def evaluate_run(args: argparse.Namespace) -> int:

@@ -1,0 +1,148 @@
+"""The parts that `launcher.train` puts together, each from the recipe: data, engine, loss, evaluation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from clip_train import dist
+from clip_train.checkpoint.restore import Resumed
+from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.objective import Objective
+from clip_train.data.config import order_keys
+from clip_train.data.index import ShardIndex, index_of, resume_data
+from clip_train.data.inspect import count_missing
+from clip_train.data.invalid import table_of
+from clip_train.data.loader import TrainLoader
+from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.validation import ValLoader
+from clip_train.engine import Engine
+from clip_train.errors import UserError
+from clip_train.evaluate.loop import evaluate
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture
+from clip_train.models.weights import load_teacher
+from clip_train.optim.optimizer import build_optimizer
+from clip_train.protocols import Features, MicroBatch
+from launcher import engines
+from launcher.config.recipe import RunConfig
+from launcher.config.validate import Checked
+from launcher.runtime import environment as ranks
+from launcher.runtime.log import log
+
+
+def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | None = None) -> ShardIndex:
+    """The shards of `data.train` or `data.val` on every rank; one rank of each node lists them and reads their index.
+
+    known: what this rank has found before.
+    """
+
+    def look() -> ShardIndex | None:
+        if ranks.detect(os.environ).local_rank > 0:
+            return None
+        return known or index_of(spec, config.data.verify, config.storage, key)
+
+    found = dist.agreed(look)
+    if len({each for each in dist.gather_objects(found and found.fingerprint()) if each is not None}) > 1:
+        raise UserError(f"{key} ({spec}) is not the same list of shards on all nodes; mount it on all")
+    found = dist.broadcast_object(found)
+    assert found is not None  # of rank 0, which looks
+    return found
+
+
+def build_loader(
+    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None, index: ShardIndex
+) -> TrainLoader:
+    """Collective: the loader, at the first step or at the checkpoint's."""
+    began, sizes = 0, config.batch.sizes
+    if resumed is not None:
+        data = resume_data(
+            resumed.state,
+            index,
+            order_keys(config.data, sizes, config.run.seed),
+            changed_shards=config.data.allow_changed_shards,
+            changed_order=config.checkpoint.allow_changed_recipe,
+        )
+        index, began = data.index, data.began
+        if data.notice and dist.is_main():
+            log(f"WARNING: the data begins anew at step {began}, as the recipe allows: {data.notice}")
+    index = count_missing(index, config.storage, keep=config.run_dir / "shard_counts", log=log)
+    return dist.agreed(
+        lambda: TrainLoader(
+            config.data,
+            image_size=checked.architecture.vision_cfg.image_size,
+            context_length=checked.architecture.text_cfg.context_length,
+            global_size=sizes,
+            seed=config.run.seed,
+            rank=dist.rank(),
+            world_size=dist.world_size(),
+            step=resumed.step if resumed else 0,
+            began=began,
+            index=index,
+            pin_memory=device.type == "cuda",
+            storage=config.storage,
+        )
+    )
+
+
+def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
+    return engines.build(
+        checked.engine,
+        lambda: CLIP(
+            checked.architecture,
+            dropout=config.model.dropout,
+            activation_checkpointing=bool(checked.engine.activation_checkpointing),
+        ),
+        lambda named: build_optimizer(config.optim, named),
+        device=device,
+        grad_clip_norm=config.optim.grad_clip_norm,
+        micro_size=checked.plan.micro_size,
+    )
+
+
+def build_objective(config: RunConfig, device: torch.device) -> Objective:
+    """The loss; with its frozen teacher, in the engine's precision, where the recipe names one."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.engine.precision]
+    teacher = load_teacher(config.model, device, dtype)
+
+    def teacher_features(micro_batch: MicroBatch) -> Features:
+        assert teacher is not None
+        return Features(*teacher(micro_batch.images, micro_batch.texts))
+
+    local = config.batch.accumulation == "local"
+    return build_loss(config.loss, None if teacher is None else teacher_features, local=local)
+
+
+def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) -> Callable[[], dict[str, float]] | None:
+    """A closure that evaluates on `data.val`, or None where there is none."""
+    url = config.data.val
+    if url is None:
+        return None
+    tokenizer = Tokenizer(architecture.text_cfg.context_length)
+    index = cache(lambda: count_missing(shared_index(config, "data.val", url), config.storage))
+
+    def run_once() -> dict[str, float]:
+        batches = ValLoader(
+            url,
+            image_size=architecture.vision_cfg.image_size,
+            context_length=architecture.text_cfg.context_length,
+            batch_size=config.evaluate.batch_size,
+            rank=dist.rank(),
+            world_size=dist.world_size(),
+            caption_key=config.data.caption_key,
+            index=index(),
+            storage=config.storage,
+        )
+        try:
+            out = evaluate(engine, batches, config.evaluate, tokenizer)
+        except UserError as e:
+            raise UserError(f"{e}\n{table_of(batches.invalid)}" if batches.invalid else str(e)) from e
+        invalid = [each for found in dist.gather_objects(batches.invalid) for each in found]
+        if invalid and dist.is_main():
+            log(f"data.val has samples that cannot be used:\n{table_of(invalid)}")
+        return out | {"unusable_samples": float(len(invalid))} if invalid else out
+
+    return run_once
