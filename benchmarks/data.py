@@ -140,7 +140,7 @@ def model_input() -> Callable[[torch.Tensor], torch.Tensor]:
     from clip_train.models.clip import CLIP
     from clip_train.models.config import Architecture
 
-    pixels = CLIP(Architecture.model_validate(TINY)).visual._pixels
+    pixels = CLIP(Architecture.model_validate(TINY)).visual.conv1.patches
     return torch.no_grad()(pixels)
 
 

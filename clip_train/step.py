@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from clip_train import dist
+from clip_train.contrastive.matmul import matmul_precision
 from clip_train.contrastive.objective import Context, LossOutput, Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
@@ -119,7 +120,8 @@ def two_pass(
     cache = guard("forward pass", lambda: encode(engine, micro_batches, objective, kept_graphs))
     features, prepared = joined([e.features for e in cache]), [e.prepared for e in cache if e.prepared is not None]
     seen = replace(context, prepared=joined(prepared) if prepared else None)
-    output = guard("loss", lambda: objective(features, seen))  # once, over the global batch
+    with matmul_precision(objective.matmul):
+        output = guard("loss", lambda: objective(features, seen))  # once, over the global batch
     guard("backward pass", lambda: replay(engine, cache, output.split([len(m) for m in micro_batches]), last))
     return output, features.logit_scale
 

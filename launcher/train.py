@@ -61,16 +61,18 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     )
     watchdog.start()
     engines.load(config.engine.kind)  # its imports, which are counted apart from what follows
+    config = config.model_copy(update={"engine": engines.on_this_machine(config.engine)})
 
     startup.done("imports")
     # what can be wrong without the other ranks; one of them looks at the shards
     checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)
-    device = ranks.take_device(env, config.data.workers)
+    device, workers = ranks.take_device(env, config.data.workers)
     startup.done("checks")
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
         log(f"{env.describe()}; {device}, {ranks.backend(device)}{through}, {torch.get_num_threads()} threads")
-    recipe = config.model_dump(mode="json")
+    recipe = config.model_dump(mode="json")  # the same on all ranks, which `workers` need not be
+    config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
     rendezvous.start(env, device, heartbeat, recipe=recipe, timeout_seconds=first_timeout(config.launch))
     startup.done("process group")
     dist.on_main(partial(make_run_dir, config))

@@ -14,12 +14,14 @@ from clip_train.contrastive.tiles import AUTO_SIDE
 def build_loss(config: LossConfig, teacher: Teacher | None = None, *, local: bool = False) -> Objective:
     """The objective of the recipe. local: `batch.accumulation`; RunConfig has checked that they fit together."""
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
+    objective: Objective = InfoNCE(tile=tile)
     if local:
-        return LocalInfoNCE(tile=tile)
-    if teacher is not None:
-        return Distillation(teacher, tile=tile)
-    if config.kind == "memory_bank":
-        return MemoryBank(config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=tile)
-    if config.kind == "sigmoid":
-        return SigmoidLoss(tile=tile, exchange=config.exchange)
-    return InfoNCE(tile=tile)
+        objective = LocalInfoNCE(tile=tile)
+    elif teacher is not None:
+        objective = Distillation(teacher, tile=tile)
+    elif config.kind == "memory_bank":
+        objective = MemoryBank(config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=tile)
+    elif config.kind == "sigmoid":
+        objective = SigmoidLoss(tile=tile, exchange=config.exchange)
+    objective.matmul = config.matmul
+    return objective

@@ -8,6 +8,8 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from clip_train.settings import Refused, Rounding, Settings
 
+Matmul = Literal["highest", "tf32", "bf16x3"]
+
 
 class LossConfig(Settings):
     """Which objective is minimised over the global batch."""
@@ -30,6 +32,10 @@ class LossConfig(Settings):
     tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
     """Side of the largest piece of the N x N logits that exists at once (memory: 2 x 4 x tile^2 bytes);
     auto: from the batch and the cache."""
+
+    matmul: Annotated[Matmul, Rounding] = "highest"
+    """How GPUs multiply the features: in fp32; with factors rounded to 11 bits (tf32); or as three products of bfloat16
+    (bf16x3), 16 bits. docs/numerics.md has what each does to the gradient."""
 
     @model_validator(mode="after")
     def _ring_is_for_sigmoid(self) -> LossConfig:

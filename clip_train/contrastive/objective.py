@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clip_train.contrastive.config import Matmul
 from clip_train.protocols import FeatureGradients, Features, MicroBatch
 
 
@@ -70,6 +71,8 @@ class Objective(abc.ABC):
     All ranks make the same calls. Only `__call__` has to be overridden.
     """
 
+    matmul: Matmul = "highest"
+    """How its products of float32 matrices are computed; `LossConfig.matmul`."""
     per_micro_batch = False
     """Plain gradient accumulation: called once for each micro-batch, and what it returns are parts of a sum over
     micro-batches and ranks."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clip_train.contrastive.matmul import add_product
+
 AUTO_SIDE = 0
 GPU_SIDE = 4096  # 64 MiB of logits: enough work to hide a kernel's launch, small beside a model
 
@@ -89,7 +91,7 @@ class Block:
                 a = self.A[rows].to(self.dtype) * scale.to(self.dtype)
             b = self.B[cols].to(self.dtype)
             S, spare = memory[:, : len(a) * len(b)].view(2, len(a), len(b))
-            torch.mm(a, b.t(), out=S)
+            add_product(S, a, b.t(), keep=False)
             yield rows, cols, S if offset is None else S.add_(offset), spare
 
     def fill(self, rows: slice, cols: slice, S: Tensor, value: float) -> None:
@@ -110,9 +112,9 @@ class Block:
     ) -> None:  # fmt: skip
         """`dA += weight * G B` and, if asked, `dB += weight * G^T A` for the tile G; `values` stand for A and B."""
         A, B = values or (self.A, self.B)
-        dA[rows].addmm_(G, B[cols].to(self.dtype), alpha=weight)
+        add_product(dA[rows], G, B[cols].to(self.dtype), weight)
         if dB is not None:
-            dB[cols].addmm_(G.t(), A[rows].to(self.dtype), alpha=weight)
+            add_product(dB[cols], G.t(), A[rows].to(self.dtype), weight)
 
 
 def exp_sums(block: Block, scale: Tensor, shift: Tensor | None, side: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ that has the next one on the device while this one is computed."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
-from clip_train.data.config import DataConfig, order_keys
+from clip_train.data.config import DataConfig, order_keys, resolve_workers
 from clip_train.data.decode import TrainTransform
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.inspect import count_missing
@@ -90,13 +91,14 @@ class TrainLoader:
         self.streams = self._keys["data.lanes"]
         self.order, files = make_order(config, index, storage, self._keys, hash64(seed, began, -5) if began else seed)
         partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
-        workers = partition.workers(config.workers)
+        number = config.workers if config.workers != "auto" else resolve_workers(len(os.sched_getaffinity(0)), "cpu")
+        workers = partition.workers(number)
         transform, tokenizer = TrainTransform(image_size, config.aug_scale), Tokenizer(context_length)
         self._stream = PieceStream(
             self.order, files, workers, step, transform, tokenizer, config.caption_key, tuple(stages)
         )
         self._world_size = world_size
-        self._workers = len(workers) if config.workers else 0
+        self._workers = len(workers) if number else 0
         self._pieces_per_batch = len(workers)
         self._largest_piece = max(worker.most() for worker in workers)
         self._prefetch = config.prefetch

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clip_train.models.blocks import Block, Transformer, normal_parameter
 from clip_train.models.config import Architecture
 from clip_train.models.dropout import PATCH_DROPOUT_ID, VISION_DROPOUT_ID, PatchDropout
+
+
+class PatchEmbedding(nn.Conv2d):
+    """A convolution whose stride is its kernel, under its name, computed as the matrix product that it is.
+
+    It takes pixels as they are decoded: normalised and cut into patches at one go, by one kernel where compiled.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        cfg = architecture.vision_cfg
+        super().__init__(3, cfg.width, cfg.patch_size, stride=cfg.patch_size, bias=False)
+        # Plain numbers, not buffers: `model.to(bfloat16)` would round a buffer, and the pixels with it.
+        self.image_mean, self.image_std = architecture.image_mean, architecture.image_std
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8, or already normalised float, [b, 3, H, W] -> [b, T, width]"""
+        return F.linear(self.patches(images), self.weight.flatten(1))
+
+    def patches(self, images: Tensor) -> Tensor:
+        """[b, 3, H, W] -> [b, T, 3 * side * side], in the order of the kernel's weights"""
+        side, dtype = self.kernel_size[0], self.weight.dtype
+        rows, columns = images.shape[2] // side, images.shape[3] // side
+        # The operations are torchvision's ToTensor and Normalize, in their order: equal to the last bit.
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        patches = torch.empty(len(images), rows, columns, 3, side, side, dtype=dtype, device=images.device)
+        for c, (mean, std) in enumerate(zip(self.image_mean, self.image_std, strict=True)):
+            channel = images[:, c, : rows * side, : columns * side]
+            if images.dtype == torch.uint8:
+                channel = channel.to(wide).div_(255).sub_(mean).div_(std)
+            patches[:, :, :, c] = channel.unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
+        return patches.flatten(3).flatten(1, 2)
 
 
 class VisionTower(nn.Module):
@@ -18,10 +50,9 @@ class VisionTower(nn.Module):
     ) -> None:
         super().__init__()
         cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
-        self.image_mean, self.image_std = architecture.image_mean, architecture.image_std
         self.image_size = cfg.image_size
         scale = cfg.width**-0.5
-        self.conv1 = nn.Conv2d(3, cfg.width, cfg.patch_size, stride=cfg.patch_size, bias=False)
+        self.conv1 = PatchEmbedding(architecture)
         self.class_embedding = normal_parameter(cfg.width, std=scale)
         self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
         self.patch_dropout = PatchDropout(patch_dropout, PATCH_DROPOUT_ID)
@@ -38,22 +69,9 @@ class VisionTower(nn.Module):
         """uint8, or already normalised float, [b, 3, H, W]; int64 [b] -> [b, D]"""
         if images.shape[1:] != (3, self.image_size, self.image_size):
             raise ValueError(f"images must be [b, 3, {self.image_size}, {self.image_size}], not {list(images.shape)}")
-        x = self.conv1(self._pixels(images)).flatten(2).transpose(1, 2)  # [b, T, width]
+        x = self.conv1(images)  # [b, T, width]
         class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
         x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [b, 1 + T, width]
         x = self.ln_pre(self.patch_dropout(x, sample_seeds))
         first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         return self.ln_post(self.transformer(x, sample_seeds, first)) @ self.proj
-
-    def _pixels(self, images: Tensor) -> Tensor:
-        dtype = self.conv1.weight.dtype
-        if images.dtype != torch.uint8:
-            return images.to(dtype)
-        # Plain numbers, not buffers: `model.to(bfloat16)` would round a buffer, and the pixels with it.
-        # The operations are torchvision's ToTensor and Normalize, in their order: equal to the last bit.
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        out = torch.empty(images.shape, dtype=dtype, device=images.device)
-        channel = torch.empty_like(images[:, 0], dtype=wide)  # one for all, in place: a third of the time on a CPU
-        for c, (mean, std) in enumerate(zip(self.image_mean, self.image_std, strict=True)):
-            out[:, c] = channel.copy_(images[:, c]).div_(255).sub_(mean).div_(std)
-        return out

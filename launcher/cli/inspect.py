@@ -32,7 +32,7 @@ def evaluate_run(args: argparse.Namespace) -> int:
     """
     place, overrides, weights = args.place, args.overrides, args.weights
     env = ranks.detect(os.environ)
-    device = ranks.take_device(env)
+    device, _ = ranks.take_device(env)
     args.outcome.heartbeat = Heartbeat(env, args.outcome.publish)
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:

@@ -24,6 +24,7 @@ from launcher.config.memory import decide, estimate_memory, memory_limit, predic
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check, pays_twice
 from launcher.engines import describe as describe_engine
+from launcher.engines import on_this_machine
 
 
 def measured_rate(config: RunConfig) -> float | None:
@@ -39,6 +40,8 @@ def measured_rate(config: RunConfig) -> float | None:
 def make_plan(config: RunConfig, world_size: int, rate: float | None, gpu: str | None = None) -> dict[str, Any]:
     """All of it as one JSON-able dict; sizes in bytes, rates over all ranks."""
     found = find_gpu(gpu) if gpu is not None else None
+    engine = on_this_machine(config.engine) if found is None else config.engine.on(found.bf16)
+    config = config.model_copy(update={"engine": engine})
     checked = check(config, world_size, read_data=False)
     if config.chosen:
         limit = usable(found) if found and config.batch.memory_limit is None else memory_limit(config, None)

@@ -24,8 +24,9 @@ LARGEST_TABLE = 16  # rows
 @dataclass(frozen=True)
 class GPU:
     memory: float  # bytes
-    flops: float  # a second, dense bf16
+    flops: float  # a second, dense bf16, or fp16
     link: float  # bytes a second to the other GPUs of a node, one way; over PCIe where there is no NVLink
+    bf16: bool = True
 
 
 GPUS = {
@@ -37,7 +38,7 @@ GPUS = {
     "L40S": GPU(48e9, 362e12, 32e9),
     "A10": GPU(24e9, 125e12, 32e9),
     "4090": GPU(24e9, 165e12, 32e9),
-    "V100": GPU(32e9, 125e12, 150e9),
+    "V100": GPU(32e9, 125e12, 150e9, bf16=False),
 }
 
 

@@ -23,7 +23,7 @@ from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import MicroBatch
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked, no_limit
-from launcher.engines import package
+from launcher.engines import on_this_machine, package
 from launcher.engines.config import EngineConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,7 +94,7 @@ def _profile(architecture: Architecture, precision: str, dropout: float, checkpo
 
 def predicted_profile(config: RunConfig, architecture: Architecture, checkpointing: bool) -> Profile:
     """From fake tensors; with a teacher, its forward too."""
-    precision = config.engine.precision
+    precision = on_this_machine(config.engine).precision
     own = _profile(architecture, precision, config.model.dropout, checkpointing)
     teacher = config.model.teacher_architecture()
     if teacher is None:

@@ -17,7 +17,7 @@ from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
 from clip_train.models.config import Architecture
 from launcher.config.recipe import RunConfig
-from launcher.engines import Facts, package
+from launcher.engines import Facts, on_this_machine, package
 from launcher.engines.config import EngineConfig
 
 
@@ -28,7 +28,7 @@ class Checked:
     plan: BatchPlan
     architecture: Architecture
     streams: int
-    engine: EngineConfig  # the recipe's; without `auto` once memory has been looked at (`launcher.config.memory`)
+    engine: EngineConfig  # the recipe's with its precision; without `auto` after a look at memory (`config.memory`)
     layout: Layout | None = None  # where something is `auto`: what it has become
     source: SourceSummary | None = None  # on the rank that has looked at the shards
 
@@ -53,9 +53,9 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             problems.append(UserError(bias_mistake(config, architecture.init_logit_bias)))
         collect(config.model.teacher_architecture)
     plan = collect(lambda: plan_batch(config.batch, world_size))
-    engine = package(config.engine.kind)
-    problems += map(UserError, engine.mistakes(config.engine, engine_facts(config, plan, world_size)))
-    problems += map(UserError, engine.mistakes_here(config.engine) if is_rank else ())
+    engine, resolved = package(config.engine.kind), on_this_machine(config.engine)
+    problems += map(UserError, engine.mistakes(resolved, engine_facts(config, plan, world_size)))
+    problems += map(UserError, engine.mistakes_here(resolved) if is_rank else ())
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
@@ -72,7 +72,7 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             raise problems[0]
         kind = RankError if all(isinstance(problem, RankError) for problem in problems) else UserError
         raise kind("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
-    return Checked(plan, architecture, streams, config.engine, source=source)
+    return Checked(plan, architecture, streams, resolved, source=source)
 
 
 def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:

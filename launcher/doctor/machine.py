@@ -164,7 +164,7 @@ def measure(num_bytes: int, device: torch.device, repeats: int) -> float:
 
 
 if __name__ == "__main__":
-    device = take_device(detect(os.environ))
+    device, _ = take_device(detect(os.environ))
     torch_dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=60))
     latency, seconds = measure(4, device, 20), measure(16 * 2**20, device, 3)
     if dist.is_main():

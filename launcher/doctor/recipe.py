@@ -23,7 +23,7 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import check
 from launcher.doctor.findings import Finding, error, error_if, ok, warning, warning_if
-from launcher.engines import package
+from launcher.engines import on_this_machine, package
 from launcher.runtime.environment import detect
 from launcher.runtime.verdict import STOP_FILE
 from launcher.slurm.profile import Site, load_site
@@ -133,7 +133,7 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
-    for mistake in package(config.engine.kind).mistakes_here(config.engine):
+    for mistake in package(config.engine.kind).mistakes_here(on_this_machine(config.engine)):
         yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     checked = check(config, world, read_data=False)
     plan = checked.plan

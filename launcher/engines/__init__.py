@@ -60,6 +60,13 @@ def load(kind: str) -> Any:
     return importlib.import_module(f"launcher.engines.{kind}.engine")
 
 
+def on_this_machine(config: EngineConfig) -> EngineConfig:
+    """With the precision that `auto` is on the devices seen here."""
+    import torch
+
+    return config.on(torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False))
+
+
 def build(
     config: EngineConfig,
     make_model: Callable[[], nn.Module],
@@ -73,7 +80,12 @@ def build(
 
     The weights are what `make_model` drew, or garbage: `load_fragments` sets them.
     """
+    import torch
+
     from clip_train import dist
 
+    config = on_this_machine(config) if device.type == "cuda" else config.on(False)
+    torch.set_float32_matmul_precision("high" if config.matmul == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = config.matmul == "tf32"  # convolutions: torch would, whatever is said of products
     facts = Facts(dist.world_size(), micro_size, grad_clip_norm)
     return load(config.kind).build_engine(config, make_model, make_optimizer, device, facts)

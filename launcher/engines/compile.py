@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+
+from clip_train.models.vision import PatchEmbedding
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -17,16 +20,17 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_units(model: nn.Module) -> None:
-    """torch.compile each of `units` but every list's last, which reads one token only: its graphs would be others.
+    """torch.compile what makes patches of pixels, and each of `units` but every list's last, which reads one token
+    only: its graphs would be others.
 
     The method, not the module: hooks stay outside, and names as they are. The graphs take any batch and length, and
     are shared by the blocks of a tower: two (with a gradient or without), three with dropout (and none in evaluation).
     """
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal need not stay so
-    for each in model.modules():
-        if isinstance(each, nn.ModuleList):
-            for unit in each[:-1]:
-                unit.forward = partial(_compiled, unit.forward, torch.compile(unit.forward, dynamic=True))
+    lists = [[*each][:-1] for each in model.modules() if isinstance(each, nn.ModuleList)]
+    patches = [each for each in model.modules() if isinstance(each, PatchEmbedding)]
+    for unit in chain(patches, *lists):
+        unit.forward = partial(_compiled, unit.forward, torch.compile(unit.forward, dynamic=True))
 
 
 def _compiled(eager: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any) -> Any:

@@ -21,9 +21,13 @@ class EngineConfig(Settings):
     shard_ranks: Annotated[Annotated[int, Field(ge=1)] | None, Layout] = None
     """With engine.kind=fsdp: among how many ranks, such as those of a node, one copy of the model is shared out; they
     must divide the number of ranks. null: all."""
-    precision: Annotated[Literal["fp32", "bf16", "fp16"], Layout] = "fp32"
-    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always. A run on a CPU that
-    lacks it (fp16 needs AVX512-FP16 or AMX-FP16) is refused, and fp16 with engine.kind=fsdp."""
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Layout] = "auto"
+    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always. auto: bf16 on GPUs
+    that compute in it, else fp32. A run on a CPU that lacks it (fp16 needs AVX512-FP16 or AMX-FP16) is refused, and
+    fp16 with engine.kind=fsdp."""
+    matmul: Annotated[Literal["highest", "tf32"], Rounding] = "highest"
+    """How GPUs multiply the model's fp32 matrices: in full, or with factors rounded to 11 bits (TF32), 7 times as fast.
+    The loss has a key of its own (loss.matmul); CPUs, bf16 and fp16 know no difference."""
     activation_checkpointing: Annotated[bool | Literal["auto"], Rounding] = False
     """Recompute every block's activations in the backward: a quarter more arithmetic, a fraction of the memory.
     auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""
@@ -44,3 +48,7 @@ class EngineConfig(Settings):
         if self.zero_stage == 0 and self.offload != "none":
             raise ValueError(f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)")
         return self
+
+    def on(self, bf16: bool) -> EngineConfig:
+        """With a precision in place of `auto`. bf16: whether the devices are GPUs that compute in it."""
+        return self.model_copy(update={"precision": "bf16" if bf16 else "fp32"}) if self.precision == "auto" else self

@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from clip_train.errors import RankError
 
@@ -154,24 +154,27 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
-def take_device(env: RankEnv, workers: int = 0) -> torch.device:
-    """This rank's GPU, or the CPU. RankError where the host shows none for it.
+def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch.device, int]:
+    """This rank's GPU, or the CPU, and its loader workers. RankError where the host shows no GPU for it.
 
     Also takes as many CPU threads as `threads` says, unless the user has said it.
 
-    workers: this rank's loader processes.
+    workers: `data.workers`.
     """
     import torch
+
+    from clip_train.data.config import resolve_workers
 
     if torch.cuda.is_available():
         device = torch.device("cuda", gpu_index(env, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    own = cores(env, os.environ, len(os.sched_getaffinity(0)))
+    number = resolve_workers(own, device.type) if workers == "auto" else workers
     if "OMP_NUM_THREADS" not in os.environ:
-        own = cores(env, os.environ, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(threads(own, workers if device.type == "cpu" else 0))
-    return device
+        torch.set_num_threads(threads(own, number if device.type == "cpu" else 0))
+    return device, number
 
 
 def gpu_index(env: RankEnv, visible: int) -> int:

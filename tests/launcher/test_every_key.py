@@ -105,7 +105,7 @@ def test_a_section_that_is_none(section, value):
     "override, said",
     [
         ("data.lanes=0", "data.lanes (0) must be auto or a whole number from 1 to 65,536; set data.lanes=auto"),
-        ("data.workers=true", "data.workers (true) must be a whole number from 0 to 1,024"),
+        ("data.workers=true", "data.workers (true) must be auto or a whole number from 0 to 1,024"),
         ("optim.lr=-1", "optim.lr (-1) must be a number greater than 0; set optim.lr=0.0005 (the default) or another"),
         ("optim.beta1=1", "optim.beta1 (1) must be a number of at least 0 and less than 1"),
         ("engine.zero_stage=4", "engine.zero_stage (4) must be 0, 1, 2 or 3"),
