@@ -24,6 +24,7 @@ examples:
 POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
+    "command": {"metavar": "COMMAND", "help": "one argument in quotes; a params.txt; or - to read it from a pipe"},
     "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
     "overrides": {
         "metavar": "key.path=value",
@@ -171,6 +172,18 @@ VERBS = {
         clip-train checkpoints s3://bucket/run --verify         read all of them""",
         positions=("place", "overrides"),
         options=(("verify", None, "read every byte and compare it with its sha256"), JSON),
+    ),
+    "import-args": Verb(
+        "launcher.cli.import_args:run",
+        "an OpenCLIP command line as a recipe",
+        """\
+        Print the recipe that trains what an OpenCLIP command line trains, with what means something else here in
+        comments above. Of OpenCLIP's params.txt, too.""",
+        """\
+        clip-train import-args "torchrun --nproc_per_node 8 -m open_clip_train.main --model ViT-B-32 ..." > my.yaml
+        clip-train import-args logs/my-run/params.txt > my.yaml""",
+        positions=("command",),
+        options=(("world-size", "N", "GPUs, where the command does not say (default: as torchrun is told, else 1)"),),
     ),
     "demo": Verb(
         "launcher.cli.demo:run",
