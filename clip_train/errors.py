@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 
 class ClipTrainError(Exception):
     """Base of every error that is meant to be read by a user."""
@@ -17,6 +19,13 @@ class UserError(ClipTrainError, ValueError):
 
 class RankError(UserError):
     """A mistake that this rank alone may see, and another node need not have: a wrong environment, a missing GPU."""
+
+
+def unreadable(error: OSError, message: str) -> UserError:
+    """What cannot be read: the recipe's mistake where it is not there or not allowed, else this machine's, for now."""
+    if isinstance(error, (FileNotFoundError, PermissionError)):
+        return UserError(message)
+    return RankError(f"{message} (on {socket.gethostname()})")
 
 
 class DataError(ClipTrainError):

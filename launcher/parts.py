@@ -20,7 +20,7 @@ from clip_train.data.loader import TrainLoader
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.engine import Engine
-from clip_train.errors import UserError
+from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
@@ -32,6 +32,7 @@ from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked
 from launcher.runtime import environment as ranks
 from launcher.runtime.log import log
+from launcher.runtime.verdict import node_name
 
 
 def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | None = None) -> ShardIndex:
@@ -46,8 +47,13 @@ def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | Non
         return known or index_of(spec, config.data.verify, config.storage, key)
 
     found = dist.agreed(look)
-    if len({each for each in dist.gather_objects(found and found.fingerprint()) if each is not None}) > 1:
-        raise UserError(f"{key} ({spec}) is not the same list of shards on all nodes; mount it on all")
+    looked = [(node, each) for node, each in dist.gather_objects((node_name(), found and found.fingerprint())) if each]
+    first, its = looked[0]
+    if others := sorted({node for node, each in looked if each != its}):
+        raise RankError(
+            f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} and {first} differ; "
+            "mount it on all"
+        )
     found = dist.broadcast_object(found)
     assert found is not None  # of rank 0, which looks
     return found

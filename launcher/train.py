@@ -16,7 +16,7 @@ from clip_train import dist
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.data.loader import Prefetcher
-from clip_train.errors import RankError, UserError
+from clip_train.errors import RankError
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.models.weights import initial_weights
@@ -112,7 +112,7 @@ def describe_run_dir(config: RunConfig, checked: Checked) -> None:
         for name, text in engines.package(config.engine.kind).artifacts(checked.engine, facts).items():
             (config.run_dir / name).write_text(text)
     except OSError as e:
-        raise UserError(f"run.dir ({config.run_dir}) cannot be written: {e}; choose another") from e
+        raise RankError(f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another") from e
 
 
 def build_trainer(config: RunConfig, checked: Checked, device: torch.device, outcome: Outcome) -> Trainer:

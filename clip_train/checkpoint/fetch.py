@@ -87,12 +87,13 @@ class CheckpointFiles:
     def _places(self) -> Iterator[Path]:
         """Of each file: that of a copy of its size, and of one that shall stay; else one that goes later. OSError."""
         prefix = self._found.commit.prefix
-        sizes = {entry.name: entry.size for entry in self._local.list(prefix)}
         own = self._ranks if len(self.entries) == dist.world_size() else []  # each rank's file stays on its disk
+        all_stay = self._remote is None or (self._spool is None and len(self._ranks) == dist.world_size())
+        sizes = {} if all_stay else {entry.name: entry.size for entry in self._local.list(prefix)}
         for i, entry in enumerate(self.entries):
             name = f"{prefix}/{entry.name}"
-            stays = self._spool is None and (len(self._ranks) == dist.world_size() or i in own)
-            if stays or self._remote is None or sizes.get(name) == entry.size:
+            stays = all_stay or (self._spool is None and i in own)
+            if stays or sizes.get(name) == entry.size:
                 yield self._local.path(name)
             elif self._spool is not None:
                 yield self._spool / entry.name

@@ -27,6 +27,12 @@ def epochs(storage: Storage) -> list[int]:
 ENDING_SECONDS = 10.0  # that the process of the last run on this machine may take to be gone
 
 
+def slurm_job() -> str | None:
+    """This Slurm job and how often it was requeued: `4711.2`."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return job and f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
 class Lease(NamedTuple):
     """The right to write."""
 
@@ -52,7 +58,7 @@ def acquire(storage: Storage, others: Sequence[Storage] = (), *, resume: str = "
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": started(os.getpid()),
-        "job": os.environ.get("SLURM_JOB_ID"),
+        "job": slurm_job(),
         "resume": resume,
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -84,7 +90,8 @@ def living_holder(storage: Storage) -> dict[str, Any] | None:
         return None
     if holder.get("host") != socket.gethostname() or holder.get("pid") in (None, os.getpid()):
         return None
-    if holder.get("job") is not None and holder["job"] == os.environ.get("SLURM_JOB_ID"):
+    job = slurm_job()
+    if job is not None and holder.get("job") not in (None, job) and holder["job"].split(".")[0] == job.split(".")[0]:
         return None
     return holder if holder.get("started") and started(holder["pid"]) == holder["started"] else None
 

@@ -252,7 +252,7 @@ class Commit:
             commit = cls(**{name: body[name] for name in cls.__dataclass_fields__})
         except KeyError as e:
             raise ValueError(f"not a commit marker: it has no {e}") from e
-        if parse_prefix(commit.prefix) != commit.ref:
+        if not isinstance(commit.prefix, str) or parse_prefix(commit.prefix) != commit.ref:
             raise ValueError(f"it names the folder {commit.prefix!r}")
         return commit
 

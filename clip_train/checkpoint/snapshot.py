@@ -199,6 +199,9 @@ def _register(view: Tensor) -> bool:
     return status == 0
 
 
+LARGEST_LAYOUT = 2**32  # bytes; 4,096 ranks of a model with 1,000 parameters have 2^28
+
+
 class FragmentReader:
     """A `FragmentSource` over the files of one checkpoint, of which only those with something to read are opened.
 
@@ -209,7 +212,10 @@ class FragmentReader:
         """CheckpointError if the layout is not readable."""
         self._files, self._where = files, where
         try:
-            data = zlib.decompress(layout)
+            unpacked = zlib.decompressobj()
+            data = unpacked.decompress(layout, LARGEST_LAYOUT)
+            if not unpacked.eof:
+                raise ValueError(f"it is cut, or more than {LARGEST_LAYOUT} bytes")
             begin = 8 + int.from_bytes(data[:8], "little")
             head = json.loads(data[8:begin])
             self._shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in head["params"]}

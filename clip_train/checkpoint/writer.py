@@ -171,17 +171,9 @@ class Writer:
         commit.commit(store, request, lambda: self._check_fence(store), self.settings.policy.token, end)
 
     def _check_fence(self, store: Storage) -> None:
-        """FencedError; OSError, but not of the remote store for a local commit: that is wanted most when the remote
-        store is down, and one that comes too late sorts below the successor's."""
-        held = self.settings.policy.lease
-        if self.remote is not None:
-            try:
-                lease.check(self.remote, held)
-            except OSError:
-                if store is self.remote:
-                    raise
-        if store is not self.remote:
-            lease.check(store, held)
+        """FencedError, OSError. A local commit does not ask the remote store: it is wanted most when that is down, and
+        one that comes too late sorts below the successor's."""
+        lease.check(store, self.settings.policy.lease)
 
     # -- the remote store
 

@@ -14,7 +14,7 @@ from clip_train.batch import BatchSizes
 from clip_train.data.index import ShardIndex, look_up
 from clip_train.data.shards import Reading, expand, missing_files, open_shard, split_sources
 from clip_train.data.tar import TarError, iter_samples
-from clip_train.errors import RankError, UserError
+from clip_train.errors import RankError, UserError, unreadable
 from clip_train.settings import Allowed, Settings
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
@@ -202,7 +202,7 @@ def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: s
     except TarError as e:
         raise UserError(f"data.train ({shard}) is no readable tar file: {e}; write it again") from e
     except OSError as e:
-        raise UserError(f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})") from e
+        raise unreadable(e, f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})") from e
     if sample is None:
         raise UserError(f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar")
     reason = decode.why_invalid(sample, caption_key)
@@ -236,6 +236,10 @@ def _check_sizes(found: ShardIndex) -> None:
     for shard, checksums in found.checksums.items():
         if not is_remote(shard):
             try:
-                checksums.check_size(shard, local_path(shard).stat().st_size)
+                size = local_path(shard).stat().st_size
+            except OSError as e:
+                raise unreadable(e, f"data.train ({shard}) cannot be looked at: {e}") from e
+            try:
+                checksums.check_size(shard, size)
             except OSError as e:
                 raise UserError(f"data.train: {e}") from e

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clip_train.data.shards import Row, changes, expand, split_name, unpack_rows
-from clip_train.errors import UserError
+from clip_train.errors import UserError, unreadable
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import open_read
@@ -246,10 +246,8 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
         except FileNotFoundError:
             return {}
         except OSError as e:
-            raise UserError(
-                f"whether there is an index cannot be found out, {url} ({type(e).__name__}: {e}); "
-                "data.verify=off goes without"
-            ) from e
+            message = f"whether there is an index cannot be found out, {url} ({type(e).__name__}: {e})"
+            raise unreadable(e, f"{message}; data.verify=off goes without") from e
         except (ValueError, LookupError, TypeError, OverflowError) as e:
             if read == READS:
                 raise UserError(f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again") from e

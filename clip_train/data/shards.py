@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import io
 import os
+import re
+import socket
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +18,7 @@ from typing import BinaryIO
 
 from braceexpand import braceexpand
 
-from clip_train.errors import UserError
+from clip_train.errors import RankError, UserError, unreadable
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
@@ -76,9 +78,15 @@ def _listed(pattern: str, field: str) -> list[str]:
     try:
         return expand_glob(pattern)
     except UserError as e:
-        raise UserError(f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}: {e}") from e
-    except (OSError, ImportError) as e:
+        message = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}: {e}"
+        folder = re.split(r"[*?\[]", local_path(pattern).as_posix())[0].rpartition("/")[0]
+        if is_remote(pattern) or os.path.isdir(folder or "."):
+            raise UserError(message) from e
+        raise RankError(f"{message}; {folder} is no folder on {socket.gethostname()}: mount it") from e
+    except ImportError as e:
         raise UserError(f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
+    except OSError as e:
+        raise unreadable(e, f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
 
 
 def missing_files(shards: list[str]) -> list[str]:

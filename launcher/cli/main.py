@@ -8,11 +8,12 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from typing import NoReturn
 
 from clip_train.stop import StopRequest
 from launcher.cli.options import VERBS, build_parser
-from launcher.runtime.log import Startup
+from launcher.runtime.log import Startup, show_warnings
 from launcher.runtime.outcome import Outcome
 
 
@@ -31,6 +32,9 @@ def entry() -> NoReturn:
         status = main(stop=stop)
     except SystemExit as e:  # of argparse, which has printed why
         status = e.code if isinstance(e.code, int) else 2
+    except BaseException as e:  # while the end was being put in words: a third Ctrl-C
+        traceback.print_exc()
+        status = 130 if isinstance(e, KeyboardInterrupt) else 1
     logging.shutdown()
     with contextlib.suppress(OSError):  # a reader that has gone away
         sys.stdout.flush()
@@ -48,6 +52,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith(("--local_rank", "--local-rank"))
     ]
     args = parse(arguments)
+    show_warnings()
     args.arguments, args.stop, args.startup, args.outcome = arguments, stop, startup, outcome
     try:
         module, _, function = VERBS[args.verb].run.partition(":")

@@ -132,7 +132,9 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
     local = _number(environ, names.local_rank, 0 if names is SRUN else rank)
     local_size = _number(environ, names.local_size, _number(environ, "LOCAL_SIZE", 1))
     host = environ.get("MASTER_ADDR", "")
-    if not host and names is SRUN:
+    if not host and local_size >= world:
+        host = "127.0.0.1"  # one node: nobody else need reach the store
+    elif not host and names is SRUN:
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1")
     elif not host and local_size < world:
         raise RankError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -11,6 +12,18 @@ from pathlib import Path
 def log(message: str) -> None:
     """With the time, in one piece. message: begins with `error: ` or `warning: ` where it is one."""
     print(f"{time.strftime('%H:%M:%S')} clip-train: {message}", file=sys.stderr, flush=True)
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        log(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def show_warnings() -> None:
+    """What `clip_train` says by `logging` looks like the rest."""
+    logger = logging.getLogger("clip_train")
+    if not any(isinstance(handler, _Lines) for handler in logger.handlers):
+        logger.addHandler(_Lines(logging.WARNING))
 
 
 class Startup:

@@ -174,7 +174,11 @@ LOST = re.compile(
     re.IGNORECASE,
 )
 # This rank's own mistakes, which NCCL reports as errors of communication too.
-OWN = re.compile(r"Duplicate GPU detected|no socket interface found|invalid usage", re.IGNORECASE)
+OWN = re.compile(
+    r"Duplicate GPU detected|no socket interface found|invalid usage|unhandled cuda error|out of memory"
+    r"|shared memory segment|No space left",
+    re.IGNORECASE,
+)
 
 
 def is_lost_contact(error: BaseException) -> bool:

@@ -58,20 +58,28 @@ def main(arguments: Sequence[str]) -> int:
     args, command = parser.parse_args(arguments[:split]), list(arguments[split + 1 :])
     if not command or "SLURM_JOB_ID" not in os.environ:
         parser.error("SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, see slurm/")
-    from clip_train.errors import UserError
+    from clip_train.errors import RankError, UserError
     from launcher.config.recipe import load_config
 
-    try:
-        config = load_config(args.recipe, args.overrides)
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-    except (UserError, OSError) as e:
-        say(f"error: {e}")
-        return 2
+    for wait in (*RECIPE_WAITS, None):
+        try:
+            config = load_config(args.recipe, args.overrides)
+            config.run_dir.mkdir(parents=True, exist_ok=True)
+            break
+        except (UserError, OSError) as e:
+            say(f"error: {e}")
+            lasting = isinstance(e, PermissionError) or not isinstance(e, (RankError, OSError))
+            if wait is None or lasting or terminated.wait(wait):
+                return 2
+            say(f"the recipe is read again after {wait:g} s")
     try:
         return Controller(config.run_dir, config.steps, terminated, chain=args.chain).run(command)
     except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
         say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
         return 1
+
+
+RECIPE_WAITS = (15.0, 60.0, 240.0)  # seconds, where what it names, such as a shard's count, cannot be read for now
 
 
 def listen(terminated: threading.Event) -> None:

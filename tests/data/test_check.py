@@ -135,3 +135,17 @@ def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
     with pytest.raises(UserError, match="6 of 6 shards are not there") as e:
         check_source(DataConfig(train=f"{tmp_path}/{{000..005}}.tar"))
     assert not isinstance(e.value, RankError)
+
+
+def test_a_pattern_in_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
+    with pytest.raises(RankError, match="is no folder on"):
+        check_source(DataConfig(train=f"{tmp_path}/missing/*.tar"))
+    with pytest.raises(UserError, match="matches no shard") as found:
+        check_source(DataConfig(train=f"{tmp_path}/*.tar"))
+    assert not isinstance(found.value, RankError)
+
+
+def test_a_disk_that_is_away_for_a_minute_is_no_mistake_of_the_recipe(tmp_path):
+    (tmp_path / "0.tar").symlink_to("/proc/self/mem")  # an OSError: neither missing nor forbidden
+    with pytest.raises(RankError, match=r"data\.train .* cannot be opened \(OSError"):
+        check_source(DataConfig(train=f"{tmp_path}/0.tar", verify="off"))
