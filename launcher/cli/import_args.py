@@ -23,7 +23,7 @@ from launcher.config.recipe import check_config
 
 ALWAYS = (
     "batch.global_size is what one optimizer step sees over all ranks; OpenCLIP's --batch-size is of one GPU",
-    "a sample without a caption, or with an empty one, is invalid here and left out; OpenCLIP trains on empty captions",
+    "a sample without a caption, or with an empty one, is invalid here and replaced; OpenCLIP trains on empty captions",
     "every epoch visits each sample once; OpenCLIP rounds an epoch to whole batches of each worker",
 )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher.cli.main import main
+from launcher.config.openclip import FLAGS
 from launcher.config.recipe import check_config
 
 CC12M = (
@@ -145,3 +147,8 @@ def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
 def test_mistakes(line, said, capsys):
     assert main(["import-args", line]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_page_has_every_flag():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "from_openclip.md").read_text()
+    assert {line.split("`")[1].removeprefix("--") for line in page.splitlines() if line.startswith("| `--")} == FLAGS
