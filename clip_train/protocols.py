@@ -74,9 +74,14 @@ class Batch:
         return min(-(-longest // TEXT_STEP) * TEXT_STEP, self.texts.shape[1])
 
 
-def text_lengths(texts: Tensor) -> list[int]:
-    """Tokens of each text, int64 [n, L], up to its end: the highest id. A causal tower reads nothing behind it."""
-    return (texts.argmax(dim=1) + 1).tolist()
+def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
+    """int64 [n, L] -> int64 [n]: the place of each text's end, the first `end_id`; None: the highest id."""
+    return (texts if end_id is None else (texts == end_id).int()).argmax(dim=1)
+
+
+def text_lengths(texts: Tensor, end_id: int | None = None) -> list[int]:
+    """Tokens of each text, int64 [n, L], up to its end. A causal tower reads nothing behind it."""
+    return (text_ends(texts, end_id) + 1).tolist()
 
 
 @dataclass

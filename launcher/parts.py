@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -26,7 +26,7 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Features, MicroBatch
+from clip_train.protocols import Features, MicroBatch, text_lengths
 from launcher import engines
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked
@@ -76,11 +76,15 @@ def build_loader(
         if data.notice and dist.is_main():
             log(f"WARNING: the data begins anew at step {began}, as the recipe allows: {data.notice}")
     index = count_missing(index, config.storage, keep=config.run_dir / "shard_counts", log=log)
+    text = checked.architecture.text_cfg
+    teacher = config.model.teacher_architecture()
+    readers = [text] if teacher is None else [text, teacher.text_cfg]
+    cut = all(each.ends and each.end_id == text.end_id for each in readers)
     return dist.agreed(
         lambda: TrainLoader(
             config.data,
             image_size=checked.architecture.vision_cfg.image_size,
-            context_length=checked.architecture.text_cfg.context_length,
+            context_length=text.context_length,
             global_size=sizes,
             seed=config.run.seed,
             rank=dist.rank(),
@@ -90,6 +94,7 @@ def build_loader(
             index=index,
             pin_memory=device.type == "cuda",
             storage=config.storage,
+            lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
         )
     )
 

@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from clip_train.data.invalid import InvalidLimit
 from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import make_order
 from clip_train.data.shards import pack_rows
-from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import GROUP_SIGNALS, ImageMemory, Piece, PieceStream, Stage
 from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch, text_lengths
@@ -57,6 +57,8 @@ class TrainLoader:
         stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
             must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
         storage: how patiently remote shards are read.
+        tokenizer: picklable; None: CLIP's own.
+        lengths: int64 [n, context_length] -> n, where each text ends, for a model that reads nothing behind it.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist or hold no sample.
@@ -80,6 +82,8 @@ class TrainLoader:
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
         storage: StorageConfig | None = None,
+        tokenizer: Tokenize | None = None,
+        lengths: Callable[[Tensor], list[int]] | None = text_lengths,
     ) -> None:
         storage = storage or StorageConfig()
         self._sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
@@ -93,7 +97,8 @@ class TrainLoader:
         partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
         number = config.workers if config.workers != "auto" else resolve_workers(len(os.sched_getaffinity(0)), "cpu")
         workers = partition.workers(number)
-        transform, tokenizer = TrainTransform(image_size, config.aug_scale), Tokenizer(context_length)
+        transform, tokenizer = TrainTransform(image_size, config.aug_scale), tokenizer or Tokenizer(context_length)
+        self._lengths = lengths
         self._stream = PieceStream(
             self.order, files, workers, step, transform, tokenizer, config.caption_key, tuple(stages)
         )
@@ -220,7 +225,7 @@ class TrainLoader:
             keys=[key for p in pieces for key in p.keys],
             bad_samples=dict(Counter(each.place for each in invalid)),
             shares=tuple(shares(self._sizes.at(self.step), self._world_size)),
-            text_lengths=text_lengths(texts),
+            text_lengths=None if self._lengths is None else self._lengths(texts),
         )
         self.step += 1
         self._limit.add(len(batch), invalid)

@@ -11,7 +11,7 @@ import gzip
 import html
 import itertools
 import re as plain_re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ftfy
@@ -20,6 +20,7 @@ import regex
 import torch
 from torch import Tensor
 
+Tokenize = Callable[[list[str]], Tensor]  # [b] captions -> int64 [b, context_length]
 MERGES_FILE = Path(__file__).with_name("clip_bpe_merges.txt.gz")
 START = "<start_of_text>"
 END = "<end_of_text>"

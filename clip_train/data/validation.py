@@ -20,7 +20,7 @@ from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Segment
 from clip_train.data.reader import Fields, Files, SegmentReader
 from clip_train.data.shards import Reading
-from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError
 from clip_train.storage.config import StorageConfig
 
@@ -68,6 +68,7 @@ class ValLoader:
         workers: int = 2,
         index: ShardIndex | None = None,
         storage: StorageConfig | None = None,
+        tokenizer: Tokenize | None = None,
     ) -> None:
         storage = storage or StorageConfig()
         if index is None:
@@ -79,7 +80,7 @@ class ValLoader:
         self.workers = max(1, workers)
         self.invalid: list[Invalid] = []  # of this rank's share, when it was last read
         self._transform = EvalTransform(image_size)
-        self._tokenizer = Tokenizer(context_length)
+        self._tokenizer = tokenizer or Tokenizer(context_length)
 
     def __iter__(self) -> Iterator[ValBatch]:
         self.invalid = []

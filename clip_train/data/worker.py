@@ -26,7 +26,7 @@ from clip_train.data.decode import TrainTransform
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Fields, Files, Item, StreamReader
-from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError, UserError
 
 Stage = Callable[[Iterable[Fields]], Iterable[Fields]]  # such as webdataset.map(f)
@@ -91,7 +91,7 @@ class PieceStream(IterableDataset):
     workers: list[Partition]  # what each has of the global batches
     start: int  # the first step
     transform: TrainTransform
-    tokenizer: Tokenizer
+    tokenizer: Tokenize
     caption_key: str | None
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers

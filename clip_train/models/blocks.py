@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clip_train.models.config import TowerConfig
+from clip_train.models.config import TextConfig, TowerConfig
 from clip_train.models.dropout import SampleDropout
 
 
@@ -78,19 +78,35 @@ class Attention(nn.Module):
         return packed.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(2, 0, 3, 1, 4)
 
 
-class Block(nn.Module):
-    """x + attention(ln(x)), then x + mlp(ln(x))."""
+class LayerScale(nn.Module):
+    """A factor for each channel (2103.17239)."""
 
-    def __init__(self, cfg: TowerConfig, *, causal: bool, quick_gelu: bool, dropout: float, dropout_id: int) -> None:
+    def __init__(self, width: int, value: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+def layer_scale(cfg: TowerConfig) -> nn.Module:
+    return nn.Identity() if cfg.ls_init_value is None else LayerScale(cfg.width, cfg.ls_init_value)
+
+
+class Block(nn.Module):
+    """x + scale(attention(ln(x))), then x + scale(mlp(ln(x)))."""
+
+    def __init__(self, cfg: TowerConfig, *, quick_gelu: bool, dropout: float, dropout_id: int) -> None:
         """dropout_id: of its two dropouts the first's, the other's is one more."""
         super().__init__()
-        self.causal = causal
+        self.causal = isinstance(cfg, TextConfig) and not cfg.no_causal_mask
         attention = projection = fc = None
-        if causal:  # OpenCLIP's, of the text tower; it leaves the other to torch
+        if isinstance(cfg, TextConfig):  # OpenCLIP's; it leaves the vision tower to torch
             attention, projection = cfg.width**-0.5, cfg.width**-0.5 * (2 * cfg.layers) ** -0.5
             fc = (2 * cfg.width) ** -0.5
         self.ln_1 = nn.LayerNorm(cfg.width)
         self.attn = Attention(cfg.width, cfg.heads, attention, projection)
+        self.ls_1 = layer_scale(cfg)
         self.ln_2 = nn.LayerNorm(cfg.width)
         self.mlp = nn.Sequential(
             OrderedDict(
@@ -99,32 +115,34 @@ class Block(nn.Module):
                 c_proj=Linear(cfg.mlp_width, cfg.width, projection),
             )
         )
+        self.ls_2 = layer_scale(cfg)
         self.drop_1, self.drop_2 = SampleDropout(dropout, dropout_id), SampleDropout(dropout, dropout_id + 1)
 
     def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None) -> Tensor:
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b], [b, 1, width]: the result at that token
         alone, for which the others are needed only as keys and values."""
-        attended = self.attn(self.ln_1(x), self.causal, token)
+        attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token))
         x = (x if token is None else at(x, token)) + self.drop_1(attended, sample_seeds, token)
-        return x + self.drop_2(self.mlp(self.ln_2(x)), sample_seeds, token)
+        return x + self.drop_2(self.ls_2(self.mlp(self.ln_2(x))), sample_seeds, token)
 
 
 class Transformer(nn.Module):
     """A stack of blocks, each recomputed in the backward pass if `activation_checkpointing`."""
 
-    def __init__(self, blocks: Iterable[Block], activation_checkpointing: bool) -> None:
+    def __init__(self, blocks: Iterable[Block], activation_checkpointing: bool, *, one_token: bool = True) -> None:
+        """one_token: the last block computes only the token that is read."""
         super().__init__()
         self.resblocks = nn.ModuleList(blocks)
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing, self.one_token = activation_checkpointing, one_token
 
     def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor) -> Tensor:
-        """[b, L, width], int64 [b], int64 [b] -> [b, width]: the token that is read; the last block computes no
-        other."""
+        """[b, L, width], int64 [b], int64 [b] -> [b, 1, width]: the token that is read; unless `one_token`, all: [b, L,
+        width]"""
         for i, block in enumerate(self.resblocks):
-            asked = token if i == len(self.resblocks) - 1 else None
+            asked = token if self.one_token and i == len(self.resblocks) - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # no RNG state to keep: the masks are functions of the seeds
                 x = checkpoint(block, x, sample_seeds, asked, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, sample_seeds, asked)
-        return x[:, 0]
+        return x

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clip_train.models.blocks import Block, Transformer, normal_parameter
-from clip_train.models.config import Architecture, TowerConfig
+from clip_train.models.config import Architecture, TextConfig, TowerConfig
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.vision import VisionTower
+from clip_train.protocols import text_ends
 
 Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
@@ -34,7 +35,7 @@ class CLIP(nn.Module):
         self.positional_embedding = normal_parameter(cfg.context_length, cfg.width, std=0.01)
         self.text_projection = normal_parameter(cfg.width, architecture.embed_dim, std=cfg.width**-0.5)
         blocks = (
-            Block(cfg, causal=True, quick_gelu=quick_gelu, dropout=dropout, dropout_id=TEXT_DROPOUT_ID + 2 * i)
+            Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=TEXT_DROPOUT_ID + 2 * i)
             for i in range(cfg.layers)
         )
         self.transformer = Transformer(blocks, activation_checkpointing)
@@ -79,12 +80,25 @@ class CLIP(nn.Module):
         return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
 
     def _text_features(self, texts: Tensor, sample_seeds: Tensor | None) -> Tensor:
-        """int64 [b, L], int64 [b] -> [b, D]; L may be less than the context: padding that all texts share."""
-        if texts.ndim != 2 or not 1 <= texts.shape[1] <= self.context_length:
-            raise ValueError(f"texts must be at most [b, {self.context_length}], not {list(texts.shape)}")
+        """int64 [b, L], int64 [b] -> [b, D]; L may be less than the context where a text has an end: padding that all
+        texts share."""
+        cfg = self.architecture.text_cfg
+        if texts.ndim != 2 or not (1 if cfg.ends else self.context_length) <= texts.shape[1] <= self.context_length:
+            most = "at most " if cfg.ends else ""
+            raise ValueError(f"texts must be {most}[b, {self.context_length}], not {list(texts.shape)}")
         x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [b, L, width]
-        end = texts.argmax(dim=-1)  # the end-of-text token has the highest id
-        return self.ln_final(self.transformer(x, sample_seeds, end)) @ self.text_projection
+        token = read_token(cfg, texts)
+        return self.ln_final(self.transformer(x, sample_seeds, token)[:, 0]) @ self.text_projection
+
+
+def read_token(cfg: TextConfig, texts: Tensor) -> Tensor:
+    """int64 [b, L] -> int64 [b]: the place of the token that stands for the text."""
+    match cfg.pool_type:
+        case "argmax" | "eos":
+            return text_ends(texts, cfg.end_id)
+        case _:
+            last = 0 if cfg.pool_type == "first" else texts.shape[1] - 1
+            return torch.full((len(texts),), last, dtype=torch.int64, device=texts.device)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -101,17 +115,20 @@ def flops_per_sample(architecture: Architecture, patch_dropout: float = 0.0) -> 
     """Floating point operations of one image and one text going forward: products only, 2 for each MAC.
 
     Causal attention counts in full, as is the custom, and so does the padding behind a text, which the model may be
-    spared. Of the last blocks only what is computed counts: one token. A step costs 3 of these for each sample,
-    and one more for each time the sample goes forward again.
+    spared. Of the last blocks only what is computed counts: one token, unless patches are averaged. A step costs 3 of
+    these for each sample, and one more for each time the sample goes forward again.
     """
     vision, text = architecture.vision_cfg, architecture.text_cfg
     patches = 2.0 * vision.num_patches * 3 * vision.patch_size**2 * vision.width
-    blocks = _blocks_flops(vision, 1 + vision.kept_patches(patch_dropout)) + _blocks_flops(text, text.context_length)
+    tokens = 1 + vision.kept_patches(patch_dropout)
+    blocks = _blocks_flops(vision, tokens, tokens if vision.pool_type == "avg" else 1)
+    blocks += _blocks_flops(text, text.context_length, 1)
     return patches + blocks + 2.0 * (vision.width + text.width) * architecture.embed_dim
 
 
-def _blocks_flops(cfg: TowerConfig, tokens: int) -> float:
+def _blocks_flops(cfg: TowerConfig, tokens: int, read: int) -> float:
+    """read: tokens that the last block computes."""
     keys_values = 2.0 * tokens * 2 * cfg.width**2
     # for each token that asks: query, output, MLP; scores, and their product with the values
     asking = 2.0 * (2 * cfg.width**2 + 2 * cfg.width * cfg.mlp_width) + 2.0 * 2 * tokens * cfg.width
-    return cfg.layers * keys_values + ((cfg.layers - 1) * tokens + 1) * asking
+    return cfg.layers * keys_values + ((cfg.layers - 1) * tokens + read) * asking

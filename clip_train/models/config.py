@@ -7,9 +7,18 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from clip_train.errors import UserError
 from clip_train.settings import Allowed, Refused, Settings, clipped, explain
@@ -19,7 +28,7 @@ IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Of keys that these towers do not have, the values besides null, false and 0 at which they change nothing.
-NEUTRAL = {"pool_type": ("tok", "argmax"), "pos_embed_type": ("learnable",), "proj_type": ("linear",), "eos_id": (2,)}
+NEUTRAL = {"pos_embed_type": ("learnable",), "proj_type": ("linear",)}
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -31,6 +40,7 @@ class _Tower(_Schema):
     layers: PositiveInt = 12  # blocks
     width: PositiveInt = 512  # of the residual stream
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP, as a multiple of `width`
+    ls_init_value: PositiveFloat | None = None  # what a block adds is scaled, at first by this; None: it is not
 
     @property
     def mlp_width(self) -> int:
@@ -45,6 +55,9 @@ class VisionConfig(_Tower):
     head_width: PositiveInt = 64  # of one attention head
     patch_size: PositiveInt = 16  # side of a patch, in pixels
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
+    pool_type: Literal["tok", "avg"] = "tok"  # the image is its class token, or the mean of its patches
+    no_ln_pre: bool = False  # no norm before the blocks
+    final_ln_after_pool: bool = False  # of a mean: norm of the mean, instead of mean of the norms
 
     @model_validator(mode="after")
     def _divides(self) -> VisionConfig:
@@ -67,18 +80,40 @@ class VisionConfig(_Tower):
         return max(1, int(self.num_patches * (1 - patch_dropout)))
 
 
+class TokenizerOptions(_Schema):
+    """`tokenizer_kwargs` of OpenCLIP's schema, for a Hugging Face tokenizer."""
+
+    clean: Literal["whitespace", "lower", "canonicalize"] = "whitespace"  # the last: no case, no punctuation
+    strip_sep_token: bool = False  # 0 in place of the separator, as CLIPA was trained
+
+
 class TextConfig(_Tower):
-    """`text_cfg` of OpenCLIP's schema: a causal transformer, read at the end-of-text token."""
+    """`text_cfg` of OpenCLIP's schema: a transformer, causal by default, read at one token."""
 
     context_length: PositiveInt = 77  # tokens, start and end of text included
-    vocab_size: PositiveInt = 49408  # token ids; the highest of a text is its end
+    vocab_size: PositiveInt = 49408  # token ids
     heads: PositiveInt = 8  # attention heads
+    pool_type: Literal["argmax", "eos", "first", "last"] = "argmax"  # the token that is read: of the highest id, ...
+    eos_id: NonNegativeInt = 2  # ... or the first of this id, with `eos`
+    no_causal_mask: bool = False  # every token sees every other, padding included
+    hf_tokenizer_name: str | None = None  # on the Hugging Face hub, or a folder; None: CLIP's own
+    tokenizer_kwargs: TokenizerOptions | None = None
 
     @model_validator(mode="after")
     def _divides(self) -> TextConfig:
         if self.width % self.heads:
             raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
         return self
+
+    @property
+    def end_id(self) -> int | None:
+        """Of the token that ends a text, which is read; None: the highest of the text."""
+        return self.eos_id if self.pool_type == "eos" else None
+
+    @property
+    def ends(self) -> bool:
+        """What stands behind a text's last token changes nothing, so that texts can be cut there."""
+        return not self.no_causal_mask and self.pool_type in ("argmax", "eos")
 
 
 TowerConfig = VisionConfig | TextConfig
@@ -100,7 +135,10 @@ class Architecture(_Schema):
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
         own = self.model_dump(exclude={"image_mean", "image_std"}, exclude_defaults=True)
-        return own | {"vision_cfg": self.vision_cfg.model_dump(), "text_cfg": self.text_cfg.model_dump()}
+        for key, tower in (("vision_cfg", self.vision_cfg), ("text_cfg", self.text_cfg)):
+            sizes = {name: size for name, size in tower if type(size) in (int, float)}
+            own[key] = sizes | tower.model_dump(exclude_defaults=True)
+        return own
 
     def preprocess_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `preprocess_cfg`."""
@@ -165,6 +203,7 @@ class ModelConfig(Settings):
         for what, own, other in (
             ("vision_cfg.image_size", ours.vision_cfg.image_size, theirs.vision_cfg.image_size),
             ("text_cfg.context_length", ours.text_cfg.context_length, theirs.text_cfg.context_length),
+            ("text_cfg.hf_tokenizer_name", ours.text_cfg.hf_tokenizer_name, theirs.text_cfg.hf_tokenizer_name),
         ):
             if own != other:
                 raise UserError(
@@ -231,5 +270,5 @@ def _nearest(where: str) -> str:
     """What a key may mean that the towers do not have."""
     section, _, key = where.rpartition(".")
     schemas: dict[str, type[_Schema]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
-    near = difflib.get_close_matches(key, list(schemas.get(section, Architecture).model_fields), n=1)
+    near = difflib.get_close_matches(key, list(schemas.get(section, Architecture).model_fields), n=1, cutoff=0.8)
     return f"did you mean {near[0]}?" if near else "not implemented in OpenCLIP's plain ViT and text transformer"

@@ -56,12 +56,13 @@ class VisionTower(nn.Module):
         self.class_embedding = normal_parameter(cfg.width, std=scale)
         self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
         self.patch_dropout = PatchDropout(patch_dropout, PATCH_DROPOUT_ID)
-        self.ln_pre = nn.LayerNorm(cfg.width)
+        self.ln_pre = nn.Identity() if cfg.no_ln_pre else nn.LayerNorm(cfg.width)
         blocks = (
-            Block(cfg, causal=False, quick_gelu=quick_gelu, dropout=dropout, dropout_id=VISION_DROPOUT_ID + 2 * i)
+            Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=VISION_DROPOUT_ID + 2 * i)
             for i in range(cfg.layers)
         )
-        self.transformer = Transformer(blocks, activation_checkpointing)
+        self.averaged, self.norm_after = cfg.pool_type == "avg", cfg.final_ln_after_pool
+        self.transformer = Transformer(blocks, activation_checkpointing, one_token=not self.averaged)
         self.ln_post = nn.LayerNorm(cfg.width)
         self.proj = normal_parameter(cfg.width, architecture.embed_dim, std=scale)
 
@@ -74,4 +75,9 @@ class VisionTower(nn.Module):
         x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [b, 1 + T, width]
         x = self.ln_pre(self.patch_dropout(x, sample_seeds))
         first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        return self.ln_post(self.transformer(x, sample_seeds, first)) @ self.proj
+        x = self.transformer(x, sample_seeds, first)  # [b, 1, width]; averaged: [b, 1 + T, width]
+        if not self.averaged:
+            return self.ln_post(x[:, 0]) @ self.proj
+        x = x[:, 1:]  # the class token is no patch
+        x = self.ln_post(x.mean(dim=1)) if self.norm_after else self.ln_post(x).mean(dim=1)
+        return x @ self.proj

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clip_train.models.blocks import Transformer
 from clip_train.models.vision import PatchEmbedding
 
 
@@ -20,14 +21,15 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_units(model: nn.Module) -> None:
-    """torch.compile what makes patches of pixels, and each of `units` but every list's last, which reads one token
+    """torch.compile what makes patches of pixels, and each transformer's blocks but a last one that reads one token
     only: its graphs would be others.
 
     The method, not the module: hooks stay outside, and names as they are. The graphs take any batch and length, and
     are shared by the blocks of a tower: two (with a gradient or without), three with dropout (and none in evaluation).
     """
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal need not stay so
-    lists = [[*each][:-1] for each in model.modules() if isinstance(each, nn.ModuleList)]
+    towers = [each for each in model.modules() if isinstance(each, Transformer)]
+    lists = [[*each.resblocks][: -1 if each.one_token else None] for each in towers]
     patches = [each for each in model.modules() if isinstance(each, PatchEmbedding)]
     for unit in chain(patches, *lists):
         unit.forward = partial(_compiled, unit.forward, torch.compile(unit.forward, dynamic=True))

@@ -279,9 +279,10 @@ def test_presets_have_the_published_number_of_parameters(name: str, parameters: 
     assert count_parameters(load_architecture(name)) == parameters
 
 
-def test_flops_are_those_of_the_products():
+@pytest.mark.parametrize("pool", ["tok", "avg"])
+def test_flops_are_those_of_the_products(pool: str):
     """Against torch's own counter, which sees every matrix product and convolution."""
-    architecture = small_architecture()
+    architecture = small_architecture(vision_cfg={**small_architecture().model_cfg()["vision_cfg"], "pool_type": pool})
     model = small_model(architecture=architecture, dropout=0.0, patch_dropout=0.5)
     for dropped in (0.0, 0.5):
         model.train(dropped > 0)
@@ -291,6 +292,9 @@ def test_flops_are_those_of_the_products():
         ):  # fused ones go uncounted
             model(*inputs(3))
         assert counter.get_total_flops() == 3 * flops_per_sample(architecture, patch_dropout=dropped)
+
+
+def test_flops_of_vit_b_32_are_the_published_ones():
     # the published 4.41 + 2.98 GMACs for ViT-B-32, less their additions, and less what the last blocks are spared:
     # query, output and MLP (2 + 8 width^2) and attention of all tokens but one
     spared = 49 * (10 * 768**2 + 2 * 50 * 768) + 76 * (10 * 512**2 + 2 * 77 * 512)

@@ -31,7 +31,7 @@ def test_every_preset_loads():
 def test_an_unknown_preset_names_its_neighbours():
     with pytest.raises(UserError, match=r"model\.name \(vit-b32\): .* did you mean ViT-B-32") as e:
         load_architecture("vit-b32")
-    assert "known: ViT-B-16, ViT-B-32" in str(e.value)
+    assert "ViT-B-16-quickgelu, ViT-B-32, " in str(e.value)
     with pytest.raises(UserError, match=r"model\.name \(nowhere/model\.json\): there is no such preset or file"):
         load_architecture("nowhere/model.json")
 
@@ -62,6 +62,19 @@ def test_an_unknown_preset_names_its_neighbours():
         ),
         ({"vision_cfg": {"patch_size": 5}}, r"image_size \(16\) must be a multiple of patch_size \(5\)"),
         ({"text_cfg": {"heads": 3}}, r"width \(20\) must be a multiple of heads \(3\)"),
+        (
+            {"vision_cfg": {"pool_type": "none"}},
+            r"vision_cfg\.pool_type \('none'\) must be tok or avg",
+        ),
+        (
+            {"text_cfg": {"pool_type": "none"}},
+            r"text_cfg\.pool_type \('none'\) must be argmax, eos, first or last",
+        ),
+        (
+            {"text_cfg": {"tokenizer_kwargs": {"clean": "all"}}},
+            r"text_cfg\.tokenizer_kwargs\.clean \('all'\) must be whitespace, lower or canonicalize",
+        ),
+        ({"text_cfg": {"embed_cls": True}}, r"text_cfg\.embed_cls \(true\): .* not implemented"),
         ({"custom_text": True}, r"custom_text \(true\): .* not implemented"),
         ({"embed_dim": 0}, r"embed_dim \(0\) must be a whole number of at least 1"),
     ],
@@ -72,7 +85,7 @@ def test_what_is_not_implemented_is_refused_by_name(sections: dict[str, Any], me
 
 
 def test_all_mistakes_are_told_at_once():
-    content = _content(vision_cfg={"pool_type": "avg"}, text_cfg={"heds": 2})
+    content = _content(vision_cfg={"pool_type": "none"}, text_cfg={"heds": 2})
     with pytest.raises(UserError, match=r"model\.json: .*pool_type.*; text_cfg\.heds \(2\): .* did you mean heads"):
         parse_architecture(content, "model.json")
 

@@ -118,7 +118,7 @@ def test_damage_and_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     weights.write_bytes(whole)
     config = tmp_path / "export" / "open_clip_config.json"
     content = json.loads(config.read_text())
-    content["model_cfg"]["vision_cfg"]["pool_type"] = "avg"
+    content["model_cfg"]["vision_cfg"]["pool_type"] = "none"
     config.write_text(json.dumps(content))
     with pytest.raises(UserError, match="pool_type"):
         load_architecture(str(tmp_path / "export"))
