@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from clip_train import dist
 from clip_train.protocols import (
+    SCALARS,
     FeatureGradients,
     Features,
     Fragment,
@@ -25,10 +26,10 @@ from clip_train.protocols import (
     Phase,
     StepReport,
     Wanted,
+    tower_of,
 )
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP's ceiling on the parameter: the factor stays at most 100
-SCALARS = ("logit_scale", "logit_bias")
 LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
 
 
@@ -88,6 +89,7 @@ class Engine(abc.ABC):
         self.pieces = pieces
         self.grad_clip_norm = grad_clip_norm
         self.low_precision = low_precision
+        self.trained_towers = {tower_of(name) for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer_steps = 0
         self._masters: dict[str, Tensor] = {}  # of SCALARS, [1] each, in low precision only
         self._reduced = False  # the step's last backward has been seen
@@ -98,12 +100,19 @@ class Engine(abc.ABC):
         """Training (dropout on) or evaluation mode."""
         self.model.train(mode)
 
-    def forward(self, micro_batch: MicroBatch) -> Features:
-        """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often."""
-        out = Features(*self.model(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
+    def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
+        """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often.
+
+        seen: what it gave without a graph before, which a wholly frozen tower need not compute again."""
+        images = micro_batch.images if seen is None or "image" in self.trained_towers else None
+        texts = micro_batch.texts if seen is None or "text" in self.trained_towers else None
+        image, text, scale, bias = self.model(images, texts, micro_batch.sample_seeds)
+        if seen is not None:
+            image, text = seen.image if image is None else image, seen.text if text is None else text
+        out = Features(image, text, scale, bias)
         if self._masters:  # in place of a copy that moves in steps of 3% near 100, with the gradient still going to it
-            seen = out.logit_scale
-            out.logit_scale = seen * (self._masters["logit_scale"].exp() / seen.detach())
+            copy = out.logit_scale
+            out.logit_scale = copy * (self._masters["logit_scale"].exp() / copy.detach())
             if out.logit_bias is not None:
                 out.logit_bias = out.logit_bias + (self._masters["logit_bias"] - out.logit_bias.detach())
         return out
@@ -186,17 +195,15 @@ class Engine(abc.ABC):
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
         """Take this rank's part of a checkpoint, written by any engine on any number of ranks at any stage."""
         self.optimizer_steps = int(extra.get("optimizer_steps", 0))
-        slots = source.slots() - {"param"}
-        if self.optimizer is None:
-            slots = set()
-        elif slots:
-            self._start_optimizer(self.optimizer, slots)
+        stored = {piece.name: source.slots(piece.name) for piece in self.pieces}
+        if self.optimizer is not None:
+            self._start_optimizer(self.optimizer, stored)
         targets = [
             (Wanted(piece.name, slot, piece.start, piece.numel), tensor)
             for piece in self.pieces
             if piece.numel
             for slot, tensor in piece.tensors(self.optimizer).items()
-            if slot == "param" or slot in slots
+            if slot in stored[piece.name]
         ]
         targets += [(Wanted(name, "param", 0, copy.numel()), copy) for name, copy in self._copies()]
         source.prepare(wanted for wanted, _ in targets)
@@ -204,10 +211,14 @@ class Engine(abc.ABC):
             tensor.copy_(source.read(*wanted).view_as(tensor))
         self._read_masters()
 
-    def _start_optimizer(self, optimizer: torch.optim.Optimizer, slots: set[str]) -> None:
-        """The state that torch would have made at its first step."""
-        for held in {id(piece.held): piece.held for piece in self.pieces}.values():
-            state: dict[str, Any] = {slot: torch.zeros_like(held).detach() for slot in slots}
+    def _start_optimizer(self, optimizer: torch.optim.Optimizer, stored: dict[str, set[str]]) -> None:
+        """The state that torch would have made at its first step. stored: the slots of each parameter, by its name."""
+        slots: dict[int, set[str]] = {}  # of what is held; the moments of a frozen parameter have gone
+        for piece in self.pieces:
+            if piece.held.requires_grad:
+                slots.setdefault(id(piece.held), set()).update(stored[piece.name] - {"param"})
+        for held in {id(piece.held): piece.held for piece in self.pieces if slots.get(id(piece.held))}.values():
+            state: dict[str, Any] = {slot: torch.zeros_like(held).detach() for slot in slots[id(held)]}
             if isinstance(optimizer, torch.optim.AdamW):
                 # One for each, or it would advance several times a step; and where the fused kernel reads it.
                 state["step"] = torch.tensor(float(self.optimizer_steps), device=held.device)

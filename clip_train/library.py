@@ -149,7 +149,8 @@ class ModuleEngine:
             stack.enter_context(module.no_sync())
         return stack
 
-    def forward(self, micro_batch: MicroBatch) -> Features:
+    def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
+        """Always both towers: a module of any make may draw from torch's generators in either."""
         with self._quiet(), _looking_for_ddp(self.model):
             features = as_features(self.model(micro_batch.images, micro_batch.texts))
         if not torch.is_grad_enabled():

@@ -18,7 +18,16 @@ from torch import Tensor
 from clip_train.batch import chunk_sizes, num_chunks
 
 Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
+Tower = Literal["image", "text"]
+SCALARS = ("logit_scale", "logit_bias")  # parameters of neither tower
 TEXT_STEP = 8  # a micro-batch's texts are cut at multiples of this: each length is a shape to allocate or compile for
+
+
+def tower_of(parameter: str) -> Tower | None:
+    """By its name, as in OpenCLIP; None for SCALARS."""
+    if parameter in SCALARS:
+        return None
+    return "image" if parameter.startswith("visual.") else "text"
 
 
 @dataclass
@@ -158,8 +167,8 @@ class FragmentSource(Protocol):
         what is not here yet, piece by piece. CheckpointError, on all ranks."""
         ...
 
-    def slots(self) -> set[str]:
-        """What is stored per parameter: "param" and the optimizer's slots."""
+    def slots(self, name: str) -> set[str]:
+        """What is stored of a parameter: "param" and, unless it was frozen, the optimizer's slots."""
         ...
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
@@ -172,8 +181,10 @@ class Differentiable(Protocol):
 
     device: torch.device
 
-    def forward(self, micro_batch: MicroBatch) -> Features:
-        """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often."""
+    def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
+        """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often.
+
+        seen: what it gave without a graph before; a tower of which nothing is trained may take its features."""
         ...
 
     def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:

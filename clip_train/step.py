@@ -169,7 +169,7 @@ def replay(
     for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True), 1):
         assert entry.rng is not None
         restore_rng(entry.rng, engine.device)
-        engine.backward(engine.forward(entry.inputs), gradient, last and i == len(cache))
+        engine.backward(engine.forward(entry.inputs, entry.features), gradient, last and i == len(cache))
     restore_rng(after, engine.device)
 
 

@@ -24,6 +24,7 @@ from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
+from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Features, MicroBatch, text_lengths
@@ -100,13 +101,15 @@ def build_loader(
 
 
 def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
+    def make_model() -> CLIP:
+        checkpointing = bool(checked.engine.activation_checkpointing)
+        model = CLIP(checked.architecture, dropout=config.model.dropout, activation_checkpointing=checkpointing)
+        freeze(model, config.model)
+        return model
+
     return engines.build(
         checked.engine,
-        lambda: CLIP(
-            checked.architecture,
-            dropout=config.model.dropout,
-            activation_checkpointing=bool(checked.engine.activation_checkpointing),
-        ),
+        make_model,
         lambda named: build_optimizer(config.optim, named),
         device=device,
         grad_clip_norm=config.optim.grad_clip_norm,

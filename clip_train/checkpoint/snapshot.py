@@ -233,9 +233,11 @@ class FragmentReader:
         """Every parameter in the checkpoint with its shape."""
         return dict(self._shapes)
 
-    def slots(self) -> set[str]:
-        """What is stored per parameter: "param" and the optimizer's slots."""
-        return set(self._slots)
+    def slots(self, name: str) -> set[str]:
+        """What is stored of a parameter: "param" and, unless it was frozen, the optimizer's slots."""
+        low, high = self._range.get(name, (0, 0))
+        stored = np.any(self._rows[4:, low:high] >= 0, axis=1).tolist()
+        return {slot for slot, there in zip(self._slots, stored, strict=True) if there}
 
     def _pieces(self, name: str, slot: str, start: int, end: int) -> Iterator[tuple[int, int, int, int, torch.dtype]]:
         """What overlaps elements `[start, end)`: first element, the one after the last, file, byte offset, dtype."""
@@ -286,7 +288,7 @@ class FragmentReader:
         if done < end:
             raise CheckpointError(
                 f"{self._where}: {slot!r} of {name} {list(self._shapes[name])} lacks element {done}; "
-                f"[{start}, {end}) was asked for, the checkpoint has {sorted(self.slots())}"
+                f"[{start}, {end}) was asked for, the checkpoint has {sorted(self.slots(name))}"
             )
         if not parts:
             return torch.empty(0)

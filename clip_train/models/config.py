@@ -159,6 +159,17 @@ class ModelConfig(Settings):
     """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON says."""
     dropout: Annotated[float, Refused] = Field(0.0, ge=0, lt=1)
     """Dropout after attention and MLP in every block of both towers. OpenCLIP has none."""
+    freeze: Annotated[list[str], Refused] = Field([])
+    """Parameters that are not trained: patterns over their names, such as ["visual.*"]."""
+    lock_image: Annotated[bool, Refused] = False
+    """Freeze the image tower (OpenCLIP's --lock-image; recipes/lit.yaml)."""
+    lock_image_unlocked_groups: Annotated[NonNegativeInt, Refused] = 0
+    """Of a locked image tower, train this many groups at its top: the projection, the last block with its norm, each
+    block below, the embeddings."""
+    lock_text: Annotated[bool, Refused] = False
+    """Freeze the text tower (OpenCLIP's --lock-text)."""
+    lock_text_unlocked_layers: Annotated[NonNegativeInt, Refused] = 0
+    """Of a locked text tower, train this many groups at its top, counted as those of the image tower."""
     init_from: str | None = None
     """Start from these weights: an export folder, or a .safetensors / .pt file in OpenCLIP's layout."""
     teacher: Annotated[str | None, Refused] = None
@@ -172,6 +183,13 @@ class ModelConfig(Settings):
     """Logarithm of the logits' factor at the start, up to ln 100; none: as the model's JSON says (ln 1/0.07)."""
     init_logit_bias: Annotated[float | None, Refused] = None  # whether there is such a parameter
     """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON says."""
+
+    @model_validator(mode="after")
+    def _what_is_unlocked_was_locked(self) -> ModelConfig:
+        for lock, key in (("lock_image", "lock_image_unlocked_groups"), ("lock_text", "lock_text_unlocked_layers")):
+            if getattr(self, key) and not getattr(self, lock):
+                raise ValueError(f"model.{key} ({getattr(self, key)}) needs model.{lock}=true (it is false); set both")
+        return self
 
     def architecture(self) -> Architecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""

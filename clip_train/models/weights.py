@@ -33,7 +33,7 @@ class WholeState:
     def __init__(self, state: Mapping[str, Tensor]):
         self._state = state
 
-    def slots(self) -> set[str]:
+    def slots(self, name: str) -> set[str]:
         return {"param"}
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:

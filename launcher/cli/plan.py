@@ -19,6 +19,7 @@ from clip_train.memory import GIB, RECOMPUTED
 from clip_train.metrics.progress import format_seconds
 from clip_train.metrics.sinks import iter_jsonl
 from clip_train.models.clip import count_parameters, flops_per_sample
+from clip_train.models.freeze import trained_parameters
 from launcher.config.gpus import estimate, find_gpu, usable
 from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
 from launcher.config.recipe import RunConfig, load_config
@@ -60,6 +61,7 @@ def make_plan(config: RunConfig, world_size: int, rate: float | None, gpu: str |
     return {
         "model": config.model.name,
         "parameters": count_parameters(architecture),
+        "trained_parameters": trained_parameters(config.model, architecture),
         "world_size": world_size,
         "engine": describe_engine(engine),
         "global_size": plan.global_size,  # the largest
@@ -156,8 +158,9 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         else "unknown: give --samples-per-second, or plan again when the run has some steps"
     )
     uneven = f"{plan['per_rank'] - 1:,} or " if plan["global_size"] % plan["world_size"] else ""
+    trained = f", {plan['trained_parameters']:,} trained" if plan["trained_parameters"] < plan["parameters"] else ""
     return [
-        ("parameters", f"{plan['parameters']:,}"),
+        ("parameters", f"{plan['parameters']:,}{trained}"),
         *([("batch schedule", plan["schedule"])] if plan["schedule"] else []),
         (
             "largest global batch" if plan["schedule"] else "global batch",

@@ -8,6 +8,7 @@ from typing import Any
 from clip_train.errors import UserError
 from clip_train.memory import BACKWARD, GIB, Layout, candidates
 from clip_train.models.clip import count_parameters, flops_per_sample
+from clip_train.models.freeze import trained_parameters
 from clip_train.storage.object_store import PART_BYTES
 from launcher.config.memory import GPU_MARGIN, decide, estimate_memory, predicted_profile
 from launcher.config.recipe import RunConfig
@@ -60,11 +61,13 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU, forwards: float) -> 
     """
     plan, architecture = checked.plan, checked.architecture
     W, P = plan.world_size, count_parameters(architecture)
+    trained = trained_parameters(config.model, architecture)
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
     samples = config.batch.sizes.before(config.steps)
     useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
     rates = {f"{mfu:.0%}": W * gpu.flops * mfu / useful for mfu in MFUS}
-    traffic = collectives(config, checked, P)
+    traffic = collectives(config, checked, P, trained)
+    saved = 4 * P + 8 * trained
     limit = checked.layout.room.limit if checked.layout else usable(gpu)
     middle = rates[f"{MFUS[1]:.0%}"]
     return {
@@ -80,15 +83,15 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU, forwards: float) -> 
             "bytes_per_second": middle / W * SAMPLE_BYTES,
         },
         "checkpoint": {
-            "bytes": 12 * P,
-            "requests": W * (3 + 12 * P // W // PART_BYTES) + 3,  # parts; two manifests; manifest, layout, marker
+            "bytes": saved,
+            "requests": W * (3 + saved // W // PART_BYTES) + 3,  # parts; two manifests; manifest, layout, marker
         },
         "layouts": layouts(config, checked, limit, gpu.flops * MFUS[1] / forward),
         "engines": engines(config, checked, limit),
     }
 
 
-def collectives(config: RunConfig, checked: Checked, P: int) -> dict[str, float]:
+def collectives(config: RunConfig, checked: Checked, P: int, trained: int) -> dict[str, float]:
     """Bytes that a rank sends in a step, over a ring; benchmarks/communication.py counts the same values."""
     plan, engine = checked.plan, checked.engine
     W, k, m, stage = plan.world_size, plan.accum_steps, plan.kept_graphs, engine.zero_stage
@@ -102,7 +105,7 @@ def collectives(config: RunConfig, checked: Checked, P: int) -> dict[str, float]
     return {
         "features": part * 4 * 2 * gathered * checked.architecture.embed_dim,
         "sums": 2 * part * 8 * 2 * gathered,
-        "gradients": (2 if stage == 0 else 1) * part * times * reduced * P,
+        "gradients": (2 if stage == 0 else 1) * part * times * reduced * trained,
         "parameters": part * fetched * word * P,
     }
 

@@ -19,8 +19,9 @@ from clip_train.errors import UserError
 from clip_train.memory import Memory, Profile, Room, choose
 from clip_train.models.clip import CLIP, count_parameters
 from clip_train.models.config import Architecture
+from clip_train.models.freeze import frozen_towers, trained_parameters
 from clip_train.probe import fake_profile, real_profile
-from clip_train.protocols import MicroBatch
+from clip_train.protocols import MicroBatch, Tower, tower_of
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked, no_limit
 from launcher.engines import on_this_machine, package
@@ -36,7 +37,8 @@ def estimate_memory(
     """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without activations."""
     P, D = count_parameters(architecture), architecture.embed_dim
     moment_bytes = 8 if config.optim.name == "adamw" else 4 if config.optim.momentum else 0
-    held: Memory = package(engine.kind).memory(engine, P, moment_bytes, plan.world_size)
+    trained = trained_parameters(config.model, architecture)
+    held: Memory = package(engine.kind).memory(engine, P, trained, moment_bytes, plan.world_size)
     teacher = config.model.teacher_architecture()  # which every rank holds, as it does the memory banks
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
@@ -65,9 +67,15 @@ SHALLOW = 3  # blocks of a tower; every further one takes as much as the third
 
 
 @cache
-def _profile(architecture: Architecture, precision: str, dropout: float, checkpointing: bool) -> Profile:
+def _profile(
+    architecture: Architecture,
+    precision: str,
+    dropout: float,
+    checkpointing: bool,
+    frozen: frozenset[Tower] = frozenset(),
+) -> Profile:
     """By fake tensors; of shallow towers, and what one block more takes of either: those of a large model take half a
-    minute."""
+    minute. frozen: towers without a graph; one that is frozen in part is taken for a trained one."""
     layers = {name: getattr(architecture, name).layers for name in ("vision_cfg", "text_cfg")}
     shallow = {name: min(depth, SHALLOW) for name, depth in layers.items()}
 
@@ -77,11 +85,14 @@ def _profile(architecture: Architecture, precision: str, dropout: float, checkpo
         def make_model() -> CLIP:
             torch.set_default_dtype(DTYPES[precision])
             try:
-                return CLIP(
+                model = CLIP(
                     architecture.model_copy(update=towers), dropout=dropout, activation_checkpointing=checkpointing
                 )
             finally:
                 torch.set_default_dtype(torch.float32)
+            for name, p in model.named_parameters():
+                p.requires_grad_(tower_of(name) not in frozen)
+            return model
 
         return fake_profile(make_model, partial(micro_batch, architecture, torch.device("cpu")))
 
@@ -95,7 +106,8 @@ def _profile(architecture: Architecture, precision: str, dropout: float, checkpo
 def predicted_profile(config: RunConfig, architecture: Architecture, checkpointing: bool) -> Profile:
     """From fake tensors; with a teacher, its forward too."""
     precision = on_this_machine(config.engine).precision
-    own = _profile(architecture, precision, config.model.dropout, checkpointing)
+    frozen = frozen_towers(config.model, architecture)
+    own = _profile(architecture, precision, config.model.dropout, checkpointing, frozen)
     teacher = config.model.teacher_architecture()
     if teacher is None:
         return own

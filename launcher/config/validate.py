@@ -16,6 +16,7 @@ from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
 from clip_train.models.config import Architecture
+from clip_train.models.freeze import trained_parameters
 from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, on_this_machine, package
 from launcher.engines.config import EngineConfig
@@ -52,6 +53,7 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
         if (config.loss.kind == "sigmoid") != (architecture.init_logit_bias is not None):
             problems.append(UserError(bias_mistake(config, architecture.init_logit_bias)))
         collect(config.model.teacher_architecture)
+        collect(partial(trained_parameters, config.model, architecture))
     plan = collect(lambda: plan_batch(config.batch, world_size))
     engine, resolved = package(config.engine.kind), on_this_machine(config.engine)
     problems += map(UserError, engine.mistakes(resolved, engine_facts(config, plan, world_size)))

@@ -4,7 +4,8 @@
     CHECKS                                          what `clip-train doctor` looks at for it
     mistakes(config, facts) -> Iterator[str]        what it refuses, each with field, value and remedy
     mistakes_here(config) -> Iterator[str]          what this machine's devices cannot do
-    memory(config, P, moment_bytes, world_size)     bytes on one rank of a model of P parameters, as `Memory`
+    memory(config, P, trained, moment_bytes, world_size)
+                                                    bytes on one rank of a model of P parameters, as `Memory`
     sums_fp32(config) -> bool                       is a gradient that is reduced once as exact as one of each backward?
     artifacts(config, facts) -> dict[str, str]      files for the run directory: name -> text
     engine.build_engine(config, make_model, make_optimizer, device, facts) -> Engine

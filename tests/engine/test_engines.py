@@ -40,8 +40,8 @@ class Source:
     def names(self):
         return {name: tuple(slots["param"].shape) for name, slots in self.tensors.items()}
 
-    def slots(self):
-        return set(next(iter(self.tensors.values())))
+    def slots(self, name):
+        return set(self.tensors[name])
 
     def prepare(self, wanted):
         self.prepared = list(wanted)

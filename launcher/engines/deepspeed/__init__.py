@@ -51,8 +51,9 @@ def mistakes_here(config: EngineConfig) -> Iterator[str]:
         )
 
 
-def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> Memory:
-    """Reference: ZeRO (arXiv 1910.02054). moment_bytes: of the optimizer, for each parameter."""
+def memory(config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int) -> Memory:
+    """Reference: ZeRO (arXiv 1910.02054). trained: of the parameters. moment_bytes: of the optimizer, for each of
+    those. The fp32 copies of frozen ones are in the CPU's memory."""
     W, stage = world_size, config.zero_stage
     word = 4 if config.precision == "fp32" else 2
     accumulation = 4 if config.precision == "bf16" else word
@@ -61,8 +62,8 @@ def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> 
     master = 0 if stage == 0 else 4
     return Memory(
         parameters=word * P / (W if stage == 3 else 1),
-        gradients=accumulation * P / (1 if whole_gradient else W) + unsummed * P,
-        optimizer=0 if config.offload == "optimizer" else (master + moment_bytes) * P / (W if stage >= 1 else 1),
+        gradients=(accumulation / (1 if whole_gradient else W) + unsummed) * trained,
+        optimizer=0 if config.offload == "optimizer" else (master + moment_bytes) * trained / (W if stage >= 1 else 1),
         buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(config),
     )
 

@@ -97,7 +97,13 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
     """At stages 1 to 3 fp32 masters lie in a few flat tensors, on which torch's optimizer works."""
     W, here, wrapper = dist.world_size(), dist.rank(), engine.optimizer
     for i, (name, p) in enumerate(engine.module.named_parameters()):
-        if stage == 0:  # the optimizer works on the parameter itself
+        if stage and not p.requires_grad:  # an fp32 copy in the CPU's memory, cut as stage 3 cuts the parameter itself
+            shape = tuple(getattr(p, "ds_shape", p.shape))
+            padded = -(-math.prod(shape) // W)
+            start = min(padded * here, math.prod(shape))
+            numel = min(padded, math.prod(shape) - start)
+            yield Piece(name, shape, start, numel, torch.zeros(numel))
+        elif stage == 0:  # the optimizer works on the parameter itself
             yield Piece(name, tuple(p.shape), 0, p.numel(), p, saved_here=i % W == here)
         elif stage < 3:  # (also DeepSpeed's BF16_Optimizer) the parameter's fragment of this rank's partition
             if (mapping := p._hp_mapping) is not None:  # else it lies wholly on other ranks

@@ -47,16 +47,18 @@ def mistakes_here(config: EngineConfig) -> Iterator[str]:
     yield from ()
 
 
-def memory(config: EngineConfig, P: int, moment_bytes: int, world_size: int) -> Memory:
-    """Masters, moments and reduced gradients are fp32 and shared out; whole parameters and gradients come on top."""
+def memory(config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int) -> Memory:
+    """Masters, moments and reduced gradients are fp32 and shared out; whole parameters and gradients come on top.
+
+    trained: of the P parameters; the others have masters only."""
     S = 1 if config.zero_stage == 0 else config.shard_ranks or world_size
     word = 4 if config.precision == "fp32" else 2
     whole = S > 1 or word < 4  # a copy beside the masters, in the model's precision
     once = config.zero_stage < 2 or config.reduce_gradients == "once"
     return Memory(
         parameters=word * P if whole and config.zero_stage < 3 else 0.0,
-        gradients=4 * P / S + (4 * P if once and S > 1 else 0),
-        optimizer=0.0 if config.offload == "optimizer" else (4 + moment_bytes) * P / S,
+        gradients=4 * trained / S + (4 * trained if once and S > 1 else 0),
+        optimizer=0.0 if config.offload == "optimizer" else (4 * P + moment_bytes * trained) / S,
         buffers=0.0,
     )
 

@@ -1,0 +1,103 @@
+"""Parameters by name: their tower, their layer in it, and which of them a recipe freezes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from clip_train.errors import UserError
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture, ModelConfig
+from clip_train.protocols import SCALARS, Tower, tower_of
+from clip_train.settings import shown
+
+NORMS = ("ln_post", "ln_final")  # behind the blocks
+TOP = (*NORMS, "proj", "text_projection")
+
+
+@cache
+def parameter_sizes(architecture: Architecture) -> dict[str, int]:
+    """Elements of each of the model's parameters, by name; allocates none of them."""
+    with torch.device("meta"):
+        return {name: p.numel() for name, p in CLIP(architecture).named_parameters()}
+
+
+def depths(names: Iterable[str]) -> dict[str, int]:
+    """Layers below the top of its tower: 0 for what follows the blocks, 1 for the last block, and below the first
+    block embeddings. The scalars are at 0."""
+    names = list(names)
+    blocks = {name: int(found[1]) for name in names if (found := re.search(r"\bresblocks\.(\d+)\.", name))}
+    layers = {tower_of(name): 0 for name in names}
+    for name, number in blocks.items():
+        layers[tower_of(name)] = max(layers[tower_of(name)], number + 1)
+
+    def depth(name: str) -> int:
+        if name in SCALARS or name.removeprefix("visual.").split(".")[0] in TOP:
+            return 0
+        return layers[tower_of(name)] - blocks.get(name, -1)
+
+    return {name: depth(name) for name in names}
+
+
+def matching(key: str, value: Any, glob: str, names: Collection[str]) -> set[str]:
+    """The parameters that a glob of the recipe's `key`, which is `value`, means. UserError where there are none."""
+    found = {name for name in names if fnmatchcase(name, glob)}
+    if not found:
+        near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or sorted(names)[:3]
+        raise UserError(
+            f"{key} ({shown(value)}): {glob} matches none of the model's parameters, such as {', '.join(near)}; "
+            "correct it (visual.* is the image tower), or take it out"
+        )
+    return found
+
+
+def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Those of a model's parameters that the recipe does not train. UserError where it trains none.
+
+    Locked towers are unlocked from the top by OpenCLIP's groups, in which the last norm goes with the last block.
+    """
+    depth, frozen = depths(names), set[str]()
+    locks = {
+        "image": (config.lock_image, config.lock_image_unlocked_groups),
+        "text": (config.lock_text, config.lock_text_unlocked_layers),
+    }
+    for name in names:
+        locked, unlocked = locks.get(tower_of(name) or "", (False, 0))
+        group = 1 if name.removeprefix("visual.").startswith(NORMS) else depth[name]
+        if locked and group >= unlocked:
+            frozen.add(name)
+    for glob in config.freeze:
+        frozen |= matching("model.freeze", config.freeze, glob, names)
+    if len(frozen) == len(names):
+        raise UserError(
+            f"model.freeze ({shown(config.freeze)}), model.lock_image ({shown(config.lock_image)}) and "
+            f"model.lock_text ({shown(config.lock_text)}) leave no parameter to train; freeze fewer"
+        )
+    return frozen
+
+
+def freeze(model: nn.Module, config: ModelConfig) -> None:
+    """Before it goes into an engine, and before its optimizer is made."""
+    parameters = dict(model.named_parameters())
+    for name in frozen_names(config, parameters):
+        parameters[name].requires_grad_(False)
+
+
+def trained_parameters(config: ModelConfig, architecture: Architecture) -> int:
+    sizes = parameter_sizes(architecture)
+    frozen = frozen_names(config, sizes)
+    return sum(size for name, size in sizes.items() if name not in frozen)
+
+
+def frozen_towers(config: ModelConfig, architecture: Architecture) -> frozenset[Tower]:
+    """Those of which nothing is trained."""
+    names = parameter_sizes(architecture)
+    trained = {tower_of(name) for name in names.keys() - frozen_names(config, names)}
+    return frozenset(tower for tower in get_args(Tower) if tower not in trained)

@@ -1,0 +1,78 @@
+"""A locked tower through the real command: planned, trained, resumed under another engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clip_train.models.config import load_architecture
+from clip_train.models.freeze import parameter_sizes
+from clip_train.models.weights import initial_weights
+from launcher.cli.plan import make_plan
+from launcher.config.recipe import check_config, load_config
+from tests.launcher.conftest import metrics, run
+
+LOCKED = ("model.lock_image=true", "model.lock_image_unlocked_groups=1")
+
+
+def plan(engine, **model):
+    base = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "batch": {"global_size": 64, "micro_size": 8}}
+    return make_plan(check_config({**base, "engine": engine, "model": {"name": "tiny", **model}}, "here"), 2, None)
+
+
+@pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])
+def test_a_frozen_parameter_has_neither_gradient_nor_moments_in_the_plan(kind):
+    sizes = parameter_sizes(load_architecture("tiny"))
+    P, trained = sum(sizes.values()), sum(size for name, size in sizes.items() if not name.startswith("visual."))
+    engine = {"kind": kind, "zero_stage": 0, "precision": "fp32"}
+    whole, locked = plan(engine)["memory_bytes"], plan(engine, lock_image=True)
+    memory = locked["memory_bytes"]
+    masters = 4 if kind == "fsdp" else 0  # where they are the parameters themselves
+    assert memory["parameters"] == whole["parameters"]
+    assert (memory["gradients"], memory["optimizer"]) == (4 * trained, masters * P + 8 * trained)
+    assert memory["activations"] < 0.8 * whole["activations"]  # a graph of one tower
+    assert locked["trained_parameters"] == trained < locked["parameters"] == P
+
+
+@pytest.mark.engine
+def test_a_locked_run_goes_on_under_another_engine(recipe, tmp_path):
+    """Its image tower, but for the projection, ends as it began."""
+    common = (*LOCKED, "schedule.name=constant", "schedule.warmup_steps=2")
+    status, out = run(recipe, *common, "run.steps=8", f"run.dir={tmp_path / 'whole'}")
+    assert status == 0, out
+    assert run(recipe, *common, "run.steps=4", "engine.kind=fsdp", "engine.zero_stage=3", ranks=2)[0] == 0
+    status, out = run(recipe, *common, "run.steps=8", "engine.zero_stage=2")
+    assert status == 0 and "resuming from step 4" in out, out
+    lines = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "run")]
+    assert lines[0] == pytest.approx(lines[1], rel=1e-5)
+    status, out = run(tmp_path / "run" / "recipe.yaml", verb="export")
+    assert status == 0, out
+    after = load_file(tmp_path / "run" / "export" / "open_clip_model.safetensors")
+    config = load_config(str(recipe))
+    before = initial_weights(config.model, config.run.seed)
+    changed = {
+        name for name, p in after.items() if not torch.equal(p.flatten(), before.read(name, "param", 0, p.numel()))
+    }
+    assert {name for name in changed if name.startswith("visual.")} == {"visual.proj"}
+    assert "text_projection" in changed
+
+
+@pytest.mark.engine
+def test_a_run_with_other_frozen_parameters_is_another_run(recipe):
+    short, frozen = "schedule.warmup_steps=0", "model.freeze=[visual.*]"
+    assert run(recipe, "run.steps=2", short)[0] == 0
+    status, out = run(recipe, "run.steps=4", short, frozen)
+    assert status == 2 and "model.freeze was [], is ['visual.*']" in out, out
+    status, out = run(recipe, "run.steps=4", short, frozen, "checkpoint.allow_changed_recipe=true")
+    assert status == 0 and "resuming from step 2" in out, out
+    status, out = run(recipe, "run.steps=6", short, "checkpoint.allow_changed_recipe=true")  # without their moments
+    assert status == 0 and "resuming from step 4" in out, out
+
+
+def test_json_says_how_many_are_trained(recipe):
+    status, out = run(recipe, *LOCKED, "--json", verb="plan")
+    found = json.loads(out)
+    assert status == 0 and found["trained_parameters"] < found["parameters"]
