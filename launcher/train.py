@@ -19,7 +19,7 @@ from clip_train.data.loader import Prefetcher
 from clip_train.errors import RankError, UserError
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
@@ -132,7 +132,8 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device, out
         write_resumed(start)
     engine = parts.build_engine(config, checked, device)
     if resumed is None:
-        engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
+        say = log if dist.is_main() else silent
+        engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed, say)), {})
     if checked.layout is not None:
         checked = measure(config, checked, engine)
         if dist.is_main() and checked.layout is not None:

@@ -1,20 +1,21 @@
-"""Weights in and out: those a run starts from, the same at every ZeRO stage and number of ranks, and OpenCLIP's layout.
+"""Weights in: those a run starts from, the same at every ZeRO stage and number of ranks.
 
 Nothing is ever unpickled but tensors.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import pickle
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from clip_train.errors import CheckpointError, UserError
@@ -24,7 +25,8 @@ from clip_train.protocols import Wanted
 
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the first is what an export writes
 CONFIG_NAME = "open_clip_config.json"
-_SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-d in OpenCLIP
+SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-d in OpenCLIP
+Log = Callable[[str], None]
 
 
 class WholeState:
@@ -45,14 +47,18 @@ class WholeState:
         return self._state[name].flatten()[start : start + numel]
 
 
-def initial_weights(config: ModelConfig, seed: int) -> WholeState:
+def silent(text: str) -> None:
+    """A `Log` of the ranks that need not say what rank 0 says."""
+
+
+def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeState:
     """What `model.init_from` holds, else OpenCLIP's initialisation drawn on the CPU from `seed`.
 
     Drawn in float32 and on the CPU for every precision, device and ZeRO stage, so that none of them changes
     where a run starts. It holds the whole model in memory until it is dropped.
     """
     if config.init_from is not None:
-        return WholeState(load_openclip(config.init_from, config.architecture()))
+        return WholeState(load_openclip(config.init_from, config.architecture(), log))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return WholeState(dict(CLIP(config.architecture()).named_parameters()))
@@ -84,43 +90,35 @@ def check_state(state: dict[str, Tensor], architecture: Architecture, source: st
         ) from None
 
 
-def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike) -> Path:
-    """Write `state` where `open_clip.create_model_and_transforms("local-dir:FOLDER")` finds it.
-
-    Args:
-        state: the model's whole state dict, names as in `CLIP`, on any device and in any precision.
-        folder: made if need be; a reader sees a file of it whole or not at all.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: `state` does not fit `architecture`.
-    """
-    check_state(state, architecture, "the state to export")
-    out = {
-        # a copy of its own: safetensors refuses tensors that share memory
-        name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(() if name in _SCALARS else tensor.shape)
-        for name, tensor in state.items()
-    }
-    config = {"model_cfg": architecture.model_cfg(), "preprocess_cfg": architecture.preprocess_cfg()}
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    weights, description = (path / f"{name}.part" for name in (WEIGHTS_NAMES[0], CONFIG_NAME))
-    description.write_text(json.dumps(config, indent=2) + "\n")
-    save_file(out, weights, metadata={"format": "pt"})
-    weights.chmod(description.stat().st_mode)  # as any new file: safetensors makes them for their owner alone
-    for part in (weights, description):
-        part.replace(part.with_suffix(""))
-    return path
+def resize_positions(state: dict[str, Tensor], architecture: Architecture, log: Log) -> None:
+    """Positional embeddings of another image size or context, interpolated in place as OpenCLIP does: the grid bicubic
+    with antialias beside the class token, the text's linear. What cannot be interpolated is left to `check_state`."""
+    side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
+    name, lines = "visual.positional_embedding", []
+    old = state.get(name)  # [1 + T, width]
+    if old is not None and old.ndim == 2 and len(old) > 1 and len(old) != 1 + side**2:
+        was = math.isqrt(len(old) - 1)
+        if was**2 == len(old) - 1:
+            grid = old[1:].unflatten(0, (was, was)).permute(2, 0, 1)[None]  # [1, width, was, was]
+            grid = F.interpolate(grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False)
+            state[name] = torch.cat([old[:1], grid[0].flatten(1).T])
+            lines.append(f"the image's from {was} x {was} to {side} x {side} patches")
+    name, context = "positional_embedding", architecture.text_cfg.context_length
+    old = state.get(name)  # [context_length, width]
+    if old is not None and old.ndim == 2 and len(old) and len(old) != context:
+        state[name] = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)[0].T.contiguous()
+        lines.append(f"the text's from {len(old)} to {context} tokens")
+    if lines:
+        log(f"positional embeddings interpolated: {', '.join(lines)}")
 
 
-def load_openclip(path: str | os.PathLike, architecture: Architecture) -> dict[str, Tensor]:
+def load_openclip(path: str | os.PathLike, architecture: Architecture, log: Log = silent) -> dict[str, Tensor]:
     """Weights in OpenCLIP's layout -> the state dict for `CLIP(architecture)`, float32 on the CPU.
 
     Args:
         path: an export folder; a .safetensors; or a .pt / .bin of tensors, OpenCLIP's training checkpoints
             (`{"state_dict": {"module.visual...": ...}}`) included.
+        log: takes a line where another image size or context is made to fit.
 
     Raises:
         UserError: there is nothing at `path`.
@@ -134,6 +132,7 @@ def load_openclip(path: str | os.PathLike, architecture: Architecture) -> dict[s
             f"model.init_from: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}; correct the path"
         )
     state = _read(file)
+    resize_positions(state, architecture, log)
     check_state(state, architecture, str(file))
     return state
 
@@ -155,5 +154,5 @@ def _read(file: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{file} is no state dict: {key!r} is a {type(value).__name__}")
         name = key.removeprefix("module.").removeprefix("_orig_mod.")  # DistributedDataParallel, torch.compile
         tensor = value.float().contiguous() if value.is_floating_point() else value
-        state[name] = tensor.reshape(1) if name in _SCALARS and tensor.numel() == 1 else tensor
+        state[name] = tensor.reshape(1) if name in SCALARS and tensor.numel() == 1 else tensor
     return state

@@ -13,7 +13,8 @@ from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
-from clip_train.models.weights import export_openclip, initial_weights
+from clip_train.models.export import export_openclip
+from clip_train.models.weights import initial_weights
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote
 from launcher.cli.checkpoints import places_of_run, recipe_in

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
-from clip_train.models.config import ModelConfig, load_architecture
-from clip_train.models.weights import export_openclip, load_openclip, load_teacher
+from clip_train.models.config import ModelConfig, load_architecture, parse_architecture
+from clip_train.models.export import export_openclip
+from clip_train.models.weights import load_openclip, load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 
 ARCHITECTURE = small_architecture(init_logit_bias=-10.0)
@@ -90,6 +91,36 @@ def test_weights_of_another_model_are_refused_with_their_names(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"the state to export does not fit the model .*Missing key.*logit_bias"):
         export_openclip(small_model().state_dict(), ARCHITECTURE, tmp_path / "export")
     assert not (tmp_path / "export").exists()
+
+
+def test_another_image_size_and_context_are_interpolated(tmp_path: Path):
+    """Equality with OpenCLIP: tests/peers. Here: what a linear map of positions must do, and what stays."""
+    small, ramp = small_model(), torch.linspace(-1, 1, 8)
+    state = small.state_dict()
+    columns = torch.arange(4.0).repeat(4)[:, None]  # of the patch grid, row by row
+    state["visual.positional_embedding"] = torch.cat([torch.full((1, 32), 9.0), columns.expand(16, 32)])
+    state["positional_embedding"] = ramp[:, None].repeat(1, 20)
+    save_file(state, tmp_path / "small.safetensors")
+    content = small_architecture().model_cfg()
+    content["vision_cfg"]["image_size"], content["text_cfg"]["context_length"] = 32, 16
+    large, said = parse_architecture(content, "test"), []
+    loaded = load_openclip(tmp_path / "small.safetensors", large, said.append)
+    assert said == [
+        "positional embeddings interpolated: the image's from 4 x 4 to 8 x 8 patches, the text's from 8 to 16 tokens"
+    ]
+    grid = loaded["visual.positional_embedding"]
+    assert torch.equal(grid[0], torch.full((32,), 9.0))  # the class token's
+    rows = grid[1:].unflatten(0, (8, 8))[..., 0]
+    torch.testing.assert_close(rows, rows[:1].expand(8, 8))  # nothing varies down a column
+    torch.testing.assert_close(rows[0, 3:5], torch.tensor([1.25, 1.75]), rtol=0, atol=0.02)  # between columns 1 and 2
+    text = loaded["positional_embedding"][:, 0]
+    torch.testing.assert_close(text[1:3], (ramp[0] + (ramp[1] - ramp[0]) * torch.tensor([0.25, 0.75])))
+    CLIP(large).load_state_dict(loaded)
+    assert torch.equal(loaded["visual.proj"], state["visual.proj"])
+    # one that is no square grid is refused with its shape
+    save_file(state | {"visual.positional_embedding": torch.zeros(16, 32)}, tmp_path / "odd.safetensors")
+    with pytest.raises(CheckpointError, match=r"visual.positional_embedding: .*\[16, 32\]"):
+        load_openclip(tmp_path / "odd.safetensors", large)
 
 
 class _Code:
