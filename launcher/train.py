@@ -35,6 +35,7 @@ from launcher.runtime.log import Startup, log
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import clear_verdict, node_name, write_resumed
 from launcher.runtime.watchdog import Watchdog, first_timeout
+from launcher.weights import weights_here
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Startup) -> int:
@@ -133,7 +134,8 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device, out
     engine = parts.build_engine(config, checked, device)
     if resumed is None:
         say = log if dist.is_main() else silent
-        engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed, say)), {})
+        with weights_here(config.model, config.storage) as model:
+            engine.load_fragments(dist.agreed(partial(initial_weights, model, config.run.seed, say)), {})
     if checked.layout is not None:
         checked = measure(config, checked, engine)
         if dist.is_main() and checked.layout is not None:

@@ -122,7 +122,8 @@ class ModelConfig(Settings):
     dropout: Annotated[float, Refused] = Field(0.0, ge=0, lt=1)
     """Dropout after attention and MLP in every block of both towers. OpenCLIP has none."""
     init_from: str | None = None
-    """Start from these weights: an export folder, or a .safetensors / .pt file in OpenCLIP's layout."""
+    """Start from these weights: a file in OpenCLIP's layout, an export, or a run of ours, each also at a URL:
+    docs/weights.md."""
     teacher: Annotated[str | None, Refused] = None
     """Learn from this frozen model as well (OpenCLIP's distillation loss): an export folder, or weights. It
     sees the same images and texts, once per step; every rank holds all of it."""

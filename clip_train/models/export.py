@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clip_train.models.config import Architecture
-from clip_train.models.weights import CONFIG_NAME, SCALARS, WEIGHTS_NAMES, check_state
+from clip_train.models.weights import CONFIG_NAME, SCALARS, WEIGHTS_NAMES, check_state, sha256_of
 
 
 def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike) -> Path:
@@ -33,12 +33,16 @@ def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder
         name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(() if name in SCALARS else tensor.shape)
         for name, tensor in state.items()
     }
-    config = {"model_cfg": architecture.model_cfg(), "preprocess_cfg": architecture.preprocess_cfg()}
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     weights, description = (path / f"{name}.part" for name in (WEIGHTS_NAMES[0], CONFIG_NAME))
-    description.write_text(json.dumps(config, indent=2) + "\n")
     save_file(out, weights, metadata={"format": "pt"})
+    config = {
+        "model_cfg": architecture.model_cfg(),
+        "preprocess_cfg": architecture.preprocess_cfg(),
+        "sha256": {WEIGHTS_NAMES[0]: sha256_of(weights)},  # ours: whoever fetches it from a URL compares
+    }
+    description.write_text(json.dumps(config, indent=2) + "\n")
     weights.chmod(description.stat().st_mode)  # as any new file: safetensors makes them for their owner alone
     for part in (weights, description):
         part.replace(part.with_suffix(""))

@@ -5,6 +5,7 @@ Nothing is ever unpickled but tensors.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import pickle
@@ -135,6 +136,14 @@ def load_openclip(path: str | os.PathLike, architecture: Architecture, log: Log 
     resize_positions(state, architecture, log)
     check_state(state, architecture, str(file))
     return state
+
+
+def sha256_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as f:
+        while data := f.read(1 << 22):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def _read(file: Path) -> dict[str, Tensor]:
