@@ -33,7 +33,7 @@ from launcher.runtime import environment as ranks
 from launcher.runtime.log import log
 from launcher.runtime.verdict import node_name
 
-KEYS = ("init_from",)
+KEYS = ("init_from", "init_image_from", "init_text_from")
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 T = TypeVar("T")
 

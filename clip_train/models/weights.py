@@ -12,6 +12,7 @@ import pickle
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  
 CONFIG_NAME = "open_clip_config.json"
 SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-d in OpenCLIP
 Log = Callable[[str], None]
+Tower = Literal["image", "text"]
 
 
 class WholeState:
@@ -53,16 +55,24 @@ def silent(text: str) -> None:
 
 
 def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeState:
-    """What `model.init_from` holds, else OpenCLIP's initialisation drawn on the CPU from `seed`.
+    """What `model.init_from`, `init_image_from` and `init_text_from` hold; the rest is OpenCLIP's initialisation, drawn
+    on the CPU from `seed`.
 
     Drawn in float32 and on the CPU for every precision, device and ZeRO stage, so that none of them changes
     where a run starts. It holds the whole model in memory until it is dropped.
     """
+    architecture = config.architecture()
     if config.init_from is not None:
-        return WholeState(load_openclip(config.init_from, config.architecture(), log))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return WholeState(dict(CLIP(config.architecture()).named_parameters()))
+        state = load_openclip(config.init_from, architecture, log)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            state = CLIP(architecture).state_dict()
+    if config.init_image_from is not None:
+        state |= load_tower(config.init_image_from, "image", architecture, log)
+    if config.init_text_from is not None:
+        state |= load_tower(config.init_text_from, "text", architecture, log)
+    return WholeState(state)
 
 
 def load_teacher(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CLIP | None:
@@ -125,17 +135,45 @@ def load_openclip(path: str | os.PathLike, architecture: Architecture, log: Log 
         UserError: there is nothing at `path`.
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = next((each for name in WEIGHTS_NAMES if (each := file / name).is_file()), file)
-    if not file.is_file():
-        raise UserError(
-            f"model.init_from: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}; correct the path"
-        )
+    file = file_at(path, "model.init_from")
     state = _read(file)
     resize_positions(state, architecture, log)
     check_state(state, architecture, str(file))
     return state
+
+
+def load_tower(
+    path: str | os.PathLike, tower: Tower, architecture: Architecture, log: Log = silent
+) -> dict[str, Tensor]:
+    """One tower of `CLIP(architecture)`: its part of a state dict. As `load_openclip`.
+
+    path: also of weights that are such a tower alone, with or without `visual.` or `text.` before their names.
+    """
+    file = file_at(path, f"model.init_{tower}_from")
+    state = _read(file)
+    if tower == "image" and not any(name.startswith("visual.") for name in state):
+        state = {f"visual.{name}": tensor for name, tensor in state.items()}
+    state = {
+        name.removeprefix("text."): tensor
+        for name, tensor in state.items()
+        if name.startswith("visual.") == (tower == "image") and name not in SCALARS
+    }
+    resize_positions(state, architecture, log)
+    with torch.device("meta"):
+        rest = CLIP(architecture).state_dict()
+    rest = {name: t for name, t in rest.items() if name in SCALARS or name.startswith("visual.") != (tower == "image")}
+    check_state(rest | state, architecture, f"the {tower} tower of {file}")
+    return state
+
+
+def file_at(path: str | os.PathLike, key: str) -> Path:
+    """The weights file that `path` is, or that a folder holds. UserError."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = next((each for name in WEIGHTS_NAMES if (each := file / name).is_file()), file)
+    if not file.is_file():
+        raise UserError(f"{key}: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}; correct the path")
+    return file
 
 
 def sha256_of(file: Path) -> str:

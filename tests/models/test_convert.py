@@ -16,7 +16,7 @@ from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig, load_architecture, parse_architecture
 from clip_train.models.export import export_openclip
-from clip_train.models.weights import load_openclip, load_teacher
+from clip_train.models.weights import initial_weights, load_openclip, load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 
 ARCHITECTURE = small_architecture(init_logit_bias=-10.0)
@@ -121,6 +121,53 @@ def test_another_image_size_and_context_are_interpolated(tmp_path: Path):
     save_file(state | {"visual.positional_embedding": torch.zeros(16, 32)}, tmp_path / "odd.safetensors")
     with pytest.raises(CheckpointError, match=r"visual.positional_embedding: .*\[16, 32\]"):
         load_openclip(tmp_path / "odd.safetensors", large)
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+@pytest.mark.parametrize("kind", ["whole model", "tower alone", "tower with its prefix"])
+def test_one_tower_starts_from_a_file_and_the_rest_is_drawn(tmp_path: Path, tower: str, kind: str):
+    config = _described(tmp_path)
+    drawn = _started(config)
+    state = small_model(seed=5).state_dict()
+    own = {k: v for k, v in state.items() if k.startswith("visual.") == (tower == "image") and k != "logit_scale"}
+    if kind == "whole model":  # the other tower may be another's
+        given = state | {k: torch.zeros(3) for k in state if k not in own}
+    else:
+        prefix = {"image": "visual.", "text": "text."}[tower] if kind != "tower alone" else ""
+        given = {prefix + k.removeprefix("visual."): v for k, v in own.items()}
+    save_file(given, tmp_path / "given.safetensors")
+    found = _started(config.model_copy(update={f"init_{tower}_from": str(tmp_path / "given.safetensors")}))
+    assert all(torch.equal(found[name], own.get(name, drawn[name])) for name in drawn)
+    assert set(found) == set(drawn) and not torch.equal(found["visual.proj"], found["text_projection"])
+    # and beside a whole model
+    export_openclip(small_model(seed=6).state_dict(), small_architecture(), tmp_path / "export")
+    both = {"init_from": str(tmp_path / "export"), f"init_{tower}_from": str(tmp_path / "given.safetensors")}
+    found, whole = _started(config.model_copy(update=both)), small_model(seed=6).state_dict()
+    assert all(torch.equal(found[name], own.get(name, whole[name])) for name in drawn)
+
+
+def test_a_tower_that_does_not_fit_is_refused_by_its_key(tmp_path: Path):
+    config = _described(tmp_path)
+    state = {k: v for k, v in small_model().state_dict().items() if k.startswith("visual.") and "ln_post" not in k}
+    save_file(state, tmp_path / "half.safetensors")
+    with pytest.raises(CheckpointError, match=r'image tower of .*half.*Missing key.*: "visual.ln_post.weight"'):
+        _started(config.model_copy(update={"init_image_from": str(tmp_path / "half.safetensors")}))
+    with pytest.raises(CheckpointError, match=r'text tower of .*half.*Missing key.*: "positional_embedding"'):
+        _started(config.model_copy(update={"init_text_from": str(tmp_path / "half.safetensors")}))
+    with pytest.raises(UserError, match=r"model.init_text_from: .*nothing is no file"):
+        _started(config.model_copy(update={"init_text_from": str(tmp_path / "nothing")}))
+
+
+def _described(folder: Path) -> ModelConfig:
+    (folder / "small.json").write_text(json.dumps(small_architecture().model_cfg()))
+    return ModelConfig(name=str(folder / "small.json"))
+
+
+def _started(config: ModelConfig) -> dict[str, torch.Tensor]:
+    """What a run starts with, by name."""
+    source = initial_weights(config, seed=3)
+    shapes = {name: p.shape for name, p in CLIP(config.architecture()).named_parameters()}
+    return {name: source.read(name, "param", 0, shape.numel()).reshape(shape) for name, shape in shapes.items()}
 
 
 class _Code:
