@@ -6,10 +6,12 @@ Nothing is ever unpickled but tensors.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import pickle
 import textwrap
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -22,12 +24,15 @@ from torch import Tensor
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture, ModelConfig
+from clip_train.models.config import Architecture, ModelConfig, load_architecture, preset_names
+from clip_train.models.torchscript import is_torchscript, read_torchscript
 from clip_train.protocols import Wanted
 
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the first is what an export writes
 CONFIG_NAME = "open_clip_config.json"
 SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-d in OpenCLIP
+# In OpenAI's archives beside the parameters; their models are all of QuickGELU.
+OPENAI_ONLY = frozenset({"input_resolution", "context_length", "vocab_size"})
 Log = Callable[[str], None]
 Tower = Literal["image", "text"]
 
@@ -127,8 +132,8 @@ def load_openclip(path: str | os.PathLike, architecture: Architecture, log: Log 
     """Weights in OpenCLIP's layout -> the state dict for `CLIP(architecture)`, float32 on the CPU.
 
     Args:
-        path: an export folder; a .safetensors; or a .pt / .bin of tensors, OpenCLIP's training checkpoints
-            (`{"state_dict": {"module.visual...": ...}}`) included.
+        path: an export folder; a .safetensors; a .pt / .bin of tensors, OpenCLIP's training checkpoints
+            (`{"state_dict": {"module.visual...": ...}}`) included; or OpenAI's TorchScript.
         log: takes a line where another image size or context is made to fit.
 
     Raises:
@@ -136,7 +141,7 @@ def load_openclip(path: str | os.PathLike, architecture: Architecture, log: Log 
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
     file = file_at(path, "model.init_from")
-    state = _read(file)
+    state = _read(file, architecture)
     resize_positions(state, architecture, log)
     check_state(state, architecture, str(file))
     return state
@@ -150,7 +155,7 @@ def load_tower(
     path: also of weights that are such a tower alone, with or without `visual.` or `text.` before their names.
     """
     file = file_at(path, f"model.init_{tower}_from")
-    state = _read(file)
+    state = _read(file, architecture)
     if tower == "image" and not any(name.startswith("visual.") for name in state):
         state = {f"visual.{name}": tensor for name, tensor in state.items()}
     state = {
@@ -184,22 +189,60 @@ def sha256_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read(file: Path, architecture: Architecture) -> dict[str, Tensor]:
+    """Names as in OpenCLIP, float32. CheckpointError; UserError for weights of another activation function."""
     try:
-        content = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as e:
+        if file.suffix == ".safetensors":
+            content = load_file(file)
+        elif is_torchscript(file):
+            content = read_torchscript(file)
+        else:
+            content = torch.load(file, "cpu", weights_only=True)
+    except (
+        SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError,
+        KeyError, TypeError, AttributeError, IndexError,
+    ) as e:  # fmt: skip
         raise CheckpointError(
-            f"{file} cannot be read as weights (a file that needs code to unpickle is refused): {e}"
+            f"{file} cannot be read as weights (a file that needs code to unpickle is refused; where you trust it, "
+            f"save its state_dict alone): {e}"
         ) from e
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds a {type(content).__name__}, not a state dict")
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, not a state dict; save a state dict")
+    openai = set(content) >= OPENAI_ONLY
     state = {}
     for key, value in content.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{file} is no state dict: {key!r} is a {type(value).__name__}")
+            raise CheckpointError(
+                f"{file} is no state dict: {key!r} is a {type(value).__name__}; save the model's state_dict alone"
+            )
         name = key.removeprefix("module.").removeprefix("_orig_mod.")  # DistributedDataParallel, torch.compile
+        if openai and (name in OPENAI_ONLY or name.split(".")[-1] == "attn_mask"):
+            continue
         tensor = value.float().contiguous() if value.is_floating_point() else value
         state[name] = tensor.reshape(1) if name in SCALARS and tensor.numel() == 1 else tensor
+    _check_activation(file, True if openai else _described_quick_gelu(file), architecture)
     return state
+
+
+def _described_quick_gelu(file: Path) -> bool | None:
+    """As the description beside the file says; None: there is none."""
+    try:
+        content = json.loads((file.parent / CONFIG_NAME).read_text())
+        return bool(content.get("model_cfg", content).get("quick_gelu", False))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _check_activation(file: Path, quick_gelu: bool | None, architecture: Architecture) -> None:
+    """Weights of the other function fit by every name and shape, and give worse features. UserError."""
+    if quick_gelu in (None, architecture.quick_gelu):
+        return
+    other = architecture.model_copy(update={"quick_gelu": quick_gelu})
+    presets = [name for name in preset_names() if load_architecture(name) == other]
+    word = "true" if quick_gelu else "false"
+    raise UserError(
+        f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model has the other: set "
+        f'model.name to {" or ".join([*presets, "a JSON"])} with "quick_gelu": {word}'
+    )
