@@ -19,7 +19,7 @@ from clip_train.data.loader import Prefetcher
 from clip_train.errors import RankError
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
@@ -35,6 +35,7 @@ from launcher.runtime.log import Startup, log
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import clear_verdict, node_name, write_resumed
 from launcher.runtime.watchdog import Watchdog, first_timeout
+from launcher.weights import weights_here
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Startup) -> int:
@@ -132,7 +133,9 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device, out
         write_resumed(start)
     engine = parts.build_engine(config, checked, device)
     if resumed is None:
-        engine.load_fragments(dist.agreed(partial(initial_weights, config.model, config.run.seed)), {})
+        say = log if dist.is_main() else silent
+        with weights_here(config.model, config.storage) as model:
+            engine.load_fragments(dist.agreed(partial(initial_weights, model, config.run.seed, say)), {})
     if checked.layout is not None:
         checked = measure(config, checked, engine)
         if dist.is_main() and checked.layout is not None:

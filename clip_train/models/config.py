@@ -171,7 +171,12 @@ class ModelConfig(Settings):
     lock_text_unlocked_layers: Annotated[NonNegativeInt, Refused] = 0
     """Of a locked text tower, train this many groups at its top, counted as those of the image tower."""
     init_from: str | None = None
-    """Start from these weights: an export folder, or a .safetensors / .pt file in OpenCLIP's layout."""
+    """Start from these weights: a file in OpenCLIP's layout, an export, or a run of ours, each also at a URL:
+    docs/weights.md."""
+    init_image_from: str | None = None
+    """The image tower alone from there, of a whole model or of an image tower; the rest is drawn, or `init_from`'s."""
+    init_text_from: str | None = None
+    """The text tower alone from there, of a whole model or of a text tower; the rest is drawn, or `init_from`'s."""
     teacher: Annotated[str | None, Refused] = None
     """Learn from this frozen model as well (OpenCLIP's distillation loss): an export folder, or weights. It
     sees the same images and texts, once per step; every rank holds all of it."""

@@ -1,30 +1,40 @@
-"""Weights in and out: those a run starts from, the same at every ZeRO stage and number of ranks, and OpenCLIP's layout.
+"""Weights in: those a run starts from, the same at every ZeRO stage and number of ranks.
 
 Nothing is ever unpickled but tensors.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import pickle
 import textwrap
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture, ModelConfig
+from clip_train.models.config import Architecture, ModelConfig, load_architecture, preset_names
+from clip_train.models.torchscript import is_torchscript, read_torchscript
 from clip_train.protocols import Wanted
 
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the first is what an export writes
 CONFIG_NAME = "open_clip_config.json"
-_SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-d in OpenCLIP
+SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-d in OpenCLIP
+# In OpenAI's archives beside the parameters; their models are all of QuickGELU.
+OPENAI_ONLY = frozenset({"input_resolution", "context_length", "vocab_size"})
+Log = Callable[[str], None]
+Tower = Literal["image", "text"]
 
 
 class WholeState:
@@ -45,17 +55,29 @@ class WholeState:
         return self._state[name].flatten()[start : start + numel]
 
 
-def initial_weights(config: ModelConfig, seed: int) -> WholeState:
-    """What `model.init_from` holds, else OpenCLIP's initialisation drawn on the CPU from `seed`.
+def silent(text: str) -> None:
+    """A `Log` of the ranks that need not say what rank 0 says."""
+
+
+def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeState:
+    """What `model.init_from`, `init_image_from` and `init_text_from` hold; the rest is OpenCLIP's initialisation, drawn
+    on the CPU from `seed`.
 
     Drawn in float32 and on the CPU for every precision, device and ZeRO stage, so that none of them changes
     where a run starts. It holds the whole model in memory until it is dropped.
     """
+    architecture = config.architecture()
     if config.init_from is not None:
-        return WholeState(load_openclip(config.init_from, config.architecture()))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return WholeState(dict(CLIP(config.architecture()).named_parameters()))
+        state = load_openclip(config.init_from, architecture, log)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            state = CLIP(architecture).state_dict()
+    if config.init_image_from is not None:
+        state |= load_tower(config.init_image_from, "image", architecture, log)
+    if config.init_text_from is not None:
+        state |= load_tower(config.init_text_from, "text", architecture, log)
+    return WholeState(state)
 
 
 def load_teacher(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CLIP | None:
@@ -84,76 +106,143 @@ def check_state(state: dict[str, Tensor], architecture: Architecture, source: st
         ) from None
 
 
-def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike) -> Path:
-    """Write `state` where `open_clip.create_model_and_transforms("local-dir:FOLDER")` finds it.
-
-    Args:
-        state: the model's whole state dict, names as in `CLIP`, on any device and in any precision.
-        folder: made if need be; a reader sees a file of it whole or not at all.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: `state` does not fit `architecture`.
-    """
-    check_state(state, architecture, "the state to export")
-    out = {
-        # a copy of its own: safetensors refuses tensors that share memory
-        name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(() if name in _SCALARS else tensor.shape)
-        for name, tensor in state.items()
-    }
-    config = {"model_cfg": architecture.model_cfg(), "preprocess_cfg": architecture.preprocess_cfg()}
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    weights, description = (path / f"{name}.part" for name in (WEIGHTS_NAMES[0], CONFIG_NAME))
-    description.write_text(json.dumps(config, indent=2) + "\n")
-    save_file(out, weights, metadata={"format": "pt"})
-    weights.chmod(description.stat().st_mode)  # as any new file: safetensors makes them for their owner alone
-    for part in (weights, description):
-        part.replace(part.with_suffix(""))
-    return path
+def resize_positions(state: dict[str, Tensor], architecture: Architecture, log: Log) -> None:
+    """Positional embeddings of another image size or context, interpolated in place as OpenCLIP does: the grid bicubic
+    with antialias beside the class token, the text's linear. What cannot be interpolated is left to `check_state`."""
+    side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
+    name, lines = "visual.positional_embedding", []
+    old = state.get(name)  # [1 + T, width]
+    if old is not None and old.ndim == 2 and len(old) > 1 and len(old) != 1 + side**2:
+        was = math.isqrt(len(old) - 1)
+        if was**2 == len(old) - 1:
+            grid = old[1:].unflatten(0, (was, was)).permute(2, 0, 1)[None]  # [1, width, was, was]
+            grid = F.interpolate(grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False)
+            state[name] = torch.cat([old[:1], grid[0].flatten(1).T])
+            lines.append(f"the image's from {was} x {was} to {side} x {side} patches")
+    name, context = "positional_embedding", architecture.text_cfg.context_length
+    old = state.get(name)  # [context_length, width]
+    if old is not None and old.ndim == 2 and len(old) and len(old) != context:
+        state[name] = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)[0].T.contiguous()
+        lines.append(f"the text's from {len(old)} to {context} tokens")
+    if lines:
+        log(f"positional embeddings interpolated: {', '.join(lines)}")
 
 
-def load_openclip(path: str | os.PathLike, architecture: Architecture) -> dict[str, Tensor]:
+def load_openclip(path: str | os.PathLike, architecture: Architecture, log: Log = silent) -> dict[str, Tensor]:
     """Weights in OpenCLIP's layout -> the state dict for `CLIP(architecture)`, float32 on the CPU.
 
     Args:
-        path: an export folder; a .safetensors; or a .pt / .bin of tensors, OpenCLIP's training checkpoints
-            (`{"state_dict": {"module.visual...": ...}}`) included.
+        path: an export folder; a .safetensors; a .pt / .bin of tensors, OpenCLIP's training checkpoints
+            (`{"state_dict": {"module.visual...": ...}}`) included; or OpenAI's TorchScript.
+        log: takes a line where another image size or context is made to fit.
 
     Raises:
         UserError: there is nothing at `path`.
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = next((each for name in WEIGHTS_NAMES if (each := file / name).is_file()), file)
-    if not file.is_file():
-        raise UserError(
-            f"model.init_from: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}; correct the path"
-        )
-    state = _read(file)
+    file = file_at(path, "model.init_from")
+    state = _read(file, architecture)
+    resize_positions(state, architecture, log)
     check_state(state, architecture, str(file))
     return state
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def load_tower(
+    path: str | os.PathLike, tower: Tower, architecture: Architecture, log: Log = silent
+) -> dict[str, Tensor]:
+    """One tower of `CLIP(architecture)`: its part of a state dict. As `load_openclip`.
+
+    path: also of weights that are such a tower alone, with or without `visual.` or `text.` before their names.
+    """
+    file = file_at(path, f"model.init_{tower}_from")
+    state = _read(file, architecture)
+    if tower == "image" and not any(name.startswith("visual.") for name in state):
+        state = {f"visual.{name}": tensor for name, tensor in state.items()}
+    state = {
+        name.removeprefix("text."): tensor
+        for name, tensor in state.items()
+        if name.startswith("visual.") == (tower == "image") and name not in SCALARS
+    }
+    resize_positions(state, architecture, log)
+    with torch.device("meta"):
+        rest = CLIP(architecture).state_dict()
+    rest = {name: t for name, t in rest.items() if name in SCALARS or name.startswith("visual.") != (tower == "image")}
+    check_state(rest | state, architecture, f"the {tower} tower of {file}")
+    return state
+
+
+def file_at(path: str | os.PathLike, key: str) -> Path:
+    """The weights file that `path` is, or that a folder holds. UserError."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = next((each for name in WEIGHTS_NAMES if (each := file / name).is_file()), file)
+    if not file.is_file():
+        raise UserError(f"{key}: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}; correct the path")
+    return file
+
+
+def sha256_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as f:
+        while data := f.read(1 << 22):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _read(file: Path, architecture: Architecture) -> dict[str, Tensor]:
+    """Names as in OpenCLIP, float32. CheckpointError; UserError for weights of another activation function."""
     try:
-        content = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as e:
+        if file.suffix == ".safetensors":
+            content = load_file(file)
+        elif is_torchscript(file):
+            content = read_torchscript(file)
+        else:
+            content = torch.load(file, "cpu", weights_only=True)
+    except (
+        SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError,
+        KeyError, TypeError, AttributeError, IndexError,
+    ) as e:  # fmt: skip
         raise CheckpointError(
-            f"{file} cannot be read as weights (a file that needs code to unpickle is refused): {e}"
+            f"{file} cannot be read as weights (a file that needs code to unpickle is refused; where you trust it, "
+            f"save its state_dict alone): {e}"
         ) from e
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds a {type(content).__name__}, not a state dict")
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, not a state dict; save a state dict")
+    openai = set(content) >= OPENAI_ONLY
     state = {}
     for key, value in content.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{file} is no state dict: {key!r} is a {type(value).__name__}")
+            raise CheckpointError(
+                f"{file} is no state dict: {key!r} is a {type(value).__name__}; save the model's state_dict alone"
+            )
         name = key.removeprefix("module.").removeprefix("_orig_mod.")  # DistributedDataParallel, torch.compile
+        if openai and (name in OPENAI_ONLY or name.split(".")[-1] == "attn_mask"):
+            continue
         tensor = value.float().contiguous() if value.is_floating_point() else value
-        state[name] = tensor.reshape(1) if name in _SCALARS and tensor.numel() == 1 else tensor
+        state[name] = tensor.reshape(1) if name in SCALARS and tensor.numel() == 1 else tensor
+    _check_activation(file, True if openai else _described_quick_gelu(file), architecture)
     return state
+
+
+def _described_quick_gelu(file: Path) -> bool | None:
+    """As the description beside the file says; None: there is none."""
+    try:
+        content = json.loads((file.parent / CONFIG_NAME).read_text())
+        return bool(content.get("model_cfg", content).get("quick_gelu", False))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _check_activation(file: Path, quick_gelu: bool | None, architecture: Architecture) -> None:
+    """Weights of the other function fit by every name and shape, and give worse features. UserError."""
+    if quick_gelu in (None, architecture.quick_gelu):
+        return
+    other = architecture.model_copy(update={"quick_gelu": quick_gelu})
+    presets = [name for name in preset_names() if load_architecture(name) == other]
+    word = "true" if quick_gelu else "false"
+    raise UserError(
+        f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model has the other: set "
+        f'model.name to {" or ".join([*presets, "a JSON"])} with "quick_gelu": {word}'
+    )

@@ -6,44 +6,15 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.inspect import Line, list_checkpoints, places_of
-from clip_train.checkpoint.restore import Places
-from clip_train.errors import UserError
-from clip_train.storage.local import LocalStorage
-from clip_train.storage.urls import is_remote, open_storage
-from launcher.config.recipe import RunConfig, load_config
+from launcher.config.recipe import load_config
 from launcher.engines import describe
-
-
-def recipe_in(place: str) -> str | None:
-    """The recipe that `place` is, or that a run's folder holds; None for a URL or a bare folder of checkpoints.
-
-    UserError where there is nothing.
-    """
-    if is_remote(place):
-        return None
-    path = Path(place).expanduser()
-    if path.is_dir():
-        return str(path / "recipe.yaml") if (path / "recipe.yaml").exists() else None
-    if not path.exists():
-        raise UserError(f"{place}: no such file or folder; give a recipe, a run's folder, or a URL of checkpoints")
-    return place
-
-
-def places_of_run(config: RunConfig) -> Places:
-    """Where a recipe's run keeps its checkpoints. UserError where nothing has been trained."""
-    folder = config.run_dir / "checkpoints"
-    remote = open_storage(config.checkpoint.remote) if config.checkpoint.remote else None
-    local = LocalStorage(folder) if folder.is_dir() else None
-    if local is None and remote is None:
-        raise UserError(f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name")
-    return Places(local, remote)
+from launcher.weights import places_of_run, recipe_in
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from clip_train import dist
@@ -13,16 +14,17 @@ from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
-from clip_train.models.weights import export_openclip, initial_weights
+from clip_train.models.export import export_openclip
+from clip_train.models.weights import initial_weights
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote
-from launcher.cli.checkpoints import places_of_run, recipe_in
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
 from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
+from launcher.weights import places_of_run, recipe_in, weights_here
 
 
 def evaluate_run(args: argparse.Namespace) -> int:
@@ -39,9 +41,8 @@ def evaluate_run(args: argparse.Namespace) -> int:
         if weights is not None:
             config = load_config(recipe_in(place) or place, overrides)
             architecture = config.model.architecture()
-            source: FragmentSource = initial_weights(
-                config.model.model_copy(update={"init_from": weights}), config.run.seed
-            )
+            with weights_here(config.model.model_copy(update={"init_from": weights}), config.storage) as here:
+                source: FragmentSource = dist.agreed(partial(initial_weights, here, config.run.seed))
             where = weights
         else:
             config, found = run_at(place, overrides)

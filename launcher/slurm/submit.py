@@ -146,7 +146,8 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
     recipe = config.model_dump(mode="json")
     recipe["run"]["dir"] = str(base / config.run_dir)
     for section, key in (
-        ("data", "train"), ("data", "val"), ("model", "name"), ("model", "init_from"), ("model", "teacher"),
+        ("data", "train"), ("data", "val"), ("model", "name"), ("model", "init_from"), ("model", "init_image_from"),
+        ("model", "init_text_from"), ("model", "teacher"),
         ("evaluate", "zero_shot_classes"), ("engine", "ds_config"), ("checkpoint", "resume"),
     ):  # fmt: skip
         value = recipe.get(section, {}).get(key)

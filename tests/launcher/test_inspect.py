@@ -58,6 +58,11 @@ def test_evaluate_and_export_agree_with_the_run(trained):
     assert status == 0, from_export
     first, going_on = metrics(run_dir), metrics(run_dir / "second")
     assert going_on[0]["loss"] < first[0]["loss"]  # it starts where the first one ended
+    status, from_run = run(
+        resolved, f"model.init_from={run_dir}", "run.name=third", "run.dir=third", "run.steps=6", ranks=2
+    )
+    assert status == 0 and f"model.init_from: step 12 of {run_dir}" in from_run, from_run
+    assert metrics(run_dir / "third")[0]["loss"] == pytest.approx(going_on[0]["loss"], rel=1e-5)
 
 
 def test_a_run_that_was_never_trained_says_so(recipe):

@@ -8,7 +8,7 @@ import pytest
 
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
-from clip_train.models.weights import export_openclip
+from clip_train.models.export import export_openclip
 from launcher.cli.plan import make_plan
 from launcher.config.recipe import check_config
 from tests.launcher.conftest import metrics, run

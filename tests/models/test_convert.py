@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from safetensors.torch import save_file
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
-from clip_train.models.config import ModelConfig, load_architecture
-from clip_train.models.weights import export_openclip, load_openclip, load_teacher
+from clip_train.models.config import ModelConfig, load_architecture, parse_architecture
+from clip_train.models.export import export_openclip
+from clip_train.models.weights import initial_weights, load_openclip, load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 
 ARCHITECTURE = small_architecture(init_logit_bias=-10.0)
@@ -90,6 +92,155 @@ def test_weights_of_another_model_are_refused_with_their_names(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"the state to export does not fit the model .*Missing key.*logit_bias"):
         export_openclip(small_model().state_dict(), ARCHITECTURE, tmp_path / "export")
     assert not (tmp_path / "export").exists()
+
+
+def test_another_image_size_and_context_are_interpolated(tmp_path: Path):
+    """Equality with OpenCLIP: tests/peers. Here: what a linear map of positions must do, and what stays."""
+    small, ramp = small_model(), torch.linspace(-1, 1, 8)
+    state = small.state_dict()
+    columns = torch.arange(4.0).repeat(4)[:, None]  # of the patch grid, row by row
+    state["visual.positional_embedding"] = torch.cat([torch.full((1, 32), 9.0), columns.expand(16, 32)])
+    state["positional_embedding"] = ramp[:, None].repeat(1, 20)
+    save_file(state, tmp_path / "small.safetensors")
+    content = small_architecture().model_cfg()
+    content["vision_cfg"]["image_size"], content["text_cfg"]["context_length"] = 32, 16
+    large, said = parse_architecture(content, "test"), []
+    loaded = load_openclip(tmp_path / "small.safetensors", large, said.append)
+    assert said == [
+        "positional embeddings interpolated: the image's from 4 x 4 to 8 x 8 patches, the text's from 8 to 16 tokens"
+    ]
+    grid = loaded["visual.positional_embedding"]
+    assert torch.equal(grid[0], torch.full((32,), 9.0))  # the class token's
+    rows = grid[1:].unflatten(0, (8, 8))[..., 0]
+    torch.testing.assert_close(rows, rows[:1].expand(8, 8))  # nothing varies down a column
+    torch.testing.assert_close(rows[0, 3:5], torch.tensor([1.25, 1.75]), rtol=0, atol=0.02)  # between columns 1 and 2
+    text = loaded["positional_embedding"][:, 0]
+    torch.testing.assert_close(text[1:3], (ramp[0] + (ramp[1] - ramp[0]) * torch.tensor([0.25, 0.75])))
+    CLIP(large).load_state_dict(loaded)
+    assert torch.equal(loaded["visual.proj"], state["visual.proj"])
+    # one that is no square grid is refused with its shape
+    save_file(state | {"visual.positional_embedding": torch.zeros(16, 32)}, tmp_path / "odd.safetensors")
+    with pytest.raises(CheckpointError, match=r"visual.positional_embedding: .*\[16, 32\]"):
+        load_openclip(tmp_path / "odd.safetensors", large)
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+@pytest.mark.parametrize("kind", ["whole model", "tower alone", "tower with its prefix"])
+def test_one_tower_starts_from_a_file_and_the_rest_is_drawn(tmp_path: Path, tower: str, kind: str):
+    config = _described(tmp_path)
+    drawn = _started(config)
+    state = small_model(seed=5).state_dict()
+    own = {k: v for k, v in state.items() if k.startswith("visual.") == (tower == "image") and k != "logit_scale"}
+    if kind == "whole model":  # the other tower may be another's
+        given = state | {k: torch.zeros(3) for k in state if k not in own}
+    else:
+        prefix = {"image": "visual.", "text": "text."}[tower] if kind != "tower alone" else ""
+        given = {prefix + k.removeprefix("visual."): v for k, v in own.items()}
+    save_file(given, tmp_path / "given.safetensors")
+    found = _started(config.model_copy(update={f"init_{tower}_from": str(tmp_path / "given.safetensors")}))
+    assert all(torch.equal(found[name], own.get(name, drawn[name])) for name in drawn)
+    assert set(found) == set(drawn) and not torch.equal(found["visual.proj"], found["text_projection"])
+    # and beside a whole model
+    export_openclip(small_model(seed=6).state_dict(), small_architecture(), tmp_path / "export")
+    both = {"init_from": str(tmp_path / "export"), f"init_{tower}_from": str(tmp_path / "given.safetensors")}
+    found, whole = _started(config.model_copy(update=both)), small_model(seed=6).state_dict()
+    assert all(torch.equal(found[name], own.get(name, whole[name])) for name in drawn)
+
+
+def test_a_tower_that_does_not_fit_is_refused_by_its_key(tmp_path: Path):
+    config = _described(tmp_path)
+    state = {k: v for k, v in small_model().state_dict().items() if k.startswith("visual.") and "ln_post" not in k}
+    save_file(state, tmp_path / "half.safetensors")
+    with pytest.raises(CheckpointError, match=r'image tower of .*half.*Missing key.*: "visual.ln_post.weight"'):
+        _started(config.model_copy(update={"init_image_from": str(tmp_path / "half.safetensors")}))
+    with pytest.raises(CheckpointError, match=r'text tower of .*half.*Missing key.*: "positional_embedding"'):
+        _started(config.model_copy(update={"init_text_from": str(tmp_path / "half.safetensors")}))
+    with pytest.raises(UserError, match=r"model.init_text_from: .*nothing is no file"):
+        _started(config.model_copy(update={"init_text_from": str(tmp_path / "nothing")}))
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """As OpenAI's: traced, weights in half precision, three numbers beside them, a mask that is no weight."""
+    root, state = torch.nn.Module(), small_model(seed=7).state_dict()
+    for name, tensor in state.items():
+        at = root
+        for part in name.split(".")[:-1]:
+            if not hasattr(at, part):
+                at.add_module(part, torch.nn.Module())
+            at = getattr(at, part)
+        value = tensor.reshape(()) if name == "logit_scale" else tensor.half()
+        at.register_parameter(name.split(".")[-1], torch.nn.Parameter(value))
+    for name in ("input_resolution", "context_length", "vocab_size"):
+        root.register_buffer(name, torch.tensor(16))
+    root.transformer.resblocks.get_submodule("0").attn_mask = torch.zeros(8, 8)
+    root.forward = lambda x: x * root.logit_scale
+    torch.jit.save(torch.jit.trace(root, torch.ones(1)), tmp_path / "ViT-S-4.pt")
+    return tmp_path / "ViT-S-4.pt"
+
+
+def test_openais_torchscript_archives_load(tmp_path: Path, archive: Path):
+    loaded = load_openclip(archive, small_architecture(quick_gelu=True))
+    state = small_model(seed=7).state_dict()
+    assert set(loaded) == set(state)
+    for name, tensor in state.items():
+        expected = tensor if name == "logit_scale" else tensor.half().float()
+        assert torch.equal(loaded[name], expected) and loaded[name].dtype == torch.float32, name
+    with pytest.raises(UserError, match=r'with QuickGELU, .* set model\.name to a JSON with "quick_gelu": true'):
+        load_openclip(archive, small_architecture())
+
+
+def _repacked(archive: Path, changes: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(archive.with_name("other.pt"), "w") as new:
+        for name in old.namelist():
+            new.writestr(name, changes.get(name.partition("/")[2], old.read(name)))
+    return archive.with_name("other.pt")
+
+
+def test_nothing_in_a_torchscript_archive_runs(archive: Path, capfd: pytest.CaptureFixture[str]):
+    architecture = small_architecture(quick_gelu=True)
+    broken = _repacked(archive, {"code/__torch__.py": b"raise 1"})  # code is not even looked at
+    load_openclip(broken, architecture)
+    for evil in (
+        b"cposix\nsystem\n(X\x08\x00\x00\x00echo rantR.",
+        b"cbuiltins\nprint\n(X\x03\x00\x00\x00rantR.",
+        b"ctorch\nload\n.",
+        b"ctorch._utils\n_rebuild_parameter\n.",
+        b"\x80\x02X\x01\x00\x00\x00x.",
+    ):
+        with pytest.raises(CheckpointError, match="cannot be read as weights"):
+            load_openclip(_repacked(archive, {"data.pkl": evil}), architecture)
+    with pytest.raises(CheckpointError, match=r"data/0 has 4 bytes"):
+        load_openclip(_repacked(archive, {"data/0": b"1234"}), architecture)
+    whole = archive.read_bytes()
+    with zipfile.ZipFile(archive) as z:
+        at = max(z.infolist(), key=lambda info: info.file_size).header_offset + 200
+    archive.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(CheckpointError, match="cannot be read as weights"):
+        load_openclip(archive, architecture)
+    assert "ran" not in capfd.readouterr().out
+
+
+def test_an_exports_activation_function_is_compared(tmp_path: Path):
+    quick = small_architecture(quick_gelu=True)
+    export_openclip(small_model().state_dict(), quick, tmp_path)
+    with pytest.raises(UserError, match="was trained with QuickGELU"):
+        load_openclip(tmp_path, small_architecture())
+    export_openclip(small_model().state_dict(), small_architecture(), tmp_path)
+    with pytest.raises(UserError, match="was trained with GELU"):
+        load_openclip(tmp_path, quick)
+
+
+def _described(folder: Path) -> ModelConfig:
+    (folder / "small.json").write_text(json.dumps(small_architecture().model_cfg()))
+    return ModelConfig(name=str(folder / "small.json"))
+
+
+def _started(config: ModelConfig) -> dict[str, torch.Tensor]:
+    """What a run starts with, by name."""
+    source = initial_weights(config, seed=3)
+    shapes = {name: p.shape for name, p in CLIP(config.architecture()).named_parameters()}
+    return {name: source.read(name, "param", 0, shape.numel()).reshape(shape) for name, shape in shapes.items()}
 
 
 class _Code:

@@ -14,7 +14,8 @@ import torch
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture, preset_names
-from clip_train.models.weights import export_openclip, load_openclip
+from clip_train.models.export import export_openclip
+from clip_train.models.weights import load_openclip
 
 pytestmark = [
     pytest.mark.peer,
@@ -120,6 +121,47 @@ def test_openclips_checkpoint_loads_in_ours(tmp_path: Path, variant: str, wrappe
     ours = CLIP(architecture)
     ours.load_state_dict(load_openclip(tmp_path / "epoch_1.pt", architecture))
     _compare(ours, peer)
+
+
+@pytest.mark.parametrize("sizes", [(224, 336), (336, 224), (224, 256)], ids=str)
+def test_positions_of_another_size_are_interpolated_as_openclip_does(tmp_path: Path, sizes: tuple[int, int]):
+    """ViT-B-32's grids, 7 x 7 and 10 x 10 (or 8 x 8), and contexts of 77 and 48, both ways."""
+    before, after = (_small() for _ in sizes)
+    for content, size, context in ((before, sizes[0], 77), (after, sizes[1], 48)):
+        content["vision_cfg"] |= {"image_size": size // 32 * 32, "patch_size": 32}
+        content["text_cfg"] |= {"context_length": context if sizes[0] < sizes[1] else 125 - context}
+    peer = _perturbed(open_clip.model.CLIP(**before))
+    torch.save(peer.state_dict(), tmp_path / "before.pt")
+    resized = open_clip.model.CLIP(**after)
+    open_clip.factory.load_checkpoint(resized, str(tmp_path / "before.pt"))
+    architecture = _architecture(after, tmp_path)
+    ours = CLIP(architecture)
+    ours.load_state_dict(load_openclip(tmp_path / "before.pt", architecture))
+    expected = resized.state_dict()
+    for name in ("visual.positional_embedding", "positional_embedding"):
+        assert torch.equal(ours.state_dict()[name], expected[name]) and len(expected[name]) != len(
+            peer.state_dict()[name]
+        )
+    _compare(ours, resized)
+
+
+def test_openais_archives_are_read_as_openclip_reads_them(tmp_path: Path):
+    """Traced and in half precision, as OpenAI's; OpenCLIP runs the archive's code to load it."""
+    content = _small(quick_gelu=True)
+    content["vision_cfg"] |= {"width": 128, "head_width": 64, "mlp_ratio": 4.0}
+    content["text_cfg"] |= {"width": 64, "heads": 1}
+    peer = _perturbed(open_clip.model.CLIP(**content)).eval()
+    open_clip.model.convert_weights_to_fp16(peer)
+    for name in ("input_resolution", "context_length", "vocab_size"):
+        if hasattr(peer, name):
+            delattr(peer, name)
+        peer.register_buffer(name, torch.tensor(16))
+    peer.forward = lambda scale: scale * peer.logit_scale
+    torch.jit.save(torch.jit.trace(peer, torch.ones(1)), tmp_path / "ViT-S-8.pt")
+    architecture = _architecture(content, tmp_path)
+    ours = CLIP(architecture)
+    ours.load_state_dict(load_openclip(tmp_path / "ViT-S-8.pt", architecture))
+    _compare(ours, open_clip.load_openai_model(str(tmp_path / "ViT-S-8.pt"), precision="fp32", device="cpu"))
 
 
 def test_a_preset_of_full_size_agrees(tmp_path: Path):

@@ -1,0 +1,174 @@
+"""What a run starts from, wherever it is -> files on this node's disk, fetched by one rank of each node.
+
+an export or a weights file          as it is; at a URL: fetched, compared with the sha256 beside it
+a run (recipe, folder, URL, ...)     its newest committed checkpoint: its parameters alone, verified by the manifest
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from clip_train import dist
+from clip_train.checkpoint.inspect import open_to_look, places_of
+from clip_train.checkpoint.restore import Places, Resumed
+from clip_train.errors import CheckpointError, UserError
+from clip_train.models.config import Architecture, ModelConfig
+from clip_train.models.export import export_openclip
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES
+from clip_train.protocols import Wanted
+from clip_train.storage.config import StorageConfig
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
+from launcher.config.recipe import RunConfig, load_config
+from launcher.runtime import environment as ranks
+from launcher.runtime.log import log
+from launcher.runtime.verdict import node_name
+
+KEYS = ("init_from", "init_image_from", "init_text_from")
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def weights_here(config: ModelConfig, storage: StorageConfig) -> Iterator[ModelConfig]:
+    """Collective: `config` with places that this rank can open; what had to be fetched goes when the block is left.
+
+    UserError, CheckpointError, on all ranks.
+    """
+    first = ranks.detect(os.environ).local_rank == 0
+    folder = Path(tempfile.mkdtemp(prefix="clip-train-")) if first else None
+    try:
+        places = {key: place for key in KEYS if (place := getattr(config, key)) is not None}
+        here = {k: _place_here(k, place, folder and folder / k, storage) for k, place in places.items()}
+        yield config.model_copy(update=here)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfig) -> str:
+    """folder: where this rank puts what it fetches for its node; None: another does."""
+
+    def on_node(fetch: Callable[[Path], T]) -> T:
+        """What the node's first rank has fetched."""
+        got = dist.agreed(lambda: None if folder is None else (node_name(), fetch(folder)))
+        return dict(each for each in dist.gather_objects(got) if each is not None)[node_name()]
+
+    if dist.on_main(lambda: _is_weights(place)):
+        return str(on_node(lambda to: _fetch(place, to, storage))) if is_remote(place) else place
+    found = _checkpoint(key, place)
+    names = found.reader.names() if folder is not None else {}  # the node's other ranks read nothing
+    wanted = {name: Wanted(name, "param", 0, math.prod(shape)) for name, shape in names.items()}
+    found.reader.prepare(wanted.values())
+
+    def write(to: Path) -> Path:
+        state = {name: found.reader.read(*each).reshape(names[name]) for name, each in wanted.items()}
+        return export_openclip(state, Architecture.model_validate(found.state["architecture"]), to)
+
+    written = on_node(write)
+    if dist.is_main():
+        log(f"model.{key}: step {found.step} of {found.path}")
+    return str(written)
+
+
+def _is_weights(place: str) -> bool:
+    """Whether it is a file or a folder of weights; else it is a run's."""
+    if place.endswith(_SUFFIXES):
+        return True
+    if is_remote(place):
+        return any(open_storage(place).exists(name) for name in WEIGHTS_NAMES)
+    path = local_path(place)
+    if path.is_dir():
+        return any((path / name).exists() for name in WEIGHTS_NAMES)
+    return path.suffix not in (".yaml", ".yml", ".json")
+
+
+def _checkpoint(key: str, place: str) -> Resumed:
+    """Collective: the newest whole checkpoint, or the one that is named. UserError, CheckpointError."""
+    try:
+        recipe = recipe_in(place) if not place.endswith(".json") else None
+        if recipe is not None:
+            folder = path if (path := local_path(place)).is_dir() else None
+            return open_to_look(places_of_run(load_config(recipe, []), folder))
+        places, only = places_of(place)
+        return open_to_look(places, only=only)
+    except UserError as e:
+        raise UserError(
+            f"model.{key} ({place}) holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's checkpoint: {e}"
+        ) from e
+
+
+def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
+    """A weights file, or an export's folder, from a URL. UserError, CheckpointError, OSError."""
+    folder.mkdir()
+    url, _, name = place.rpartition("/") if place.endswith(_SUFFIXES) else (place.rstrip("/"), "", "")
+    there = open_storage(url)
+    if there.exists(CONFIG_NAME):
+        (folder / CONFIG_NAME).write_bytes(there.read_bytes(CONFIG_NAME))
+    file = folder / (name or next(each for each in WEIGHTS_NAMES if there.exists(each)))
+    digest = hashlib.sha256()
+    try:
+        with open_read(f"{url}/{file.name}", storage) as source, file.open("wb") as out:
+            while data := source.read(storage.range_bytes):
+                digest.update(data)
+                out.write(data)
+    except FileNotFoundError as e:
+        raise UserError(f"{place}: there is no such file; correct it") from e
+    known = known_sha256(folder, file.name)
+    if known is None:
+        log(f"{url}/{file.name} has no sha256 in a {CONFIG_NAME} beside it: it is taken as it has come")
+    elif known != digest.hexdigest():
+        raise CheckpointError(
+            f"{url}/{file.name} does not have its sha256 ({CONFIG_NAME}): it has changed; export again"
+        )
+    return folder if not name else file
+
+
+def known_sha256(folder: Path, name: str) -> str | None:
+    """As the export's description has it; None: it says none. CheckpointError for a description that is no JSON."""
+    try:
+        content = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else {}
+    except ValueError as e:
+        raise CheckpointError(f"{CONFIG_NAME} beside {name} is not JSON: {e}") from e
+    known = content.get("sha256") if isinstance(content, dict) else None
+    return known.get(name) if isinstance(known, dict) else None
+
+
+# -- where a run's checkpoints are
+
+
+def recipe_in(place: str) -> str | None:
+    """The recipe that `place` is, or that a run's folder holds; None for a URL or a bare folder of checkpoints.
+
+    UserError where there is nothing.
+    """
+    if is_remote(place):
+        return None
+    path = local_path(place)
+    if path.is_dir():
+        return str(path / "recipe.yaml") if (path / "recipe.yaml").exists() else None
+    if not path.exists():
+        raise UserError(f"{place}: no such file or folder; give a recipe, a run's folder, or a URL of checkpoints")
+    return place
+
+
+def places_of_run(config: RunConfig, run_dir: Path | None = None) -> Places:
+    """Where a recipe's run keeps its checkpoints. UserError where nothing has been trained.
+
+    run_dir: where its folder is now, if that is known.
+    """
+    folder = (run_dir or config.run_dir) / "checkpoints"
+    remote = open_storage(config.checkpoint.remote) if config.checkpoint.remote else None
+    local = LocalStorage(folder) if folder.is_dir() else None
+    if local is None and remote is None:
+        raise UserError(f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name")
+    return Places(local, remote)

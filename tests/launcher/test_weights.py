@@ -1,0 +1,89 @@
+"""Where a run can start from. What is at a URL: tests/s3/test_weights.py."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from clip_train.errors import CheckpointError, UserError
+from clip_train.models.config import ModelConfig
+from clip_train.models.weights import initial_weights
+from clip_train.storage.config import StorageConfig
+from launcher.weights import weights_here
+from tests.launcher.saved import save_run
+from tests.models.small import small_architecture
+from tests.ranks import run_ranks
+
+ARCHITECTURE = small_architecture()
+
+
+def started_from(place: str | Path, model: Path) -> dict[str, Tensor]:
+    config = ModelConfig(name=str(model), init_from=str(place))
+    with weights_here(config, StorageConfig()) as here:
+        source = initial_weights(here, seed=0)
+    return {
+        name: source.read(name, "param", 0, p.numel()).reshape(p.shape)
+        for name, p in torch.load(model.parent / "any.pt").items()
+    }
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(ARCHITECTURE.model_cfg()))
+    return file
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(tmp_path: Path, model: Path):
+    run = tmp_path / "run"
+    saved = save_run(run, ARCHITECTURE, steps=(1, 2))
+    torch.save(saved[2], tmp_path / "any.pt")
+    (first,) = (run / "checkpoints" / "commit").glob("*s0000000001.json")
+    (attempt,) = (run / "checkpoints" / "ckpt" / "s0000000001").iterdir()
+    spool = set(Path(tempfile.gettempdir()).glob("clip-train-*"))
+    assert same(started_from(run / "checkpoints", model), saved[2])
+    assert same(started_from(run, model), saved[2])
+    assert same(started_from(first, model), saved[1]) and same(started_from(attempt, model), saved[1])
+    recipe = {
+        "run": {"dir": "where it was trained", "steps": 5000},
+        "data": {"train": "x.tar"},
+        "batch": {"global_size": 8},
+    }
+    (run / "recipe.yaml").write_text(json.dumps(recipe))
+    assert same(started_from(run, model), saved[2])
+    (run / "recipe.yaml").write_text(json.dumps(recipe | {"run": {"dir": str(run), "steps": 5000}}))
+    assert same(started_from(run / "recipe.yaml", model), saved[2])
+    assert set(Path(tempfile.gettempdir()).glob("clip-train-*")) == spool  # nothing stays behind
+    first.rename(tmp_path / "away")
+    (second,) = (run / "checkpoints" / "commit").glob("*s0000000002.json")
+    second.unlink()
+    with pytest.raises(UserError, match=r"model.init_from .*neither weights .* nor a run's checkpoint"):
+        started_from(run / "checkpoints", model)
+
+
+def test_damage_is_seen_before_a_weight_is_used(tmp_path: Path, model: Path):
+    saved = save_run(tmp_path / "run", ARCHITECTURE, steps=(1,))
+    torch.save(saved[1], tmp_path / "any.pt")
+    (file,) = (tmp_path / "run").rglob("rank*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 8] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not have its sha256"):
+        started_from(tmp_path / "run", model)
+
+
+@pytest.mark.distributed
+def test_one_rank_of_a_node_fetches_for_all(tmp_path: Path, model: Path):
+    saved = save_run(tmp_path / "run", ARCHITECTURE)
+    torch.save(saved[2], tmp_path / "any.pt")
+    for found in run_ranks(started_from, 3, tmp_path / "run", model):
+        assert same(found, saved[2])
