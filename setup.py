@@ -66,6 +66,7 @@ setup(
         "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
         "bench": ["s3fs>=2026.2"],  # another S3 client, for benchmarks/checkpoint.py
         "wandb": ["wandb"],
+        "parquet": ["pyarrow"],  # `clip-train shards x.parquet`
     },
     entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},
 )

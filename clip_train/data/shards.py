@@ -49,9 +49,9 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
             )
         if part.lower().endswith(TABLES):
             raise UserError(
-                f"{field} ({part}) is a table, not shards: write its images and captions into WebDataset tars first, "
-                f"for example with `img2dataset --url_list {part} --output_format webdataset`, and give those: "
-                "'shards/{00000..00099}.tar'"
+                f"{field} ({part}) is a table, not shards: `clip-train shards {part} OUT` makes them of files, "
+                f"`img2dataset --url_list {part} --output_format webdataset` of URLs; then give "
+                "'OUT/{00000..00099}.tar'"
             )
         try:
             patterns = list(braceexpand(part)) if part else []

@@ -25,6 +25,8 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
     "command": {"metavar": "COMMAND", "help": "one argument in quotes; a params.txt; or - to read it from a pipe"},
+    "source": {"metavar": "SOURCE", "help": "a .csv, .tsv, .jsonl or .parquet, or a folder of images"},
+    "out": {"metavar": "OUT", "help": "folder for the shards"},
     "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
     "overrides": {
         "metavar": "key.path=value",
@@ -147,6 +149,28 @@ VERBS = {
             ("step", "N", "the checkpoint of this step (default: the newest)"),
         ),
     ),
+    "shards": Verb(
+        "launcher.cli.shards:run",
+        "a table or a folder of images with captions as shards",
+        """\
+        Write WebDataset shards and their index. Rows whose image or caption cannot be used are left out and reported.
+        Run again after an interruption, it goes on. Of URLs, img2dataset makes shards.""",
+        """\
+        clip-train shards captions.csv shards                   columns are found, or --image-key, --caption-key
+        clip-train shards photos shards                         each x.jpg with its x.txt; or a metadata.csv in it""",
+        positions=("source", "out"),
+        options=(
+            ("image-key", "NAME", "column of the image's path or bytes (default: filepath, file_name, image, ...)"),
+            (
+                "caption-key",
+                "NAMES",
+                "columns of the caption, of which the first with one counts (default: title, ...)",
+            ),
+            ("images", "DIR", "where relative paths begin (default: SOURCE's folder)"),
+            ("per-shard", "N", "rows in a shard (default: 1000)"),
+            ("workers", "N", "processes (default: one for each CPU)"),
+        ),
+    ),
     "index": Verb(
         "launcher.cli.index:run",
         "count and checksum shards, so that epochs are exact and damage is seen",
@@ -183,7 +207,7 @@ VERBS = {
         clip-train import-args "torchrun --nproc_per_node 8 -m open_clip_train.main --model ViT-B-32 ..." > my.yaml
         clip-train import-args logs/my-run/params.txt > my.yaml""",
         positions=("command",),
-        options=(("world-size", "N", "GPUs, where the command does not say (default: as torchrun is told, else 1)"),),
+        options=(("world-size", "N", "GPUs, where the command does not say (default: torchrun's, else 1)"),),
     ),
     "demo": Verb(
         "launcher.cli.demo:run",

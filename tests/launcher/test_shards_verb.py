@@ -1,0 +1,134 @@
+"""`clip-train shards`: tables and folders of real images become shards that train; what cannot be used is reported."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from clip_train.data.config import DataConfig
+from clip_train.data.loader import TrainLoader
+from launcher.cli.main import main
+from tests.data.shards import jpeg
+
+
+def images(folder: Path, count: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        (folder / f"{i}.jpg").write_bytes(jpeg(i))
+    return [f"{i}.jpg" for i in range(count)]
+
+
+def write_table(path: Path, rows: list[dict], delimiter: str = ",") -> Path:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def members(folder: Path) -> dict[str, bytes]:
+    found = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found |= {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["csv", "tabs in a csv", "tsv", "jsonl", "folder", "metadata"])
+def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
+    source = tmp_path / "photos"
+    names = images(source, 5)
+    rows = [{"file_name": name, "caption": f"picture {name}"} for name in names]
+    place = source
+    if kind == "folder":
+        for row in rows:
+            (source / row["file_name"]).with_suffix(".txt").write_text(row["caption"] + "\n")
+    elif kind == "metadata":
+        write_table(source / "metadata.csv", rows)
+    elif kind == "jsonl":
+        place = source / "x.jsonl"
+        place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        place = write_table(source / ("x.tsv" if kind == "tsv" else "x.csv"), rows, "," if kind == "csv" else "\t")
+    assert main(["shards", str(place), str(tmp_path / "out"), "--per-shard", "2", "--workers", "1"]) == 0
+    found = members(tmp_path / "out")
+    assert found == {
+        f"{i:09d}.{end}": content
+        for i, name in enumerate(names)
+        for end, content in (("jpg", (source / name).read_bytes()), ("txt", f"picture {name}".encode()))
+    }
+    out = capsys.readouterr().out
+    assert "3 shards, 5 samples" in out and "{00000..00002}.tar" in out
+    config = DataConfig(train=f"{tmp_path}/out/*.tar", workers=0, lanes=1)
+    batch = next(iter(TrainLoader(config, image_size=16, context_length=77, global_size=5, seed=0)))
+    assert len(batch) == 5 and not batch.bad_samples
+
+
+def test_what_cannot_be_used_is_left_out_and_reported(tmp_path, capsys):
+    names = images(tmp_path, 3)
+    (tmp_path / "cut.jpg").write_bytes(jpeg(9)[:200])
+    rows = [{"filepath": name, "title": "", "text": f"a {name}"} for name in names]
+    rows += [{"filepath": "missing.jpg", "title": "x", "text": ""}, {"filepath": "cut.jpg", "title": "x", "text": ""}]
+    rows += [{"filepath": "0.jpg", "title": " ", "text": ""}, {"filepath": "https://a/b.jpg", "title": "x", "text": ""}]
+    line = ["shards", str(write_table(tmp_path / "x.csv", rows)), str(tmp_path / "out"), "--caption-key", "title,text"]
+    assert main([*line, "--per-shard", "4", "--workers", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "4 rows were left out" in out and "3 samples" in out
+    for reason in (
+        "image cannot be read: No such file",
+        "image does not decode, such as cut.jpg",
+        "no caption",
+        "is a URL",
+    ):
+        assert reason in out
+    assert len(members(tmp_path / "out")) == 6
+    stats = json.loads((tmp_path / "out" / "00001_stats.json").read_text())
+    assert stats["count"] == 3 and stats["successes"] == 0
+
+
+def test_several_captions_are_kept(tmp_path, capsys):
+    (name,) = images(tmp_path, 1)
+    (tmp_path / "x.jsonl").write_text(json.dumps({"image": name, "captions": ["one", "", "two"]}) + "\n")
+    assert main(["shards", str(tmp_path / "x.jsonl"), str(tmp_path / "out")]) == 0
+    found = members(tmp_path / "out")
+    assert found["000000000.txt"] == b"one" and json.loads(found["000000000.json"]) == {"captions": ["one", "two"]}
+
+
+def test_it_goes_on_after_an_interruption_and_refuses_what_is_not_its_own(tmp_path, capsys):
+    names = images(tmp_path, 6)
+    table = write_table(tmp_path / "x.csv", [{"filepath": name, "title": name} for name in names])
+    line = ["shards", str(table), str(tmp_path / "out"), "--per-shard", "2", "--workers", "1"]
+    assert main(line) == 0
+    before = members(tmp_path / "out")
+    (tmp_path / "out" / "00001.tar").unlink()
+    kept = (tmp_path / "out" / "00000.tar").stat().st_mtime_ns
+    assert main(line) == 0
+    assert members(tmp_path / "out") == before
+    assert (tmp_path / "out" / "00000.tar").stat().st_mtime_ns == kept
+    capsys.readouterr()
+    assert main([*line[:3], "--per-shard", "3"]) == 2
+    assert "per_shard: 2, now 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("x.csv", "a,b\n1,2\n", "its columns are a, b: say --image-key NAME"),
+        ("x.csv", "", "has no rows"),
+        ("x.jsonl", "{'a'}\n", "line 1 is not JSON"),
+        ("x.doc", "", "is no table that can be read"),
+        ("y/0.jpg", "x", "has no image with a caption"),
+    ],
+)
+def test_mistakes(name, content, said, tmp_path, capsys):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    source = path.parent if name.startswith("y/") else path
+    assert main(["shards", str(source), str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/*.tar"))
