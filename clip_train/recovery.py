@@ -21,6 +21,7 @@ from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import OutOfMemoryError
+from clip_train.models.batch_norm import has_batch_norm
 from clip_train.protocols import Batch, Phase
 from clip_train.step import StepResult, train_step
 
@@ -98,6 +99,8 @@ def together(engine: Engine, phase: Phase, action: Callable[[], T]) -> T:
     error: str | None = None
     out: T | None = None
     remedy = engine.remedy(phase)  # None: no rank can be waiting for another one inside `action`
+    if phase != "loss" and dist.world_size() > 1 and has_batch_norm(engine.module):
+        remedy = remedy or "Set a smaller batch.micro_size, or vision_cfg.norm to group in the model's JSON"
     try:
         out = action()
     except Exception as e:

@@ -21,6 +21,7 @@ from clip_train.contrastive.objective import Context, LossOutput, Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
+from clip_train.models.batch_norm import observed
 from clip_train.protocols import Batch, Differentiable, FeatureGradients, Features, MicroBatch, Phase
 
 Guard = Callable[[Phase, Callable[[], Any]], Any]  # runs one part of a step
@@ -117,12 +118,15 @@ def two_pass(
 
     kept_graphs: micro-batches whose graphs are retained. last: no other backward follows in this optimizer step.
     """
-    cache = guard("forward pass", lambda: encode(engine, micro_batches, objective, kept_graphs))
+    with observed() as running_statistics:  # of batch norms: of pass 1 alone, and only where all of this goes well
+        cache = guard("forward pass", lambda: encode(engine, micro_batches, objective, kept_graphs))
     features, prepared = joined([e.features for e in cache]), [e.prepared for e in cache if e.prepared is not None]
     seen = replace(context, prepared=joined(prepared) if prepared else None)
     with matmul_precision(objective.matmul):
         output = guard("loss", lambda: objective(features, seen))  # once, over the global batch
     guard("backward pass", lambda: replay(engine, cache, output.split([len(m) for m in micro_batches]), last))
+    for update in running_statistics:
+        update()
     return output, features.logit_scale
 
 

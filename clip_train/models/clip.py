@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from clip_train.models.blocks import Block, Transformer, normal_parameter
 from clip_train.models.config import Architecture, TextConfig, TowerConfig
 from clip_train.models.dropout import TEXT_DROPOUT_ID
+from clip_train.models.resnet import ResNetTower, resnet_flops
 from clip_train.models.vision import VisionTower
 from clip_train.protocols import text_ends
 
@@ -36,19 +37,23 @@ class CLIP(nn.Module):
         self.text_projection = normal_parameter(cfg.width, architecture.embed_dim, std=cfg.width**-0.5)
         blocks = (
             Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=TEXT_DROPOUT_ID + 2 * i)
-            for i in range(cfg.layers)
+            for i in range(cfg.depth)
         )
         self.transformer = Transformer(blocks, activation_checkpointing)
         self.token_embedding = nn.Embedding(cfg.vocab_size, cfg.width)
         with torch.no_grad():
             self.token_embedding.weight.mul_(0.02)  # torch draws with a deviation of 1
         self.ln_final = nn.LayerNorm(cfg.width)
-        self.visual = VisionTower(
-            architecture,
-            dropout=dropout,
-            patch_dropout=architecture.vision_cfg.patch_dropout if patch_dropout is None else patch_dropout,
-            activation_checkpointing=activation_checkpointing,
-        )
+        self.visual: VisionTower | ResNetTower
+        if architecture.vision_cfg.stages:
+            self.visual = ResNetTower(architecture, activation_checkpointing=activation_checkpointing)
+        else:
+            self.visual = VisionTower(
+                architecture,
+                dropout=dropout,
+                patch_dropout=architecture.vision_cfg.patch_dropout if patch_dropout is None else patch_dropout,
+                activation_checkpointing=activation_checkpointing,
+            )
         self.logit_scale = nn.Parameter(torch.full((1,), architecture.init_logit_scale))
         bias = architecture.init_logit_bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), bias))
@@ -119,11 +124,13 @@ def flops_per_sample(architecture: Architecture, patch_dropout: float = 0.0) -> 
     these for each sample, and one more for each time the sample goes forward again.
     """
     vision, text = architecture.vision_cfg, architecture.text_cfg
+    words = _blocks_flops(text, text.context_length, 1) + 2.0 * text.width * architecture.embed_dim
+    if vision.stages:
+        return words + resnet_flops(architecture)
     patches = 2.0 * vision.num_patches * 3 * vision.patch_size**2 * vision.width
     tokens = 1 + vision.kept_patches(patch_dropout)
     blocks = _blocks_flops(vision, tokens, tokens if vision.pool_type == "avg" else 1)
-    blocks += _blocks_flops(text, text.context_length, 1)
-    return patches + blocks + 2.0 * (vision.width + text.width) * architecture.embed_dim
+    return words + patches + blocks + 2.0 * vision.width * architecture.embed_dim
 
 
 def _blocks_flops(cfg: TowerConfig, tokens: int, read: int) -> float:
@@ -131,4 +138,4 @@ def _blocks_flops(cfg: TowerConfig, tokens: int, read: int) -> float:
     keys_values = 2.0 * tokens * 2 * cfg.width**2
     # for each token that asks: query, output, MLP; scores, and their product with the values
     asking = 2.0 * (2 * cfg.width**2 + 2 * cfg.width * cfg.mlp_width) + 2.0 * 2 * tokens * cfg.width
-    return cfg.layers * keys_values + ((cfg.layers - 1) * tokens + read) * asking
+    return cfg.depth * keys_values + ((cfg.depth - 1) * tokens + read) * asking

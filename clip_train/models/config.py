@@ -29,6 +29,8 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Of keys that these towers do not have, the values besides null, false and 0 at which they change nothing.
 NEUTRAL = {"pos_embed_type": ("learnable",), "proj_type": ("linear",)}
+# Of keys that a ResNet does not have.
+VIT_ONLY = ("patch_dropout", "pool_type", "no_ln_pre", "final_ln_after_pool", "ls_init_value")
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -37,7 +39,6 @@ class _Schema(BaseModel):
 
 
 class _Tower(_Schema):
-    layers: PositiveInt = 12  # blocks
     width: PositiveInt = 512  # of the residual stream
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP, as a multiple of `width`
     ls_init_value: PositiveFloat | None = None  # what a block adds is scaled, at first by this; None: it is not
@@ -48,8 +49,9 @@ class _Tower(_Schema):
 
 
 class VisionConfig(_Tower):
-    """`vision_cfg` of OpenCLIP's schema: a vision transformer."""
+    """`vision_cfg` of OpenCLIP's schema: a vision transformer, or a ResNet of four stages."""
 
+    layers: PositiveInt | tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] = 12  # blocks; of each stage
     image_size: PositiveInt = 224  # side of the square image, in pixels
     width: PositiveInt = 768
     head_width: PositiveInt = 64  # of one attention head
@@ -58,9 +60,32 @@ class VisionConfig(_Tower):
     pool_type: Literal["tok", "avg"] = "tok"  # the image is its class token, or the mean of its patches
     no_ln_pre: bool = False  # no norm before the blocks
     final_ln_after_pool: bool = False  # of a mean: norm of the mean, instead of mean of the norms
+    norm: Literal["batch", "group"] = "batch"  # of a ResNet; OpenCLIP has no other than batch
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_patches(cls, content: Any) -> Any:
+        """OpenCLIP's ResNets have `"patch_size": null`."""
+        if isinstance(content, dict) and isinstance(content.get("layers"), list | tuple):
+            return {key: value for key, value in content.items() if key != "patch_size" or value is not None}
+        return content
 
     @model_validator(mode="after")
     def _divides(self) -> VisionConfig:
+        if self.stages:
+            if self.width % 2 or self.width * 32 % self.head_width or self.image_size % 32:
+                raise ValueError(
+                    f"of a ResNet width ({self.width}) must be even, 32 times it a multiple of head_width "
+                    f"({self.head_width}), and image_size ({self.image_size}) a multiple of 32"
+                )
+            for name in VIT_ONLY:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} ({getattr(self, name)}) is a vision transformer's, and layers a ResNet's; leave it out"
+                    )
+            return self
+        if self.norm != "batch":
+            raise ValueError(f"norm ({self.norm}) is a ResNet's, and layers a vision transformer's; leave it out")
         if self.width % self.head_width:
             raise ValueError(f"width ({self.width}) must be a multiple of head_width ({self.head_width})")
         if self.image_size % self.patch_size:
@@ -68,8 +93,17 @@ class VisionConfig(_Tower):
         return self
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """Blocks of each stage of a ResNet; none of a transformer."""
+        return self.layers if isinstance(self.layers, tuple) else ()
+
+    @property
+    def depth(self) -> int:
+        return self.layers if isinstance(self.layers, int) else sum(self.layers)
+
+    @property
     def heads(self) -> int:
-        return self.width // self.head_width
+        return self.width * (32 if self.stages else 1) // self.head_width
 
     @property
     def num_patches(self) -> int:
@@ -90,6 +124,7 @@ class TokenizerOptions(_Schema):
 class TextConfig(_Tower):
     """`text_cfg` of OpenCLIP's schema: a transformer, causal by default, read at one token."""
 
+    layers: PositiveInt = 12  # blocks
     context_length: PositiveInt = 77  # tokens, start and end of text included
     vocab_size: PositiveInt = 49408  # token ids
     heads: PositiveInt = 8  # attention heads
@@ -104,6 +139,10 @@ class TextConfig(_Tower):
         if self.width % self.heads:
             raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
         return self
+
+    @property
+    def depth(self) -> int:
+        return self.layers
 
     @property
     def end_id(self) -> int | None:
@@ -136,7 +175,7 @@ class Architecture(_Schema):
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
         own = self.model_dump(exclude={"image_mean", "image_std"}, exclude_defaults=True)
         for key, tower in (("vision_cfg", self.vision_cfg), ("text_cfg", self.text_cfg)):
-            sizes = {name: size for name, size in tower if type(size) in (int, float)}
+            sizes = {name: size for name, size in tower if type(size) in (int, float, tuple)}
             own[key] = sizes | tower.model_dump(exclude_defaults=True)
         return own
 
@@ -203,6 +242,11 @@ class ModelConfig(Settings):
             key: getattr(self, key) for key in ("init_logit_scale", "init_logit_bias") if getattr(self, key) is not None
         }
         if self.patch_dropout is not None:
+            if self.patch_dropout and architecture.vision_cfg.stages:
+                raise UserError(
+                    f"model.patch_dropout ({self.patch_dropout}): {self.name} is a ResNet, and has no patches; set "
+                    "model.patch_dropout=null"
+                )
             vision = architecture.vision_cfg.model_copy(update={"patch_dropout": self.patch_dropout})
             update["vision_cfg"] = vision
         return architecture.model_copy(update=update)

@@ -11,6 +11,19 @@ from clip_train.models.config import Architecture
 from clip_train.models.dropout import PATCH_DROPOUT_ID, VISION_DROPOUT_ID, PatchDropout
 
 
+def normalised(channel: Tensor, mean: float, std: float, wide: torch.dtype) -> Tensor:
+    """uint8 pixels of one channel, normalised in `wide`; others are so already.
+
+    The operations are torchvision's ToTensor and Normalize, in their order: equal to the last bit.
+    """
+    return channel.to(wide).div_(255).sub_(mean).div_(std) if channel.dtype == torch.uint8 else channel
+
+
+def check_size(images: Tensor, size: int) -> None:
+    if images.shape[1:] != (3, size, size):
+        raise ValueError(f"images must be [b, 3, {size}, {size}], not {list(images.shape)}")
+
+
 class PatchEmbedding(nn.Conv2d):
     """A convolution whose stride is its kernel, under its name, computed as the matrix product that it is.
 
@@ -31,13 +44,10 @@ class PatchEmbedding(nn.Conv2d):
         """[b, 3, H, W] -> [b, T, 3 * side * side], in the order of the kernel's weights"""
         side, dtype = self.kernel_size[0], self.weight.dtype
         rows, columns = images.shape[2] // side, images.shape[3] // side
-        # The operations are torchvision's ToTensor and Normalize, in their order: equal to the last bit.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         patches = torch.empty(len(images), rows, columns, 3, side, side, dtype=dtype, device=images.device)
         for c, (mean, std) in enumerate(zip(self.image_mean, self.image_std, strict=True)):
-            channel = images[:, c, : rows * side, : columns * side]
-            if images.dtype == torch.uint8:
-                channel = channel.to(wide).div_(255).sub_(mean).div_(std)
+            channel = normalised(images[:, c, : rows * side, : columns * side], mean, std, wide)
             patches[:, :, :, c] = channel.unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
         return patches.flatten(3).flatten(1, 2)
 
@@ -59,7 +69,7 @@ class VisionTower(nn.Module):
         self.ln_pre = nn.Identity() if cfg.no_ln_pre else nn.LayerNorm(cfg.width)
         blocks = (
             Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=VISION_DROPOUT_ID + 2 * i)
-            for i in range(cfg.layers)
+            for i in range(cfg.depth)
         )
         self.averaged, self.norm_after = cfg.pool_type == "avg", cfg.final_ln_after_pool
         self.transformer = Transformer(blocks, activation_checkpointing, one_token=not self.averaged)
@@ -68,8 +78,7 @@ class VisionTower(nn.Module):
 
     def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
         """uint8, or already normalised float, [b, 3, H, W]; int64 [b] -> [b, D]"""
-        if images.shape[1:] != (3, self.image_size, self.image_size):
-            raise ValueError(f"images must be [b, 3, {self.image_size}, {self.image_size}], not {list(images.shape)}")
+        check_size(images, self.image_size)
         x = self.conv1(images)  # [b, T, width]
         class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
         x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [b, 1 + T, width]

@@ -76,17 +76,19 @@ def _profile(
 ) -> Profile:
     """By fake tensors; of shallow towers, and what one block more takes of either: those of a large model take half a
     minute. frozen: towers without a graph; one that is frozen in part is taken for a trained one."""
-    layers = {name: getattr(architecture, name).layers for name in ("vision_cfg", "text_cfg")}
-    shallow = {name: min(depth, SHALLOW) for name, depth in layers.items()}
+    towers = {"text_cfg": architecture.text_cfg.layers}
+    if not architecture.vision_cfg.stages:  # of which no block is like another
+        towers["vision_cfg"] = architecture.vision_cfg.depth
+    shallow = {name: min(depth, SHALLOW) for name, depth in towers.items()}
 
     def profile(layers: dict[str, int]) -> Profile:
-        towers = {name: getattr(architecture, name).model_copy(update={"layers": n}) for name, n in layers.items()}
+        cut = {name: getattr(architecture, name).model_copy(update={"layers": n}) for name, n in layers.items()}
 
         def make_model() -> CLIP:
             torch.set_default_dtype(DTYPES[precision])
             try:
                 model = CLIP(
-                    architecture.model_copy(update=towers), dropout=dropout, activation_checkpointing=checkpointing
+                    architecture.model_copy(update=cut), dropout=dropout, activation_checkpointing=checkpointing
                 )
             finally:
                 torch.set_default_dtype(torch.float32)
@@ -97,7 +99,7 @@ def _profile(
         return fake_profile(make_model, partial(micro_batch, architecture, torch.device("cpu")))
 
     total = base = profile(shallow)
-    for name, depth in layers.items():
+    for name, depth in towers.items():
         if depth > SHALLOW:
             total = total.plus(profile({**shallow, name: SHALLOW + 1}), base, depth - SHALLOW)
     return total

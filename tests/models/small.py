@@ -20,15 +20,20 @@ def small_architecture(**changes: Any) -> Architecture:
     return parse_architecture({**content, **changes}, "test")
 
 
+def small_resnet(norm: str = "batch", image_size: int = 64) -> Architecture:
+    vision = {"image_size": image_size, "layers": [2, 1, 1, 1], "width": 8, "head_width": 32, "norm": norm}
+    return small_architecture(vision_cfg=vision)
+
+
 def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> CLIP:
     torch.manual_seed(seed)
     return CLIP(options.pop("architecture", small_architecture()), **options).to(dtype)
 
 
-def inputs(num: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """uint8 [num, 3, 16, 16], int64 [num, 8] that end at token 99 and are padded with 0, int64 [num]"""
+def inputs(num: int, seed: int = 1, size: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """uint8 [num, 3, size, size], int64 [num, 8] that end at token 99 and are padded with 0, int64 [num]"""
     g = torch.Generator().manual_seed(seed)
-    images = torch.randint(0, 256, (num, 3, 16, 16), dtype=torch.uint8, generator=g)
+    images = torch.randint(0, 256, (num, 3, size, size), dtype=torch.uint8, generator=g)
     texts = torch.randint(1, 99, (num, 8), generator=g)
     for i in range(num):
         end = 2 + i % 6

@@ -51,7 +51,7 @@ def test_an_unknown_preset_names_its_neighbours():
             {"vision_cfg": {"attentional_pool": True}},
             r"vision_cfg\.attentional_pool \(true\): .* not implemented",
         ),
-        ({"vision_cfg": {"layers": [3, 4, 6, 3]}}, r"vision_cfg\.layers \(\[3, 4, 6, 3\]\) must be a whole"),
+        ({"vision_cfg": {"layers": [3, 4, 6]}}, r"vision_cfg\.layers \(\[3, 4, 6\]\) must be .*list of 4"),
         (
             {"vision_cfg": {"patchsize": 4}},
             r"vision_cfg\.patchsize \(4\): .* did you mean patch_size",

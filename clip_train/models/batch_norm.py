@@ -1,0 +1,117 @@
+"""Batch normalisation over the micro-batch of all ranks, whose running statistics see each sample of a step once.
+
+`P` values of a channel (samples times pixels) on this rank, `C` channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from clip_train import dist
+
+Update = Callable[[], None]
+_updates: list[Update] | None = None  # None: nobody wants to know what passes by
+
+
+@contextmanager
+def observed() -> Iterator[list[Update]]:
+    """Within, every forward in training adds what it would do to running statistics, for the caller to do or to drop.
+
+    Outside of it they stay as they are: in replayed forwards, in the recomputation of activations, in probes.
+    """
+    global _updates  # noqa: PLW0603  autograd recomputes activations in threads of its own
+    before, _updates = _updates, []
+    try:
+        yield _updates
+    finally:
+        _updates = before
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether ranks wait for each other within its forward and its backward."""
+    return any(isinstance(each, BatchNorm2d) for each in model.modules())
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    return x if isinstance(x, FakeTensor) else dist.all_reduce_sum(x)
+
+
+class _Normalise(torch.autograd.Function):
+    """torch's SyncBatchNorm, on any device. Saves its input and [C] values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[b, C, ...], weight and bias [C] in at least float32 -> the same, mean [C], variance [C], values of a channel
+        on all ranks, float64 [1]"""
+        variance, mean = (each.double() for each in torch.var_mean(x.to(weight.dtype), _others(x), correction=0))
+        P = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
+        # in float64 nothing is lost to squares that cancel
+        sums = _sum_over_ranks(torch.cat([P, P * mean, P * (variance + mean.square())]))
+        count, total, squares = sums.split([1, len(mean), len(mean)])
+        mean = total / count
+        variance = (squares / count - mean.square()).clamp(min=0)
+        ctx.save_for_backward(x, weight, mean.to(weight.dtype), (variance + eps).rsqrt().to(weight.dtype), count)
+        ctx.mark_non_differentiable(mean, variance, count)
+        mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
+        return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight, mean, deviation, count = ctx.saved_tensors  # `deviation`: 1 / standard deviation
+        wide, column = gradients[0].to(weight.dtype), [-1] + [1] * (x.ndim - 2)
+        centred = x.to(weight.dtype) - mean.view(column)
+        own = torch.stack([wide.sum(_others(x)), (wide * centred).sum(_others(x))])  # [2, C]
+        total, product = _sum_over_ranks(own.clone()) / count
+        centred.mul_((product * deviation.square()).view(column))
+        out = wide.sub(centred).sub_(total.view(column)).mul_((weight * deviation).view(column))
+        # of the parameters this rank's share, as of every other: the engine sums it
+        return out.to(x.dtype), own[1] * deviation, own[0], None
+
+
+def _others(x: Tensor) -> list[int]:
+    """All dimensions but the channels'."""
+    return [0, *range(2, x.ndim)]
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """Under `nn.BatchNorm2d`'s names; in training by the statistics of a micro-batch on all ranks, which may differ in
+    length."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, C, height, width] -> the same"""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        if not self.training:
+            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, training=False, eps=self.eps)
+        out, mean, variance, count = _Normalise.apply(x, weight, bias, self.eps)
+        if _updates is not None:
+            _updates.append(lambda: self._update(mean, variance * (count / (count - 1).clamp(min=1))))
+        return out
+
+    @torch.no_grad()
+    def _update(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.momentum is not None
+        self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
+        self.running_var.lerp_(variance.to(self.running_var), self.momentum)
+        self.num_batches_tracked += 1
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BatchNorm2d:
+        """As any module's, but that no `model.to(bfloat16)` rounds statistics: they move by a tenth of a difference."""
+        before = {name: getattr(self, name) for name in ("running_mean", "running_var")}
+        super()._apply(fn, recurse)
+        for name, kept in before.items():
+            now = getattr(self, name)
+            if now.dtype.itemsize < kept.dtype.itemsize:
+                setattr(self, name, kept.to(now.device))
+        return self
