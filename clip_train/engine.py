@@ -141,7 +141,7 @@ class Engine(abc.ABC):
             raise RuntimeError("a gradient was not reduced: the step's last backward was not called with last=True")
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_factor", 1.0)
         report = self._update(self.optimizer)
         self._reduced = False
         if not report.skipped:

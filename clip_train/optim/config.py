@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from clip_train.settings import Refused, Settings
+from clip_train.settings import Allowed, Refused, Settings
 
 
 class OptimConfig(Settings):
@@ -21,6 +21,16 @@ class OptimConfig(Settings):
     eps: PositiveFloat = 1e-6
     weight_decay: NonNegativeFloat = 0.2
     """Decoupled; on matrices and embeddings only (OpenCLIP's groups)."""
+    no_decay: list[str] = Field([])
+    """Parameters that do not decay either: patterns over their names, such as ["*embedding*"]."""
+    lr_multipliers: Annotated[
+        dict[str, PositiveFloat], Allowed("patterns over parameters' names, each with a factor greater than 0")
+    ] = Field({})
+    """Factors of the learning rate by patterns over parameters' names, such as {"visual.*": 0.1}; the first that
+    matches counts."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """The learning rate of each layer of a tower, as a multiple of that of the layer above it (BEiT, arXiv 2106.08254):
+    the projection and the norm below it have all of it, the last block once this factor, the embeddings the least."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Of sgd."""
     grad_clip_norm: PositiveFloat | None = 1.0

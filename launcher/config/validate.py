@@ -16,7 +16,8 @@ from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
 from clip_train.models.config import Architecture
-from clip_train.models.freeze import trained_parameters
+from clip_train.models.freeze import parameter_sizes, trained_parameters
+from clip_train.optim.optimizer import lr_factors, spared
 from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, on_this_machine, package
 from launcher.engines.config import EngineConfig
@@ -54,6 +55,9 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             problems.append(UserError(bias_mistake(config, architecture.init_logit_bias)))
         collect(config.model.teacher_architecture)
         collect(partial(trained_parameters, config.model, architecture))
+        names = parameter_sizes(architecture)
+        collect(partial(lr_factors, config.optim, names))
+        collect(partial(spared, config.optim, names))
     plan = collect(lambda: plan_batch(config.batch, world_size))
     engine, resolved = package(config.engine.kind), on_this_machine(config.engine)
     problems += map(UserError, engine.mistakes(resolved, engine_facts(config, plan, world_size)))

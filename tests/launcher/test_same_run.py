@@ -41,7 +41,9 @@ def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
 
 
 REFUSED = """run.seed model.name model.patch_dropout model.dropout model.teacher model.teacher_name
-model.init_logit_bias data.aug_scale batch.global_size batch.schedule batch.accumulation loss.kind optim.name"""
+model.init_logit_bias model.freeze model.lock_image
+model.lock_image_unlocked_groups model.lock_text model.lock_text_unlocked_layers
+data.aug_scale batch.global_size batch.schedule batch.accumulation loss.kind optim.name"""
 
 
 def test_what_makes_it_another_run() -> None:

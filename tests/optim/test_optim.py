@@ -9,18 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer, decay_groups
+from clip_train.optim.optimizer import build_optimizer, parameter_groups
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
+from tests.models.small import small_model
 
 
 def test_gains_biases_and_the_temperature_do_not_decay():
     with torch.device("meta"):
         model = CLIP(load_architecture("tiny"))
     named = dict(model.named_parameters())
-    without, with_decay = decay_groups(named.items(), 0.2)
+    without, with_decay = parameter_groups(OptimConfig(), named.items())
     name_of = {id(p): name for name, p in named.items()}
     decayed = {name_of[id(p)] for p in with_decay["params"]}
     spared = {name_of[id(p)] for p in without["params"]}
@@ -34,12 +36,52 @@ def test_gains_biases_and_the_temperature_do_not_decay():
 def test_a_partitioned_parameter_is_judged_by_its_true_shape():
     p = nn.Parameter(torch.empty(0))
     p.ds_shape = torch.Size([4, 4])
-    assert [g["weight_decay"] for g in decay_groups([("mlp.c_fc.weight", p)], 0.1)] == [0.1]
+    (group,) = parameter_groups(OptimConfig(weight_decay=0.1), [("mlp.c_fc.weight", p)])
+    assert group["weight_decay"] == 0.1
 
 
 def test_frozen_parameters_are_left_out():
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    assert decay_groups([("a.weight", frozen)], 0.1) == []
+    assert parameter_groups(OptimConfig(), [("a.weight", frozen)]) == []
+
+
+def factors(**keys) -> dict[str, tuple[float, float]]:
+    """name -> (factor of the learning rate, weight decay), of a model of two blocks in either tower."""
+    model = small_model()
+    groups = parameter_groups(OptimConfig(weight_decay=0.2, **keys), model.named_parameters())
+    found = {id(p): (group["lr_factor"], group["weight_decay"]) for group in groups for p in group["params"]}
+    return {name: found[id(p)] for name, p in model.named_parameters()}
+
+
+def test_the_first_pattern_that_matches_multiplies_the_learning_rate():
+    found = factors(lr_multipliers={"visual.proj": 2.0, "visual.*": 0.1, "*proj*": 7.0})
+    assert found["visual.proj"] == (2.0, 0.2) and found["visual.conv1.weight"] == (0.1, 0.2)
+    assert found["visual.transformer.resblocks.0.attn.out_proj.bias"] == (0.1, 0.0)
+    assert found["text_projection"] == (7.0, 0.2) and found["logit_scale"] == (1.0, 0.0)
+
+
+def test_layer_decay_counts_from_the_top_of_each_tower():
+    """As BEiT's `get_num_layer_for_vit`: of two blocks the ids are 0 to 3, and the factor decay^(3 - id)."""
+    found = factors(layer_decay=0.5, lr_multipliers={"visual.*": 3.0})
+    expected = {
+        "visual.proj": 3, "visual.ln_post.weight": 3, "visual.transformer.resblocks.1.ln_1.bias": 1.5,
+        "visual.transformer.resblocks.0.mlp.c_fc.weight": 0.75, "visual.class_embedding": 0.375,
+        "text_projection": 1, "ln_final.bias": 1, "transformer.resblocks.1.ln_2.bias": 0.5,
+        "transformer.resblocks.0.attn.in_proj_weight": 0.25, "token_embedding.weight": 0.125, "logit_scale": 1,
+    }  # fmt: skip
+    assert {name: found[name][0] for name in expected} == expected
+
+
+def test_patterns_spare_parameters_from_decay():
+    assert {name for name, (_, decay) in factors(no_decay=["*embedding*"]).items() if decay} == {
+        name for name, (_, decay) in factors().items() if decay and "embedding" not in name
+    }
+
+
+@pytest.mark.parametrize("key, value", [("lr_multipliers", {"vision.*": 0.1}), ("no_decay", ["vision.*"])])
+def test_a_pattern_that_matches_nothing_is_refused(key, value):
+    with pytest.raises(UserError, match=rf"optim.{key} \(.*vision\.\*.*\): vision\.\* matches none"):
+        factors(**{key: value})
 
 
 @pytest.mark.parametrize("name, kind", [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
