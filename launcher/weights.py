@@ -21,6 +21,7 @@ from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.checkpoint.restore import Places, Resumed
 from clip_train.errors import CheckpointError, UserError
+from clip_train.models import hub
 from clip_train.models.config import Architecture, ModelConfig
 from clip_train.models.export import export_openclip
 from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES
@@ -63,6 +64,8 @@ def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfi
         got = dist.agreed(lambda: None if folder is None else (node_name(), fetch(folder)))
         return dict(each for each in dist.gather_objects(got) if each is not None)[node_name()]
 
+    if hub.is_on_hub(place):
+        return str(on_node(lambda to: hub.fetch(place)))
     if dist.on_main(lambda: _is_weights(place)):
         return str(on_node(lambda to: _fetch(place, to, storage))) if is_remote(place) else place
     found = _checkpoint(key, place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.config import ModelConfig
+from clip_train.models.export import export_openclip
 from clip_train.models.weights import initial_weights
 from clip_train.storage.config import StorageConfig
 from launcher.weights import weights_here
 from tests.launcher.saved import save_run
-from tests.models.small import small_architecture
+from tests.models.small import small_architecture, small_model
+from tests.peers.hub import Hub
 from tests.ranks import run_ranks
 
 ARCHITECTURE = small_architecture()
@@ -87,3 +90,23 @@ def test_one_rank_of_a_node_fetches_for_all(tmp_path: Path, model: Path):
     torch.save(saved[2], tmp_path / "any.pt")
     for found in run_ranks(started_from, 3, tmp_path / "run", model):
         assert same(found, saved[2])
+
+
+def _from_hub(url: str, home: str, model: Path) -> dict[str, Tensor]:
+    os.environ.update(HF_ENDPOINT=url, HF_HOME=home)  # read when huggingface_hub is imported
+    return started_from("hf-hub:me/clip", model)
+
+
+@pytest.mark.distributed
+def test_one_rank_of_a_node_fetches_from_the_hub_for_all(tmp_path: Path, model: Path):
+    """What is fetched and how: tests/peers/test_hub.py."""
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is missing: pip install 'clip-train[hub]'")
+    state = small_model(seed=4).state_dict()
+    torch.save(state, tmp_path / "any.pt")
+    folder = export_openclip(state, ARCHITECTURE, tmp_path / "export")
+    with Hub() as hub:
+        hub.files = {("me/clip", file.name): file.read_bytes() for file in folder.iterdir()}
+        for found in run_ranks(_from_hub, 3, hub.url, str(tmp_path / "home"), model):
+            assert same(found, state)
+    paths = [path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
+    assert len(paths) == 2  # weights and description, once

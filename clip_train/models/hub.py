@@ -1,0 +1,99 @@
+"""Weights from the Hugging Face hub: fetched into its cache, where a file that is there already stays, and verified.
+
+    hf-hub:org/name[@revision]            a repository in OpenCLIP's layout
+    open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag, by its table (openclip_tags.json)
+
+The only module that imports huggingface_hub, which honours HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, and goes
+on with a download that was cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from clip_train.errors import CheckpointError, UserError
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
+
+PREFIXES = ("hf-hub:", "open_clip:")
+_TAGS = Path(__file__).parent / "openclip_tags.json"
+
+
+def is_on_hub(place: str) -> bool:
+    return place.startswith(PREFIXES)
+
+
+def fetch(place: str) -> Path:
+    """The weights' file in the cache, with the repository's description beside it.
+
+    UserError for a name that is not understood, or without huggingface_hub; CheckpointError where it cannot be had.
+    """
+    repository, revision = resolve(place)
+    hub = _library(place)
+    missing = []
+    for name in WEIGHTS_NAMES:
+        try:
+            file = _verified(hub, place, repository, name, revision)
+        except hub.errors.EntryNotFoundError as e:
+            missing.append(e)
+            continue
+        with contextlib.suppress(hub.errors.EntryNotFoundError):  # weights alone will do
+            _verified(hub, place, repository, CONFIG_NAME, file.parent.name)  # of the same commit
+        return file
+    raise CheckpointError(
+        f"{place}: {repository} has neither {' nor '.join(WEIGHTS_NAMES)}, or they cannot be reached: {missing[-1]}"
+    )
+
+
+def resolve(place: str) -> tuple[str, str | None]:
+    """(repository, revision or None for its newest). UserError."""
+    scheme, _, name = place.partition(":")
+    if scheme == "hf-hub":
+        match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@(\S+))?", name)
+        if match is None:
+            raise UserError(f"{place}: write hf-hub:org/name, or hf-hub:org/name@revision")
+        return match[1], match[2]
+    known = json.loads(_TAGS.read_text())
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        model = [each for each in known if each.startswith(f"{name.partition('/')[0]}/")]
+        likely = ", ".join(near or model[:3] or list(known)[:3])
+        raise UserError(f"{place}: OpenCLIP has no such model and tag on the hub; did you mean {likely}?")
+    return known[name], None
+
+
+def _library(place: str) -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as e:
+        raise UserError(f"{place} needs huggingface_hub: pip install 'clip-train[hub]'") from e
+    return huggingface_hub
+
+
+def _verified(hub: Any, place: str, repository: str, name: str, revision: str | None) -> Path:
+    """One file, in the cache. Its blob there is named by its checksum as the hub states it: git's, or for large files
+    (LFS) the sha256. A damaged one is fetched once more. EntryNotFoundError; CheckpointError."""
+    for again in (False, True):
+        try:
+            path = Path(hub.hf_hub_download(repository, name, revision=revision, force_download=again))
+        except hub.errors.EntryNotFoundError:
+            raise
+        except Exception as e:  # of its HTTP library too, which it changes from one release to the next
+            raise CheckpointError(f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}") from e
+        blob = path.resolve()
+        if blob.name == (sha256_of(blob) if len(blob.name) == 64 else _git_sum(blob)):
+            return path
+    raise CheckpointError(
+        f"{place}: {name} does not have the checksum that the hub states ({blob.name}); try again later"
+    )
+
+
+def _git_sum(file: Path) -> str:
+    data = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
