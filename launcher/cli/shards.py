@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from clip_train.data.convert import Written, make_shards, read_rows, same_settings
 from clip_train.errors import UserError
 from launcher.cli.index import run_index
+from launcher.convert import Written, make_shards, read_rows, same_settings
 
 
 def run(args: argparse.Namespace) -> int:

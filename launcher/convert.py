@@ -50,7 +50,7 @@ class Written:
 
 
 def read_rows(source: Path, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> Iterator[Row]:
-    """Every row in order. UserError where nothing can be read, or the columns cannot be told."""
+    """Every row in order. UserError where nothing can be read, or the columns are not known."""
     if source.is_dir():
         table = next((source / name for name in METADATA if (source / name).is_file()), None)
         if table is None:
