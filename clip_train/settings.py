@@ -45,7 +45,7 @@ Silent = AtResume("silent")
 class Settings(BaseModel):
     """One section of the recipe. It stands beside the code that it configures and checks itself.
 
-    Docstrings under the fields become their descriptions, which `clip-train train --keys` prints.
+    Docstrings under the fields become their descriptions, which `clip-train keys` prints.
     """
 
     model_config = ConfigDict(

@@ -38,6 +38,6 @@ def test_the_checkpoint_writer_runs_without_torch():
 
 
 def test_a_recipe_is_read_without_torch():
-    """`train --keys` and the mistakes of a recipe come at once, on a login node too."""
+    """`clip-train keys` and the mistakes of a recipe come at once, on a login node too."""
     code = "import sys; sys.modules['torch'] = None; import launcher.config.recipe"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

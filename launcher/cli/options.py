@@ -24,6 +24,7 @@ examples:
 POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
+    "prefix": {"metavar": "PREFIX", "help": "a section, or a key's beginning"},
     "command": {"metavar": "COMMAND", "help": "one argument in quotes; a params.txt; or - to read it from a pipe"},
     "source": {"metavar": "SOURCE", "help": "a .csv, .tsv, .jsonl or .parquet, or a folder of images"},
     "out": {"metavar": "OUT", "help": "folder for the shards"},
@@ -59,12 +60,21 @@ VERBS = {
         """\
         clip-train train recipes/vit_b32.yaml                   all GPUs of this machine; the same line again resumes
         clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
-        clip-train train --keys                                 what a recipe can hold""",
+        clip-train train recipes/vit_b32.yaml --ranks 2         two ranks, without a launcher""",
         positions=("recipe?", "overrides"),
         options=(
             ("ranks", "N", "without a launcher: ranks on this machine (default: GPUs, else 1)"),
-            ("keys", None, "print every key of a recipe with its default, and exit"),
+            ("keys", None, "as clip-train keys"),
         ),
+    ),
+    "keys": Verb(
+        "launcher.cli.keys:run",
+        "every key that a recipe can hold",
+        "Print each key with its default, what may stand there, and what it means; one line each in a pipe.",
+        """\
+        clip-train keys                                         all of them
+        clip-train keys optim                                   those that begin with it""",
+        positions=("prefix?",),
     ),
     "plan": Verb(
         "launcher.cli.plan:run",

@@ -1,21 +1,18 @@
-"""`clip-train train`: this rank, or one for each device; `--keys`: every key that a recipe can hold."""
+"""`clip-train train`: this rank, or one for each device."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import sys
-import textwrap
 
 from clip_train.errors import UserError
-from clip_train.settings import allowed, as_yaml, schema_of
-from launcher.config.recipe import RunConfig, load_config
+from launcher.cli.keys import print_keys
+from launcher.config.recipe import load_config
 
 
 def run(args: argparse.Namespace) -> int:
     if args.keys:
-        return print_keys()
+        return print_keys("")
     if args.recipe is None:
         raise UserError("RECIPE is missing: clip-train train RECIPE.yaml; examples lie in recipes/")
     config = load_config(args.recipe, args.overrides)
@@ -27,17 +24,3 @@ def run(args: argparse.Namespace) -> int:
     from launcher.train import train
 
     return train(config, args.outcome, args.stop, args.startup)
-
-
-def print_keys() -> int:
-    """key = default, what may stand there, and what it means; one line each where a program reads."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    for section, keys in schema_of(RunConfig)["properties"].items():
-        for name, field in keys["properties"].items():
-            key, value = f"{section}.{name}", as_yaml(field["default"]) if "default" in field else "required"
-            text = f"{allowed(field)}. {' '.join(field.get('description', '').split())}"
-            if width:
-                print(f"{key}: {value}\n{textwrap.indent(textwrap.fill(text, width - 4), '    ')}")
-            else:
-                print(f"{key}\t{value}\t{text}")
-    return 0

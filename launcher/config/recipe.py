@@ -233,7 +233,7 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as e:
-        lines = explain(e, RunConfig, raw, unknown=_nearest)
+        lines = explain(e, RunConfig, raw, unknown=nearest)
         head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
 
@@ -265,7 +265,7 @@ OTHER_NAMES = {
 }
 
 
-def _nearest(path: str) -> str:
+def nearest(path: str) -> str:
     """To a key that does not exist: what may have been meant."""
     if path.startswith("batch.schedule."):
         return f"known ones are {', '.join(BatchStage.model_fields)}"

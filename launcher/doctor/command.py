@@ -31,7 +31,7 @@ def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
         try:
             config = load_config(recipe, overrides)
         except UserError as e:
-            yield error("recipe", str(e), "see the message; clip-train train --keys lists all keys")
+            yield error("recipe", str(e), "see the message; clip-train keys lists all keys")
     engine = config.engine if config else EngineConfig()
     yield from guarded(package(engine.kind).CHECKS)
     if config is not None:

@@ -95,6 +95,10 @@ def test_keys_are_printed(capsys):
     assert set(lines) == {key for key, _ in known_keys()}
     assert lines["batch.kept_graphs"].startswith("1\tall, auto or a whole number of at least 1. How many")
     assert lines["run.dir"].startswith("null\t") and lines["data.train"].startswith("required\t")
+    assert main(["keys", "optim.be"]) == 0
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == ["optim.beta1", "optim.beta2"]
+    assert main(["keys", "optim.learnrate"]) == 2
+    assert "no key begins with optim.learnrate; did you mean optim.lr" in capsys.readouterr().err
 
 
 def test_help_teaches_and_names_the_verbs(capsys):

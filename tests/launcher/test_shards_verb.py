@@ -7,7 +7,9 @@ import json
 import tarfile
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
@@ -38,7 +40,7 @@ def members(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["csv", "tabs in a csv", "tsv", "jsonl", "folder", "metadata"])
+@pytest.mark.parametrize("kind", ["csv", "tabs in a csv", "tsv", "jsonl", "parquet", "folder", "metadata"])
 def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
     source = tmp_path / "photos"
     names = images(source, 5)
@@ -49,6 +51,10 @@ def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
             (source / row["file_name"]).with_suffix(".txt").write_text(row["caption"] + "\n")
     elif kind == "metadata":
         write_table(source / "metadata.csv", rows)
+    elif kind == "parquet":
+        place = source / "x.parquet"
+        table = pyarrow.table({name: [row[name] for row in rows] for name in rows[0]})
+        parquet.write_table(table, place)
     elif kind == "jsonl":
         place = source / "x.jsonl"
         place.write_text("".join(json.dumps(row) + "\n" for row in rows))
