@@ -64,6 +64,7 @@ VERBS = {
         positions=("recipe?", "overrides"),
         options=(
             ("ranks", "N", "without a launcher: ranks on this machine (default: GPUs, else 1)"),
+            ("dry-run", None, "check recipe, shards and devices, print the plan, and start nothing"),
             ("keys", None, "as clip-train keys"),
         ),
     ),

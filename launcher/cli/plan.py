@@ -10,6 +10,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -38,14 +39,20 @@ def measured_rate(config: RunConfig) -> float | None:
     return median(rates) if rates else None
 
 
-def make_plan(config: RunConfig, world_size: int, rate: float | None, gpu: str | None = None) -> dict[str, Any]:
-    """All of it as one JSON-able dict; sizes in bytes, rates over all ranks."""
+def make_plan(
+    config: RunConfig,
+    world_size: int,
+    rate: float | None = None,
+    gpu: str | None = None,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. device: whose memory is the limit."""
     found = find_gpu(gpu) if gpu is not None else None
     engine = on_this_machine(config.engine) if found is None else config.engine.on(found.bf16)
     config = config.model_copy(update={"engine": engine})
     checked = check(config, world_size, read_data=False)
     if config.chosen:
-        limit = usable(found) if found and config.batch.memory_limit is None else memory_limit(config, None)
+        limit = usable(found) if found and config.batch.memory_limit is None else memory_limit(config, device)
         checked = decide(config, checked, limit)
     plan, architecture, engine = checked.plan, checked.architecture, checked.engine
     checkpointing = bool(engine.activation_checkpointing)
@@ -101,6 +108,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plan, indent=2))
         return 0
+    show(config, plan)
+    return 0
+
+
+def show(config: RunConfig, plan: dict[str, Any]) -> None:
     table = Table(title=f"{config.run.name}: {plan['model']}", box=None, show_header=False)
     for name, value in describe(plan):
         table.add_row(name, value)
@@ -109,7 +121,6 @@ def run(args: argparse.Namespace) -> int:
     if plan["gpu"] is not None:
         for each in gpu_tables(plan["gpu"]):
             console.print(each)
-    return 0
 
 
 def gpu_tables(gpu: dict[str, Any]) -> Iterator[Table]:

@@ -236,3 +236,12 @@ def test_two_ranks_tell_a_mistake_once(recipe):
     status, out = run(recipe, "data.train=/nowhere/*.tar", ranks=2)
     assert status == 2
     assert out.count("clip-train: error") == 1, out
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(recipe, capsys):
+    assert main(["train", str(recipe), "--dry-run", "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks x" in out and "the first caption: '" in out and "nothing was started" in out
+    assert not (recipe.parent / "run").exists()
+    assert main(["train", str(recipe), "--dry-run", "data.train=missing.tar"]) == 2
+    assert "1 of 1 shards are not there" in capsys.readouterr().err
