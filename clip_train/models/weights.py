@@ -55,7 +55,7 @@ def initial_weights(config: ModelConfig, seed: int) -> WholeState:
         return WholeState(load_openclip(config.init_from, config.architecture()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return WholeState(dict(CLIP(config.architecture()).named_parameters()))
+        return WholeState(CLIP(config.architecture()).state_dict())
 
 
 def load_teacher(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CLIP | None:
@@ -100,7 +100,9 @@ def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder
     check_state(state, architecture, "the state to export")
     out = {
         # a copy of its own: safetensors refuses tensors that share memory
-        name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(() if name in _SCALARS else tensor.shape)
+        name: tensor.detach()
+        .to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        .reshape(() if name in _SCALARS else tensor.shape)
         for name, tensor in state.items()
     }
     config = {"model_cfg": architecture.model_cfg(), "preprocess_cfg": architecture.preprocess_cfg()}
