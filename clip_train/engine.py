@@ -87,6 +87,12 @@ class Engine(abc.ABC):
         the parameters. low_precision: they are copies of the pieces in bf16 or fp16."""
         self.model, self.module, self.optimizer, self.device = model, module, optimizer, device
         self.pieces = pieces
+        state = module.state_dict().keys()
+        self.buffers = [  # running statistics, the same on all ranks; the optimizer knows nothing of them
+            Piece(name, tuple(b.shape), 0, b.numel(), b, saved_here=dist.rank() == 0)
+            for name, b in module.named_buffers()
+            if name in state
+        ]
         self.grad_clip_norm = grad_clip_norm
         self.low_precision = low_precision
         self.trained_towers = {tower_of(name) for name, p in module.named_parameters() if p.requires_grad}
@@ -187,7 +193,7 @@ class Engine(abc.ABC):
 
     def state_fragments(self) -> Iterator[Fragment]:
         """What this rank has to save; over all ranks every element comes exactly once."""
-        for piece in self.pieces:
+        for piece in (*self.pieces, *self.buffers):
             if piece.saved_here and piece.numel:
                 yield Fragment(piece.name, piece.shape, piece.start, piece.tensors(self.optimizer))
 
@@ -200,7 +206,7 @@ class Engine(abc.ABC):
             self._start_optimizer(self.optimizer, stored)
         targets = [
             (Wanted(piece.name, slot, piece.start, piece.numel), tensor)
-            for piece in self.pieces
+            for piece in (*self.pieces, *self.buffers)
             if piece.numel
             for slot, tensor in piece.tensors(self.optimizer).items()
             if slot in stored[piece.name]

@@ -139,7 +139,7 @@ class StepReport:
 
 @dataclass
 class Fragment:
-    """A contiguous piece of one parameter and of its optimizer state, as one rank holds it.
+    """A contiguous piece of one parameter and of its optimizer state, or of a buffer, as one rank holds it.
 
     Checkpoints are made of these, so they do not depend on the number of ranks or the ZeRO stage.
     """

@@ -28,9 +28,9 @@ IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Of keys that these towers do not have, the values besides null, false and 0 at which they change nothing.
-NEUTRAL = {"pos_embed_type": ("learnable",), "proj_type": ("linear",)}
+NEUTRAL = {"proj_type": ("linear",)}
 # Of keys that a ResNet does not have.
-VIT_ONLY = ("patch_dropout", "pool_type", "no_ln_pre", "final_ln_after_pool", "ls_init_value")
+VIT_ONLY = ("patch_dropout", "pool_type", "pos_embed_type", "no_ln_pre", "final_ln_after_pool", "ls_init_value")
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -58,6 +58,7 @@ class VisionConfig(_Tower):
     patch_size: PositiveInt = 16  # side of a patch, in pixels
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
     pool_type: Literal["tok", "avg"] = "tok"  # the image is its class token, or the mean of its patches
+    pos_embed_type: Literal["learnable", "sin_cos_2d"] = "learnable"  # of the patches; the other is fixed
     no_ln_pre: bool = False  # no norm before the blocks
     final_ln_after_pool: bool = False  # of a mean: norm of the mean, instead of mean of the norms
     norm: Literal["batch", "group"] = "batch"  # of a ResNet; OpenCLIP has no other than batch
@@ -88,6 +89,8 @@ class VisionConfig(_Tower):
             raise ValueError(f"norm ({self.norm}) is a ResNet's, and layers a vision transformer's; leave it out")
         if self.width % self.head_width:
             raise ValueError(f"width ({self.width}) must be a multiple of head_width ({self.head_width})")
+        if self.pos_embed_type == "sin_cos_2d" and self.width % 4:
+            raise ValueError(f"width ({self.width}) must be a multiple of 4 for pos_embed_type sin_cos_2d")
         if self.image_size % self.patch_size:
             raise ValueError(f"image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size})")
         return self

@@ -30,7 +30,9 @@ def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder
     check_state(state, architecture, "the state to export")
     out = {
         # a copy of its own: safetensors refuses tensors that share memory
-        name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(() if name in SCALARS else tensor.shape)
+        name: tensor.detach()
+        .to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        .reshape(() if name in SCALARS else tensor.shape)
         for name, tensor in state.items()
     }
     path = Path(folder)

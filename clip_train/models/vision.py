@@ -52,6 +52,14 @@ class PatchEmbedding(nn.Conv2d):
         return patches.flatten(3).flatten(1, 2)
 
 
+def sin_cos_2d(side: int, width: int) -> Tensor:
+    """[1 + side^2, width]: sines and cosines of column and of row, as in MoCo v3; zeros for the class token."""
+    place = torch.arange(side, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(width // 4) / (width / 4))
+    waves = torch.cat([place.sin(), place.cos()], dim=1)  # [side, width / 2]
+    patches = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, 0)], dim=1)
+    return F.pad(patches, (0, 0, 1, 0)).to(torch.get_default_dtype())
+
+
 class VisionTower(nn.Module):
     """Pixels to features that are not yet normalised. OpenCLIP leaves blocks and patches at torch's initialisation."""
 
@@ -64,7 +72,10 @@ class VisionTower(nn.Module):
         scale = cfg.width**-0.5
         self.conv1 = PatchEmbedding(architecture)
         self.class_embedding = normal_parameter(cfg.width, std=scale)
-        self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
+        if cfg.pos_embed_type == "learnable":
+            self.positional_embedding: Tensor = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
+        else:
+            self.register_buffer("positional_embedding", sin_cos_2d(cfg.image_size // cfg.patch_size, cfg.width))
         self.patch_dropout = PatchDropout(patch_dropout, PATCH_DROPOUT_ID)
         self.ln_pre = nn.Identity() if cfg.no_ln_pre else nn.LayerNorm(cfg.width)
         blocks = (

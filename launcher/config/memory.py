@@ -63,7 +63,7 @@ def micro_batch(architecture: Architecture, device: torch.device, size: int) -> 
     )
 
 
-SHALLOW = 3  # blocks of a tower; every further one takes as much as the third
+SHALLOW = 4  # blocks of a tower; every further one takes as much as the fourth
 
 
 @cache

@@ -43,5 +43,5 @@ def engine_at(
         grad_clip_norm=clip,
         micro_size=8,
     )
-    engine.load_fragments(WholeState(dict(make_model().named_parameters())), {})
+    engine.load_fragments(WholeState(make_model().state_dict()), {})
     return engine

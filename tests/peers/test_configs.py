@@ -126,3 +126,15 @@ def test_initialisation_has_openclips_statistics(name: str):
         tolerance = 0.02 if tensor.numel() > 100_000 else 0.2
         assert mine.std().item() == pytest.approx(tensor.std().item(), rel=tolerance), key
         assert mine.abs().mean().item() == pytest.approx(tensor.abs().mean().item(), rel=tolerance), key
+
+
+def test_sinusoidal_positions_are_openclips():
+    """Of none of the configs."""
+    content = shallow("ViT-M-32")
+    content["vision_cfg"]["pos_embed_type"] = "sin_cos_2d"
+    ours, peer = (
+        make.state_dict() for make in (CLIP(parse_architecture(content, "")), open_clip.model.CLIP(**content))
+    )
+    assert ours.keys() == peer.keys()
+    name = "visual.positional_embedding"
+    torch.testing.assert_close(ours[name], peer[name], rtol=0, atol=1e-7)
