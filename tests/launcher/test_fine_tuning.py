@@ -61,13 +61,21 @@ def test_an_update_that_needs_whole_parameters_is_refused_where_they_are_cut(kin
 
 
 @pytest.mark.engine
-def test_a_locked_run_goes_on_under_another_engine(recipe, tmp_path):
+@pytest.mark.parametrize(
+    "optim, stage, then",
+    [
+        (("optim.name=lion", "optim.lr=1e-4", "optim.layer_decay=0.7"), 3, "engine.zero_stage=2"),
+        (("optim.name=muon",), 0, "engine.zero_stage=0"),
+    ],
+)
+def test_a_locked_run_goes_on_under_another_engine(recipe, tmp_path, optim, stage, then):
     """Its image tower, but for the projection, ends as it began."""
-    common = (*LOCKED, "schedule.name=constant", "schedule.warmup_steps=2")
+    common = (*LOCKED, *optim, then, "schedule.name=constant", "schedule.warmup_steps=2")
     status, out = run(recipe, *common, "run.steps=8", f"run.dir={tmp_path / 'whole'}")
     assert status == 0, out
-    assert run(recipe, *common, "run.steps=4", "engine.kind=fsdp", "engine.zero_stage=3", ranks=2)[0] == 0
-    status, out = run(recipe, *common, "run.steps=8", "engine.zero_stage=2")
+    status, out = run(recipe, *common, "run.steps=4", "engine.kind=fsdp", f"engine.zero_stage={stage}", ranks=2)
+    assert status == 0, out
+    status, out = run(recipe, *common, "run.steps=8")
     assert status == 0 and "resuming from step 4" in out, out
     lines = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "run")]
     assert lines[0] == pytest.approx(lines[1], rel=1e-5)
