@@ -225,9 +225,10 @@ class Engine(abc.ABC):
                 slots.setdefault(id(piece.held), set()).update(stored[piece.name] - {"param"})
         for held in {id(piece.held): piece.held for piece in self.pieces if slots.get(id(piece.held))}.values():
             state: dict[str, Any] = {slot: torch.zeros_like(held).detach() for slot in slots[id(held)]}
-            if isinstance(optimizer, torch.optim.AdamW):
-                # One for each, or it would advance several times a step; and where the fused kernel reads it.
-                state["step"] = torch.tensor(float(self.optimizer_steps), device=held.device)
+            # One for each, or it would advance several times a step; and where the fused kernel reads it. Where a
+            # stranger counts in Python, powers of it must be as exact as Python's.
+            dtype = torch.float32 if type(optimizer).__module__.startswith(("torch.", "clip_train.")) else torch.float64
+            state["step"] = torch.tensor(float(self.optimizer_steps), device=held.device, dtype=dtype)
             optimizer.state[held] = state
 
     def _copies(self) -> Iterator[tuple[str, Tensor]]:

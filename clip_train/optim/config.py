@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from clip_train.settings import Allowed, Refused, Settings
+from clip_train.settings import Allowed, Refused, Settings, shown
 
 
 class OptimConfig(Settings):
     """The optimizer. The defaults are OpenCLIP's for a ViT."""
 
-    name: Annotated[Literal["adamw", "sgd"], Refused] = "adamw"
-    """adamw for training; sgd for checking gradients (Adam hides their scale)."""
+    name: Annotated[
+        str, Allowed("adamw, sgd, lion, lamb, muon or the import path of a class, such as torch.optim.RMSprop"), Refused
+    ] = Field("adamw", pattern=r"^(adamw|sgd|lion|lamb|muon|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$")
+    """adamw for training; sgd for checking gradients (Adam hides their scale). lion wants a third to a tenth of
+    adamw's learning rate. lamb and muon need whole parameters, which not every engine and stage leaves them
+    (docs/fine_tuning.md); muon updates the blocks' matrices, AdamW the rest. Any other by its import path, if all it
+    remembers are tensors of a parameter's shape."""
+    options: dict[str, Any] = Field({})
+    """Of an optimizer by its import path: its arguments beside the parameters and lr."""
     lr: PositiveFloat = 5e-4
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -49,6 +56,19 @@ class OptimConfig(Settings):
                 "set both, or leave lr_scaling=none and reference_batch=null"
             )
         return self
+
+    @model_validator(mode="after")
+    def _options_have_an_owner(self) -> OptimConfig:
+        if self.options and not self.is_imported:
+            raise ValueError(
+                f"optim.options ({shown(self.options)}) go with an optim.name that is an import path (it is "
+                f"{self.name}, whose keys are beta1, beta2, eps, momentum); take them out"
+            )
+        return self
+
+    @property
+    def is_imported(self) -> bool:
+        return "." in self.name
 
     def peak_lr(self, global_size: int) -> float:
         """`lr` scaled to a global batch of `global_size` samples."""

@@ -20,6 +20,7 @@ from clip_train.memory import Memory, Profile, Room, choose
 from clip_train.models.clip import CLIP, count_parameters
 from clip_train.models.config import Architecture
 from clip_train.models.freeze import frozen_towers, trained_parameters
+from clip_train.optim.optimizer import moment_bytes
 from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import MicroBatch, Tower, tower_of
 from launcher.config.recipe import RunConfig
@@ -36,9 +37,8 @@ def estimate_memory(
 ) -> Memory:
     """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without activations."""
     P, D = count_parameters(architecture), architecture.embed_dim
-    moment_bytes = 8 if config.optim.name == "adamw" else 4 if config.optim.momentum else 0
     trained = trained_parameters(config.model, architecture)
-    held: Memory = package(engine.kind).memory(engine, P, trained, moment_bytes, plan.world_size)
+    held: Memory = package(engine.kind).memory(engine, P, trained, moment_bytes(config.optim), plan.world_size)
     teacher = config.model.teacher_architecture()  # which every rank holds, as it does the memory banks
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile

@@ -17,7 +17,7 @@ from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
 from clip_train.models.config import Architecture
 from clip_train.models.freeze import parameter_sizes, trained_parameters
-from clip_train.optim.optimizer import lr_factors, spared
+from clip_train.optim.optimizer import lr_factors, needs, spared
 from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, on_this_machine, package
 from launcher.engines.config import EngineConfig
@@ -60,7 +60,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
         collect(partial(spared, config.optim, names))
     plan = collect(lambda: plan_batch(config.batch, world_size))
     engine, resolved = package(config.engine.kind), on_this_machine(config.engine)
-    problems += map(UserError, engine.mistakes(resolved, engine_facts(config, plan, world_size)))
+    facts = collect(lambda: engine_facts(config, plan, world_size))
+    problems += map(UserError, engine.mistakes(resolved, facts) if facts is not None else ())
     problems += map(UserError, engine.mistakes_here(resolved) if is_rank else ())
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
@@ -86,6 +87,7 @@ def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> 
         world_size,
         micro_size=plan.micro_size if plan else 1,
         grad_clip_norm=config.optim.grad_clip_norm,
+        optimizer=(config.optim.name, needs(config.optim)),
         several_graphs=plan is None or config.batch.micro_size == "auto" or plan.accum_steps > 1,
     )
 

@@ -42,6 +42,7 @@ class Facts:
     world_size: int
     micro_size: int = 1
     grad_clip_norm: float | None = None
+    optimizer: tuple[str, str] = ("adamw", "elements")  # its name, and what its update needs (`clip_train.optim`)
     several_graphs: bool = False  # a step may have more than one micro-batch
 
 

@@ -86,3 +86,68 @@ def test_groups_may_change_with_the_engine(layout, other):
 def both(layout, first, second, other):
     fragments, extra = case(layout, first, 1e-2, 0, 2)
     return assemble([case(other, second, 1e-2, 2, 4, assemble([fragments]), extra)[0]])
+
+
+def lion(name, p, state, lr):
+    """arXiv 2302.06675, algorithm 2."""
+    moment = state.setdefault("m", torch.zeros_like(p))
+    update = (0.9 * moment + 0.1 * p.grad).sign()
+    p.sub_(lr * (update + 0.1 * (p.ndim == 2) * p))
+    moment.mul_(0.98).add_(0.02 * p.grad)
+
+
+def lamb(name, p, state, lr):
+    """arXiv 1904.00962, algorithm 2."""
+    state["t"] = state.get("t", 0) + 1
+    m, v = (state.setdefault(key, torch.zeros_like(p)) for key in "mv")
+    m.copy_(0.9 * m + 0.1 * p.grad)
+    v.copy_(0.98 * v + 0.02 * p.grad**2)
+    update = m / (1 - 0.9 ** state["t"]) / ((v / (1 - 0.98 ** state["t"])).sqrt() + 1e-6) + 0.1 * (p.ndim == 2) * p
+    ratio = p.norm() / update.norm() if p.norm() > 0 else 1.0
+    p.sub_(lr * ratio * update)
+
+
+def rmsprop(name, p, state, lr):
+    square = state.setdefault("v", torch.zeros_like(p))
+    gradient = p.grad + 0.1 * (p.ndim == 2) * p
+    square.mul_(0.5).add_(0.5 * gradient**2)
+    p.sub_(lr * gradient / (square.sqrt() + 1e-8))
+
+
+def muon(name, p, state, lr):
+    """torch's own two, each over one parameter."""
+    if not state:
+        matrix = p.ndim == 2
+        kind = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw") if matrix else torch.optim.AdamW
+        more = {} if matrix else {"betas": (0.9, 0.98), "eps": 1e-6}
+        state["optimizer"] = kind([p], lr, weight_decay=0.1 * matrix, **more)
+    state["optimizer"].param_groups[0]["lr"] = lr
+    state["optimizer"].step()
+
+
+UPDATES = {"lion": lion, "lamb": lamb, "muon": muon, "torch.optim.RMSprop": rmsprop}
+SLOTS = {
+    "lion": {"exp_avg"}, "lamb": {"exp_avg", "exp_avg_sq"}, "torch.optim.RMSprop": {"square_avg"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, layout, world_size, other",
+    [
+        ("lion", "zero 1", 2, "fsdp 3"), ("lion", "zero 3", 2, "zero 0"), ("lion", "fsdp 2", 2, "zero 2"),
+        ("lamb", "zero 0", 2, "fsdp 3"), ("lamb", "fsdp 2", 2, "zero 0"), ("lamb", "fsdp 3", 3, "fsdp 0"),
+        ("muon", "zero 0", 2, "fsdp 0"), ("muon", "fsdp 0", 2, "fsdp 3"), ("muon", "fsdp 2", 1, "zero 0"),
+        ("torch.optim.RMSprop", "zero 2", 2, "fsdp 2"), ("torch.optim.RMSprop", "fsdp 3", 2, "zero 1"),
+    ],
+)  # fmt: skip
+def test_every_optimizer_equals_its_definition_and_goes_on_elsewhere(name, layout, world_size, other):
+    options = {"alpha": 0.5} if name == "torch.optim.RMSprop" else {}
+    optim = OptimConfig(name=name, lr=1e-2, weight_decay=0.1, options=options)
+    saved = run_ranks(case, world_size, layout, optim, 1e-2, 0, 2)
+    state, extra = assemble([fragments for fragments, _ in saved]), saved[0][1]
+    for parameter, slots in state.items():
+        expected = {"momentum_buffer"} if parameter.endswith(("into.weight", "out.weight")) else SLOTS["lamb"]
+        assert set(slots) - {"param"} == SLOTS.get(name, expected)
+    ((fragments, _),) = run_ranks(case, 1, other, optim, 1e-2, 2, 4, state, extra)
+    allowed = {"lion": 3e-2, "muon": 1e-2}.get(name, 2e-5)  # one sign of what is nearly zero; products in bf16
+    assert error(assemble([fragments]), oracle(UPDATES[name], 4, 1e-2)) < allowed

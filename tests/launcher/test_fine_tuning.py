@@ -11,8 +11,12 @@ from safetensors.torch import load_file
 from clip_train.models.config import load_architecture
 from clip_train.models.freeze import parameter_sizes
 from clip_train.models.weights import initial_weights
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import needs
 from launcher.cli.plan import make_plan
 from launcher.config.recipe import check_config, load_config
+from launcher.engines import Facts, package
+from launcher.engines.config import EngineConfig
 from tests.launcher.conftest import metrics, run
 
 LOCKED = ("model.lock_image=true", "model.lock_image_unlocked_groups=1")
@@ -37,14 +41,41 @@ def test_a_frozen_parameter_has_neither_gradient_nor_moments_in_the_plan(kind):
     assert locked["trained_parameters"] == trained < locked["parameters"] == P
 
 
+@pytest.mark.parametrize(
+    "kind, stage, world_size, name, said",
+    [
+        ("deepspeed", 1, 1, "lamb", "set engine.zero_stage=0, or engine.kind=fsdp"),
+        ("deepspeed", 2, 2, "muon", "set engine.zero_stage=0, or engine.kind=fsdp, engine.zero_stage=0"),
+        ("deepspeed", 0, 2, "muon", ""),
+        ("fsdp", 2, 2, "muon", "engine.zero_stage 2 cuts among 2 ranks: set engine.zero_stage=0, or engine.shard"),
+        ("fsdp", 2, 1, "muon", ""),
+        ("fsdp", 3, 2, "lamb", ""),
+        ("fsdp", 3, 2, "torch.optim.Muon", "optim.name (torch.optim.Muon) needs whole parameters"),
+        ("deepspeed", 3, 2, "lion", ""),
+    ],
+)
+def test_an_update_that_needs_whole_parameters_is_refused_where_they_are_cut(kind, stage, world_size, name, said):
+    facts = Facts(world_size, optimizer=(name, needs(OptimConfig(name=name))))
+    told = list(package(kind).mistakes(EngineConfig(kind=kind, zero_stage=stage, precision="fp32"), facts))
+    assert len(told) == bool(said) and all(said in line for line in told)
+
+
 @pytest.mark.engine
-def test_a_locked_run_goes_on_under_another_engine(recipe, tmp_path):
+@pytest.mark.parametrize(
+    "optim, stage, then",
+    [
+        (("optim.name=lion", "optim.lr=1e-4", "optim.layer_decay=0.7"), 3, "engine.zero_stage=2"),
+        (("optim.name=muon",), 0, "engine.zero_stage=0"),
+    ],
+)
+def test_a_locked_run_goes_on_under_another_engine(recipe, tmp_path, optim, stage, then):
     """Its image tower, but for the projection, ends as it began."""
-    common = (*LOCKED, "schedule.name=constant", "schedule.warmup_steps=2")
+    common = (*LOCKED, *optim, then, "schedule.name=constant", "schedule.warmup_steps=2")
     status, out = run(recipe, *common, "run.steps=8", f"run.dir={tmp_path / 'whole'}")
     assert status == 0, out
-    assert run(recipe, *common, "run.steps=4", "engine.kind=fsdp", "engine.zero_stage=3", ranks=2)[0] == 0
-    status, out = run(recipe, *common, "run.steps=8", "engine.zero_stage=2")
+    status, out = run(recipe, *common, "run.steps=4", "engine.kind=fsdp", f"engine.zero_stage={stage}", ranks=2)
+    assert status == 0, out
+    status, out = run(recipe, *common, "run.steps=8")
     assert status == 0 and "resuming from step 4" in out, out
     lines = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "run")]
     assert lines[0] == pytest.approx(lines[1], rel=1e-5)

@@ -13,7 +13,7 @@ from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer, parameter_groups
+from clip_train.optim.optimizer import build_optimizer, moment_bytes, needs, parameter_groups
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
 from tests.models.small import small_model
 
@@ -84,11 +84,72 @@ def test_a_pattern_that_matches_nothing_is_refused(key, value):
         factors(**{key: value})
 
 
-@pytest.mark.parametrize("name, kind", [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+KINDS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "torch.optim.Adamax": torch.optim.Adamax}
+
+
+@pytest.mark.parametrize("name, kind", KINDS.items())
 def test_build_optimizer(name, kind):
     optimizer = build_optimizer(OptimConfig(name=name, lr=0.3), nn.Linear(2, 2).named_parameters())
     assert isinstance(optimizer, kind)
     assert all(group["lr"] == 0.3 for group in optimizer.param_groups)
+
+
+class Forgetful(torch.optim.SGD):
+    """Remembers in its group what no checkpoint holds."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("torch.optim.Lyon", "cannot be imported: module 'torch.optim' has no attribute 'Lyon'"),
+        ("nowhere.Optimizer", "cannot be imported: No module named 'nowhere'"),
+        ("torch.nn.Linear", "is no torch.optim.Optimizer"),
+        ("torch.optim.NAdam", "remembers mu_product, which is not of a parameter's shape"),
+        ("tests.optim.test_optim.Forgetful", "remembers k,"),
+        ("torch.optim.LBFGS", "cannot be used|remembers"),
+    ],
+)
+def test_an_optimizer_that_no_checkpoint_could_hold_is_refused(name, said):
+    with pytest.raises(UserError, match=said):
+        needs(OptimConfig(name=name))
+
+
+IMPORTED = ("torch.optim.RMSprop", "torch.optim.Adagrad")
+
+
+def test_what_an_update_needs_and_remembers():
+    configs = [OptimConfig(name=name) for name in ("adamw", "sgd", "lion", "lamb", "muon", *IMPORTED)]
+    told = [(needs(config), moment_bytes(config)) for config in configs]
+    assert told == [
+        ("elements", 8), ("elements", 0), ("elements", 4), ("norms", 8), ("parameters", 8), ("elements", 4),
+        ("elements", 4),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="remembers row_var, col_var"):
+        needs(OptimConfig(name="torch.optim.Adafactor"))
+    assert needs(OptimConfig(name="torch.optim.Muon")) == "parameters"
+
+
+def test_options_are_an_imported_optimizers():
+    optimizer = build_optimizer(
+        OptimConfig(name="torch.optim.RMSprop", options={"alpha": 0.5}), nn.Linear(2, 2).named_parameters()
+    )
+    assert optimizer.param_groups[0]["alpha"] == 0.5
+    with pytest.raises(UserError, match=r"optim.options \({alfa: 0.5}\): .*alfa"):
+        needs(OptimConfig(name="torch.optim.RMSprop", options={"alfa": 0.5}))
+    with pytest.raises(ValueError, match=r"go with an optim.name that is an import path"):
+        OptimConfig(options={"alpha": 0.5})
+
+
+def test_muon_is_for_the_matrices_within_the_blocks():
+    groups = parameter_groups(OptimConfig(name="muon"), (model := small_model()).named_parameters())
+    by_muon = {id(p) for group in groups if group["muon"] for p in group["params"]}
+    named = {name.split("resblocks.")[-1][2:] for name, p in model.named_parameters() if id(p) in by_muon}
+    assert named == {"attn.in_proj_weight", "attn.out_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"}
+    assert len(by_muon) == 16 and all("resblocks" in n for n, p in model.named_parameters() if id(p) in by_muon)
 
 
 @pytest.mark.parametrize("rule, peak", [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])

@@ -30,6 +30,13 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
             f"engine.precision ({config.precision}) is wrong in DeepSpeed at engine.zero_stage 0; use "
             "engine.zero_stage=1 (as fast), engine.precision=fp32, or, for bf16, engine.kind=fsdp"
         )
+    name, needs = facts.optimizer
+    if needs != "elements" and config.zero_stage > 0:
+        stage = "" if needs == "norms" else ", engine.zero_stage=0"
+        yield (
+            f"optim.name ({name}) needs whole parameters, which DeepSpeed joins and cuts at engine.zero_stage "
+            f"{config.zero_stage}: set engine.zero_stage=0, or engine.kind=fsdp{stage}"
+        )
     try:
         build_ds_config(config, facts)
     except UserError as e:

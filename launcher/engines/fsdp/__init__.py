@@ -33,6 +33,12 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
             f"engine.shard_ranks ({config.shard_ranks}) shares out what engine.zero_stage 0 keeps whole: set "
             "engine.zero_stage=1, or engine.shard_ranks=null"
         )
+    name, needs = facts.optimizer
+    if needs == "parameters" and config.zero_stage > 0 and (config.shard_ranks or W) > 1:
+        yield (
+            f"optim.name ({name}) needs whole parameters, which engine.zero_stage {config.zero_stage} cuts among "
+            f"{config.shard_ranks or W} ranks: set engine.zero_stage=0, or engine.shard_ranks=1"
+        )
     if torch_version < OLDEST:
         yield f"engine.kind (fsdp) needs torch 2.6, this is {metadata.version('torch')}: pip install -U torch"
     elif config.activation_checkpointing and facts.several_graphs and torch_version < OLDEST_WITH_CHECKPOINTING:
