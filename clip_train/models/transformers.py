@@ -15,7 +15,7 @@ from clip_train.models.export import as_json, own_copy, save_texts, save_weights
 from clip_train.models.weights import check_state
 
 END = 49407  # the token that CLIP's tokenizer ends a text with
-# What `CLIPModel` can be told, or does not depend on.
+# What `CLIPModel` can be set to, or does not depend on.
 _HELD = {
     "": {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_scale", "image_mean", "image_std"},
     "vision_cfg.": {"layers", "width", "mlp_ratio", "image_size", "head_width", "patch_size", "patch_dropout"},
