@@ -10,6 +10,7 @@ import functools
 import gzip
 import html
 import itertools
+import json
 import re as plain_re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +54,21 @@ def _tables() -> tuple[list[str], dict[str, int], dict[tuple[str, ...], int]]:
     vocabulary = [*ordered, *(s + "</w>" for s in ordered), *("".join(m) for m in merges), START, END]
     ids = {token: i for i, token in enumerate(vocabulary)}
     return vocabulary, ids, {pair: rank for rank, pair in enumerate(merges)}
+
+
+def huggingface_files(context_length: int) -> dict[str, str]:
+    """The same tokenizer for transformers' `CLIPTokenizer`: name of file -> content."""
+    vocabulary, _, merges = _tables()
+    start, end = "<|startoftext|>", "<|endoftext|>"  # as OpenAI's tokenizer there has them
+    ids = {token: i for i, token in enumerate([*vocabulary[:-2], start, end])}
+    special = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": context_length, "do_lower_case": True, **special}
+    return {
+        "vocab.json": json.dumps(ids, ensure_ascii=False),
+        "merges.txt": "\n".join(["#version: 0.2", *map(" ".join, merges), ""]),
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+        "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
+    }
 
 
 def clean(text: str) -> list[str]:

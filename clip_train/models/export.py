@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,24 +29,46 @@ def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder
         CheckpointError: `state` does not fit `architecture`.
     """
     check_state(state, architecture, "the state to export")
-    out = {
-        # a copy of its own: safetensors refuses tensors that share memory
-        name: tensor.detach()
-        .to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
-        .reshape(() if name in SCALARS else tensor.shape)
-        for name, tensor in state.items()
-    }
+    out = {name: own_copy(t).reshape(() if name in SCALARS else t.shape) for name, t in state.items()}
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    weights, description = (path / f"{name}.part" for name in (WEIGHTS_NAMES[0], CONFIG_NAME))
-    save_file(out, weights, metadata={"format": "pt"})
+    weights = save_weights(out, path, WEIGHTS_NAMES[0])
     config = {
         "model_cfg": architecture.model_cfg(),
         "preprocess_cfg": architecture.preprocess_cfg(),
         "sha256": {WEIGHTS_NAMES[0]: sha256_of(weights)},  # ours: whoever fetches it from a URL compares
     }
-    description.write_text(json.dumps(config, indent=2) + "\n")
-    weights.chmod(description.stat().st_mode)  # as any new file: safetensors makes them for their owner alone
-    for part in (weights, description):
-        part.replace(part.with_suffix(""))
+    save_texts({CONFIG_NAME: as_json(config)}, path)
     return path
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """On the CPU, fp32 where it is no counter: safetensors refuses tensors that share memory."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def save_weights(state: dict[str, Tensor], folder: Path, name: str) -> Path:
+    """A .safetensors; the folder is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{name}.part"
+    save_file(state, part, metadata={"format": "pt"})
+    part.chmod(0o666 & ~umask())  # as any new file: safetensors makes them for their owner alone
+    return part.replace(folder / name)
+
+
+def save_texts(texts: dict[str, str], folder: Path) -> None:
+    for name, text in texts.items():
+        part = folder / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
+
+
+def as_json(content: Any) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def umask() -> int:
+    """There is no call that only reads it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 from functools import partial
-from pathlib import Path
 
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.checkpoint.restore import Resumed
+from clip_train.data.tokenizer import huggingface_files
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
-from clip_train.models.export import export_openclip
+from clip_train.models.export import export_openclip, save_texts
+from clip_train.models.transformers import check_transformers, export_transformers
 from clip_train.models.weights import initial_weights
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote
@@ -94,9 +95,17 @@ def export_run(args: argparse.Namespace) -> int:
     else:
         config, found = run_at(place, overrides, step)
         folder = output or str(config.run_dir / "export")
-    written = export_openclip(found.reader.full_state(), architecture_of(found), folder)
+    architecture = architecture_of(found)
+    if args.format == "transformers":
+        check_transformers(architecture)  # before the weights are fetched
+        written = export_transformers(found.reader.full_state(), architecture, folder)
+        save_texts(huggingface_files(architecture.text_cfg.context_length), written)
+        line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
+    else:
+        written = export_openclip(found.reader.full_state(), architecture, folder)
+        line = f"open_clip.create_model_and_transforms('local-dir:{written.resolve()}')"
     log(f"step {found.step} of {found.path} exported to {written}; load it with")
-    print(f"open_clip.create_model_and_transforms('local-dir:{Path(written).resolve()}')")
+    print(line)
     return 0
 
 

@@ -147,17 +147,19 @@ VERBS = {
     ),
     "export": Verb(
         "launcher.cli.inspect:export_run",
-        "weights for OpenCLIP, as safetensors",
+        "weights for OpenCLIP or transformers, as safetensors",
         """\
-        Write a folder that open_clip loads, without a GPU. Of a run's folder or the URL of its checkpoints, none of
-        the run's other files are needed.""",
+        Write a folder that open_clip, or transformers, loads, without a GPU. Of a run's folder or the URL of its
+        checkpoints, none of the run's other files are needed.""",
         """\
         clip-train export runs/clip --output clip-b32           of a run on this disk
-        clip-train export s3://bucket/run --step 20000          of a run elsewhere""",
+        clip-train export s3://bucket/run --step 20000          of a run elsewhere
+        clip-train export runs/clip --format transformers       for transformers.CLIPModel""",
         positions=("place", "overrides"),
         options=(
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),
             ("step", "N", "the checkpoint of this step (default: the newest)"),
+            ("format", ["open_clip", "transformers"], "for which library (default: open_clip)", "open_clip"),
         ),
     ),
     "shards": Verb(

@@ -44,6 +44,12 @@ def test_evaluate_and_export_agree_with_the_run(trained):
     assert status == 0 and "open_clip.create_model_and_transforms" in printed, printed
     status, printed = run(resolved, "--step", "9", "--output", "x", verb="export")
     assert status == 2 and "--step (9)" in printed and "[7, 12]" in printed, printed
+    status, printed = run(resolved, "--format", "transformers", "--output", "hf", verb="export")
+    assert status == 0 and "transformers.CLIPModel.from_pretrained" in printed, printed
+    assert {file.name for file in (run_dir / "hf").iterdir()} == {
+        "config.json", "model.safetensors", "preprocessor_config.json", "vocab.json", "merges.txt",
+        "tokenizer_config.json", "special_tokens_map.json",
+    }  # fmt: skip
     stored = load_file(run_dir / "export" / "open_clip_model.safetensors")
     assert stored["logit_scale"].shape == ()
     architecture = load_architecture(str(run_dir / "export"))
