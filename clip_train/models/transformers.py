@@ -31,6 +31,8 @@ def check_transformers(architecture: Architecture) -> None:
     """UserError with the reason where `CLIPModel` cannot hold such a model."""
     parts = {"": architecture, "vision_cfg.": architecture.vision_cfg, "text_cfg.": architecture.text_cfg}
     foreign = [f"{at}{key}" for at, part in parts.items() for key in _changed(part) if key not in _HELD[at]]
+    if architecture.vision_cfg.stages:
+        foreign.append("vision_cfg.layers (a list: a ResNet)")
     if architecture.text_cfg.vocab_size <= END:
         foreign.append(f"text_cfg.vocab_size ({architecture.text_cfg.vocab_size}, less than CLIP's tokens)")
     if foreign:
@@ -77,7 +79,7 @@ def _renamed(state: dict[str, Tensor], architecture: Architecture) -> Iterator[t
         yield theirs, state[ours]
     for tower, root, layers in (
         ("text_model", "", architecture.text_cfg.layers),
-        ("vision_model", "visual.", architecture.vision_cfg.layers),
+        ("vision_model", "visual.", architecture.vision_cfg.depth),
     ):
         for layer in range(layers):
             theirs, ours = f"{tower}.encoder.layers.{layer}", f"{root}transformer.resblocks.{layer}"

@@ -24,7 +24,7 @@ examples:
 POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
-    "prefix": {"metavar": "PREFIX", "help": "a section, or a key's beginning"},
+    "prefix": {"metavar": "PREFIX", "help": "a section, or how a key begins"},
     "command": {"metavar": "COMMAND", "help": "one argument in quotes; a params.txt; or - to read it from a pipe"},
     "source": {"metavar": "SOURCE", "help": "a .csv, .tsv, .jsonl or .parquet, or a folder of images"},
     "out": {"metavar": "OUT", "help": "folder for the shards"},
