@@ -14,8 +14,8 @@ help:
 	@echo "make test-all    besides: real Slurm, two hosts, all faults of S3, full products, planted faults; 40 minutes"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make check       lint, types, import contracts, size"
-	@echo "make invariance  the table in README: nothing that should not matter does"
-	@echo "make exactness   the table in docs/numerics.md: every objective against its own oracle"
+	@echo "make invariance  the first table in docs/numerics.md: nothing that should not matter does"
+	@echo "make exactness   the second table in docs/numerics.md: every objective against its own oracle"
 	@echo "make peers       the same weights in OpenCLIP (sets up .venv-peers)"
 	@echo "Set TORCH='torch==2.13.0 --index-url ...' for another build, PYTHON=python3.12 for another Python."
 

@@ -19,3 +19,13 @@ def test_the_tests_that_docs_name_exist():
             assert place is not None, file
             text = place.read_text()
         assert not test or f"def {test}(" in text, (file, test)
+
+
+def test_links_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
