@@ -111,3 +111,13 @@ def test_other_ways_to_compute_a_step_know_frozen_parameters(layout, more):
     reference, _ = oracle(TOWER, 3)
     results = run_ranks(partial(case, **more), 2, layout, TOWER, "fp32", 0, 3)
     assert check(assemble([fragments for _, fragments, _ in results]), TOWER, reference) < 2e-4
+
+
+@pytest.mark.parametrize("world_size, frozen", [(2, TOWER), (3, PARTS)])
+def test_small_frozen_parameters_that_stage_3_shares_out(world_size, frozen, tmp_path):
+    """By default it keeps them gathered."""
+    base = tmp_path / "shared.json"
+    base.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    reference, _ = oracle(frozen, 3)
+    results = run_ranks(partial(case, ds_config=str(base)), world_size, "zero 3", frozen, "bf16", 0, 3)
+    assert check(assemble([fragments for _, fragments, _ in results]), frozen, reference) < 0.2
