@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -103,12 +105,19 @@ def test_frozen_parameters_go_on_under_another_engine(layout, precision, other, 
     assert check(assemble([resumed[1]]), frozen, reference) < (2e-4 if precision == "fp32" else 0.2)
 
 
+@pytest.mark.parametrize("more", [{"reduce_gradients": "once"}, {"offload": "optimizer"}], ids=str)
 @pytest.mark.parametrize("layout", ["zero 2", "zero 3", "fsdp 2"])
-def test_a_reduction_once_a_step_knows_frozen_parameters(layout):
+def test_other_ways_to_compute_a_step_know_frozen_parameters(layout, more):
     reference, _ = oracle(TOWER, 3)
-    results = run_ranks(once_case, 2, layout)
+    results = run_ranks(partial(case, **more), 2, layout, TOWER, "fp32", 0, 3)
     assert check(assemble([fragments for _, fragments, _ in results]), TOWER, reference) < 2e-4
 
 
-def once_case(layout):
-    return case(layout, TOWER, "fp32", 0, 3, reduce_gradients="once")
+@pytest.mark.parametrize("world_size, frozen", [(2, TOWER), (3, PARTS)])
+def test_small_frozen_parameters_that_stage_3_shares_out(world_size, frozen, tmp_path):
+    """By default it keeps them gathered."""
+    base = tmp_path / "shared.json"
+    base.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    reference, _ = oracle(frozen, 3)
+    results = run_ranks(partial(case, ds_config=str(base)), world_size, "zero 3", frozen, "bf16", 0, 3)
+    assert check(assemble([fragments for _, fragments, _ in results]), frozen, reference) < 0.2

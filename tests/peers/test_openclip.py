@@ -13,8 +13,9 @@ import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.models.clip import CLIP
-from clip_train.models.config import load_architecture, preset_names
+from clip_train.models.config import ModelConfig, load_architecture, preset_names
 from clip_train.models.export import export_openclip
+from clip_train.models.freeze import frozen_names
 from clip_train.models.weights import load_openclip
 
 pytestmark = [
@@ -200,6 +201,18 @@ def test_initialisation_has_openclips_statistics(tmp_path: Path):
         tolerance = 0.02 if tensor.numel() > 100_000 else 0.2
         assert mine.std().item() == pytest.approx(tensor.std().item(), rel=tolerance), name
         assert mine.abs().mean().item() == pytest.approx(tensor.abs().mean().item(), rel=tolerance), name
+
+
+@pytest.mark.parametrize("unlocked", range(7))
+def test_locked_towers_are_openclips(tmp_path: Path, unlocked: int):
+    names = [name for name, _ in CLIP(_architecture(_small(), tmp_path)).named_parameters()]
+    locks = {"lock_image": True, "lock_text": True}
+    groups = {"lock_image_unlocked_groups": unlocked, "lock_text_unlocked_layers": unlocked}
+    peer = open_clip.CLIP(**_small())
+    peer.lock_image_tower(unlocked)
+    peer.lock_text_tower(unlocked)
+    theirs = {name for name, p in peer.named_parameters() if not p.requires_grad}
+    assert frozen_names(ModelConfig(**locks, **groups), names) == theirs
 
 
 def _captions(num: int) -> list[str]:
