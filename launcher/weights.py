@@ -59,15 +59,21 @@ def weights_here(config: ModelConfig, storage: StorageConfig) -> Iterator[ModelC
 def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfig) -> str:
     """folder: where this rank puts what it fetches for its node; None: another does."""
 
+    def readable(action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except OSError as e:
+            raise CheckpointError(f"model.{key} ({place}) cannot be read: {e}") from e
+
     def on_node(fetch: Callable[[Path], T]) -> T:
         """What the node's first rank has fetched."""
-        got = dist.agreed(lambda: None if folder is None else (node_name(), fetch(folder)))
+        got = dist.agreed(lambda: None if folder is None else (node_name(), readable(lambda: fetch(folder))))
         return dict(each for each in dist.gather_objects(got) if each is not None)[node_name()]
 
     if hub.is_on_hub(place):
         return str(on_node(lambda to: hub.fetch(place)))
-    if dist.on_main(lambda: _is_weights(place)):
-        return str(on_node(lambda to: _fetch(place, to, storage))) if is_remote(place) else place
+    if dist.on_main(lambda: readable(lambda: _is_weights(place))):
+        return str(on_node(lambda to: _fetch(place, to, storage)) if is_remote(place) else local_path(place))
     found = _checkpoint(key, place)
     names = found.reader.names() if folder is not None else {}  # the node's other ranks read nothing
     wanted = {name: Wanted(name, "param", 0, math.prod(shape)) for name, shape in names.items()}

@@ -1,4 +1,4 @@
-"""Weights from the Hugging Face hub: fetched into its cache, where a file that is there already stays, and verified.
+"""Weights from the Hugging Face hub and to it: fetched into its cache, where a file that is there stays, and verified.
 
     hf-hub:org/name[@revision]            a repository in OpenCLIP's layout
     open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag, by its table (openclip_tags.json)
@@ -14,6 +14,7 @@ import difflib
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,35 @@ def resolve(place: str) -> tuple[str, str | None]:
         likely = ", ".join(near or model[:3] or list(known)[:3])
         raise UserError(f"{place}: OpenCLIP has no such model and tag on the hub; did you mean {likely}?")
     return known[name], None
+
+
+def check_push(place: str) -> None:
+    """UserError for a place that `push` does not take, before the work that it would upload."""
+    if not place.startswith("hf-hub:"):
+        raise UserError(f"--push {place}: write hf-hub:org/name, or hf-hub:org/name@branch")
+    resolve(place)
+    _library(place)
+
+
+def push(folder: Path, names: Sequence[str], place: str) -> str:
+    """These files of a folder to the hub, as one commit; a repository that is not there is made, and private.
+
+    Returns its URL. CheckpointError where the hub does not take it.
+    """
+    repository, branch = resolve(place)
+    api = _library(place).HfApi()
+    try:
+        url = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            revision=branch,
+            allow_patterns=list(names),
+            commit_message="Weights exported by clip-train",
+        )
+    except Exception as e:  # as in `_verified`
+        raise CheckpointError(f"--push {place}: {folder} cannot be uploaded: {type(e).__name__}: {e}") from e
+    return str(url)
 
 
 def _library(place: str) -> Any:

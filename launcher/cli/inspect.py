@@ -12,11 +12,12 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.data.tokenizer import huggingface_files
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
+from clip_train.models import hub
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.models.export import export_openclip, save_texts
 from clip_train.models.transformers import check_transformers, export_transformers
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, initial_weights
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
@@ -87,6 +88,8 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
 def export_run(args: argparse.Namespace) -> int:
     """Write a checkpoint's weights as a folder that `open_clip` loads."""
     place, overrides, output, step = args.place, args.overrides, args.output, args.step
+    if args.push is not None:
+        hub.check_push(args.push)
     if recipe_in(place) is None:
         if overrides:
             raise UserError(f"{overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe")
@@ -99,13 +102,18 @@ def export_run(args: argparse.Namespace) -> int:
     if args.format == "transformers":
         check_transformers(architecture)  # before the weights are fetched
         written = export_transformers(found.reader.full_state(), architecture, folder)
-        save_texts(huggingface_files(architecture.text_cfg.context_length), written)
+        tokenizer = huggingface_files(architecture.text_cfg.context_length)
+        save_texts(tokenizer, written)
+        names = ["model.safetensors", "config.json", "preprocessor_config.json", *tokenizer]
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
         written = export_openclip(found.reader.full_state(), architecture, folder)
+        names = [WEIGHTS_NAMES[0], CONFIG_NAME]
         line = f"open_clip.create_model_and_transforms('local-dir:{written.resolve()}')"
     log(f"step {found.step} of {found.path} exported to {written}; load it with")
     print(line)
+    if args.push is not None:
+        log(f"uploaded to {hub.push(written, names, args.push)}")
     return 0
 
 

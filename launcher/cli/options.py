@@ -160,6 +160,7 @@ VERBS = {
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),
             ("step", "N", "the checkpoint of this step (default: the newest)"),
             ("format", ["open_clip", "transformers"], "for which library (default: open_clip)", "open_clip"),
+            ("push", "PLACE", "upload it to hf-hub:org/name too; a new repository is private"),
         ),
     ),
     "shards": Verb(
