@@ -65,6 +65,7 @@ setup(
         # Measured against, in an environment of their own (scripts/setup_peers.sh): torchvision has no CPU build.
         "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
         "bench": ["s3fs>=2026.2"],  # another S3 client, for benchmarks/checkpoint.py
+        "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
         "wandb": ["wandb"],
     },
     entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},
