@@ -133,8 +133,8 @@ class HFTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as e:
             raise UserError(
-                f"text_cfg.hf_tokenizer_name ({name}) cannot be loaded: {str(e).splitlines()[0]}; give a folder with its "
-                "files, or fetch them where there is a network"
+                f"text_cfg.hf_tokenizer_name ({name}) cannot be loaded: {str(e).splitlines()[0]}; give a folder with "
+                "its files, or fetch them where there is a network"
             ) from e
         self.context_length, self._clean, self._strip_sep_token = context_length, clean, strip_sep_token
         self.vocab_size = len(self._tokenizer)
