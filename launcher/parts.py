@@ -17,13 +17,13 @@ from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
-from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.tokenizer import HFTokenizer, Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture
+from clip_train.models.config import Architecture, TextConfig, TokenizerOptions
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer
@@ -58,6 +58,20 @@ def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | Non
     found = dist.broadcast_object(found)
     assert found is not None  # of rank 0, which looks
     return found
+
+
+def build_tokenizer(text: TextConfig) -> Tokenizer | HFTokenizer:
+    """The one that the architecture names. UserError."""
+    if text.hf_tokenizer_name is None:
+        return Tokenizer(text.context_length)
+    options = text.tokenizer_kwargs or TokenizerOptions()
+    out = HFTokenizer(text.hf_tokenizer_name, text.context_length, options.clean, options.strip_sep_token)
+    if out.vocab_size > text.vocab_size:
+        raise UserError(
+            f"text_cfg.vocab_size ({text.vocab_size}) must be at least {out.vocab_size}, which "
+            f"text_cfg.hf_tokenizer_name ({text.hf_tokenizer_name}) has"
+        )
+    return out
 
 
 def build_loader(
@@ -95,6 +109,7 @@ def build_loader(
             index=index,
             pin_memory=device.type == "cuda",
             storage=config.storage,
+            tokenizer=build_tokenizer(text),
             lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
         )
     )
@@ -135,7 +150,7 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
     url = config.data.val
     if url is None:
         return None
-    tokenizer = Tokenizer(architecture.text_cfg.context_length)
+    tokenizer = dist.agreed(lambda: build_tokenizer(architecture.text_cfg))
     index = cache(lambda: count_missing(shared_index(config, "data.val", url), config.storage))
 
     def run_once() -> dict[str, float]:
@@ -149,6 +164,7 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
             caption_key=config.data.caption_key,
             index=index(),
             storage=config.storage,
+            tokenizer=tokenizer,
         )
         try:
             out = evaluate(engine, batches, config.evaluate, tokenizer)

@@ -133,10 +133,7 @@ def test_the_engines_own_forwards_take_what_fake_tensors_predict_and_change_noth
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    "vision",
-    [{"layers": 7}, {"layers": 7, "pool_type": "avg"}, {"layers": [2, 1, 3, 1], "image_size": 32, "width": 16}],
-)
+@pytest.mark.parametrize("vision", [{"layers": 7}, {"layers": 7, "pool_type": "avg"}])
 def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, vision):
     deep = Architecture.model_validate(
         {**MODEL, "vision_cfg": {**MODEL["vision_cfg"], **vision}, "text_cfg": {**MODEL["text_cfg"], "layers": 6}}

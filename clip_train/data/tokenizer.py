@@ -1,6 +1,6 @@
-"""CLIP's byte-pair tokenizer, id for id equal to OpenCLIP's `SimpleTokenizer` with its default cleaning.
+"""CLIP's byte-pair tokenizer, id for id equal to OpenCLIP's `SimpleTokenizer` with its default cleaning; and others.
 
-Speed comes from two observations: plain ASCII captions need no ftfy, and no token crosses a blank,
+Its speed comes from two observations: plain ASCII captions need no ftfy, and no token crosses a blank,
 so the ids of a blank-separated chunk can be cached.
 """
 
@@ -12,6 +12,7 @@ import html
 import itertools
 import json
 import re as plain_re
+import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import regex
 import torch
 from torch import Tensor
 
+from clip_train.errors import UserError
+
 Tokenize = Callable[[list[str]], Tensor]  # [b] captions -> int64 [b, context_length]
 MERGES_FILE = Path(__file__).with_name("clip_bpe_merges.txt.gz")
 START = "<start_of_text>"
@@ -29,6 +32,7 @@ CACHED_CHUNKS = 1 << 15  # ~8 MB at most: a worker's memory is to stay as it is
 LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only push words out
 LONGEST_WORD = 4096  # bytes, of which the rest is left out: merging takes quadratic time, here half a second
 
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # ftfy and html.unescape leave such text alone. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy drops them.
 _PLAIN = plain_re.compile(r"[\t\n\x0c\r -%'-~]*").fullmatch
 _WORDS = regex.compile(
@@ -118,6 +122,53 @@ class Tokenizer:
         byte_of = {s: b for b, s in enumerate(byte_symbols())}
         joined = "".join(_tables()[0][i] for i in ids)
         return bytes(byte_of[c] for c in joined).decode("utf-8", errors="replace").replace("</w>", " ")
+
+
+class HFTokenizer:
+    """Captions -> token ids by a tokenizer of Hugging Face, padded and cut as OpenCLIP's `HFTokenizer` does.
+
+    Args:
+        name: on the hub or in its local cache, or a folder.
+        context_length: tokens per caption, special ones included.
+        clean: `whitespace`, `lower` too, or `canonicalize`: neither case nor punctuation.
+        strip_sep_token: 0 in place of the separator.
+    """
+
+    def __init__(
+        self, name: str, context_length: int, clean: str = "whitespace", strip_sep_token: bool = False
+    ) -> None:
+        """UserError where the package is not installed or has no such tokenizer."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as e:
+            raise UserError(
+                f"text_cfg.hf_tokenizer_name ({name}) needs a package that cannot be imported ({e}); "
+                "pip install 'clip-train[hf]'"
+            ) from e
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as e:
+            raise UserError(
+                f"text_cfg.hf_tokenizer_name ({name}) cannot be loaded: {str(e).splitlines()[0]}; give a folder with "
+                "its files, or fetch them where there is a network"
+            ) from e
+        self.context_length, self._clean, self._strip_sep_token = context_length, clean, strip_sep_token
+        self.vocab_size = len(self._tokenizer)
+
+    def __call__(self, texts: str | list[str]) -> Tensor:
+        """[b] captions -> int64 [b, context_length]."""
+        texts = [self._cleaned(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        ids = self._tokenizer(
+            texts, return_tensors="pt", max_length=self.context_length, padding="max_length", truncation=True
+        ).input_ids
+        return ids.masked_fill(ids == self._tokenizer.sep_token_id, 0) if self._strip_sep_token else ids
+
+    def _cleaned(self, text: str) -> str:
+        text = html.unescape(html.unescape(ftfy.fix_text(text)))
+        if self._clean == "canonicalize":
+            text = text.replace("_", " ").translate(_NO_PUNCTUATION)
+        text = " ".join(text.split())
+        return text if self._clean == "whitespace" else text.lower()
 
 
 def _chunk_ids(chunk: str) -> tuple[int, ...]:

@@ -196,7 +196,7 @@ class ModelConfig(Settings):
     """The recipe's `model` section."""
 
     name: Annotated[str, Refused] = "ViT-B-32"
-    """A preset (tiny, ViT-B-32, ViT-B-16, ViT-L-14, ...) or the path of a JSON in OpenCLIP's schema."""
+    """A preset (tiny, OpenCLIP's ViT-B-32, ViT-L-14-CLIPA, RN50, ...) or the path of a JSON in OpenCLIP's schema."""
     patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
     """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON says."""
     dropout: Annotated[float, Refused] = Field(0.0, ge=0, lt=1)

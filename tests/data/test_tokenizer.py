@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.tokenizer import HFTokenizer, Tokenizer
+from clip_train.errors import UserError
 
 GOLDEN = json.loads(Path(__file__).with_name("tokenizer_golden.json").read_text())
 
@@ -61,3 +63,9 @@ def test_travels_to_a_worker(tokenizer):
 def test_context_length_must_be_positive():
     with pytest.raises(ValueError, match="context_length"):
         Tokenizer(0)
+
+
+def test_another_tokenizer_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"hf_tokenizer_name \(bert-base-uncased\) .*pip install 'clip-train\[hf\]'"):
+        HFTokenizer("bert-base-uncased", 32)
