@@ -54,8 +54,9 @@ class PatchEmbedding(nn.Conv2d):
 
 def sin_cos_2d(side: int, width: int) -> Tensor:
     """[1 + side^2, width]: sines and cosines of column and of row, as in MoCo v3; zeros for the class token."""
-    place = torch.arange(side, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(width // 4) / (width / 4))
-    waves = torch.cat([place.sin(), place.cos()], dim=1)  # [side, width / 2]
+    place, channel = (torch.arange(n, dtype=torch.float64) for n in (side, width // 4))
+    angles = place[:, None] / 10000 ** (channel / (width / 4))
+    waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, width / 2]
     patches = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, 0)], dim=1)
     return F.pad(patches, (0, 0, 1, 0)).to(torch.get_default_dtype())
 
