@@ -160,7 +160,9 @@ def measure_memory(folder: Path, url: str, fragments: list[Fragment]) -> tuple[d
     """The checkpoint writer's memory over a whole save, and the file that it has uploaded."""
     manager = CheckpointManager(CheckpointConfig(remote=url, grace_seconds=600), folder)
     manager.begin()
-    memory = Memory(next(pid for pid in children() if b"clip_train.checkpoint.writer" in command_line(pid)))
+    while (writer := next((p for p in children() if b"clip_train.checkpoint.writer" in command_line(p)), None)) is None:
+        time.sleep(0.05)  # it has been forked, and is not that program yet
+    memory = Memory(writer)
     assert manager.save(1, fragments, {}, {"step": 1}, wait=True)
     grown = memory.stop()
     manager.close()

@@ -63,7 +63,7 @@ def micro_batch(architecture: Architecture, device: torch.device, size: int) -> 
     )
 
 
-SHALLOW = 4  # blocks of a tower; every further one takes as much as the fourth
+SHALLOW = 3  # blocks of a tower, and one more where patches are averaged; each further one takes as much as the last
 
 
 @cache
@@ -79,7 +79,8 @@ def _profile(
     towers = {"text_cfg": architecture.text_cfg.layers}
     if not architecture.vision_cfg.stages:  # of which no block is like another
         towers["vision_cfg"] = architecture.vision_cfg.depth
-    shallow = {name: min(depth, SHALLOW) for name, depth in towers.items()}
+    blocks = SHALLOW + (architecture.vision_cfg.pool_type == "avg")
+    shallow = {name: min(depth, blocks) for name, depth in towers.items()}
 
     def profile(layers: dict[str, int]) -> Profile:
         cut = {name: getattr(architecture, name).model_copy(update={"layers": n}) for name, n in layers.items()}
@@ -100,8 +101,8 @@ def _profile(
 
     total = base = profile(shallow)
     for name, depth in towers.items():
-        if depth > SHALLOW:
-            total = total.plus(profile({**shallow, name: SHALLOW + 1}), base, depth - SHALLOW)
+        if depth > blocks:
+            total = total.plus(profile({**shallow, name: blocks + 1}), base, depth - blocks)
     return total
 
 
