@@ -79,8 +79,10 @@ def _listed(pattern: str, field: str) -> list[str]:
         return expand_glob(pattern)
     except UserError as e:
         message = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}: {e}"
+        if is_remote(pattern):
+            raise UserError(message) from e
         folder = re.split(r"[*?\[]", local_path(pattern).as_posix())[0].rpartition("/")[0]
-        if is_remote(pattern) or os.path.isdir(folder or "."):
+        if os.path.isdir(folder or "."):
             raise UserError(message) from e
         raise RankError(f"{message}; {folder} is no folder on {socket.gethostname()}: mount it") from e
     except ImportError as e:

@@ -306,8 +306,8 @@ def load_architecture(name: str) -> Architecture:
     near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name ({clipped(name)}): there is no such preset or file{hint} known: {', '.join(known)}, "
-        "or the path of a JSON file in OpenCLIP's schema"
+        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's {len(known) - 1} "
+        "configs of ViTs and ResNets, such as ViT-B-32, ViT-L-14-336 and RN50, or the path of a JSON file in its schema"
     )
 
 

@@ -99,9 +99,18 @@ def writers() -> list[int]:
     return found
 
 
+def the_writer() -> int:
+    """Once it is that program: a process that has just been forked has no command line yet."""
+    end = time.monotonic() + 60
+    while not (found := writers()) and time.monotonic() < end:
+        time.sleep(0.02)
+    (pid,) = found
+    return pid
+
+
 def stop_writer() -> None:
     """As a disk that hangs. Returns when the writer does nothing any more."""
-    (pid,) = writers()
+    pid = the_writer()
     util.Finalize(None, wake_writers, exitpriority=0)  # of a rank that fails meanwhile: it would stay for ever
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED)
@@ -114,7 +123,7 @@ def wake_writers() -> None:
 
 def kill_writer() -> None:
     """Returns when it has ended, so that what asks how it has ended need not wait."""
-    (pid,) = writers()
+    pid = the_writer()
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # this process has seen it already
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

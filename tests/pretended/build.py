@@ -16,12 +16,13 @@ SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 
 def guard() -> Path:
     """The shared library, built if need be (5 s); CalledProcessError with the compiler's own message."""
-    name = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
+    torch = Path(find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]
+    # its libraries are found by their place: another environment has another
+    name = hashlib.sha256(SOURCE.read_bytes() + f"{version('torch')} {torch}".encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"clip-train-pretended-gpu-{os.getuid()}" / f"{name}.so"
     if built.exists():
         return built
     built.parent.mkdir(mode=0o700, exist_ok=True)
-    torch = Path(find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]
     unfinished = built.with_suffix(f".{os.getpid()}")
     compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
     include = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
