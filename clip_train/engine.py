@@ -201,7 +201,7 @@ class Engine(abc.ABC):
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
         """Take this rank's part of a checkpoint, written by any engine on any number of ranks at any stage."""
         self.optimizer_steps = int(extra.get("optimizer_steps", 0))
-        stored = {piece.name: source.slots(piece.name) for piece in self.pieces}
+        stored = {piece.name: source.slots(piece.name) for piece in (*self.pieces, *self.buffers)}
         if self.optimizer is not None:
             self._start_optimizer(self.optimizer, stored)
         targets = [
