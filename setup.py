@@ -68,6 +68,7 @@ setup(
         "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
         "bench": ["s3fs>=2026.2"],  # another S3 client, for benchmarks/checkpoint.py
         "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
+        "openclip": ["open_clip_torch==3.3.0", "transformers"],  # model.name=open_clip:NAME; the second for tokenizers
         "wandb": ["wandb"],
         "parquet": ["pyarrow"],  # `clip-train shards x.parquet`
     },

@@ -17,13 +17,13 @@ from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
-from clip_train.data.tokenizer import Tokenizer
+from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
-from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture
+from clip_train.models.clip import build_model
+from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer
@@ -95,15 +95,26 @@ def build_loader(
             index=index,
             pin_memory=device.type == "cuda",
             storage=config.storage,
+            tokenizer=tokenizer_of(checked.architecture),
             lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
         )
     )
 
 
+def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
+    """Picklable. UserError where it is OpenCLIP's, and its files are missing."""
+    if not isinstance(architecture, Architecture):
+        from clip_train.models.openclip.model import tokenizer
+
+        if (its := tokenizer(architecture)) is not None:
+            return its
+    return Tokenizer(architecture.text_cfg.context_length)
+
+
 def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
-    def make_model() -> CLIP:
+    def make_model() -> torch.nn.Module:
         checkpointing = bool(checked.engine.activation_checkpointing)
-        model = CLIP(checked.architecture, dropout=config.model.dropout, activation_checkpointing=checkpointing)
+        model = build_model(checked.architecture, dropout=config.model.dropout, activation_checkpointing=checkpointing)
         freeze(model, config.model)
         return model
 
@@ -130,12 +141,14 @@ def build_objective(config: RunConfig, device: torch.device) -> Objective:
     return build_loss(config.loss, None if teacher is None else teacher_features, local=local)
 
 
-def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) -> Callable[[], dict[str, float]] | None:
+def evaluation(
+    config: RunConfig, architecture: AnyArchitecture, engine: Engine
+) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val`, or None where there is none."""
     url = config.data.val
     if url is None:
         return None
-    tokenizer = Tokenizer(architecture.text_cfg.context_length)
+    tokenizer = tokenizer_of(architecture)
     index = cache(lambda: count_missing(shared_index(config, "data.val", url), config.storage))
 
     def run_once() -> dict[str, float]:
@@ -149,6 +162,7 @@ def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) ->
             caption_key=config.data.caption_key,
             index=index(),
             storage=config.storage,
+            tokenizer=tokenizer,
         )
         try:
             out = evaluate(engine, batches, config.evaluate, tokenizer)
