@@ -69,6 +69,7 @@ setup(
         "bench": ["s3fs>=2026.2"],  # another S3 client, for benchmarks/checkpoint.py
         "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
         "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
+        "openclip": ["open_clip_torch==3.3.0", "transformers"],  # model.name=open_clip:NAME; the second for tokenizers
         "wandb": ["wandb"],
         "parquet": ["pyarrow"],  # `clip-train shards x.parquet`
     },

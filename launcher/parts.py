@@ -17,13 +17,13 @@ from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
-from clip_train.data.tokenizer import HFTokenizer, Tokenizer
+from clip_train.data.tokenizer import HFTokenizer, Tokenize, Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
-from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture, TextConfig, TokenizerOptions
+from clip_train.models.clip import build_model
+from clip_train.models.config import AnyArchitecture, Architecture, TokenizerOptions
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer
@@ -58,20 +58,6 @@ def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | Non
     found = dist.broadcast_object(found)
     assert found is not None  # of rank 0, which looks
     return found
-
-
-def build_tokenizer(text: TextConfig) -> Tokenizer | HFTokenizer:
-    """The one that the architecture names. UserError."""
-    if text.hf_tokenizer_name is None:
-        return Tokenizer(text.context_length)
-    options = text.tokenizer_kwargs or TokenizerOptions()
-    out = HFTokenizer(text.hf_tokenizer_name, text.context_length, options.clean, options.strip_sep_token)
-    if out.vocab_size > text.vocab_size:
-        raise UserError(
-            f"text_cfg.vocab_size ({text.vocab_size}) must be at least {out.vocab_size}, which "
-            f"text_cfg.hf_tokenizer_name ({text.hf_tokenizer_name}) has"
-        )
-    return out
 
 
 def build_loader(
@@ -109,16 +95,36 @@ def build_loader(
             index=index,
             pin_memory=device.type == "cuda",
             storage=config.storage,
-            tokenizer=build_tokenizer(text),
+            tokenizer=tokenizer_of(checked.architecture),
             lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
         )
     )
 
 
+def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
+    """Picklable. UserError where it is another than CLIP's, and its files are missing."""
+    if not isinstance(architecture, Architecture):
+        from clip_train.models.openclip.model import tokenizer
+
+        its = tokenizer(architecture)
+        return Tokenizer(architecture.text_cfg.context_length) if its is None else its
+    text = architecture.text_cfg
+    if text.hf_tokenizer_name is None:
+        return Tokenizer(text.context_length)
+    options = text.tokenizer_kwargs or TokenizerOptions()
+    out = HFTokenizer(text.hf_tokenizer_name, text.context_length, options.clean, options.strip_sep_token)
+    if out.vocab_size > text.vocab_size:
+        raise UserError(
+            f"text_cfg.vocab_size ({text.vocab_size}) must be at least {out.vocab_size}, which "
+            f"text_cfg.hf_tokenizer_name ({text.hf_tokenizer_name}) has"
+        )
+    return out
+
+
 def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
-    def make_model() -> CLIP:
+    def make_model() -> torch.nn.Module:
         checkpointing = bool(checked.engine.activation_checkpointing)
-        model = CLIP(checked.architecture, dropout=config.model.dropout, activation_checkpointing=checkpointing)
+        model = build_model(checked.architecture, dropout=config.model.dropout, activation_checkpointing=checkpointing)
         freeze(model, config.model)
         return model
 
@@ -145,12 +151,14 @@ def build_objective(config: RunConfig, device: torch.device) -> Objective:
     return build_loss(config.loss, None if teacher is None else teacher_features, local=local)
 
 
-def evaluation(config: RunConfig, architecture: Architecture, engine: Engine) -> Callable[[], dict[str, float]] | None:
+def evaluation(
+    config: RunConfig, architecture: AnyArchitecture, engine: Engine
+) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val`, or None where there is none."""
     url = config.data.val
     if url is None:
         return None
-    tokenizer = dist.agreed(lambda: build_tokenizer(architecture.text_cfg))
+    tokenizer = dist.agreed(lambda: tokenizer_of(architecture))
     index = cache(lambda: count_missing(shared_index(config, "data.val", url), config.storage))
 
     def run_once() -> dict[str, float]:

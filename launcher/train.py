@@ -19,6 +19,7 @@ from clip_train.data.loader import Prefetcher
 from clip_train.errors import RankError
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
+from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
@@ -197,6 +198,9 @@ def describe_start(
     )
     if checked.source is not None:
         log(f"data.train: {checked.source.index.describe()}")
+    if isinstance(checked.architecture, OpenCLIPArchitecture):
+        for note in checked.architecture.notes():
+            log(f"note: {note}")
     if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
         log(pays_twice(plan))
     if resumed is not None:

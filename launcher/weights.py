@@ -22,7 +22,8 @@ from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.checkpoint.restore import Places, Resumed
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
-from clip_train.models.config import Architecture, ModelConfig
+from clip_train.models.clip import parse_saved
+from clip_train.models.config import ModelConfig
 from clip_train.models.export import export_openclip
 from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES
 from clip_train.protocols import Wanted
@@ -81,7 +82,7 @@ def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfi
 
     def write(to: Path) -> Path:
         state = {name: found.reader.read(*each).reshape(names[name]) for name, each in wanted.items()}
-        return export_openclip(state, Architecture.model_validate(found.state["architecture"]), to)
+        return export_openclip(state, parse_saved(found.state["architecture"]), to)
 
     written = on_node(write)
     if dist.is_main():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clip_train.models.blocks import Block, Transformer, normal_parameter
-from clip_train.models.config import Architecture, TextConfig, TowerConfig
+from clip_train.models.config import AnyArchitecture, Architecture, TextConfig, TowerConfig
 from clip_train.models.dropout import TEXT_DROPOUT_ID
+from clip_train.models.openclip.config import OpenCLIPArchitecture, library
 from clip_train.models.resnet import ResNetTower, resnet_flops
 from clip_train.models.vision import VisionTower
 from clip_train.protocols import text_ends
@@ -110,19 +114,53 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def count_parameters(architecture: Architecture) -> int:
+def parse_saved(dump: dict[str, Any]) -> AnyArchitecture:
+    """As its `model_dump` has given it."""
+    return (OpenCLIPArchitecture if "open_clip" in dump else Architecture).model_validate(dump)
+
+
+def build_model(
+    architecture: AnyArchitecture,
+    *,
+    dropout: float = 0.0,
+    patch_dropout: float | None = None,
+    activation_checkpointing: bool = False,
+) -> nn.Module:
+    """A `CLIP`, or one of OpenCLIP's modules with the same `forward` (its dropouts are in its architecture).
+
+    UserError where OpenCLIP is not installed, or cannot build it."""
+    if isinstance(architecture, OpenCLIPArchitecture):
+        library(architecture.open_clip)
+        from clip_train.models.openclip.model import build
+
+        return build(architecture, activation_checkpointing=activation_checkpointing)
+    return CLIP(
+        architecture,
+        dropout=dropout,
+        patch_dropout=patch_dropout,
+        activation_checkpointing=activation_checkpointing,
+    )
+
+
+@cache
+def count_parameters(architecture: AnyArchitecture) -> int:
     """Number of the model's parameters; allocates none of them."""
     with torch.device("meta"):
-        return sum(p.numel() for p in CLIP(architecture).parameters())
+        return sum(p.numel() for p in build_model(architecture).parameters())
 
 
-def flops_per_sample(architecture: Architecture, patch_dropout: float = 0.0) -> float:
+@cache
+def flops_per_sample(architecture: AnyArchitecture, patch_dropout: float = 0.0) -> float:
     """Floating point operations of one image and one text going forward: products only, 2 for each MAC.
 
     Causal attention counts in full, as is the custom, and so does the padding behind a text, which the model may be
     spared. Of the last blocks only what is computed counts: one token, unless patches are averaged. A step costs 3 of
     these for each sample, and one more for each time the sample goes forward again.
     """
+    if isinstance(architecture, OpenCLIPArchitecture):
+        from clip_train.models.openclip.model import count_flops
+
+        return count_flops(architecture, patch_dropout)
     vision, text = architecture.vision_cfg, architecture.text_cfg
     words = _blocks_flops(text, text.context_length, 1) + 2.0 * text.width * architecture.embed_dim
     if vision.stages:

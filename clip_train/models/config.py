@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from clip_train.errors import UserError
+from clip_train.models.openclip.config import PREFIX, OpenCLIPArchitecture, load_openclip_architecture
 from clip_train.settings import Allowed, Refused, Settings, clipped, explain
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
@@ -192,11 +193,14 @@ class Architecture(_Schema):
         }
 
 
+AnyArchitecture = Architecture | OpenCLIPArchitecture
+
+
 class ModelConfig(Settings):
     """The recipe's `model` section."""
 
     name: Annotated[str, Refused] = "ViT-B-32"
-    """A preset (tiny, OpenCLIP's ViT-B-32, ViT-L-14-CLIPA, RN50, ...) or the path of a JSON in OpenCLIP's schema."""
+    """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME (docs/models.md)."""
     patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
     """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON says."""
     dropout: Annotated[float, Refused] = Field(0.0, ge=0, lt=1)
@@ -238,12 +242,14 @@ class ModelConfig(Settings):
                 raise ValueError(f"model.{key} ({getattr(self, key)}) needs model.{lock}=true (it is false); set both")
         return self
 
-    def architecture(self) -> Architecture:
+    def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""
         architecture = load_architecture(self.name)
         update: dict[str, Any] = {
             key: getattr(self, key) for key in ("init_logit_scale", "init_logit_bias") if getattr(self, key) is not None
         }
+        if isinstance(architecture, OpenCLIPArchitecture):
+            return architecture.changed(self, update)
         if self.patch_dropout is not None:
             if self.patch_dropout and architecture.vision_cfg.stages:
                 raise UserError(
@@ -254,7 +260,7 @@ class ModelConfig(Settings):
             update["vision_cfg"] = vision
         return architecture.model_copy(update=update)
 
-    def teacher_architecture(self) -> Architecture | None:
+    def teacher_architecture(self) -> AnyArchitecture | None:
         """The teacher's, or None without one. Raises UserError, also where it cannot see what the student sees."""
         if self.teacher is None:
             return None
@@ -288,11 +294,11 @@ def preset_names() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.json"))
 
 
-def load_architecture(name: str) -> Architecture:
-    """A preset, or a JSON file in OpenCLIP's schema (a model config, or an export's `open_clip_config.json`).
-
-    Raises UserError where the name is unknown or the JSON asks for what this model does not implement.
-    """
+def load_architecture(name: str) -> AnyArchitecture:
+    """A preset, `open_clip:NAME`, or a JSON file in OpenCLIP's schema (a model's, or an export's). UserError where the
+    name is unknown or the JSON asks for what this model does not implement."""
+    if name.startswith(PREFIX):
+        return load_openclip_architecture(name)
     known = preset_names()
     path = PRESETS / f"{name}.json" if name in known else Path(name).expanduser()
     if os.path.isfile(path / "open_clip_config.json"):  # unlike Path's, these take any text
@@ -306,8 +312,8 @@ def load_architecture(name: str) -> Architecture:
     near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's {len(known) - 1} "
-        "configs of ViTs and ResNets, such as ViT-B-32, ViT-L-14-336 and RN50, or the path of a JSON file in its schema"
+        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's ViTs and ResNets "
+        "such as ViT-B-32 and RN50, open_clip:NAME for its others, or the path of a JSON file in its schema"
     )
 
 

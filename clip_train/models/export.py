@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clip_train.models.config import Architecture
+from clip_train.models.config import AnyArchitecture
 from clip_train.models.weights import CONFIG_NAME, SCALARS, WEIGHTS_NAMES, check_state, sha256_of
 
 
-def export_openclip(state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike) -> Path:
+def export_openclip(state: dict[str, Tensor], architecture: AnyArchitecture, folder: str | os.PathLike) -> Path:
     """Write `state` where `open_clip.create_model_and_transforms("local-dir:FOLDER")` finds it.
 
     Args:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from clip_train.errors import UserError
-from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture, ModelConfig
+from clip_train.models.clip import build_model
+from clip_train.models.config import AnyArchitecture, ModelConfig
 from clip_train.protocols import SCALARS, Tower, tower_of
 from clip_train.settings import shown
 
@@ -23,10 +23,14 @@ TOP = (*NORMS, "proj", "text_projection")
 
 
 @cache
-def parameter_sizes(architecture: Architecture) -> dict[str, int]:
+def parameter_sizes(architecture: AnyArchitecture) -> dict[str, int]:
     """Elements of each of the model's parameters, by name; allocates none of them."""
     with torch.device("meta"):
-        return {name: p.numel() for name, p in CLIP(architecture).named_parameters()}
+        return {name: p.numel() for name, p in build_model(architecture).named_parameters()}
+
+
+def _within_tower(name: str) -> str:
+    return name.removeprefix("visual.").removeprefix("text.")
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:
@@ -39,7 +43,7 @@ def depths(names: Iterable[str]) -> dict[str, int]:
         layers[tower_of(name)] = max(layers[tower_of(name)], number + 1)
 
     def depth(name: str) -> int:
-        if name in SCALARS or name.removeprefix("visual.").split(".")[0] in TOP:
+        if name in SCALARS or _within_tower(name).split(".")[0] in TOP:
             return 0
         return layers[tower_of(name)] - blocks.get(name, -1)
 
@@ -70,7 +74,7 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
     }
     for name in names:
         locked, unlocked = locks.get(tower_of(name) or "", (False, 0))
-        group = 1 if name.removeprefix("visual.").startswith(NORMS) else depth[name]
+        group = 1 if _within_tower(name).startswith(NORMS) else depth[name]
         if locked and group >= unlocked:
             frozen.add(name)
     for glob in config.freeze:
@@ -90,13 +94,13 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         parameters[name].requires_grad_(False)
 
 
-def trained_parameters(config: ModelConfig, architecture: Architecture) -> int:
+def trained_parameters(config: ModelConfig, architecture: AnyArchitecture) -> int:
     sizes = parameter_sizes(architecture)
     frozen = frozen_names(config, sizes)
     return sum(size for name, size in sizes.items() if name not in frozen)
 
 
-def frozen_towers(config: ModelConfig, architecture: Architecture) -> frozenset[Tower]:
+def frozen_towers(config: ModelConfig, architecture: AnyArchitecture) -> frozenset[Tower]:
     """Those of which nothing is trained."""
     names = parameter_sizes(architecture)
     trained = {tower_of(name) for name in names.keys() - frozen_names(config, names)}

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from clip_train.errors import CheckpointError, UserError
-from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture, ModelConfig, load_architecture, preset_names
+from clip_train.models.clip import build_model
+from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, load_architecture, preset_names
 from clip_train.models.torchscript import is_torchscript, read_torchscript
 from clip_train.protocols import Wanted
 
@@ -72,7 +72,7 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            state = CLIP(architecture).state_dict()
+            state = build_model(architecture).state_dict()
     if config.init_image_from is not None:
         state |= load_tower(config.init_image_from, "image", architecture, log)
     if config.init_text_from is not None:
@@ -80,23 +80,23 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     return WholeState(state)
 
 
-def load_teacher(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CLIP | None:
+def load_teacher(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
     """`model.teacher`, frozen and in eval mode; None where the recipe names none. UserError, CheckpointError."""
     architecture = config.teacher_architecture()
     if config.teacher is None or architecture is None:
         return None
     state = load_openclip(config.teacher, architecture)
-    teacher = CLIP(architecture, patch_dropout=0.0)
+    teacher = build_model(architecture, patch_dropout=0.0)
     teacher.load_state_dict(state)
     teacher.to(device, dtype)
     teacher.logit_scale.data = state["logit_scale"].to(device)  # rounded to bf16 the factor would be off by up to 1.6%
     return teacher.eval().requires_grad_(False)
 
 
-def check_state(state: dict[str, Tensor], architecture: Architecture, source: str) -> None:
+def check_state(state: dict[str, Tensor], architecture: AnyArchitecture, source: str) -> None:
     """CheckpointError, in torch's words, where `state` is not the state of such a model."""
     with torch.device("meta"):
-        model = CLIP(architecture)
+        model = build_model(architecture)
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as e:
@@ -106,9 +106,12 @@ def check_state(state: dict[str, Tensor], architecture: Architecture, source: st
         ) from None
 
 
-def resize_positions(state: dict[str, Tensor], architecture: Architecture, log: Log) -> None:
+def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, log: Log) -> None:
     """Positional embeddings of another image size or context, interpolated in place as OpenCLIP does: the grid bicubic
-    with antialias beside the class token, the text's linear. What cannot be interpolated is left to `check_state`."""
+    with antialias beside the class token, the text's linear. What cannot be interpolated, and what
+    OpenCLIP builds, is left to `check_state`."""
+    if not isinstance(architecture, Architecture):
+        return
     side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
     name, lines = "visual.positional_embedding", []
     old = state.get(name)  # [1 + T, width]
@@ -128,8 +131,8 @@ def resize_positions(state: dict[str, Tensor], architecture: Architecture, log: 
         log(f"positional embeddings interpolated: {', '.join(lines)}")
 
 
-def load_openclip(path: str | os.PathLike, architecture: Architecture, log: Log = silent) -> dict[str, Tensor]:
-    """Weights in OpenCLIP's layout -> the state dict for `CLIP(architecture)`, float32 on the CPU.
+def load_openclip(path: str | os.PathLike, architecture: AnyArchitecture, log: Log = silent) -> dict[str, Tensor]:
+    """Weights in OpenCLIP's layout -> the state dict for `build_model(architecture)`, float32 on the CPU.
 
     Args:
         path: an export folder; a .safetensors; a .pt / .bin of tensors, OpenCLIP's training checkpoints
@@ -148,7 +151,7 @@ def load_openclip(path: str | os.PathLike, architecture: Architecture, log: Log 
 
 
 def load_tower(
-    path: str | os.PathLike, tower: Tower, architecture: Architecture, log: Log = silent
+    path: str | os.PathLike, tower: Tower, architecture: AnyArchitecture, log: Log = silent
 ) -> dict[str, Tensor]:
     """One tower of `CLIP(architecture)`: its part of a state dict. As `load_openclip`.
 
@@ -158,14 +161,15 @@ def load_tower(
     state = _read(file, architecture)
     if tower == "image" and not any(name.startswith("visual.") for name in state):
         state = {f"visual.{name}": tensor for name, tensor in state.items()}
+    prefix = "text." if not getattr(architecture, "custom_text", False) else ""
     state = {
-        name.removeprefix("text."): tensor
+        name.removeprefix(prefix): tensor
         for name, tensor in state.items()
         if name.startswith("visual.") == (tower == "image") and name not in SCALARS
     }
     resize_positions(state, architecture, log)
     with torch.device("meta"):
-        rest = CLIP(architecture).state_dict()
+        rest = build_model(architecture).state_dict()
     rest = {name: t for name, t in rest.items() if name in SCALARS or name.startswith("visual.") != (tower == "image")}
     check_state(rest | state, architecture, f"the {tower} tower of {file}")
     return state
@@ -189,7 +193,7 @@ def sha256_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path, architecture: Architecture) -> dict[str, Tensor]:
+def _read(file: Path, architecture: AnyArchitecture) -> dict[str, Tensor]:
     """Names as in OpenCLIP, float32. CheckpointError; UserError for weights of another activation function."""
     try:
         if file.suffix == ".safetensors":
@@ -235,7 +239,7 @@ def _described_quick_gelu(file: Path) -> bool | None:
         return None
 
 
-def _check_activation(file: Path, quick_gelu: bool | None, architecture: Architecture) -> None:
+def _check_activation(file: Path, quick_gelu: bool | None, architecture: AnyArchitecture) -> None:
     """Weights of the other function fit by every name and shape, and give worse features. UserError."""
     if quick_gelu in (None, architecture.quick_gelu):
         return

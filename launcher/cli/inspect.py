@@ -13,8 +13,8 @@ from clip_train.data.tokenizer import huggingface_files
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models import hub
-from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture
+from clip_train.models.clip import build_model, parse_saved
+from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.export import export_openclip, save_texts
 from clip_train.models.transformers import check_transformers, export_transformers
 from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, initial_weights
@@ -51,7 +51,7 @@ def evaluate_run(args: argparse.Namespace) -> int:
             architecture, source, where = architecture_of(found), found.reader, f"step {found.step} of {found.path}"
         if config.data.val is None:
             raise UserError("data.val is null: there is nothing to evaluate on; add data.val=<shards>")
-        model = CLIP(architecture)
+        model = build_model(architecture)
         PlainEngine(model).load_fragments(source, {})
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))
         assert evaluate_once is not None
@@ -100,6 +100,11 @@ def export_run(args: argparse.Namespace) -> int:
         folder = output or str(config.run_dir / "export")
     architecture = architecture_of(found)
     if args.format == "transformers":
+        if not isinstance(architecture, Architecture):
+            raise UserError(
+                f"--format transformers holds CLIP's own towers, not {architecture.open_clip}'s: export with --format "
+                "open_clip"
+            )
         check_transformers(architecture)  # before the weights are fetched
         written = export_transformers(found.reader.full_state(), architecture, folder)
         tokenizer = huggingface_files(architecture.text_cfg.context_length)
@@ -117,6 +122,6 @@ def export_run(args: argparse.Namespace) -> int:
     return 0
 
 
-def architecture_of(found: Resumed) -> Architecture:
+def architecture_of(found: Resumed) -> AnyArchitecture:
     """As the checkpoint has it, whatever has become of the recipe's files."""
-    return Architecture.model_validate(found.state["architecture"])
+    return parse_saved(found.state["architecture"])

@@ -17,8 +17,8 @@ from clip_train.contrastive.tiles import GPU_SIDE
 from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.memory import Memory, Profile, Room, choose
-from clip_train.models.clip import CLIP, count_parameters
-from clip_train.models.config import Architecture
+from clip_train.models.clip import build_model, count_parameters
+from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_towers, trained_parameters
 from clip_train.optim.optimizer import moment_bytes
 from clip_train.probe import fake_profile, real_profile
@@ -33,7 +33,7 @@ GPU_MARGIN = 0.1  # of what is free: fragments, libraries' workspaces
 
 
 def estimate_memory(
-    config: RunConfig, engine: EngineConfig, plan: BatchPlan, architecture: Architecture, profile: Profile | None
+    config: RunConfig, engine: EngineConfig, plan: BatchPlan, architecture: AnyArchitecture, profile: Profile | None
 ) -> Memory:
     """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without activations."""
     P, D = count_parameters(architecture), architecture.embed_dim
@@ -53,7 +53,7 @@ def estimate_memory(
     )
 
 
-def micro_batch(architecture: Architecture, device: torch.device, size: int) -> MicroBatch:
+def micro_batch(architecture: AnyArchitecture, device: torch.device, size: int) -> MicroBatch:
     """Any one of that size."""
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
     return MicroBatch(
@@ -68,27 +68,30 @@ SHALLOW = 3  # blocks of a tower, and one more where patches are averaged; each 
 
 @cache
 def _profile(
-    architecture: Architecture,
+    architecture: AnyArchitecture,
     precision: str,
     dropout: float,
     checkpointing: bool,
     frozen: frozenset[Tower] = frozenset(),
 ) -> Profile:
     """By fake tensors; of shallow towers, and what one block more takes of either: those of a large model take half a
-    minute. frozen: towers without a graph; one that is frozen in part is taken for a trained one."""
-    towers = {"text_cfg": architecture.text_cfg.layers}
-    if not architecture.vision_cfg.stages:  # of which no block is like another
-        towers["vision_cfg"] = architecture.vision_cfg.depth
-    blocks = SHALLOW + (architecture.vision_cfg.pool_type == "avg")
+    minute. OpenCLIP's stay whole. frozen: towers without a graph; one that is frozen in part is taken for a trained
+    one."""
+    towers, blocks = {}, SHALLOW  # those whose blocks are alike
+    if isinstance(architecture, Architecture):
+        towers["text_cfg"] = architecture.text_cfg.layers
+        if not architecture.vision_cfg.stages:
+            towers["vision_cfg"] = architecture.vision_cfg.depth
+        blocks += architecture.vision_cfg.pool_type == "avg"
     shallow = {name: min(depth, blocks) for name, depth in towers.items()}
 
     def profile(layers: dict[str, int]) -> Profile:
         cut = {name: getattr(architecture, name).model_copy(update={"layers": n}) for name, n in layers.items()}
 
-        def make_model() -> CLIP:
+        def make_model() -> torch.nn.Module:
             torch.set_default_dtype(DTYPES[precision])
             try:
-                model = CLIP(
+                model = build_model(
                     architecture.model_copy(update=cut), dropout=dropout, activation_checkpointing=checkpointing
                 )
             finally:
@@ -106,7 +109,7 @@ def _profile(
     return total
 
 
-def predicted_profile(config: RunConfig, architecture: Architecture, checkpointing: bool) -> Profile:
+def predicted_profile(config: RunConfig, architecture: AnyArchitecture, checkpointing: bool) -> Profile:
     """From fake tensors; with a teacher, its forward too."""
     precision = on_this_machine(config.engine).precision
     frozen = frozen_towers(config.model, architecture)

@@ -68,7 +68,8 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
         towers = {
             f"{key}.{name}": size for key in ("vision_cfg", "text_cfg") for name, size in architecture[key].items()
         }
-        return towers | {key: architecture[key] for key in ("embed_dim", "quick_gelu", "image_mean", "image_std")}
+        own = {key: architecture[key] for key in ("embed_dim", "quick_gelu", "image_mean", "image_std")}
+        return towers | own | {"built by OpenCLIP": "open_clip" in architecture}
 
     before, after = parts(then), parts(config.model.architecture().model_dump(mode="json"))
     return [

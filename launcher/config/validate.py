@@ -15,8 +15,9 @@ from clip_train.data.shards import expand_braces
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
-from clip_train.models.config import Architecture
+from clip_train.models.config import AnyArchitecture
 from clip_train.models.freeze import parameter_sizes, trained_parameters
+from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, on_this_machine, package
@@ -28,7 +29,7 @@ class Checked:
     """What the checks before launch have found out."""
 
     plan: BatchPlan
-    architecture: Architecture
+    architecture: AnyArchitecture
     streams: int
     engine: EngineConfig  # the recipe's with its precision; without `auto` after a look at memory (`config.memory`)
     layout: Layout | None = None  # where something is `auto`: what it has become
@@ -55,6 +56,12 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             problems.append(UserError(bias_mistake(config, architecture.init_logit_bias)))
         collect(config.model.teacher_architecture)
         collect(partial(trained_parameters, config.model, architecture))
+        if (
+            isinstance(architecture, OpenCLIPArchitecture)
+            and not architecture.layered
+            and config.optim.layer_decay != 1
+        ):
+            problems.append(UserError(layers_mistake(config)))
         names = parameter_sizes(architecture)
         collect(partial(lr_factors, config.optim, names))
         collect(partial(spared, config.optim, names))
@@ -109,6 +116,13 @@ def bias_mistake(config: RunConfig, bias: float | None) -> str:
     return (
         f"model.init_logit_bias ({bias}): {config.model.name} has a bias, which loss.kind ({config.loss.kind}) would "
         "cancel: set model.init_logit_bias=null, or loss.kind=sigmoid"
+    )
+
+
+def layers_mistake(config: RunConfig) -> str:
+    return (
+        f"optim.layer_decay ({config.optim.layer_decay}): the layers of {config.model.name} are not numbered as "
+        "OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by name"
     )
 
 

@@ -187,7 +187,7 @@ def pretended_gpu() -> Iterator[Counts]:
         "max_memory_allocated": lambda *args: 0,
         "reset_peak_memory_stats": lambda *args: None,
         "is_available": lambda: True,
-        "is_bf16_supported": lambda *args: True,
+        "is_bf16_supported": lambda *args, **options: True,
         "device_count": lambda: 1,
         "get_device_capability": lambda *args: (9, 0),
         "get_device_properties": lambda *args: PROPERTIES,

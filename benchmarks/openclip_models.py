@@ -1,0 +1,94 @@
+"""Every model that OpenCLIP knows, at reduced depth: built and trained for two steps of four micro-batches, or refused.
+
+    PYTHONPATH=. .venv-peers/bin/python benchmarks/openclip_models.py [NAME ...]
+
+One row each: parameters at full size, and the losses of the two steps, or the reason. Towers keep their widths; blocks
+are cut to two, timm's to two or one a stage. Of models that differ in sizes only the smallest is taken (--all: each).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tests.peers.torchvision_shim  # noqa: F401  before open_clip
+
+import open_clip  # isort: skip
+import timm  # isort: skip
+import torch
+
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.engine import PlainEngine
+from clip_train.errors import UserError
+from clip_train.models.clip import build_model, count_parameters
+from clip_train.models.config import load_architecture
+from clip_train.protocols import Batch
+from clip_train.step import train_step
+
+CREATE = timm.create_model
+
+
+def shallow(name: str, **options: Any) -> torch.nn.Module:
+    """timm.create_model with fewer blocks, in the words of whichever family takes them."""
+    for cut in ({"depth": 2}, {"depths": (1, 1, 1, 1)}, {"layers": (1, 1, 1, 1)}, {"layers": (1, 1, 1, 1, 1)}, {}):
+        try:
+            return CREATE(name, **options, **cut)
+        except (TypeError, IndexError, AssertionError, ValueError):
+            continue
+    raise AssertionError(name)
+
+
+def family(name: str, config: dict[str, Any]) -> str:
+    """Models of one family differ in sizes only."""
+    vision, text = config["vision_cfg"], config["text_cfg"]
+    trunk = vision.get("timm_model_name", "resnet" if isinstance(vision.get("layers"), list) else "vit")
+    trunk = re.sub(r"_?\d+|_(base|large|small|tiny|medium|huge|giant|so400m|xlarge|xxlarge|enormous)\w*", "", trunk)
+    keys = sorted(set(vision) - {"layers", "width", "image_size", "patch_size", "head_width", "mlp_ratio"})
+    words = sorted(set(text) - {"layers", "width", "heads", "vocab_size", "context_length", "mlp_ratio"})
+    return json.dumps([trunk, keys, words, text.get("hf_model_name"), sorted(set(config) - {"init_logit_bias"})])
+
+
+def row(name: str) -> str:
+    try:
+        count = count_parameters(load_architecture(f"open_clip:{name}"))
+        config = open_clip.get_model_config(name)
+        config["text_cfg"] |= {"layers": 2, "vocab_size": min(config["text_cfg"].get("vocab_size", 49408), 49408)}
+        if "timm_model_name" not in config["vision_cfg"]:
+            deep = config["vision_cfg"]["layers"]
+            config["vision_cfg"]["layers"] = [1, 1, 1, 1] if isinstance(deep, list) else 2
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "model.json").write_text(json.dumps(config))
+            architecture = load_architecture(f"open_clip:{folder}/model.json")
+        timm.create_model = shallow
+        torch.manual_seed(0)
+        model = build_model(architecture)
+    except UserError as e:
+        return f"| {name} | refused: {str(e).partition(': ')[2][:160] or str(e)[:160]} |"
+    finally:
+        timm.create_model = CREATE
+    side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    texts = torch.randint(1, 40000, (4, length))
+    batch = Batch(torch.randint(0, 256, (4, 3, side, side), dtype=torch.uint8), texts, torch.arange(4), keys=[*"abcd"])
+    engine = PlainEngine(model, torch.optim.SGD(model.parameters(), 1e-3))
+    objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
+    two = [train_step(engine, batch, objective, micro_size=1, kept_graphs=1, lr=1e-3) for _ in range(2)]
+    assert all(each.grad_norm > 0 for each in two)
+    return f"| {name} | {count / 1e6:,.0f} M parameters; losses {two[0].loss:.3f}, {two[1].loss:.3f} |"
+
+
+if __name__ == "__main__":
+    names = [each for each in sys.argv[1:] if each != "--all"] or open_clip.list_models()
+    if len(sys.argv) == 1:
+        smallest: dict[str, str] = {}
+        for each in names:
+            key, size = family(each, open_clip.get_model_config(each)), open_clip.get_model_config(each)["embed_dim"]
+            if key not in smallest or size < open_clip.get_model_config(smallest[key])["embed_dim"]:
+                smallest[key] = each
+        names = sorted(smallest.values())
+    for each in names:
+        print(row(each), flush=True)

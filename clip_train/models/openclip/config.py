@@ -1,0 +1,189 @@
+"""`open_clip:NAME`: which of OpenCLIP's models, as a description that a checkpoint can hold and a cache can compare.
+
+Where one of its sizes is asked for it has the name that it has in `clip_train.models.config`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+
+from clip_train.errors import UserError
+from clip_train.settings import clipped
+
+PREFIX = "open_clip:"
+RESIZED = ("bicubic", "shortest")  # as every image is here: interpolation, and the side that is made to fit
+Channels = tuple[float, float, float]
+
+
+class _Described(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
+class VisionKeys(_Described):
+    """`vision_cfg`, of which OpenCLIP checks the other keys."""
+
+    model_config = ConfigDict(extra="allow")
+    image_size: PositiveInt = 224  # side of the square image, in pixels
+    patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
+
+    @field_validator("image_size", mode="before")
+    @classmethod
+    def _square(cls, size: Any) -> Any:
+        if not isinstance(size, list | tuple):
+            return size
+        if len(set(size)) != 1:
+            raise ValueError(f"image_size ({list(size)}) is not square: images are cut to squares here")
+        return size[0]
+
+
+class TextKeys(_Described):
+    """`text_cfg`, of which OpenCLIP checks the other keys."""
+
+    model_config = ConfigDict(extra="allow")
+    ends: ClassVar[bool] = False  # no text is cut at its end: whether a tower reads what is behind is not known
+    end_id: ClassVar[None] = None
+    context_length: PositiveInt = 77  # tokens
+    hf_tokenizer_name: str | None = None  # None: CLIP's own
+
+    def own_tokenizer(self) -> dict[str, Any] | None:
+        """What OpenCLIP's tokenizer is made with; None: it is CLIP's."""
+        more = self.model_dump()
+        kwargs = more.get("tokenizer_kwargs") or {}
+        if self.hf_tokenizer_name is None:
+            return kwargs or None
+        return {"tokenizer_name": self.hf_tokenizer_name, "tokenizer_mode": more.get("tokenizer_mode"), **kwargs}
+
+
+class OpenCLIPArchitecture(_Described):
+    """OpenCLIP's `model_cfg`, and the pixel statistics that its pretrained weights expect."""
+
+    open_clip: str  # its name there
+    embed_dim: PositiveInt  # D, the width of the features
+    vision_cfg: VisionKeys
+    text_cfg: TextKeys
+    custom_text: bool = False  # the text tower is a module of its own, `text`
+    quick_gelu: bool = False
+    init_logit_scale: float = math.log(1 / 0.07)
+    init_logit_bias: float | None = None
+    image_mean: Channels = (0.48145466, 0.4578275, 0.40821073)
+    image_std: Channels = (0.26862954, 0.26130258, 0.27577711)
+    interpolation: str = RESIZED[0]  # how the images of its pretrained weights were resized
+    resize_mode: str = RESIZED[1]
+
+    def model_cfg(self) -> dict[str, Any]:
+        """OpenCLIP's `model_cfg`."""
+        ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode"}
+        return self.model_dump(exclude=ours)  # none is a value: of timm_proj another than its default
+
+    def preprocess_cfg(self) -> dict[str, Any]:
+        """OpenCLIP's `preprocess_cfg`, as the model is trained here."""
+        sizes = {"mean": list(self.image_mean), "std": list(self.image_std)}
+        return {**sizes, "interpolation": RESIZED[0], "resize_mode": RESIZED[1]}
+
+    def notes(self) -> list[str]:
+        """What is not as in OpenCLIP, for the user to know."""
+        theirs, text = (self.interpolation, self.resize_mode), self.text_cfg.model_dump()
+        found = []
+        if theirs != RESIZED:
+            found.append(
+                f"the images of {self.open_clip}'s pretrained weights were resized by {' and '.join(theirs)}, here "
+                f"they are by {' and '.join(RESIZED)}: zero-shot scores may differ a little from OpenCLIP's"
+            )
+        if name := text.get("hf_model_name"):
+            found.append(f"without model.init_from the text tower {name} starts from random weights")
+        return found
+
+    @property
+    def layered(self) -> bool:
+        """Whether the blocks of both towers are numbered as OpenCLIP's own are."""
+        vision, text = self.vision_cfg.model_dump(), self.text_cfg.model_dump()
+        return not (vision.get("timm_model_name") or text.get("hf_model_name"))
+
+    def changed(self, config: Any, scalars: dict[str, float]) -> OpenCLIPArchitecture:
+        """With the overrides of the recipe's `model` section. UserError."""
+        if config.dropout:
+            raise UserError(
+                f"model.dropout ({config.dropout}) is not OpenCLIP's, whose towers have dropouts of their own "
+                "(timm_drop, timm_drop_path); set model.dropout=0"
+            )
+        for key in ("lock_image_unlocked_groups", "lock_text_unlocked_layers"):
+            if getattr(config, key) and not self.layered:
+                raise UserError(
+                    f"model.{key} ({getattr(config, key)}): the layers of {self.open_clip} are not numbered as "
+                    "OpenCLIP's own; lock the tower as a whole, or name what is frozen in model.freeze"
+                )
+        update: dict[str, Any] = dict(scalars)
+        if config.patch_dropout is not None:
+            update["vision_cfg"] = self.vision_cfg.model_copy(update={"patch_dropout": config.patch_dropout})
+        return self.model_copy(update=update)
+
+
+def library(name: str) -> Any:
+    """OpenCLIP. UserError where it is not installed."""
+    try:
+        import open_clip
+    except (ImportError, RuntimeError) as e:  # the second of a torchvision that is another torch's
+        raise UserError(
+            f"model.name ({clipped(name)}) needs OpenCLIP, which cannot be imported ({e}): "
+            "pip install 'clip-train[openclip]'"
+        ) from e
+    return open_clip
+
+
+def load_openclip_architecture(name: str) -> OpenCLIPArchitecture:
+    """`open_clip:` and a name that OpenCLIP knows, a JSON in its schema, or an export's folder. UserError."""
+    open_clip, said = library(name), name.removeprefix(PREFIX)
+    path = Path(said).expanduser()
+    path = path / "open_clip_config.json" if path.is_dir() else path
+    preprocess: dict[str, Any] = {}
+    if said in open_clip.list_models():
+        content = open_clip.get_model_config(said)
+        preprocess = _shared_preprocessing(open_clip, said)
+    elif path.is_file():
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as e:
+            raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
+        if "model_cfg" in content:
+            content, preprocess = content["model_cfg"], content.get("preprocess_cfg") or {}
+    else:
+        raise UserError(
+            f"model.name ({clipped(name)}): OpenCLIP {open_clip.__version__} knows no such model, and there is no such "
+            "file; open_clip.list_models() has the names"
+        )
+    return parse_openclip(content, preprocess, said)
+
+
+def parse_openclip(content: dict[str, Any], preprocess: dict[str, Any], source: str) -> OpenCLIPArchitecture:
+    """OpenCLIP's `model_cfg` and `preprocess_cfg`. UserError for what cannot be trained here."""
+    if "multimodal_cfg" in content:
+        raise UserError(
+            f"model.name ({source}) is a CoCa: beside the contrastive loss it has a decoder that learns to write "
+            "captions, which no loss here trains; choose a model without multimodal_cfg"
+        )
+    if foreign := sorted(content.keys() - OpenCLIPArchitecture.model_fields.keys()):
+        raise UserError(f"model.name ({source}) has {', '.join(foreign)}, which are not of a model of images and texts")
+    seen = {f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if preprocess.get(key)}
+    seen |= {key: preprocess[key] for key in ("interpolation", "resize_mode") if preprocess.get(key)}
+    try:
+        return OpenCLIPArchitecture.model_validate({"open_clip": source, **content, **seen})
+    except ValidationError as e:
+        lines = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in e.errors())
+        raise UserError(f"model.name ({source}): {'; '.join(lines)}") from None
+
+
+def _shared_preprocessing(open_clip: Any, name: str) -> dict[str, Any]:
+    """What all pretrained weights of a model agree on, key by key; the rest is OpenCLIP's default."""
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    every = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
+    first = every[0] if every else {}
+    keys = ("mean", "std", "interpolation", "resize_mode")
+    return {key: first[key] for key in keys if all(each.get(key) == first.get(key) for each in every) and key in first}

@@ -1,0 +1,169 @@
+"""OpenCLIP's own modules, which give what `clip_train.models.clip.CLIP` gives. `b` samples, `D` features.
+
+The only module that imports open_clip and timm at its top: import it where such a model is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d as TimmBatchNormAct2d
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.flop_counter import FlopCounterMode
+
+from clip_train.errors import UserError
+from clip_train.models.batch_norm import BatchNorm2d
+from clip_train.models.clip import Outputs, at_least_float32
+from clip_train.models.openclip.config import OpenCLIPArchitecture
+from clip_train.models.vision import check_size, normalised
+
+Tokenize = Callable[[list[str]], Tensor]
+
+
+class BatchNormAct2d(BatchNorm2d):
+    """timm's, with an activation."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, C, height, width] -> the same"""
+        return self.act(self.drop(super().forward(x)))
+
+
+OURS = {nn.BatchNorm2d: BatchNorm2d, TimmBatchNormAct2d: BatchNormAct2d}
+
+
+class Contrastive(nn.Module):
+    """Beside one of OpenCLIP's classes: its parameters under its names, this project's forward.
+
+    What is random in it (dropouts, stochastic depth) draws from torch's generator, which a replayed forward restores.
+    """
+
+    architecture: OpenCLIPArchitecture
+    encode_image: Callable[[Tensor], Tensor]
+    encode_text: Callable[[Tensor], Tensor]
+    logit_scale: nn.Parameter
+    logit_bias: nn.Parameter | None
+    set_grad_checkpointing: Callable[[], None]
+
+    def forward(
+        self, images: Tensor | None = None, texts: Tensor | None = None, sample_seeds: Tensor | None = None
+    ) -> Outputs:
+        """As `CLIP.forward`; texts are whole, [b, context_length], and `sample_seeds` are not needed."""
+        image_features = text_features = None
+        if images is not None:
+            check_size(images, self.architecture.vision_cfg.image_size)
+            wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
+            statistics = zip(self.architecture.image_mean, self.architecture.image_std, strict=True)
+            pixels = torch.stack([normalised(images[:, c], *each, wide) for c, each in enumerate(statistics)], dim=1)
+            image_features = F.normalize(at_least_float32(self.encode_image(pixels)), dim=-1)
+        if texts is not None:
+            text_features = F.normalize(at_least_float32(self.encode_text(texts)), dim=-1)
+        bias = None if self.logit_bias is None else at_least_float32(self.logit_bias.clone())
+        return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Contrastive:
+        """As any module's, but for buffers that no checkpoint holds (masks, rotations): they are computed again."""
+        super().to_empty(device=device, recurse=recurse)
+        saved = self.state_dict().keys()
+        empty = {name: buffer for name, buffer in self.named_buffers() if name not in saved}
+        if empty:
+            with torch.device("cpu"):
+                twin = dict(build(self.architecture).named_buffers())
+            for name, buffer in empty.items():
+                buffer.copy_(twin[name])
+        return self
+
+
+class OneModule(Contrastive, open_clip.CLIP):
+    """The text tower's parameters at the root."""
+
+
+class CustomText(Contrastive, open_clip.CustomTextCLIP):
+    """The text tower's parameters below `text`."""
+
+
+def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False) -> Contrastive:
+    """UserError, in OpenCLIP's words, where it cannot build it, and for batch norms that are not for micro-batches.
+
+    activation_checkpointing: of towers that have it; OpenCLIP lets the others go without.
+    """
+    if (fake := detect_fake_mode()) is not None:  # timm reads numbers out of tensors, which fake ones do not have
+        with unset_fake_temporarily(), torch.device("meta"):
+            model = build(architecture, activation_checkpointing=activation_checkpointing)
+        with fake:
+            for module in model.modules():
+                for name, p in module.named_parameters(recurse=False):
+                    module._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype))
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        return model
+    config = architecture.model_cfg()
+    custom = config.pop("custom_text") or config["text_cfg"].get("hf_model_name")
+    config["vision_cfg"]["timm_model_pretrained"] = config["text_cfg"]["hf_model_pretrained"] = False
+    try:
+        model = (CustomText if custom else OneModule)(**config, nonscalar_logit_scale=True)
+        if activation_checkpointing:
+            model.set_grad_checkpointing()
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError, OSError, ImportError) as e:
+        raise UserError(
+            f"model.name (open_clip:{architecture.open_clip}): OpenCLIP cannot build it ({type(e).__name__}: {e}); "
+            "choose another model, or correct the JSON"
+        ) from e
+    model.architecture = architecture
+    for name, each in model.named_modules():
+        if isinstance(each, _BatchNorm):
+            if type(each) not in OURS or each.momentum is None or not (each.affine and each.track_running_stats):
+                raise UserError(
+                    f"model.name (open_clip:{architecture.open_clip}): {name} is a {type(each).__name__}, whose "
+                    "statistics cannot be taken over a micro-batch of all ranks; choose another model"
+                )
+            each.__class__ = OURS[type(each)]
+        elif isinstance(each, nn.Conv2d) and name.startswith("visual.") and each.in_channels == 3:
+            each.register_forward_pre_hook(_cast)
+    return model
+
+
+def _cast(conv: nn.Conv2d, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Pixels are fp32 up to here, whatever the precision."""
+    return (inputs[0].to(conv.weight.dtype), *inputs[1:])
+
+
+def count_flops(architecture: OpenCLIPArchitecture, patch_dropout: float) -> float:
+    """Of one image and one text going forward, by torch's counter on tensors without data."""
+    vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
+    with torch.device("meta"):
+        model = build(architecture.model_copy(update={"vision_cfg": vision})).eval().requires_grad_(False)
+        for module in model.modules():
+            if type(module).__name__.startswith("PatchDropout"):
+                module.train()
+        side, length = vision.image_size, architecture.text_cfg.context_length
+        images, texts = torch.zeros(1, 3, side, side), torch.zeros(1, length, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            model(images, texts)
+    return float(counter.get_total_flops())
+
+
+def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
+    """OpenCLIP's for this model, picklable; None: CLIP's own. UserError where its files are missing."""
+    text = architecture.text_cfg
+    options = text.own_tokenizer()
+    if options is None:
+        return None
+    kind = open_clip.SimpleTokenizer if text.hf_tokenizer_name is None else open_clip.tokenizer.HFTokenizer
+    try:
+        return kind(context_length=text.context_length, **options)
+    except (OSError, ValueError, ImportError, RuntimeError, TypeError) as e:
+        raise UserError(
+            f"model.name (open_clip:{architecture.open_clip}): its tokenizer {text.hf_tokenizer_name} cannot be loaded "
+            f"({type(e).__name__}: {str(e)[:300]}); it needs transformers, and its files from the Hugging Face hub: "
+            "fetch them where there is a network (hf download), or set text_cfg.hf_tokenizer_name to a folder"
+        ) from e

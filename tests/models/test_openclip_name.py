@@ -1,0 +1,79 @@
+"""`model.name=open_clip:NAME` on a machine without OpenCLIP, and what is refused before it is asked for anything."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from clip_train.errors import UserError
+from clip_train.models.clip import build_model, parse_saved
+from clip_train.models.config import ModelConfig
+from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
+
+SMALL: dict[str, Any] = {
+    "embed_dim": 64,
+    "vision_cfg": {"image_size": 64, "timm_model_name": "test_convnext", "timm_proj": None},
+    "text_cfg": {"context_length": 16, "width": 32, "heads": 2, "layers": 2},
+}
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "open_clip", None)  # as if it were not installed
+    for ask in (ModelConfig(name="open_clip:ViT-B-16-SigLIP2").architecture, lambda: build_model(small())):
+        with pytest.raises(UserError, match=r"pip install 'clip-train\[openclip\]'"):
+            ask()
+
+
+def test_it_is_not_imported_for_other_models():
+    ModelConfig(name="tiny").architecture()
+    assert "clip_train.models.openclip.model" not in sys.modules
+
+
+def small(**changes: Any) -> OpenCLIPArchitecture:
+    return parse_openclip({**SMALL, **changes}, {}, "small")
+
+
+def test_a_checkpoint_holds_all_of_the_description():
+    architecture = small(vision_cfg={**SMALL["vision_cfg"], "image_size": [64, 64]}, init_logit_bias=-10)
+    again = parse_saved(architecture.model_dump(mode="json"))
+    assert again == architecture and hash(again) == hash(architecture)
+    assert hash(architecture) != hash(small())
+    cfg = architecture.model_cfg()
+    assert cfg["vision_cfg"] == SMALL["vision_cfg"] | {"patch_dropout": 0.0}  # a null stays: it is not the default
+    assert cfg["init_logit_bias"] == -10 and "open_clip" not in cfg
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"multimodal_cfg": {}}, r"is a CoCa.*decoder"),
+        ({"audio_cfg": {}}, r"has audio_cfg, which are not of a model of images and texts"),
+        ({"vision_cfg": {"image_size": [224, 192]}}, r"image_size \(\[224, 192\]\) is not square"),
+        ({"embed_dim": 0}, r"embed_dim: .*greater than 0"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], words: str):
+    with pytest.raises(UserError, match=words):
+        small(**changes)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"dropout": 0.1}, r"model\.dropout \(0\.1\).*timm_drop"),
+        ({"lock_image": True, "lock_image_unlocked_groups": 2}, r"lock_image_unlocked_groups \(2\).*model\.freeze"),
+    ],
+)
+def test_options_of_our_own_towers_are_refused(options: dict[str, Any], words: str):
+    with pytest.raises(UserError, match=words):
+        small().changed(ModelConfig(**options), {})
+
+
+def test_another_way_to_resize_is_noted():
+    assert not small().notes()
+    squashed = parse_openclip(SMALL, {"mean": [0.5] * 3, "interpolation": "bilinear", "resize_mode": "squash"}, "small")
+    assert squashed.image_mean == (0.5,) * 3
+    assert "bilinear and squash" in squashed.notes()[0]
+    assert squashed.preprocess_cfg()["resize_mode"] == "shortest"  # as it is trained here
