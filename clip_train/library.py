@@ -18,7 +18,7 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.objective import Context
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import surrogate
-from clip_train.models.clip import at_least_float32
+from clip_train.models.blocks import at_least_float32
 from clip_train.protocols import FeatureGradients, Features, MicroBatch
 from clip_train.step import two_pass
 

@@ -14,6 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from clip_train.models.config import TextConfig, TowerConfig
 from clip_train.models.dropout import SampleDropout
 
+Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # of a model: see `CLIP.forward`
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
 
 def normal_parameter(*shape: int, std: float) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape).normal_(std=std))

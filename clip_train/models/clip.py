@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clip_train.models.blocks import Block, Transformer, normal_parameter
+from clip_train.models.blocks import Block, Outputs, Transformer, at_least_float32, normal_parameter
 from clip_train.models.config import AnyArchitecture, Architecture, TextConfig, TowerConfig
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.openclip.config import OpenCLIPArchitecture, library
 from clip_train.models.resnet import ResNetTower, resnet_flops
 from clip_train.models.vision import VisionTower
 from clip_train.protocols import text_ends
-
-Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
 class CLIP(nn.Module):
@@ -108,10 +106,6 @@ def read_token(cfg: TextConfig, texts: Tensor) -> Tensor:
         case _:
             last = 0 if cfg.pool_type == "first" else texts.shape[1] - 1
             return torch.full((len(texts),), last, dtype=torch.int64, device=texts.device)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def parse_saved(dump: dict[str, Any]) -> AnyArchitecture:

@@ -312,8 +312,8 @@ def load_architecture(name: str) -> AnyArchitecture:
     near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's ViTs and ResNets "
-        "such as ViT-B-32 and RN50, open_clip:NAME for its others, or the path of a JSON file in its schema"
+        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's ViTs and "
+        "ResNets such as ViT-B-32 and RN50, open_clip:NAME for its others, or the path of a JSON file in its schema"
     )
 
 

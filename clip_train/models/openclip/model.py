@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
-from clip_train.models.clip import Outputs, at_least_float32
+from clip_train.models.blocks import Outputs, at_least_float32
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.vision import check_size, normalised
 
