@@ -69,9 +69,10 @@ class History:
                     f.write(b"\n")
             f.write(json.dumps(line).encode() + b"\n")
 
-    def claim(self, **begin: Any) -> int | None:
-        """The number of the next attempt, begun by no other job; None where one has been quicker."""
-        number = self.next_number
+    def claim(self, number: int, **begin: Any) -> int | None:
+        """The number of the attempt, begun by no other job; None where one has been quicker.
+
+        number: the next one, as it was before this job looked whether another trains."""
         line = json.dumps({"event": "begin", "attempt": number, **begin})
         if not LocalStorage(self.folder).put_bytes(f"{number:04d}.job", line.encode(), if_absent=True):
             return None

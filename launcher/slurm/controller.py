@@ -107,11 +107,12 @@ class Controller:
         restart, number = int(os.environ.get("SLURM_RESTART_COUNT", "0")), None
         while number is None:  # again where another job has been quicker
             self.history = History(self.run_dir)
+            following = self.history.next_number  # whoever begins from now on begins this one
             status = self._nothing_to_do()
             if status is not None:
                 return status
             before = committed_step(self.run_dir)
-            number = self.history.claim(job=self.job, restart=restart, nodes=self.nodes, step=before)
+            number = self.history.claim(following, job=self.job, restart=restart, nodes=self.nodes, step=before)
         log = self._log(number)
         say(f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}")
         clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's

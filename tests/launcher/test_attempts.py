@@ -79,9 +79,10 @@ def test_who_submits_again_after_it_gave_up_starts_counting_anew(tmp_path):
 def test_one_job_claims_an_attempt(tmp_path):
     """Of two that looked at the same moment; the other sees who was quicker, though nothing else was written."""
     first, second = History(tmp_path), History(tmp_path)
-    assert first.claim(job="5", nodes=["n1"], step=3) == 1
-    second_number = second.next_number
-    assert second_number == 2  # it looks at the folder
+    following = second.next_number  # before it looks who trains
+    assert first.claim(first.next_number, job="5", nodes=["n1"], step=3) == 1
+    assert second.claim(following, job="6", nodes=["n1"], step=3) is None
+    assert second.next_number == 2  # it looks at the folder
     (tmp_path / "attempts.jsonl").unlink()
     assert History(tmp_path).unfinished()["job"] == "5"
     assert [file.name for file in (tmp_path / "attempts").iterdir()] == ["0001.job"]

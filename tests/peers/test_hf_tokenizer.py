@@ -11,8 +11,8 @@ import torch
 
 from clip_train.data.tokenizer import HFTokenizer
 from clip_train.errors import UserError
-from clip_train.models.config import TextConfig
-from launcher.parts import build_tokenizer
+from clip_train.models.config import Architecture
+from launcher.parts import tokenizer_of
 from tests.peers.test_configs import open_clip
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 def test_ids_are_openclips(folder: Path, options: dict[str, Any], context_length: int):
     peer = open_clip.tokenizer.HFTokenizer(str(folder), context_length, **options)
     text = {"context_length": context_length, "hf_tokenizer_name": str(folder), "tokenizer_kwargs": options}
-    ours = build_tokenizer(TextConfig.model_validate(text))
+    ours = tokenizer_of(Architecture.model_validate({"embed_dim": 8, "vision_cfg": {}, "text_cfg": text}))
     assert torch.equal(ours(CAPTIONS), peer(CAPTIONS))
     assert torch.equal(
         pickle.loads(pickle.dumps(ours))(CAPTIONS[0]), peer(CAPTIONS[0])
@@ -84,4 +84,5 @@ def test_what_cannot_be_used_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(UserError, match=r"hf_tokenizer_name \(.*nothing\) cannot be loaded: .* give a folder"):
         HFTokenizer(str(tmp_path / "nothing"), 8)
     with pytest.raises(UserError, match=r"vocab_size \(5\) must be at least 25"):
-        build_tokenizer(TextConfig(hf_tokenizer_name=str(folder), vocab_size=5))
+        text = {"hf_tokenizer_name": str(folder), "vocab_size": 5}
+        tokenizer_of(Architecture.model_validate({"embed_dim": 8, "vision_cfg": {}, "text_cfg": text}))
