@@ -25,7 +25,8 @@ def compile_units(model: nn.Module) -> None:
     only: its graphs would be others.
 
     The method, not the module: hooks stay outside, and names as they are. The graphs take any batch and length, and
-    are shared by the blocks of a tower: two (with a gradient or without), three with dropout (and none in evaluation).
+    are shared by the blocks of a tower: two (with a gradient or without), three with dropout (and none in evaluation);
+    the patches have two of their own.
     """
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal need not stay so
     towers = [each for each in model.modules() if isinstance(each, Transformer)]

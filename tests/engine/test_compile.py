@@ -95,4 +95,5 @@ def test_compiled_equals_eager(world_size, layout, kept, checkpointing):
         for (name, start, value), (name_again, start_again, value_again) in zip(weights, others, strict=True):
             assert (name, start) == (name_again, start_again)
             assert (value_again - value).norm() <= 1e-5 * value.norm() + 1e-7, name
-        assert 0 < graphs <= 8 and given_up == 0 and not breaks
+        # eight of the blocks, and of the patches two, with a gradient or without
+        assert 0 < graphs <= 10 and given_up == 0 and not breaks
