@@ -137,10 +137,14 @@ def build_model(
 
 
 @cache
-def count_parameters(architecture: AnyArchitecture) -> int:
-    """Number of the model's parameters; allocates none of them."""
+def parameter_sizes(architecture: AnyArchitecture) -> dict[str, int]:
+    """Elements of each of the model's parameters, by name; allocates none of them."""
     with torch.device("meta"):
-        return sum(p.numel() for p in build_model(architecture).parameters())
+        return {name: p.numel() for name, p in build_model(architecture).named_parameters()}
+
+
+def count_parameters(architecture: AnyArchitecture) -> int:
+    return sum(parameter_sizes(architecture).values())
 
 
 @cache

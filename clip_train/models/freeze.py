@@ -6,27 +6,18 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any, get_args
 
-import torch
 from torch import nn
 
 from clip_train.errors import UserError
-from clip_train.models.clip import build_model
+from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture, ModelConfig
 from clip_train.protocols import SCALARS, Tower, tower_of
 from clip_train.settings import shown
 
 NORMS = ("ln_post", "ln_final")  # behind the blocks
 TOP = (*NORMS, "proj", "text_projection")
-
-
-@cache
-def parameter_sizes(architecture: AnyArchitecture) -> dict[str, int]:
-    """Elements of each of the model's parameters, by name; allocates none of them."""
-    with torch.device("meta"):
-        return {name: p.numel() for name, p in build_model(architecture).named_parameters()}
 
 
 def _within_tower(name: str) -> str:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.blocks import normal_parameter
 from clip_train.models.config import Architecture
-from clip_train.models.vision import check_size, normalised
+from clip_train.models.vision import check_size, normalised_images
 
 EXPANSION = 4  # a block's outer channels, of its inner ones
 STRIDE = 32  # pixels of the image to one of the last feature map
@@ -109,9 +109,7 @@ class ResNetTower(nn.Module):
         """uint8, or already normalised float, [b, 3, H, W]; int64 [b], which it does not need -> [b, D]"""
         check_size(images, self.image_size)
         wide = torch.float64 if self.conv1.weight.dtype == torch.float64 else torch.float32
-        statistics = zip(self.image_mean, self.image_std, strict=True)
-        channels = [normalised(images[:, c], mean, std, wide) for c, (mean, std) in enumerate(statistics)]
-        x = torch.stack(channels, dim=1).to(self.conv1.weight.dtype)
+        x = normalised_images(images, self.image_mean, self.image_std, wide).to(self.conv1.weight.dtype)
         for i in (1, 2, 3):
             x = F.relu(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)), inplace=True)
         x = F.avg_pool2d(x, 2)  # [b, width, H / 4, W / 4]

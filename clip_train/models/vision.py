@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,12 @@ def normalised(channel: Tensor, mean: float, std: float, wide: torch.dtype) -> T
     The operations are torchvision's ToTensor and Normalize, in their order: equal to the last bit.
     """
     return channel.to(wide).div_(255).sub_(mean).div_(std) if channel.dtype == torch.uint8 else channel
+
+
+def normalised_images(images: Tensor, means: Sequence[float], stds: Sequence[float], wide: torch.dtype) -> Tensor:
+    """[b, 3, H, W] -> the same, all channels."""
+    statistics = zip(means, stds, strict=True)
+    return torch.stack([normalised(images[:, c], *each, wide) for c, each in enumerate(statistics)], dim=1)
 
 
 def check_size(images: Tensor, size: int) -> None:

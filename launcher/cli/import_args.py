@@ -128,10 +128,8 @@ def translate(flags: dict[str, Any], world_size: int) -> tuple[dict[str, Any], l
     if "data.train" not in keys:
         keys["data.train"] = "REPLACE/{00000..00099}.tar"
         notes.append(("--train-data", "is not given: set data.train"))
-    model, keys["model.name"] = (
-        str(given["model"]),
-        model_name(str(given["model"]), bool(flags.get("force-quick-gelu"))),
-    )
+    model = str(given["model"])
+    keys["model.name"] = model_name(model, quick_gelu="force-quick-gelu" in flags)
     if "vit" not in model.lower():  # OpenCLIP's defaults depend on the name
         for key, value in (("optim.beta2", 0.999), ("optim.eps", 1e-8)):
             keys.setdefault(key, value)

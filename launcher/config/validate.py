@@ -15,8 +15,9 @@ from clip_train.data.shards import expand_braces
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
+from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture
-from clip_train.models.freeze import parameter_sizes, trained_parameters
+from clip_train.models.freeze import trained_parameters
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from launcher.config.recipe import RunConfig

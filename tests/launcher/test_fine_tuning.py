@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import load_architecture
-from clip_train.models.freeze import parameter_sizes
 from clip_train.models.weights import initial_weights
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import needs

@@ -8,8 +8,9 @@ import torch
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
+from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import ModelConfig
-from clip_train.models.freeze import depths, freeze, frozen_names, parameter_sizes
+from clip_train.models.freeze import depths, freeze, frozen_names
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch

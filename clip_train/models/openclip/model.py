@@ -22,7 +22,7 @@ from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.blocks import Outputs, at_least_float32
 from clip_train.models.openclip.config import OpenCLIPArchitecture
-from clip_train.models.vision import check_size, normalised
+from clip_train.models.vision import check_size, normalised_images
 
 Tokenize = Callable[[list[str]], Tensor]
 
@@ -62,8 +62,7 @@ class Contrastive(nn.Module):
         if images is not None:
             check_size(images, self.architecture.vision_cfg.image_size)
             wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
-            statistics = zip(self.architecture.image_mean, self.architecture.image_std, strict=True)
-            pixels = torch.stack([normalised(images[:, c], *each, wide) for c, each in enumerate(statistics)], dim=1)
+            pixels = normalised_images(images, self.architecture.image_mean, self.architecture.image_std, wide)
             image_features = F.normalize(at_least_float32(self.encode_image(pixels)), dim=-1)
         if texts is not None:
             text_features = F.normalize(at_least_float32(self.encode_text(texts)), dim=-1)
