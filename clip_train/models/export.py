@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clip_train.models.config import AnyArchitecture
-from clip_train.models.weights import CONFIG_NAME, SCALARS, WEIGHTS_NAMES, check_state, sha256_of
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, check_state, sha256_of
+from clip_train.protocols import SCALARS
 
 
 def export_openclip(state: dict[str, Tensor], architecture: AnyArchitecture, folder: str | os.PathLike) -> Path:

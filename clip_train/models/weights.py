@@ -14,7 +14,6 @@ import textwrap
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +25,13 @@ from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, load_architecture, preset_names
 from clip_train.models.torchscript import is_torchscript, read_torchscript
-from clip_train.protocols import Wanted
+from clip_train.protocols import SCALARS, Tower, Wanted
 
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the first is what an export writes
 CONFIG_NAME = "open_clip_config.json"
-SCALARS = ("logit_scale", "logit_bias")  # [1] here, 0-d in OpenCLIP
 # In OpenAI's archives beside the parameters; their models are all of QuickGELU.
 OPENAI_ONLY = frozenset({"input_resolution", "context_length", "vocab_size"})
 Log = Callable[[str], None]
-Tower = Literal["image", "text"]
 
 
 class WholeState:

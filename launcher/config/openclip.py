@@ -47,7 +47,7 @@ NOTES = {
     "coca-caption-loss-weight": "CoCa's captioner is not trained", "coca-contrastive-loss-weight": "the only loss",
     "remote-sync-frequency": "each checkpoint is uploaded as it is saved", "remote-sync-protocol": "of the URL",
     "use-bnb-linear": "no int8 here", "log-every-n-steps": "every step is recorded", "lock-image-freeze-bn-stats":
-    "a locked tower's statistics are frozen", "lock-text-freeze-layer-norm": "a locked tower is locked whole",
+    "a locked ResNet's running statistics still move", "lock-text-freeze-layer-norm": "a locked tower is locked whole",
 }  # fmt: skip
 # Translated below, with others.
 OWN = frozenset({
