@@ -28,6 +28,7 @@ from clip_train.engine import Engine, PlainEngine
 from clip_train.evaluate.retrieval import ranks_of_matches
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
+from clip_train.models.export import own_copy
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch, Features
@@ -152,6 +153,16 @@ def evaluation() -> dict[str, Any]:
     return counts.as_json()
 
 
+def export() -> dict[str, Any]:
+    """Weights that lie on the device, as files need them: one copy for each."""
+    with gpu.pretended_gpu() as counts:
+        state = born_on_gpu(lambda: CLIP(small_clip()), torch.bfloat16).state_dict()
+        counts.clear()
+        copies = [own_copy(tensor) for tensor in state.values()]
+        assert {(copy.device.type, copy.dtype) for copy in copies} == {("cpu", torch.float32)}
+    return counts.as_json()
+
+
 class Mixed(InfoNCE):
     """Planted: something of the host's among what is the device's."""
 
@@ -192,6 +203,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "deepspeed 2, bf16, 2 ranks": lambda: engine("deepspeed", 2, "bf16", 2),
     "deepspeed 3, bf16, 2 ranks": lambda: engine("deepspeed", 3, "bf16", 2),
     "evaluation": evaluation,
+    "export": export,
     PLANTED[0]: lambda: step(lambda m: Mixed()),
     PLANTED[1]: lambda: step(lambda m: Curious()),
 }
