@@ -2,8 +2,9 @@
 
     PYTHONPATH=. .venv-peers/bin/python benchmarks/openclip_models.py [NAME ...]
 
-One row each: parameters at full size, and the losses of the two steps, or the reason. Towers keep their widths; blocks
-are cut to two, timm's to two or one a stage. Of models that differ in sizes only the smallest is taken (--all: each).
+One row each: whose modules, parameters at full size, and the losses of the two steps, or the reason. Towers keep their
+widths; blocks are cut to two, timm's to two or one a stage, vocabularies to CLIP's. Native are those that this project
+builds itself; all others are `open_clip:NAME`. Of models that differ in sizes only the smallest is taken (--all: each).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import build_model, count_parameters
-from clip_train.models.config import load_architecture
+from clip_train.models.config import load_architecture, preset_names
 from clip_train.protocols import Batch
 from clip_train.step import train_step
 
@@ -54,8 +56,10 @@ def family(name: str, config: dict[str, Any]) -> str:
 
 
 def row(name: str) -> str:
+    """A line of Markdown."""
+    prefix, whose = ("", "native") if name in preset_names() else ("open_clip:", "OpenCLIP's")
     try:
-        count = count_parameters(load_architecture(f"open_clip:{name}"))
+        count = count_parameters(load_architecture(prefix + name))
         config = open_clip.get_model_config(name)
         config["text_cfg"] |= {"layers": 2, "vocab_size": min(config["text_cfg"].get("vocab_size", 49408), 49408)}
         if "timm_model_name" not in config["vision_cfg"]:
@@ -63,12 +67,12 @@ def row(name: str) -> str:
             config["vision_cfg"]["layers"] = [1, 1, 1, 1] if isinstance(deep, list) else 2
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.json").write_text(json.dumps(config))
-            architecture = load_architecture(f"open_clip:{folder}/model.json")
+            architecture = load_architecture(f"{prefix}{folder}/model.json")
         timm.create_model = shallow
         torch.manual_seed(0)
         model = build_model(architecture)
     except UserError as e:
-        return f"| {name} | refused: {str(e).partition(': ')[2][:160] or str(e)[:160]} |"
+        return f"| {name} | {whose} | refused: {str(e).partition(': ')[2][:160] or str(e)[:160]} |"
     finally:
         timm.create_model = CREATE
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
@@ -78,7 +82,7 @@ def row(name: str) -> str:
     objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
     two = [train_step(engine, batch, objective, micro_size=1, kept_graphs=1, lr=1e-3) for _ in range(2)]
     assert all(each.grad_norm > 0 for each in two)
-    return f"| {name} | {count / 1e6:,.0f} M parameters; losses {two[0].loss:.3f}, {two[1].loss:.3f} |"
+    return f"| {name} | {whose} | {count / 1e6:,.0f} M parameters; losses {two[0].loss:.3f}, {two[1].loss:.3f} |"
 
 
 if __name__ == "__main__":
@@ -90,5 +94,9 @@ if __name__ == "__main__":
             if key not in smallest or size < open_clip.get_model_config(smallest[key])["embed_dim"]:
                 smallest[key] = each
         names = sorted(smallest.values())
+    outcomes: Counter[str] = Counter()
     for each in names:
-        print(row(each), flush=True)
+        line = row(each)
+        outcomes[f"{line.split(' | ')[1]} {'refused' if '| refused' in line else 'trained'}"] += 1
+        print(line, flush=True)
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
