@@ -155,6 +155,7 @@ def serve(kind: str, folder: str) -> int:
     torch.set_num_threads(1)
     batches = openclip_batches(folder) if kind == "openclip" else our_batches(folder)
     normalise = model_input() if kind == "ours" else None
+    floats = BATCH * 3 * S * S  # normalised pixels, of ours cut into patches
     for line in sys.stdin:
         taken, device_seconds = 0, 0.0
         while taken < int(line):
@@ -163,7 +164,7 @@ def serve(kind: str, folder: str) -> int:
                 start = time.process_time()
                 images = normalise(images)
                 device_seconds += time.process_time() - start
-            assert images.dtype == torch.float32 and images.shape[1:] == (3, S, S) and texts.shape[1:] == (77,)
+            assert images.dtype == torch.float32 and images.numel() == floats and texts.shape == (BATCH, 77)
             taken += len(images)
         if images.is_cuda:
             torch.cuda.synchronize()

@@ -3,6 +3,7 @@ that has the next one on the device while this one is computed."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -143,6 +144,7 @@ class TrainLoader:
     def close(self) -> None:
         """Ends the workers. The loader gives nothing more."""
         self.stop()
+        atexit.unregister(self.close)
         if self._workers and self._stream.closing is not None:
             self._stream.closing.value = 1
         pieces, self._pieces = self._pieces, None
@@ -171,6 +173,7 @@ class TrainLoader:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
+        atexit.register(self.close)  # workers ignore what `multiprocessing` would end them with, and it would wait
         return iter(
             DataLoader(
                 self._stream,

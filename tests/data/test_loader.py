@@ -9,6 +9,8 @@ import os
 import pickle
 import select
 import signal
+import subprocess
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -262,6 +264,19 @@ def test_close_ends_the_workers(folder, workers):
         worker.join(300)  # torch waits 5 s for one that is held up
     assert not any(worker.is_alive() for worker in workers())
     assert list(loader) == []
+
+
+def test_an_error_in_the_loop_of_a_user_ends_the_process(folder):
+    """Who never closes the loader: its workers ignore the signals that the interpreter would end them with."""
+    program = f"""
+from pathlib import Path
+from tests.data.test_loader import config_of, loader_of
+loader = loader_of(config_of(Path({str(folder)!r}), workers=1))
+next(loader)
+raise RuntimeError("an error of theirs")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "RuntimeError: an error of theirs" in done.stderr
 
 
 def test_workers_are_no_more_than_lanes(folder, workers):
