@@ -4,14 +4,24 @@ Each row trains a small CLIP (vision and text transformer, dropout and patch dro
 a global batch of 64 through a real engine, DeepSpeed or FSDP2, and compares it with an oracle: the same model
 in float64, one process, the full batch at once, textbook cross-entropy, autograd, torch.optim.SGD.
 
+--variants: other models and ways to train instead (`VARIANTS`), each with an oracle of its own, on 1 and 2 ranks, in 1
+and 4 micro-batches, under ZeRO 1, ZeRO 3 and FSDP 3; with norms by tower, and of the moving average its error.
+
 fp32 targets: parameters within 1e-5, loss within 1e-6 (relative, worst of the 5 steps).
 bf16 targets: the error of the update, beside that of the engine's un-accumulated bf16 step, at most 1.25 times it.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +29,18 @@ from common import finish, parser, small_clip
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.models.clip import CLIP
+from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.models.clip import build_model
+from clip_train.models.config import ModelConfig, load_architecture
+from clip_train.models.freeze import freeze
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer
+from clip_train.optim.optimizer import build_optimizer, moving_average
 from clip_train.protocols import Batch
 from clip_train.step import train_step
 from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
+from tests.contrastive.oracle import siglip
 from tests.ranks import run_ranks
 
 SMALL_CLIP = small_clip()
@@ -49,6 +63,7 @@ class Row:
     checkpointing: bool = False
     precision: str = "fp32"
     kind: str = "deepspeed"
+    variant: str = "dropout"
 
     @property
     def engine(self) -> EngineConfig:
@@ -57,6 +72,7 @@ class Row:
             zero_stage=self.stage,
             precision=self.precision,
             activation_checkpointing=self.checkpointing,
+            compile=VARIANTS[self.variant].compile,
         )
 
     @property
@@ -111,37 +127,142 @@ QUICK = [FP32[i] for i in (1, 6, 15, 17, 27, 31)] + [FSDP[i] for i in (7, 14, 29
 QUICK += [BF16[i] for i in (0, 4)] + [FSDP_BF16[i] for i in (0, 5)]
 
 
-def make_model(checkpointing: bool = False) -> CLIP:
+def small_resnet() -> Any:
+    """RN50's tower with one block a stage."""
+    vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 32, "norm": "group"}
+    return type(SMALL_CLIP).model_validate({**SMALL_CLIP.model_dump(), "vision_cfg": vision})
+
+
+def small_siglip() -> Any:
+    """OpenCLIP's, as ViT-B-16-SigLIP but for its sizes."""
+    import tests.peers.torchvision_shim  # noqa: F401  before open_clip
+
+    text = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2, "no_causal_mask": True}
+    text |= {
+        "proj_bias": True,
+        "pool_type": "last",
+        "norm_kwargs": {"eps": 1e-6},
+        "act_kwargs": {"approximate": "tanh"},
+    }
+    vision = {"image_size": 160, "timm_model_name": "test_vit", "timm_pool": "map", "timm_proj": "none"}
+    model = {"embed_dim": 64, "init_logit_bias": -10, "custom_text": True, "vision_cfg": vision, "text_cfg": text}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "siglip.json").write_text(json.dumps(model))
+        return load_architecture(f"open_clip:{folder}/siglip.json")
+
+
+def layer_rate(name: str) -> float:
+    """BEiT's, of two blocks in each tower, written out."""
+    if re.fullmatch(r"(visual\.)?(proj|text_projection|ln_post.*|ln_final.*|logit_scale)", name):
+        return 1.0
+    block = re.search(r"resblocks\.(\d)", name)
+    return {"1": 0.5, "0": 0.25}[block[1]] if block else 0.125
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is trained, and what the oracle has to know of it."""
+
+    architecture: Callable[[], Any] = lambda: SMALL_CLIP
+    dropout: float = 0.0
+    patch_dropout: float | None = None
+    optim: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    compile: bool = False
+    rate: Callable[[str], float] = lambda name: 1.0  # of the learning rate; 0: frozen
+    decay: float | None = None  # of the moving average
+
+
+VARIANTS = {
+    "dropout": Variant(dropout=0.1, patch_dropout=0.25),
+    "RN50, small, group norm": Variant(small_resnet),
+    "open_clip: SigLIP, small": Variant(small_siglip),
+    "locked image tower, one group unlocked": Variant(
+        model={"lock_image": True, "lock_image_unlocked_groups": 1},
+        rate=lambda name: float(not name.startswith("visual.") or name == "visual.proj"),
+    ),
+    "layer decay 0.5": Variant(optim={"layer_decay": 0.5}, rate=layer_rate),
+    "EMA 0.6": Variant(optim={"ema_decay": 0.6}, decay=0.6),
+    "patch dropout 0.5": Variant(patch_dropout=0.5),
+    "compiled": Variant(dropout=0.1, compile=True),
+}
+
+
+def variant_rows() -> list[Row]:
+    layouts = (("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3))
+    return [
+        Row(world, N // world // k, 1 if k == 1 else world, stage, kind=kind, variant=variant)
+        for variant in list(VARIANTS)[1:]
+        for world in (1, 2)
+        for k in (1, 4)
+        for kind, stage in layouts
+    ]
+
+
+def make_model(checkpointing: bool = False, variant: str = "dropout") -> torch.nn.Module:
     torch.manual_seed(7)
-    return CLIP(SMALL_CLIP, dropout=0.1, patch_dropout=0.25, activation_checkpointing=checkpointing)
+    its = VARIANTS[variant]
+    return build_model(
+        its.architecture(), dropout=its.dropout, patch_dropout=its.patch_dropout, activation_checkpointing=checkpointing
+    )
 
 
-def global_batch(step: int) -> Batch:
+def to_train(row: Row) -> torch.nn.Module:
+    model = make_model(row.checkpointing, row.variant)
+    freeze(model, ModelConfig(**VARIANTS[row.variant].model))
+    return model
+
+
+def global_batch(step: int, side: int = 32) -> Batch:
     g = torch.Generator().manual_seed(step)
     return Batch(
-        images=torch.randint(0, 256, (N, 3, 32, 32), generator=g, dtype=torch.uint8),
+        images=torch.randint(0, 256, (N, 3, side, side), generator=g, dtype=torch.uint8),
         texts=torch.randint(1, 64, (N, 12), generator=g),
         sample_seeds=torch.randint(0, 2**62, (N,), generator=g),
     )
 
 
-def oracle() -> tuple[list[float], list[float], torch.Tensor]:
-    """Losses, gradient norms, and the final parameters in float64: no step, no engine, no loss of ours."""
-    model = make_model().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses, norms = [], []
+@dataclass
+class Truth:
+    losses: list[float]
+    norms: list[float]
+    towers: list[dict[str, float]]
+    start: torch.Tensor
+    final: torch.Tensor
+    average: torch.Tensor | None
+
+
+def oracle(variant: str = "dropout") -> Truth:
+    """In float64: no step, no engine, no loss of ours."""
+    its, model = VARIANTS[variant], make_model(variant=variant).double()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad_(its.rate(name) > 0).requires_grad}
+    optimizer = torch.optim.SGD([{"params": [p], "lr": LR * its.rate(name)} for name, p in named.items()])
+    truth = Truth([], [], [], flatten(dict(model.named_parameters())), torch.empty(0), None)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
-        batch = global_batch(step)
-        image, text, scale, _ = model(batch.images, batch.texts, batch.sample_seeds)
-        logits = scale * image @ text.T
-        target = torch.arange(N)
-        loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        batch = global_batch(step, its.architecture().vision_cfg.image_size)
+        image, text, scale, bias = model(batch.images, batch.texts, batch.sample_seeds)
+        if bias is None:
+            logits = scale * image @ text.T
+            target = torch.arange(N)
+            loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        else:
+            loss = siglip(image, text, scale, bias)
         optimizer.zero_grad()
         loss.backward()
-        losses.append(loss.item())
-        norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+        truth.losses.append(loss.item())
+        towers: dict[str, list[torch.Tensor]] = {}
+        for name, p in named.items():
+            tower = "scalars" if name.startswith("logit_") else "image" if name.startswith("visual.") else "text"
+            towers.setdefault(tower, []).append(p.grad.flatten())
+        truth.norms.append(torch.cat([g for parts in towers.values() for g in parts]).norm().item())
+        truth.towers.append({f"grad_norm_{t}": torch.cat(towers[t]).norm().item() for t in ("image", "text")})
         optimizer.step()
-    return losses, norms, flatten(dict(model.named_parameters()))
+        for name, p in named.items() if its.decay is not None else ():
+            average[name] = its.decay * average[name] + (1 - its.decay) * p.detach()
+    truth.final = flatten(dict(model.named_parameters()))
+    truth.average = None if its.decay is None else flatten(average)
+    return truth
 
 
 def flatten(tensors: dict) -> torch.Tensor:
@@ -157,27 +278,34 @@ def own_share(batch: Batch) -> Batch:
     return Batch(*tensors, keys=batch.keys[own], shares=tuple(counts))
 
 
-def run_row(row: Row) -> tuple[list[float], list[float], list]:
-    """On one rank: losses, norms, and this rank's fragments of the master weights."""
-    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
+def run_row(row: Row) -> tuple[list[float], list[float], list, list, list]:
+    """On one rank: losses, norms, this rank's fragments of the master weights and of their averages, norms by tower."""
+    architecture = VARIANTS[row.variant].architecture()
+    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0, **VARIANTS[row.variant].optim)
     engine = build(
         row.engine,
-        lambda: make_model(row.checkpointing),
+        lambda: to_train(row),
         lambda named: build_optimizer(optim, named),
         device=torch.device("cpu"),
         micro_size=row.micro,
     )
     # The same float32 weights for every row, whatever the engine did to the model when it took it.
-    engine.load_fragments(WholeState(dict(make_model().named_parameters())), {})
-    losses, norms = [], []
+    engine.ema = moving_average(optim)
+    engine.load_fragments(WholeState(make_model(variant=row.variant).state_dict()), {})
+    objective = InfoNCE(tile=40) if architecture.init_logit_bias is None else SigmoidLoss(tile=40)
+    losses, norms, towers = [], [], []
     for step in range(STEPS):
-        batch = own_share(global_batch(step))
-        result = train_step(engine, batch, InfoNCE(tile=40), micro_size=row.micro, kept_graphs=row.kept, lr=LR)
+        batch = own_share(global_batch(step, architecture.vision_cfg.image_size))
+        result = train_step(engine, batch, objective, micro_size=row.micro, kept_graphs=row.kept, lr=LR)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    fragments = [(f.name, f.shape, f.start, f.tensors["param"].clone()) for f in engine.state_fragments()]
+        towers.append(result.metrics)
+    parameters, averages = (
+        [(f.name, f.shape, f.start, f.tensors[slot].clone()) for f in engine.state_fragments() if slot in f.tensors]
+        for slot in ("param", "param_ema")
+    )
     engine.close()
-    return losses, norms, fragments
+    return losses, norms, parameters, averages, towers
 
 
 def run_rows(rows: list[Row]) -> list:
@@ -193,10 +321,14 @@ def assemble(per_rank: list[list]) -> torch.Tensor:
 
 
 def main() -> int:
-    args = parser(__doc__ or "").parse_args()
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--variants", action="store_true", help="other models and ways to train")
+    args = arguments.parse_args()
+    if args.variants:
+        return compare_variants(args)
     rows = QUICK if args.quick else ALL
-    losses, norms, final = oracle()
-    start = flatten(dict(make_model().named_parameters()))
+    truth = oracle()
+    losses, norms, final, start = truth.losses, truth.norms, truth.final, truth.start
     outcomes = {}
     for world in (1, 2, 3):
         chosen = [row for row in rows if row.world == world]
@@ -235,6 +367,58 @@ def main() -> int:
         if len({tuple(r[0]) for r in ours}) != 1:
             missed.append(f"{row}: the ranks disagree on the loss")
     return finish("invariance", table, TARGETS, missed, args)
+
+
+def compare_variants(args: Any) -> int:
+    rows, missed = variant_rows(), []
+    if importlib.util.find_spec("open_clip") is None:
+        print("open_clip is not here: its rows are left out")
+        rows = [row for row in rows if not row.variant.startswith("open_clip")]
+    if args.quick:
+        rows = [row for row in rows if row.world == 2 and row.micro < N // 2 and row.stage == 3]
+    truths = {variant: oracle(variant) for variant in dict.fromkeys(row.variant for row in rows)}
+    table = []
+    for variant, truth in truths.items():
+        for world in (1, 2):
+            chosen = [row for row in rows if (row.variant, row.world) == (variant, world)]
+            # each compiled one in processes of its own: torch compiles the same code anew so many times only
+            batches = [[row] for row in chosen] if VARIANTS[variant].compile else [chosen] if chosen else []
+            for batch in batches:
+                per_rank = run_ranks(run_rows, world, batch)
+                for i, row in enumerate(batch):
+                    cells, wrong = judge(row, [results[i] for results in per_rank], truth)
+                    table.append(cells)
+                    missed += wrong
+    return finish("invariance of variants", table, TARGETS, missed, args)
+
+
+def judge(row: Row, ours: list, truth: Truth) -> tuple[dict[str, Any], list[str]]:
+    """A variant's row of the table, and what misses its target."""
+    apart = lambda x, y: ((x - y).norm() / y.norm()).item()  # noqa: E731
+    parameters, shown = assemble([r[2] for r in ours]), [r[4] for r in ours]
+    cells: dict[str, Any] = {
+        "what": row.variant,
+        "ranks": row.world,
+        "micro-batches": row.sizes,
+        "engine": describe(row.engine),
+        "loss": max(abs(a / b - 1) for a, b in zip(ours[0][0], truth.losses, strict=True)),
+        "grad norm": max(abs(a / b - 1) for a, b in zip(ours[0][1], truth.norms, strict=True)),
+        "norms by tower": max(
+            abs(step[key] / norm - 1)
+            for steps in shown
+            for step, expected in zip(steps, truth.towers, strict=True)
+            for key, norm in expected.items()
+        ),
+        "parameters": apart(parameters, truth.final),
+        "update": ((parameters - truth.final).norm() / (truth.final - truth.start).norm()).item(),
+        "average": "" if truth.average is None else apart(assemble([r[3] for r in ours]), truth.average),
+    }
+    missed = [f"{row}: loss {cells['loss']:.1e}"] if cells["loss"] > 1e-6 else []
+    over = [key for key in ("parameters", "average") if cells[key] != "" and cells[key] > 1e-5]
+    missed += [f"{row}: {key} {cells[key]:.1e}" for key in over]
+    if len({tuple(r[0]) for r in ours}) != 1:
+        missed.append(f"{row}: the ranks disagree on the loss")
+    return cells, missed
 
 
 if __name__ == "__main__":

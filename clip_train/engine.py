@@ -9,14 +9,16 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from clip_train import dist
 from clip_train.protocols import (
+    EMA,
     SCALARS,
     FeatureGradients,
     Features,
@@ -25,11 +27,13 @@ from clip_train.protocols import (
     MicroBatch,
     Phase,
     StepReport,
+    Tower,
     Wanted,
     tower_of,
 )
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP's ceiling on the parameter: the factor stays at most 100
+TOWERS = get_args(Tower)
 LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
 
 
@@ -40,6 +44,33 @@ def surrogate(features: Features, gradients: FeatureGradients) -> Tensor:
     if features.logit_bias is not None and gradients.logit_bias is not None:
         total = total + (features.logit_bias * gradients.logit_bias).sum()
     return total
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's rows of a DTensor, or the whole."""
+    return (x.to_local() if hasattr(x, "to_local") else x).detach()
+
+
+@dataclass
+class MovingAverage:
+    """Of the weights, exponential, in their fp32 and cut as they are; of running statistics too, as in timm."""
+
+    decay: float
+    warmup: bool = False  # at step t at most 1 - t^(-2/3): that of timm's --model-ema-warmup
+    of: dict[Tensor, Tensor] = field(default_factory=dict)  # what an engine holds -> [numel] of this rank's part of it
+
+    def update(self, step: int) -> None:
+        """After optimizer step `step`, from 1."""
+        decay = min(self.decay, 1 - step ** (-2 / 3)) if self.warmup else self.decay
+        torch._foreach_lerp_([*self.of.values()], [local(each).view(-1) for each in self.of], 1 - decay)
+
+    def exchange(self) -> None:
+        """Weights for averages, and the other way round."""
+        for held, average in self.of.items():
+            weights = local(held).view(-1)
+            before = weights.clone()
+            weights.copy_(average)
+            average.copy_(before)
 
 
 @dataclass(frozen=True)
@@ -56,12 +87,13 @@ class Piece:
 
     def view(self, of: Tensor) -> Tensor:
         """[numel], of `held` or of what is laid out like it."""
-        local = of.to_local() if hasattr(of, "to_local") else of  # a DTensor's rows
-        return local.detach().view(-1).narrow(0, self.offset, self.numel)
+        return local(of).view(-1).narrow(0, self.offset, self.numel)
 
-    def tensors(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-        """Views, each [numel]: "param" and the optimizer's slots."""
-        slots = optimizer.state.get(self.held, {}) if optimizer is not None else {}
+    def tensors(self, optimizer: torch.optim.Optimizer | None, ema: MovingAverage | None) -> dict[str, Tensor]:
+        """Views, each [numel]: "param", the optimizer's slots, and the moving average."""
+        slots = dict(optimizer.state.get(self.held, {})) if optimizer is not None else {}
+        if ema is not None and self.held in ema.of:
+            slots[EMA] = ema.of[self.held]
         held = {slot: self.view(value) for slot, value in slots.items() if slot != "step" and value is not None}
         return {"param": self.view(self.held), **held}
 
@@ -71,6 +103,8 @@ class Engine(abc.ABC):
 
     A subclass tells which pieces of the parameters this rank holds, and has `_backward` and `_update`.
     """
+
+    ema: MovingAverage | None = None  # set before the weights are loaded
 
     def __init__(
         self,
@@ -99,6 +133,9 @@ class Engine(abc.ABC):
         self.optimizer_steps = 0
         self._masters: dict[str, Tensor] = {}  # of SCALARS, [1] each, in low precision only
         self._reduced = False  # the step's last backward has been seen
+        self._squares = torch.zeros(len(TOWERS) + 1, dtype=torch.float64, device=device)  # by tower; last: of neither
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self._add_squares)
 
     # -- computing
 
@@ -148,18 +185,41 @@ class Engine(abc.ABC):
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        report = self._update(self.optimizer)
+        norm, skipped = self._update(self.optimizer)
         self._reduced = False
-        if not report.skipped:
+        if not skipped:
             self.optimizer_steps += 1
             with torch.no_grad():
                 self._clamp_logit_scale()
+                if self.ema is not None:
+                    self.ema.update(self.optimizer_steps)
             self._read_masters()
-        return report
+        return self._report(norm, skipped)
 
     @abc.abstractmethod
-    def _update(self, optimizer: torch.optim.Optimizer) -> StepReport:
-        """All of `step` but what follows from it on every engine."""
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
+        """All of `step` but what follows from it on every engine: the global norm before the clip, and whether the step
+        was skipped."""
+
+    @torch.no_grad()
+    def _add_squares(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before the optimizer's own step, of which DeepSpeed makes one for each of its flat tensors."""
+        stepped = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for i, tower in enumerate([*TOWERS, None]):
+            pieces = (p for p in self.pieces if p.saved_here and p.numel and tower_of(p.name) == tower)
+            gradients = [p.view(p.held.grad) for p in pieces if p.held in stepped]  # type: ignore[arg-type]
+            if gradients:
+                norms = torch.stack(torch._foreach_norm(gradients)).double()
+                self._squares[i] += norms.square().sum().to(self.device)
+
+    def _report(self, norm: Tensor | float, skipped: bool) -> StepReport:
+        """By one read. The optimizer's gradients are clipped, so what they tell is each tower's share of the norm."""
+        squares = dist.all_reduce_sum(self._squares)
+        whole = torch.as_tensor(norm, dtype=torch.float64, device=self.device).view(1)
+        total, *of_each = torch.cat([whole, whole * (squares / squares.sum().clamp(min=1e-300)).sqrt()]).tolist()
+        squares.zero_()
+        towers = {f"grad_norm_{t}": n for t, n in zip(TOWERS, of_each, strict=False) if t in self.trained_towers}
+        return StepReport(total, skipped, {} if skipped else towers)
 
     def _clamp_logit_scale(self) -> None:
         for piece in self.pieces:
@@ -195,7 +255,7 @@ class Engine(abc.ABC):
         """What this rank has to save; over all ranks every element comes exactly once."""
         for piece in (*self.pieces, *self.buffers):
             if piece.saved_here and piece.numel:
-                yield Fragment(piece.name, piece.shape, piece.start, piece.tensors(self.optimizer))
+                yield Fragment(piece.name, piece.shape, piece.start, piece.tensors(self.optimizer, self.ema))
 
     @torch.no_grad()
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
@@ -204,25 +264,46 @@ class Engine(abc.ABC):
         stored = {piece.name: source.slots(piece.name) for piece in (*self.pieces, *self.buffers)}
         if self.optimizer is not None:
             self._start_optimizer(self.optimizer, stored)
+        if self.ema is not None:
+            averaged = [p.held for p in self.pieces if p.held.requires_grad]
+            averaged += [b.held for b in self.buffers if b.held.is_floating_point()]
+            self.ema.of = {held: local(held).flatten().clone() for held in averaged}
         targets = [
             (Wanted(piece.name, slot, piece.start, piece.numel), tensor)
             for piece in (*self.pieces, *self.buffers)
             if piece.numel
-            for slot, tensor in piece.tensors(self.optimizer).items()
+            for slot, tensor in piece.tensors(self.optimizer, self.ema).items()
             if slot in stored[piece.name]
         ]
         targets += [(Wanted(name, "param", 0, copy.numel()), copy) for name, copy in self._copies()]
         source.prepare(wanted for wanted, _ in targets)
         for wanted, tensor in targets:
             tensor.copy_(source.read(*wanted).view_as(tensor))
+        for piece in (*self.pieces, *self.buffers):
+            if EMA not in stored[piece.name] and EMA in (mine := piece.tensors(None, self.ema)):
+                mine[EMA].copy_(mine["param"])  # it starts here
+        self._masters_changed()
+
+    def _masters_changed(self) -> None:
+        """Otherwise than by a step: what a subclass computes with follows. Collective."""
         self._read_masters()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the weights are their average. Collective; an error, which ends the run, puts nothing back."""
+        assert self.ema is not None
+        self.ema.exchange()
+        self._masters_changed()
+        yield
+        self.ema.exchange()
+        self._masters_changed()
 
     def _start_optimizer(self, optimizer: torch.optim.Optimizer, stored: dict[str, set[str]]) -> None:
         """The state that torch would have made at its first step. stored: the slots of each parameter, by its name."""
         slots: dict[int, set[str]] = {}  # of what is held; the moments of a frozen parameter have gone
         for piece in self.pieces:
             if piece.held.requires_grad:
-                slots.setdefault(id(piece.held), set()).update(stored[piece.name] - {"param"})
+                slots.setdefault(id(piece.held), set()).update(stored[piece.name] - {"param", EMA})
         for held in {id(piece.held): piece.held for piece in self.pieces if slots.get(id(piece.held))}.values():
             state: dict[str, Any] = {slot: torch.zeros_like(held).detach() for slot in slots[id(held)]}
             # One for each, or it would advance several times a step; and where the fused kernel reads it. Where a
@@ -258,7 +339,7 @@ class PlainEngine(Engine):
         ]
         super().__init__(model, optimizer, device, pieces, module=model, grad_clip_norm=grad_clip_norm)
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> StepReport:
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         for p in parameters:
             assert p.grad is not None
@@ -266,4 +347,4 @@ class PlainEngine(Engine):
         norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return StepReport(norm.item())
+        return norm, False

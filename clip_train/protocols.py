@@ -20,6 +20,7 @@ from clip_train.batch import chunk_sizes, num_chunks
 Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
 Tower = Literal["image", "text"]
 SCALARS = ("logit_scale", "logit_bias")  # parameters of neither tower
+EMA = "param_ema"  # the slot of a parameter's moving average
 TEXT_STEP = 8  # a micro-batch's texts are cut at multiples of this: each length is a shape to allocate or compile for
 
 
@@ -135,6 +136,7 @@ class StepReport:
 
     grad_norm: float  # global, before the clip
     skipped: bool = False  # fp16 only: the gradients overflowed, nothing was updated
+    of_towers: dict[str, float] = field(default_factory=dict)  # "grad_norm_image", ...: of each tower that is trained
 
 
 @dataclass
@@ -147,7 +149,7 @@ class Fragment:
     name: str  # of the parameter, as in the model's state dict
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # first element, in the flattened parameter
-    tensors: dict[str, Tensor]  # "param" (fp32 master) and optimizer slots ("exp_avg", ...), each 1-d, equally long
+    tensors: dict[str, Tensor]  # "param" (fp32 master), optimizer slots ("exp_avg", ...), EMA; 1-d, equally long
 
 
 class Wanted(NamedTuple):

@@ -35,7 +35,7 @@ class StepResult:
     grad_norm: float  # global, before the clip
     logit_scale: float  # the factor the loss was computed with
     skipped: bool = False  # fp16: gradients overflowed, no update
-    metrics: dict[str, float] = field(default_factory=dict)  # what the objective reports beside the loss
+    metrics: dict[str, float] = field(default_factory=dict)  # norms by tower, and what the objective reports
 
 
 def unguarded(phase: Phase, action: Callable[[], Any]) -> Any:
@@ -86,7 +86,7 @@ def train_step(
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
-    return StepResult(loss, report.grad_norm, scale, report.skipped, found)
+    return StepResult(loss, report.grad_norm, scale, report.skipped, report.of_towers | found)
 
 
 def numbers(parts: Sequence[tuple[LossOutput, torch.Tensor]]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture, Architecture, TokenizerOptions
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
-from clip_train.optim.optimizer import build_optimizer
+from clip_train.optim.optimizer import build_optimizer, moving_average
 from clip_train.protocols import Features, MicroBatch, text_lengths
 from launcher import engines
 from launcher.config.recipe import RunConfig
@@ -128,7 +128,7 @@ def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> E
         freeze(model, config.model)
         return model
 
-    return engines.build(
+    engine = engines.build(
         checked.engine,
         make_model,
         lambda named: build_optimizer(config.optim, named),
@@ -136,6 +136,8 @@ def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> E
         grad_clip_norm=config.optim.grad_clip_norm,
         micro_size=checked.plan.micro_size,
     )
+    engine.ema = moving_average(config.optim)
+    return engine
 
 
 def build_objective(config: RunConfig, device: torch.device) -> Objective:
@@ -183,4 +185,11 @@ def evaluation(
             log(f"data.val has samples that cannot be used:\n{table_of(invalid)}")
         return out | {"unusable_samples": float(len(invalid))} if invalid else out
 
-    return run_once
+    def with_average() -> dict[str, float]:
+        out = run_once()
+        if engine.ema is not None:
+            with engine.averaged():
+                out |= {f"ema_{name}": each for name, each in run_once().items() if not name.endswith("samples")}
+        return out
+
+    return with_average

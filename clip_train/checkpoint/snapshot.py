@@ -24,8 +24,8 @@ from torch import Tensor
 
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.fetch import Block, CheckpointFiles, blocks_of
-from clip_train.errors import CheckpointError
-from clip_train.protocols import Fragment, Wanted
+from clip_train.errors import CheckpointError, UserError
+from clip_train.protocols import EMA, Fragment, Wanted
 
 DTYPES = {
     torch.float64: "F64",
@@ -294,12 +294,17 @@ class FragmentReader:
             return torch.empty(0)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def full_state(self) -> dict[str, Tensor]:
-        """Every parameter whole, as in the model's state dict (fp32): for export and evaluation."""
-        self.prepare(Wanted(name, "param", 0, math.prod(shape)) for name, shape in self._shapes.items())
-        return {
-            name: self.read(name, "param", 0, math.prod(shape)).reshape(shape) for name, shape in self._shapes.items()
-        }
+    def full_state(self, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter whole, as in the model's state dict (fp32): for export and evaluation.
+
+        ema: its moving average, where it has one (a frozen one has not). UserError where none has.
+        """
+        slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in self._shapes}
+        if ema and EMA not in slots.values():
+            raise UserError(f"--ema: {self._where} has no moving average, as optim.ema_decay was null; leave it out")
+        wanted = [Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self._shapes.items()]
+        self.prepare(wanted)
+        return {each.name: self.read(*each).reshape(self._shapes[each.name]) for each in wanted}
 
     def rank_tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank `rank` saved for itself (its random state)."""

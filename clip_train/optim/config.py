@@ -42,6 +42,11 @@ class OptimConfig(Settings):
     """Of sgd."""
     grad_clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null to leave gradients alone."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.9999, in fp32; evaluated beside them
+    as ema_..., and what `clip-train evaluate` and `export` take with --ema. null: none."""
+    ema_warmup: bool = False
+    """Forget the initial weights: at step t the decay is at most 1 - t^(-2/3) (timm's --model-ema-warmup)."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How `lr`, chosen for a global batch of `reference_batch`, grows with the run's own: linear
     (arXiv 1706.02677) for sgd, sqrt (arXiv 2205.10287) for adamw."""
@@ -55,6 +60,12 @@ class OptimConfig(Settings):
                 f"optim.lr_scaling ({self.lr_scaling}) and optim.reference_batch ({self.reference_batch}) go together: "
                 "set both, or leave lr_scaling=none and reference_batch=null"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_needs_an_average(self) -> OptimConfig:
+        if self.ema_warmup and self.ema_decay is None:
+            raise ValueError("optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well")
         return self
 
     @model_validator(mode="after")

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-
-def local(x: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, or the whole."""
-    return x.to_local() if isinstance(x, DTensor) else x
+from clip_train.engine import local
 
 
 def norms(tensors: list[Tensor], like: Tensor) -> Tensor:

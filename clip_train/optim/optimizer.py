@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from clip_train.engine import MovingAverage
 from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.imported import find_class, try_out
@@ -84,7 +85,13 @@ def needs(config: OptimConfig) -> Needs:
 
 
 def moment_bytes(config: OptimConfig) -> int:
-    """Of the optimizer's state, for each trained element (of muon at most)."""
+    """Of the optimizer's state and the moving average, for each trained element (of muon at most)."""
+    average = 0 if config.ema_decay is None else 4
     if config.is_imported:
-        return 4 * try_out(config.name, config.lr, config.options).slots
-    return {"lion": 4, "sgd": 4 if config.momentum else 0}.get(config.name, 8)
+        return average + 4 * try_out(config.name, config.lr, config.options).slots
+    return average + {"lion": 4, "sgd": 4 if config.momentum else 0}.get(config.name, 8)
+
+
+def moving_average(config: OptimConfig) -> MovingAverage | None:
+    """For `Engine.ema`."""
+    return None if config.ema_decay is None else MovingAverage(config.ema_decay, config.ema_warmup)

@@ -17,7 +17,7 @@ from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.export import export_openclip, save_texts
 from clip_train.models.transformers import check_transformers, export_transformers
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, initial_weights
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, WholeState, initial_weights
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
@@ -32,7 +32,7 @@ from launcher.weights import places_of_run, recipe_in, weights_here
 def evaluate_run(args: argparse.Namespace) -> int:
     """Print zero-shot and retrieval on data.val; under torchrun the samples are split over the ranks.
 
-    --weights: an export instead of the checkpoint; then the place is a recipe.
+    --weights: an export instead of the checkpoint; then the place is a recipe. --ema: its moving average.
     """
     place, overrides, weights = args.place, args.overrides, args.weights
     env = ranks.detect(os.environ)
@@ -41,6 +41,8 @@ def evaluate_run(args: argparse.Namespace) -> int:
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
         if weights is not None:
+            if args.ema:
+                raise UserError(f"--ema is of a run's checkpoint, not of --weights {weights}; leave one of them out")
             config = load_config(recipe_in(place) or place, overrides)
             architecture = config.model.architecture()
             with weights_here(config.model.model_copy(update={"init_from": weights}), config.storage) as here:
@@ -48,7 +50,8 @@ def evaluate_run(args: argparse.Namespace) -> int:
             where = weights
         else:
             config, found = run_at(place, overrides)
-            architecture, source, where = architecture_of(found), found.reader, f"step {found.step} of {found.path}"
+            architecture, where = architecture_of(found), f"step {found.step} of {found.path}"
+            source = WholeState(found.reader.full_state(ema=True)) if args.ema else found.reader
         if config.data.val is None:
             raise UserError("data.val is null: there is nothing to evaluate on; add data.val=<shards>")
         model = build_model(architecture)
@@ -106,13 +109,13 @@ def export_run(args: argparse.Namespace) -> int:
                 "open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
-        written = export_transformers(found.reader.full_state(), architecture, folder)
+        written = export_transformers(found.reader.full_state(args.ema), architecture, folder)
         tokenizer = huggingface_files(architecture.text_cfg.context_length)
         save_texts(tokenizer, written)
         names = ["model.safetensors", "config.json", "preprocessor_config.json", *tokenizer]
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
-        written = export_openclip(found.reader.full_state(), architecture, folder)
+        written = export_openclip(found.reader.full_state(args.ema), architecture, folder)
         names = [WEIGHTS_NAMES[0], CONFIG_NAME]
         line = f"open_clip.create_model_and_transforms('local-dir:{written.resolve()}')"
     log(f"step {found.step} of {found.path} exported to {written}; load it with")

@@ -36,6 +36,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
     },
 }
 JSON = ("json", None, "print JSON")
+EMA = ("ema", None, "the moving average of its weights (optim.ema_decay)")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,10 @@ VERBS = {
         clip-train evaluate my.yaml                             the newest checkpoint of that run
         clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'""",
         positions=("place", "overrides"),
-        options=(("weights", "PLACE", "an exported folder or a weights file instead of the run's newest checkpoint"),),
+        options=(
+            ("weights", "PLACE", "an exported folder or a weights file instead of the run's newest checkpoint"),
+            EMA,
+        ),
     ),
     "export": Verb(
         "launcher.cli.inspect:export_run",
@@ -160,6 +164,7 @@ VERBS = {
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),
             ("step", "N", "the checkpoint of this step (default: the newest)"),
             ("format", ["open_clip", "transformers"], "for which library (default: open_clip)", "open_clip"),
+            EMA,
             ("push", "PLACE", "upload it to hf-hub:org/name too; a new repository is private"),
         ),
     ),

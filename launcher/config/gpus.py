@@ -9,6 +9,7 @@ from clip_train.errors import UserError
 from clip_train.memory import BACKWARD, GIB, Layout, candidates
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
+from clip_train.optim.optimizer import moment_bytes
 from clip_train.storage.object_store import PART_BYTES
 from launcher.config.memory import GPU_MARGIN, decide, estimate_memory, predicted_profile
 from launcher.config.recipe import RunConfig
@@ -67,7 +68,7 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU, forwards: float) -> 
     useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
     rates = {f"{mfu:.0%}": W * gpu.flops * mfu / useful for mfu in MFUS}
     traffic = collectives(config, checked, P, trained)
-    saved = 4 * P + 8 * trained
+    saved = 4 * P + moment_bytes(config.optim) * trained
     limit = checked.layout.room.limit if checked.layout else usable(gpu)
     middle = rates[f"{MFUS[1]:.0%}"]
     return {

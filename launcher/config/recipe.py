@@ -105,6 +105,12 @@ class RunConfig(Settings):
                 f"schedule.cooldown_steps ({self.schedule.cooldown_steps}) must be at most the run's {self.steps} "
                 "steps; lower it, or raise run.steps"
             )
+        decay = 0.0 if self.optim.ema_warmup else self.optim.ema_decay or 0.0
+        if (initial := decay**self.steps) > 0.5 and self.model.init_from is None:
+            raise ValueError(
+                f"optim.ema_decay ({decay}): after all {self.steps} steps {initial:.0%} of the average would be the "
+                "initial weights; lower it, or set optim.ema_warmup=true"
+            )
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from torch import nn
 
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer
+from clip_train.optim.optimizer import build_optimizer, moving_average
 from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests.processor import answer
@@ -43,5 +43,6 @@ def engine_at(
         grad_clip_norm=clip,
         micro_size=8,
     )
+    engine.ema = moving_average(optim)
     engine.load_fragments(WholeState(make_model().state_dict()), {})
     return engine

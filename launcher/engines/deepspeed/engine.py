@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from clip_train import dist
 from clip_train.engine import LOSS_REMEDY, MAX_LOGIT_SCALE, Engine, Piece
 from clip_train.errors import UserError
-from clip_train.protocols import FragmentSource, Phase, StepReport
+from clip_train.protocols import FragmentSource, Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
@@ -217,15 +217,14 @@ class DeepSpeedEngine(Engine):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._stage0_norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip_norm or math.inf)
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> StepReport:
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
         self._reduce()  # the gradients cross the network here, once
         self.engine.step()
         # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to lower.
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
         if self.engine.fp16_enabled() and not skipped:
             self._update_scale(False)  # for the next step
-        norm = float(self._stage0_norm if self.stage == 0 else self.engine.get_global_grad_norm())
-        return StepReport(norm, skipped)
+        return self._stage0_norm if self.stage == 0 else self.engine.get_global_grad_norm(), skipped
 
     def _clamp_logit_scale(self) -> None:
         """Master copy and model copy together: clamping the model's alone is undone by the next step."""
@@ -236,14 +235,26 @@ class DeepSpeedEngine(Engine):
         p.data.clamp_(0, MAX_LOGIT_SCALE)  # at stage 3 it may be below the persistence threshold, and stays gathered
 
     def _copies(self) -> Iterator[tuple[str, Tensor]]:
-        """All at stages 1 and 2; at stage 3 those below the persistence threshold, which are kept gathered as well."""
-        return ((name, p.data) for name, p in self.module.named_parameters() if self.stage and p.numel())
+        """Frozen ones at stages 1 and 2, which no optimizer step would gather."""
+        named = self.module.named_parameters() if self.stage in (1, 2) else ()
+        return ((name, p.data) for name, p in named if not p.requires_grad)
 
     @torch.no_grad()
+    def _masters_changed(self) -> None:
+        """As at the end of DeepSpeed's own steps."""
+        wrapper = self.engine.optimizer
+        if self.stage in (1, 2):
+            wrapper.update_lp_params()
+        elif self.stage == 3:
+            wrapper.parameter_offload.partition_all_parameters()
+            for piece in self.pieces:  # this rank's part of the model's own weights
+                self.module.get_parameter(piece.name).ds_tensor.narrow(0, 0, piece.numel).copy_(piece.view(piece.held))
+            if wrapper.persistent_parameters:  # small ones, which stay gathered
+                wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+        super()._masters_changed()
+
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
         super().load_fragments(source, extra)
-        for piece in self.pieces if self.stage == 3 else ():  # this rank's part of the model's own weights
-            self.module.get_parameter(piece.name).ds_tensor.narrow(0, 0, piece.numel).copy_(piece.view(piece.held))
         for key, value in extra.get("loss_scaler", {}).items() if self.engine.fp16_enabled() else ():
             setattr(self.engine.optimizer.loss_scaler, key, value)
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from clip_train import dist
-from clip_train.engine import LOSS_REMEDY, Engine, Piece
+from clip_train.engine import LOSS_REMEDY, Engine, Piece, local
 from clip_train.errors import UserError
-from clip_train.protocols import FragmentSource, Phase, StepReport
+from clip_train.protocols import Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
@@ -87,11 +87,6 @@ def find_pieces(model: nn.Module) -> list[Piece]:
     return out
 
 
-def local(x: Any) -> Tensor:
-    """This rank's rows."""
-    return cast(DTensor, x).to_local().detach()
-
-
 class FSDPEngine(Engine):
     """See `clip_train.engine.Engine`."""
 
@@ -153,13 +148,13 @@ class FSDPEngine(Engine):
             torch._foreach_mul_(gradients, (self.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0).float())
         return norm
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> StepReport:
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
         norm = self._clip()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return StepReport(norm.item())
+        return norm, False
 
-    def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
+    def _masters_changed(self) -> None:
         for module in fsdp_modules(self.module):
-            module.reshard()  # after an evaluation, or at stages below 3, whole copies would outlive the load
-        super().load_fragments(source, extra)
+            module.reshard()  # after an evaluation, or at stages below 3, whole copies would outlive the change
+        super()._masters_changed()

@@ -1,0 +1,82 @@
+"""Gradient norms by tower: those of plain torch, under every engine, on any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from clip_train import dist
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.models.config import ModelConfig
+from clip_train.models.freeze import freeze
+from clip_train.optim.config import OptimConfig
+from clip_train.step import train_step
+from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.ranks import run_ranks
+from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
+
+pytestmark = pytest.mark.engine
+N, LR = 24, 0.3
+
+
+def toy(frozen) -> ToyCLIP:
+    torch.manual_seed(5)
+    model = ToyCLIP()
+    freeze(model, ModelConfig(freeze=[*frozen]))
+    return model
+
+
+def oracle(frozen, clip) -> list[dict[str, float]]:
+    model, out = toy(frozen).double(), []
+    for s in range(3):
+        batch = toy_batch(N, seed=s)
+        model.zero_grad()
+        oracle_loss(*model(batch.images, batch.texts)[:3]).backward()
+        out.append({})
+        for key, tower in (("grad_norm_image", model.visual), ("grad_norm_text", model.text)):
+            gradients = [p.grad.flatten() for p in tower.parameters() if p.grad is not None]
+            if gradients:
+                out[-1][key] = torch.cat(gradients).norm().item()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        torch.nn.utils.clip_grad_norm_(trained, clip)
+        with torch.no_grad():
+            for p in trained:
+                p.sub_(LR * p.grad)
+    return out
+
+
+def case(layout, frozen, clip, precision, more):
+    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
+    engine = engine_at(layout, lambda: toy(frozen), optim, clip=clip, precision=precision, **more)
+    out = []
+    for s in range(3):
+        batch = share(toy_batch(N, seed=s), dist.rank(), dist.world_size())
+        result = train_step(engine, batch, InfoNCE(), micro_size=5, kept_graphs=1, lr=LR)
+        out.append(result.metrics)
+    engine.close()
+    return out
+
+
+@pytest.mark.parametrize("world_size, frozen, clip", [(1, (), None), (2, ("visual.into.*",), 0.05)])
+@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
+def test_norms_by_tower_are_those_of_plain_torch(layout, world_size, frozen, clip):
+    expected = oracle(frozen, clip or 1e9)
+    for told in run_ranks(case, world_size, layout, frozen, clip, "fp32", {}):
+        assert told == [pytest.approx(each, rel=1e-5) for each in expected]
+
+
+@pytest.mark.parametrize("layout, more", [("zero 2", {"offload": "optimizer"}), ("fsdp 2", {"shard_ranks": 1})])
+def test_of_a_locked_tower_there_is_none(layout, more):
+    expected = oracle(("text.*",), 1e9)
+    assert set(expected[0]) == {"grad_norm_image"}
+    for told in run_ranks(case, 2, layout, ("text.*",), None, "fp32", more):
+        assert told == [pytest.approx(each, rel=1e-5) for each in expected]
+
+
+@pytest.mark.parametrize("layout, precision", [("zero 1", "fp16"), ("zero 2", "bf16"), ("fsdp 3", "bf16")])
+def test_rounded_gradients_have_nearly_the_same(layout, precision, tmp_path):
+    (tmp_path / "scale.json").write_text('{"fp16": {"initial_scale_power": 8}}')  # the default one overflows
+    more = {"ds_config": str(tmp_path / "scale.json")} if precision == "fp16" else {}
+    expected = oracle((), 0.5)
+    for told in run_ranks(case, 2, layout, (), 0.5, precision, more):
+        assert told == [pytest.approx(each, rel=3e-2) for each in expected]

@@ -1,0 +1,37 @@
+"""The moving average against timm's ModelEmaV3, updated as timm's train.py does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.peers.torchvision_shim  # noqa: F401  before timm
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.engine import PlainEngine
+from clip_train.models.clip import CLIP
+from clip_train.models.weights import WholeState
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer, moving_average
+from clip_train.protocols import Batch
+from clip_train.step import train_step
+from tests.models.small import inputs, small_resnet
+
+pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
+utils = pytest.importorskip("timm.utils", reason="PEER MISSING: scripts/setup_peers.sh", exc_type=ImportError)
+
+
+def test_it_is_timms_with_its_warm_up():
+    torch.manual_seed(5)
+    model, optim = CLIP(small_resnet(image_size=32)), OptimConfig(lr=1e-3, ema_decay=0.7, ema_warmup=True)
+    engine = PlainEngine(model, build_optimizer(optim, model.named_parameters()))
+    engine.ema = moving_average(optim)
+    engine.load_fragments(WholeState(model.state_dict()), {})
+    theirs = utils.ModelEmaV3(model, decay=0.7, use_warmup=True)
+    for step in range(1, 9):
+        batch = Batch(*inputs(8, seed=step, size=32), [str(i) for i in range(8)])
+        train_step(engine, batch, InfoNCE(), micro_size=4, kept_graphs=1, lr=1e-3)
+        theirs.update(model, step=step)
+        expected = theirs.module.state_dict()
+        for fragment in engine.state_fragments():
+            ours = fragment.tensors.get("param_ema", fragment.tensors["param"])
+            assert torch.allclose(ours, expected[fragment.name].flatten(), rtol=1e-5, atol=1e-7), fragment.name
