@@ -71,7 +71,7 @@ setup(
         "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
         "openclip": ["open_clip_torch==3.3.0", "transformers"],  # model.name=open_clip:NAME; the second for tokenizers
         "wandb": ["wandb"],
-        "parquet": ["pyarrow"],  # `clip-train shards x.parquet`
+        "parquet": ["pyarrow"],  # `clip-train shards x.parquet`, or of a Hugging Face dataset
     },
     entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},
 )

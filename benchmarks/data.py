@@ -280,7 +280,8 @@ def pixels(size: int, count: int) -> tuple[float, float]:
     import numpy as np
     from PIL import Image
 
-    from clip_train.data.decode import TrainTransform, decode_image
+    from clip_train.data.decode import decode_image
+    from clip_train.data.images.transforms import TrainTransform
 
     decibels = []
     for seed, data in enumerate(jpegs(size, count)):

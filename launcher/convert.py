@@ -2,6 +2,7 @@
 
     x.csv, x.tsv, x.jsonl, x.parquet   a row for each sample: the image's path or bytes, its caption or captions
     a folder                           images with a `.txt` or `.caption` beside them, or a metadata.csv/.jsonl
+    x.arrow, or a folder of them       a Hugging Face dataset, as `save_to_disk` leaves it
 
 Shard i holds the rows [i S, (i + 1) S), so it is the same however many processes there are, and one that is there need
 not be written again. Beside each lies `NNNNN_stats.json`, as img2dataset has it, with the rows that were left out.
@@ -10,6 +11,7 @@ not be written again. Beside each lies `NNNNN_stats.json`, as img2dataset has it
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import itertools
 import json
@@ -30,6 +32,10 @@ CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "descript
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 SETTINGS = "shards.json"  # what the shards of a folder were made of
+SPLITS = "dataset_dict.json"  # of Hugging Face's DatasetDict, a folder of datasets
+ARROW_FILE = b"ARROW1"  # what a file begins with, and a stream does not
+ROWS_AT_ONCE = 1000
+READABLE = "a .csv, .tsv, .jsonl, .parquet, .arrow or a folder"
 
 
 @dataclass(frozen=True)
@@ -51,20 +57,20 @@ class Written:
 
 def read_rows(source: Path, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> Iterator[Row]:
     """Every row in order. UserError where nothing can be read, or the columns are not known."""
-    if source.is_dir():
+    if source.is_dir() and (source / SPLITS).is_file():
+        names = " or ".join(str(each) for each in sorted(source.iterdir()) if each.is_dir())
+        raise UserError(f"SOURCE ({source}) holds several splits: give one, {names}")
+    if source.is_dir() and not any(source.glob("*.arrow")):
         table = next((source / name for name in METADATA if (source / name).is_file()), None)
         if table is None:
             yield from _folder_rows(source)
             return
         source = table
-    if not source.is_file():
-        raise UserError(f"SOURCE ({source}): no such file or folder; give a .csv, .tsv, .jsonl, .parquet or a folder")
-    readers = {".csv": _csv, ".tsv": _csv, ".txt": _csv, ".jsonl": _json_lines, ".json": _json_lines}
-    reader = _parquet if source.suffix == ".parquet" else readers.get(source.suffix.lower())
+    if not source.exists():
+        raise UserError(f"SOURCE ({source}): no such file or folder; give {READABLE}")
+    reader = _arrow if source.is_dir() else READERS.get(source.suffix.lower())
     if reader is None:
-        raise UserError(
-            f"SOURCE ({source}) is no table that can be read: give a .csv, .tsv, .jsonl, .parquet or a folder"
-        )
+        raise UserError(f"SOURCE ({source}) is no table that can be read: give {READABLE}")
     records = reader(source)
     first = next(records, None)
     if first is None:
@@ -109,12 +115,35 @@ def _json_lines(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(source: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as e:
-        raise UserError(f"SOURCE ({source}): parquet needs `pip install pyarrow`") from e
-    for batch in parquet.ParquetFile(source).iter_batches(batch_size=1000):
+    for batch in _pyarrow(source, "parquet").ParquetFile(source).iter_batches(batch_size=ROWS_AT_ONCE):
         yield from batch.to_pylist()
+
+
+def _arrow(source: Path) -> Iterator[dict[str, Any]]:
+    """Arrow's streams, or files, one after another."""
+    ipc = _pyarrow(source, "ipc")
+    for file in sorted(source.glob("*.arrow")) if source.is_dir() else [source]:
+        with file.open("rb") as opened:
+            is_file = opened.read(len(ARROW_FILE)) == ARROW_FILE
+            opened.seek(0)
+            reader = ipc.open_file(opened) if is_file else ipc.open_stream(opened)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                for start in range(0, len(batch), ROWS_AT_ONCE):
+                    yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
+
+
+def _pyarrow(source: Path, module: str) -> Any:
+    try:
+        return importlib.import_module(f"pyarrow.{module}")
+    except ImportError as e:
+        raise UserError(f"SOURCE ({source}): {source.suffix or '.arrow'} needs `pip install pyarrow`") from e
+
+
+READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
+    ".csv": _csv, ".tsv": _csv, ".txt": _csv, ".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet,
+    ".arrow": _arrow,
+}  # fmt: skip
 
 
 def _folder_rows(folder: Path) -> Iterator[Row]:

@@ -12,14 +12,15 @@ from pydantic import Field, field_validator, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.index import ShardIndex, look_up
-from clip_train.data.shards import Reading, expand, missing_files, open_shard, split_sources
+from clip_train.data.shards import SYNTHETIC, Reading, expand, missing_files, open_shard, split_sources, synthetic_size
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import RankError, UserError, unreadable
-from clip_train.settings import Allowed, Settings
+from clip_train.settings import Allowed, Settings, as_yaml
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
 SHARDS_TRIED = 3  # by the first look
+SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, where data.num_samples does not say
 FEW_STREAMS, MANY_STREAMS = 64, 1024  # what `auto` chooses up to, for small and for large global batches
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
 SHUFFLED, LARGEST_BLOCK = 32_768, 512  # samples in the blocks of all streams, and in one, by `shuffle_block: auto`
@@ -27,8 +28,18 @@ GOOD_STREAMS = 16  # enough to mix shards and to feed ranks and workers
 SAMPLES_PER_STREAM = 4  # at least, where streams do not divide the global batch
 
 
+Name = Annotated[str, Field(min_length=1)]
+Weight = Annotated[float, Field(gt=0, le=1e9)]
+Strength = Annotated[float, Field(ge=0, le=10)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
 class DataConfig(Settings):
     """Where the samples come from and how they are read."""
+
+    kind: Literal["shards", "synthetic"] = "shards"
+    """synthetic: noise with made-up captions instead of data.train, of no file, to measure speed; data.num_samples of
+    them are an epoch (null: 1,000,000)."""
 
     train: Annotated[str, Allowed("text", example="'shards/{00000..00099}.tar'")]
     """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several sources joined by `::`."""
@@ -69,10 +80,13 @@ class DataConfig(Settings):
     prefetch: Annotated[int, Field(gt=0, le=1024)] = 2
     """Batches that each worker keeps ready."""
 
-    caption_key: str | None = None
-    """Take the caption from this key of the sample's `.json`; None: from its `.txt`.
-
-    A list there is several captions: each visit of the sample draws one, by the sample's seed.
+    caption_key: Annotated[
+        Name | Annotated[list[Name], Field(min_length=1)] | Annotated[dict[Name, Weight], Field(min_length=1)] | None,
+        Allowed("a name, a list of names, names with numbers greater than 0, or null", example="'[txt, caption]'"),
+    ] = None
+    """Where the caption is: a member of the sample (`txt`), or else a key of its `.json` (`json.x` is the key x); null:
+    txt. A list: the first of these that the sample has. {original: 0.3, synthetic: 0.7}: each visit of the sample draws
+    one, by the sample's seed, among those that it has. Of a list of captions in the `.json` one is drawn too.
     """
 
     val: str | None = None
@@ -86,6 +100,34 @@ class DataConfig(Settings):
 
     aug_scale: tuple[float, float] = (0.9, 1.0)
     """RandomResizedCrop: the crop's area as a fraction of the image's, from and to."""
+
+    aug_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """RandomResizedCrop: the crop's width divided by its height, from and to."""
+
+    aug_color_jitter: Annotated[
+        tuple[Strength, Strength, Strength, Annotated[float, Field(ge=0, le=0.5)]] | None,
+        Allowed(
+            "a list of 4 numbers from 0 to 10 (brightness, contrast, saturation, hue), the last at most 0.5, or null",
+            example="'[0.4, 0.4, 0.4, 0.1]'",
+        ),
+    ] = None
+    """torchvision's ColorJitter: strengths of brightness, contrast, saturation and hue. null: none."""
+
+    aug_color_jitter_prob: Probability = 1.0
+    """Of an image to be jittered, where data.aug_color_jitter says how."""
+
+    aug_gray_scale_prob: Probability = 0.0
+    """Of an image to be made gray."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_no_file(cls, raw: Any) -> Any:
+        """With kind: synthetic whatever `train` names is left alone."""
+        if not isinstance(raw, dict) or raw.get("kind") != "synthetic":
+            return raw
+        number = raw.get("num_samples")
+        train = f"{SYNTHETIC}{SYNTHETIC_SAMPLES if number is None else number}"
+        return {**raw, "train": train, "train_weights": None, "resampled": False}
 
     @field_validator("train_weights", mode="before")
     @classmethod
@@ -111,7 +153,18 @@ class DataConfig(Settings):
             raise ValueError(
                 f"data.aug_scale ({low}, {high}) must satisfy 0 < from <= to <= 1; OpenCLIP's is (0.9, 1.0)"
             )
+        low, high = self.aug_ratio
+        if not 0 < low <= high:
+            raise ValueError(
+                f"data.aug_ratio ({low}, {high}) must satisfy 0 < from <= to; torchvision's is (0.75, 1.3333)"
+            )
         return self
+
+    @property
+    def augmentation(self) -> dict[str, Any]:
+        """The `aug_` keys without that, as `TrainTransform` takes them."""
+        keys = [key for key in type(self).model_fields if key.startswith("aug_")]
+        return {key.removeprefix("aug_"): getattr(self, key) for key in keys}
 
 
 def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
@@ -148,15 +201,22 @@ def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, An
     """All on which the order depends beside the shards, under the names of the recipe; as JSON."""
     streams = resolve_streams(config.lanes, sizes)
     weights = config.train_weights
+    captions: Any = config.caption_key
+    if isinstance(captions, dict):
+        captions = [list(each) for each in zip(captions, _normalized([*captions.values()]), strict=True)]
     return {
         "run.seed": seed,
         "batch.global_size": str(sizes),
         "data.lanes": streams,
         "data.shuffle_block": resolve_block(config.shuffle_block, streams),
-        "data.train_weights": weights and [round(weight / sum(weights), 9) for weight in weights],
+        "data.train_weights": weights and _normalized(weights),
         "data.resampled": config.resampled,
-        "data.caption_key": config.caption_key,
+        "data.caption_key": captions,
     }
+
+
+def _normalized(weights: list[float]) -> list[float]:
+    return [round(weight / sum(weights), 9) for weight in weights]
 
 
 @dataclass(frozen=True)
@@ -187,15 +247,17 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     mistakes: list[UserError] = []
     for shard in found.shards[:SHARDS_TRIED]:
         try:
-            return _check_shard(shard, found, Reading(storage, found.checksums), config.caption_key)
+            return _check_shard(shard, found, config, Reading(storage, found.checksums))
         except UserError as e:
             mistakes.append(e)
     raise mistakes[0]
 
 
-def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: str | None) -> SourceSummary:
+def _check_shard(shard: str, found: ShardIndex, config: DataConfig, reading: Reading) -> SourceSummary:
     from clip_train.data import decode  # torch: a recipe is read without
 
+    if synthetic_size(shard) is not None:
+        return SourceSummary(len(found.shards), shard, "noise", "words drawn at random", found)
     try:
         with open_shard(shard, reading) as file:
             sample = next(iter_samples(file), None)
@@ -205,7 +267,7 @@ def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: s
         raise unreadable(e, f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})") from e
     if sample is None:
         raise UserError(f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar")
-    reason = decode.why_invalid(sample, caption_key)
+    reason = decode.why_invalid(sample, config.caption_key)
     if reason is not None:
         members = ", ".join(f".{extension}" for extension in sample.members)
         keys = ", ".join(map(str, decode.json_of(sample.members))) or "none that can be read"
@@ -213,9 +275,10 @@ def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: s
             f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its members are "
             f"{members}: a sample's name ends at the first dot; an image is one of "
             f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt: for one in a .json set data.caption_key (now "
-            f"{caption_key}) to one of its keys, which are here: {keys}"
+            f"{as_yaml(config.caption_key)}) to one of its keys, which are here: {keys}"
         )
-    return SourceSummary(len(found.shards), shard, sample.key, decode.caption(sample.members, caption_key), found)
+    caption = decode.caption(sample.members, config.caption_key)
+    return SourceSummary(len(found.shards), shard, sample.key, caption, found)
 
 
 def _existing(spec: str, field: str) -> list[list[str]]:
@@ -223,6 +286,11 @@ def _existing(spec: str, field: str) -> list[list[str]]:
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]
     if missing := missing_files(shards):
+        if local_path(missing[0]).is_dir():
+            raise UserError(
+                f"{field} ({missing[0]}) is a folder, not shards: give '{missing[0].rstrip('/')}/*.tar' for those in "
+                f"it; of images, `clip-train shards {missing[0]} OUT` makes them: give 'OUT/*.tar' then"
+            )
         what = f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}"
         if Path(local_path(missing[0])).parent.is_dir():
             raise UserError(f"{what}; correct the path or the range in braces")

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from clip_train.data.shards import Row, changes, expand, split_name, unpack_rows
+from clip_train.data.shards import Row, changes, expand, split_name, synthetic_size, unpack_rows
 from clip_train.errors import UserError, unreadable
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
@@ -83,7 +83,7 @@ class ShardIndex:
     @property
     def without(self) -> list[str]:
         """The shards of which no index knows."""
-        return [shard for shard in self.shards if shard not in self.entries]
+        return [shard for shard in self.shards if shard not in self.entries and synthetic_size(shard) is None]
 
     @property
     def uncounted(self) -> list[str]:
@@ -93,7 +93,7 @@ class ShardIndex:
     def count(self, shard: str) -> int | None:
         """Samples in a shard, None where it is not known."""
         entry = self.entries.get(shard)
-        return self.sizes.get(shard, entry.count if entry else None)
+        return self.sizes.get(shard, entry.count if entry else synthetic_size(shard))
 
     def by_source(self) -> list[list[str]]:
         ends = [*itertools.accumulate(self.sources or (len(self.shards),), initial=0)]
@@ -122,6 +122,8 @@ class ShardIndex:
         """What it gives, or what is lost without it."""
         lost, number = self.without, self.num_samples
         text = f"{len(self.shards)} shards, all indexed: every block is verified"
+        if not any(shard in self.entries for shard in self.shards):
+            text = "synthetic: noise, of no file"
         if lost:
             text = (
                 f"{len(lost)} of {len(self.shards)} shards have no index (the first is {lost[0]}): flipped bytes in "
@@ -227,11 +229,11 @@ def load_counts(url: str, storage: StorageConfig) -> dict[str, int]:
 
 
 def by_folder(shards: list[str]) -> dict[str, dict[str, str]]:
-    """Folder -> name -> shard. A signed link is of one file, so its folder cannot be asked."""
+    """Folder -> name -> shard. A signed link is of one file, so its folder cannot be asked; noise has none."""
     found: dict[str, dict[str, str]] = {}
     for shard in shards:
         folder, name = split_name(shard)
-        if "?" not in name:
+        if "?" not in name and synthetic_size(shard) is None:
             found.setdefault(folder, {})[name] = shard
     return found
 

@@ -30,7 +30,7 @@ from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.urls import is_remote, local_path, write_bytes
+from clip_train.storage.urls import is_remote, local_path, open_read, write_bytes
 
 BLOCK_BYTES = 4 << 20
 OUT_OF_ORDER = "members out of order"
@@ -45,7 +45,7 @@ class Indexed:
 
     entry: ShardEntry
     invalid: Counter[str]  # reason -> samples that cannot be used, as far as one sees without decoding
-    json_keys: tuple[str, ...]  # of the first sample's .json
+    names: tuple[str, ...]  # of the first sample's members, and `json.x` for the keys of its .json
 
 
 class HashedFile(BlockFile):
@@ -78,7 +78,10 @@ class HashedFile(BlockFile):
 
 
 def index_shard(
-    url: str, caption_key: str | None = None, block_bytes: int = BLOCK_BYTES, storage: StorageConfig | None = None
+    url: str,
+    caption_key: decode.CaptionKey = None,
+    block_bytes: int = BLOCK_BYTES,
+    storage: StorageConfig | None = None,
 ) -> Indexed:
     """One shard's entry. A damaged archive is counted up to its damage, which the entry names.
 
@@ -90,7 +93,7 @@ def index_shard(
     samples, offsets, damage = 0, array("Q"), None
     invalid: Counter[str] = Counter()
     seen: set[str] = set()
-    keys: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     try:
         with open_shard(url, Reading(storage or StorageConfig())) as file:
             hashed = HashedFile(url, file, block_bytes)
@@ -100,7 +103,8 @@ def index_shard(
                     if reason is not None:
                         invalid[OUT_OF_ORDER if sample.key in seen else reason] += 1
                     seen.add(sample.key)
-                    keys = keys if samples else tuple(decode.json_of(sample.members))
+                    if not samples:
+                        names = (*sample.members, *(f"json.{key}" for key in decode.json_of(sample.members)))
                     samples += 1
                     if samples % index.OFFSET_EVERY == 0:
                         offsets.append(sample.end)
@@ -109,13 +113,13 @@ def index_shard(
             checksums, sha256 = hashed.finish()
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
-    return Indexed(ShardEntry(samples, sha256, checksums, damage, offsets), invalid, keys)
+    return Indexed(ShardEntry(samples, sha256, checksums, damage, offsets), invalid, names)
 
 
 def index_shards(
     urls: list[str],
     *,
-    caption_key: str | None = None,
+    caption_key: decode.CaptionKey = None,
     block_bytes: int = BLOCK_BYTES,
     workers: int = 2,
     storage: StorageConfig | None = None,
@@ -155,28 +159,52 @@ def try_folders(urls: Iterable[str], storage: StorageConfig | None = None) -> No
         write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, storage or StorageConfig())))
 
 
-def write_indexes(found: Mapping[str, Indexed], storage: StorageConfig | None = None) -> tuple[list[str], list[str]]:
-    """sizes.json and our index in every folder, with what they knew of other shards.
+def write_indexes(
+    found: Mapping[str, Indexed], storage: StorageConfig | None = None, *, overwrite_sizes: bool = False
+) -> tuple[list[str], list[str]]:
+    """Our index in every folder, with what it knew of other shards, and its counts as sizes.json.
+
+    overwrite_sizes: into a sizes.json too that says anything else than the index that was there.
 
     Returns:
-        The indexes' paths; and where sizes.json had another number.
+        The indexes' paths; and those of sizes.json that were left as another tool has written them.
 
     Raises:
         UserError: an index that is there is damaged.
         OSError: a folder cannot be written.
     """
     storage = storage or StorageConfig()
-    written, corrected = [], []
+    written, left = [], []
     for folder, names in index.by_folder(list(found)).items():
-        merged = index.load(folder, storage) | {name: found[url].entry for name, url in names.items()}
-        before = index.load_counts(folder + index.SIZES_NAME, storage)
-        sizes = before | {name: entry.count for name, entry in merged.items()}
-        corrected += [f"{folder}{k}: {n} before, {sizes[k]} now" for k, n in before.items() if n != sizes[k]]
-        text = json.dumps(sizes, indent=1, sort_keys=True) + "\n"
-        write_bytes(folder + index.SIZES_NAME, text.encode())
+        then = index.load(folder, storage)
+        merged = then | {name: found[url].entry for name, url in names.items()}
+        sizes = folder + index.SIZES_NAME
+        counts = _counts(merged)
+        if _content(sizes, storage) in (None, _as_json(_counts(then)), _as_json(counts)):
+            write_bytes(sizes, _as_json(counts))
+        elif overwrite_sizes:
+            write_bytes(sizes, _as_json(index.load_counts(sizes, storage) | counts))
+        else:
+            left.append(sizes)
         write_bytes(folder + index.INDEX_NAME, index.to_bytes(merged))
         written.append(folder + index.INDEX_NAME)
-    return written, corrected
+    return written, left
+
+
+def _counts(entries: Mapping[str, ShardEntry]) -> dict[str, int]:
+    return {name: entry.count for name, entry in entries.items()}
+
+
+def _as_json(counts: Mapping[str, int]) -> bytes:
+    return (json.dumps(counts, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _content(url: str, storage: StorageConfig) -> bytes | None:
+    try:
+        with open_read(url, storage) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
 
 
 def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:

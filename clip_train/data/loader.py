@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
-from clip_train.data.decode import TrainTransform
+from clip_train.data.images.transforms import TrainTransform
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import InvalidLimit
@@ -98,11 +98,12 @@ class TrainLoader:
         partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
         number = config.workers if config.workers != "auto" else resolve_workers(len(os.sched_getaffinity(0)), "cpu")
         workers = partition.workers(number)
-        transform, tokenizer = TrainTransform(image_size, config.aug_scale), tokenizer or Tokenizer(context_length)
+        transform = TrainTransform(image_size, **config.augmentation)
         self._lengths = lengths
         self._stream = PieceStream(
-            self.order, files, workers, step, transform, tokenizer, config.caption_key, tuple(stages)
-        )
+            self.order, files, workers, step, transform, tokenizer or Tokenizer(context_length), config.caption_key,
+            tuple(stages),
+        )  # fmt: skip
         self._world_size = world_size
         self._workers = len(workers) if number else 0
         self._pieces_per_batch = len(workers)

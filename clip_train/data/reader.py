@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from clip_train.data.config import DataConfig
-from clip_train.data.decode import why_invalid
+from clip_train.data.decode import CaptionKey, why_invalid
 from clip_train.data.index import OFFSET_EVERY, ShardIndex
 from clip_train.data.invalid import Invalid
 from clip_train.data.order import Order, Segment, Source, hash64
-from clip_train.data.shards import BUFFER_BYTES, PLAIN, Reading, open_shard
+from clip_train.data.shards import BUFFER_BYTES, PLAIN, Reading, open_shard, synthetic_size
 from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import DataError, UserError
 from clip_train.storage.config import StorageConfig
@@ -76,7 +76,7 @@ def read_shard(
             failures += 1
 
 
-def undecoded(found: TarSample | Invalid, url: str, caption_key: str | None) -> Item:
+def undecoded(found: TarSample | Invalid, url: str, caption_key: CaptionKey) -> Item:
     """A sample as it was read, or what is wrong with it."""
     if isinstance(found, Invalid):
         return found
@@ -93,11 +93,11 @@ class Files:
     shards: Sequence[str]
     counts: Sequence[int]
     offsets: Sequence[Sequence[int]]  # of each shard, bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins
-    caption_key: str | None
+    caption_key: CaptionKey
     reading: Reading
 
     @classmethod
-    def of(cls, index: ShardIndex, shards: Sequence[str], caption_key: str | None, reading: Reading) -> Files:
+    def of(cls, index: ShardIndex, shards: Sequence[str], caption_key: CaptionKey, reading: Reading) -> Files:
         """Of some of an index's shards, all of which are counted."""
         entries = [index.entries.get(shard) for shard in shards]
         offsets = [entry.offsets if entry else () for entry in entries]
@@ -120,6 +120,8 @@ class SegmentReader:
         """As many items as the segment has samples: those that its shard lacks are invalid. DataError."""
         files, (shard, start, stop) = self.files, segment
         url = files.shards[shard]
+        if synthetic_size(url) is not None:
+            return [{"__key__": f"{number:09d}", "__url__": url} for number in range(start, stop)]
         events = self._at(shard, start)
         items: list[Item] = []
         ended = False

@@ -27,6 +27,7 @@ BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would
 Row = tuple[str, str, int]  # of a shard: name, whose folder may move; 16 digits of its sha256 or ""; samples
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
 NAMES_SHOWN = 5
+SYNTHETIC = "synthetic://"  # and a number of samples: a shard that is no file, of `data.images.synthetic`
 
 
 def split_sources(spec: str) -> list[str]:
@@ -94,6 +95,12 @@ def _listed(pattern: str, field: str) -> list[str]:
 def missing_files(shards: list[str]) -> list[str]:
     """The local shards that do not exist; of remote ones one learns it when they are opened."""
     return [shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))]
+
+
+def synthetic_size(shard: str) -> int | None:
+    """Samples of `synthetic://N`; None of a shard that is to be read."""
+    number = shard.removeprefix(SYNTHETIC)
+    return int(number) if number != shard and number.isdecimal() else None
 
 
 def split_name(shard: str) -> tuple[str, str]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from clip_train.batch import shares
 from clip_train.data import decode
-from clip_train.data.decode import EvalTransform
+from clip_train.data.decode import CaptionKey
+from clip_train.data.images.transforms import EvalTransform
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
@@ -64,7 +65,7 @@ class ValLoader:
         batch_size: int,
         rank: int = 0,
         world_size: int = 1,
-        caption_key: str | None = None,
+        caption_key: CaptionKey = None,
         workers: int = 2,
         index: ShardIndex | None = None,
         storage: StorageConfig | None = None,

@@ -22,10 +22,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clip_train.data import decode
-from clip_train.data.decode import TrainTransform
+from clip_train.data.decode import CaptionKey
+from clip_train.data.images.synthetic import synthetic_caption, synthetic_image
+from clip_train.data.images.transforms import TrainTransform
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Fields, Files, Item, StreamReader
+from clip_train.data.shards import synthetic_size
 from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError, UserError
 
@@ -92,7 +95,7 @@ class PieceStream(IterableDataset):
     start: int  # the first step
     transform: TrainTransform
     tokenizer: Tokenize
-    caption_key: str | None
+    caption_key: CaptionKey
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers
     closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them; else True to end
@@ -161,6 +164,8 @@ class PieceStream(IterableDataset):
             if isinstance(item, Invalid):
                 tried.append(item)
                 continue
+            if synthetic_size(item["__url__"]) is not None:
+                return synthetic_image(seed, self.transform.image_size), synthetic_caption(seed), item["__key__"]
             try:
                 fields = self._staged(item)
                 image = self.transform(decode.decode_image(decode.image_bytes(fields)), seed)

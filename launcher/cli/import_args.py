@@ -6,6 +6,7 @@ Every flag of it is known (`launcher.config.openclip`); nothing of OpenCLIP is i
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import re
 import shlex
@@ -93,8 +94,22 @@ def read_params(text: str) -> tuple[dict[str, Any], int | None]:
     found = {name.strip().replace("_", "-"): value.strip() for name, _, value in parts}
     ranks = found.get("world-size", "")
     kept = {k: v for k, v in found.items() if k in FLAGS and v not in ("None", "False", "", "{}", "[]")}
-    flags = {k: True if k in SWITCHES else re.findall(r"[\w.=]+", v) if k in LISTS else v for k, v in kept.items()}
+    flags = {k: True if k in SWITCHES else _listed(v) if k in LISTS else v for k, v in kept.items()}
     return flags, int(ranks) if ranks.isdigit() else None
+
+
+def _listed(text: str) -> list[str]:
+    """Of a list or a dict as Python prints it."""
+    value = _literal(text)
+    return [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else re.findall(r"[\w.=]+", text)
+
+
+def _literal(text: str) -> Any:
+    """As OpenCLIP takes a value of `--aug-cfg`: what Python does not read is text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def check_flag(flag: str) -> None:
@@ -125,7 +140,10 @@ def translate(flags: dict[str, Any], world_size: int) -> tuple[dict[str, Any], l
     if "train-data-upsampling-factors" in flags:
         keys["data.train_weights"] = [float(x) for x in flags["train-data-upsampling-factors"].split("::")]
         notes.append(("--train-data-upsampling-factors", "shares of the stream, whatever the sources' sizes"))
-    if "data.train" not in keys:
+    if given.get("dataset-type") == "synthetic":
+        keys["data.kind"] = "synthetic"
+        keys.pop("data.train", None)
+    elif "data.train" not in keys:
         keys["data.train"] = "REPLACE/{00000..00099}.tar"
         notes.append(("--train-data", "is not given: set data.train"))
     model = str(given["model"])
@@ -207,12 +225,27 @@ def _rest(keys: dict[str, Any], notes: list[tuple[str, str]], flags: dict[str, A
     if "opt" in flags:
         keys["optim.name"] = str(flags["opt"]).removeprefix("timm/")
     _loss(keys, notes, flags)
-    for setting in flags.get("aug-cfg", []):
-        name, _, value = setting.partition("=")
-        if name == "scale":
-            keys["data.aug_scale"] = [float(x) for x in re.findall(r"[\d.]+", value)]
+    _augmentation(keys, notes, dict(setting.split("=", 1) for setting in flags.get("aug-cfg", []) if "=" in setting))
+
+
+def _augmentation(keys: dict[str, Any], notes: list[tuple[str, str]], settings: dict[str, str]) -> None:
+    """`--aug-cfg`, as OpenCLIP acts on it: what does nothing there is left out."""
+    given = {name: _literal(value) for name, value in settings.items()}
+    timm = given.pop("use_timm", False)
+    idle = dict.fromkeys(("color_jitter_prob", "gray_scale_prob"), "with") if timm else {"ratio": "without"}
+    if not timm and not given.get("color_jitter_prob"):
+        idle["color_jitter"] = "without color_jitter_prob or"
+    for name, value in given.items():
+        key = f"data.aug_{name}"
+        if name not in ("scale", "ratio", "color_jitter", "color_jitter_prob", "gray_scale_prob"):
+            notes.append((f"--aug-cfg {name}", "has no counterpart"))
+        elif name in idle:
+            notes.append((f"--aug-cfg {name}", f"does nothing there {idle[name]} use_timm; {key} would here"))
+        elif name == "color_jitter":  # timm's: one number for three, or three without hue
+            values = [value] * 3 if isinstance(value, int | float) else list(value)
+            keys[key] = [*values, 0.0][:4]
         else:
-            notes.append((f"--aug-cfg {name}", "has no counterpart: the crop's scale is data.aug_scale"))
+            keys[key] = list(value) if isinstance(value, tuple) else value
 
 
 def _loss(keys: dict[str, Any], notes: list[tuple[str, str]], flags: dict[str, Any]) -> None:

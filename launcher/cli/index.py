@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -21,10 +21,20 @@ SHOWN = 20  # shards named in a message
 
 
 def run(args: argparse.Namespace) -> int:
-    return run_index(args.shards, caption_key=args.caption_key, workers=args.workers, check=args.check)
+    names = args.caption_key.split(",") if args.caption_key else None
+    return run_index(
+        args.shards, caption_key=names, workers=args.workers, check=args.check, overwrite_sizes=args.overwrite_sizes
+    )
 
 
-def run_index(specs: list[str], *, caption_key: str | None, workers: int | None, check: bool) -> int:
+def run_index(
+    specs: list[str],
+    *,
+    caption_key: Sequence[str] | None,
+    workers: int | None,
+    check: bool,
+    overwrite_sizes: bool = False,
+) -> int:
     """Reads every shard once. UserError for shards that are not there; DataError for what is wrong with them."""
     shards = list(dict.fromkeys(shard for spec in specs for part in expand(spec, "SHARDS") for shard in part))
     missing = missing_files(shards)
@@ -47,29 +57,33 @@ def run_index(specs: list[str], *, caption_key: str | None, workers: int | None,
         print(f"{summary}: all as the index says")
         return 0
     with writing():
-        written, corrected = write_indexes(found)
-    print(f"{summary}; wrote sizes.json and {', '.join(written)}")
-    if corrected:
-        print("\n  ".join([f"sizes.json had other numbers of {len(corrected)} shards:", *corrected[:SHOWN]]))
-    report_invalid(found, samples, caption_key)
+        written, left = write_indexes(found, overwrite_sizes=overwrite_sizes)
+    print(f"{summary}; wrote {', '.join(written)}{'' if left else ' and sizes.json'}")
+    if left:
+        print(f"left as another tool has written it: {', '.join(left)}; --overwrite-sizes writes these counts into it")
+    unusable = report_invalid(found)
     damaged = {url: each.entry.damage for url, each in found.items() if each.entry.damage is not None}
     if damaged:
         raise DataError(listing(f"{len(damaged)} shards are damaged, and were counted up to there", damaged))
+    if unusable == samples:
+        names = next((", ".join(each.names) for each in found.values() if each.names), "nothing")
+        raise DataError(
+            f"no sample of {len(found)} shards can be used; the first has {names}: name the caption's with "
+            "--caption-key NAME here, and with data.caption_key=NAME in the recipe, or write the shards again"
+        )
     return 0
 
 
-def report_invalid(found: Mapping[str, Indexed], samples: int, caption_key: str | None) -> None:
-    """What will be replaced by other samples, and what to do where that is most of them."""
+def report_invalid(found: Mapping[str, Indexed]) -> int:
+    """What will be replaced by other samples, and how many these are."""
     invalid = sum((each.invalid for each in found.values()), Counter[str]())
-    if not invalid:
-        return
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
-    print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
-    keys = next((each.json_keys for each in found.values() if each.json_keys), ())
-    if caption_key is None and keys and invalid["no caption"]:
-        print(f"captions may be in the .json, whose keys are {', '.join(keys)}: train with data.caption_key=<key>")
+    if invalid:
+        samples = sum(each.entry.samples for each in found.values())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
+        print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
     if invalid[OUT_OF_ORDER]:
         print("the files of a sample must be neighbours in the tar: write it again with `tar --sort=name`")
+    return invalid.total()
 
 
 @contextmanager
@@ -81,7 +95,7 @@ def writing() -> Iterator[None]:
         raise UserError(f"the index cannot be written beside the shards ({type(e).__name__}: {e})") from e
 
 
-def read(shards: list[str], caption_key: str | None, workers: int) -> dict[str, Indexed]:
+def read(shards: list[str], caption_key: Sequence[str] | None, workers: int) -> dict[str, Indexed]:
     """What is in the shards, with a progress bar."""
     columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=Console(stderr=True)) as bar:

@@ -26,7 +26,10 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
     "prefix": {"metavar": "PREFIX", "help": "a section, or how a key begins"},
     "command": {"metavar": "COMMAND", "help": "one argument in quotes; a params.txt; or - to read it from a pipe"},
-    "source": {"metavar": "SOURCE", "help": "a .csv, .tsv, .jsonl or .parquet, or a folder of images"},
+    "source": {
+        "metavar": "SOURCE",
+        "help": "a .csv, .tsv, .jsonl, .parquet or .arrow; a folder of images; a Hugging Face dataset on this disk",
+    },
     "out": {"metavar": "OUT", "help": "folder for the shards"},
     "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
     "overrides": {
@@ -199,7 +202,8 @@ VERBS = {
         clip-train index shards/*.tar --check                   have they changed, or been damaged?""",
         positions=("shards",),
         options=(
-            ("caption-key", "KEY", "as data.caption_key: count samples with it in their .json"),
+            ("caption-key", "NAMES", "as data.caption_key: samples with one of these can be used (default: txt)"),
+            ("overwrite-sizes", None, "write sizes.json over that of another tool too"),
             ("workers", "N", "processes (default: one for each CPU, 2 to 16)"),
             ("check", None, "read again and compare with the index; write nothing"),
         ),

@@ -26,7 +26,8 @@ SAME = {
 NOTES = {
     "local-loss": "always so: each rank computes the rows of its own samples",
     "gather-with-grad": "always so: the gradient is that of the global batch on one device",
-    "val-num-samples": "counted", "dataset-type": "WebDataset shards; of a CSV or a folder make shards first",
+    "val-num-samples": "counted",
+    "dataset-type": "data.kind: shards, of a CSV or a folder `clip-train shards` makes them; or synthetic",
     "csv-separator": "shards hold the captions", "csv-img-key": "shards hold the images",
     "csv-caption-key": "shards hold the captions",
     "imagenet-val": "zero-shot runs on data.val, with evaluate.zero_shot_classes",

@@ -14,8 +14,10 @@ from launcher.engines import describe
 
 # That the data and its order continue is also the loader's to check: a folder may move.
 DATA = {
-    "data.aug_scale": "refused", "data.verify": "silent", "data.workers": "silent", "data.prefetch": "silent",
-    "data.val": "silent", "data.allow_changed_shards": "silent", "data.bad_sample_limit": "silent",
+    "data.aug_scale": "refused", "data.aug_ratio": "refused", "data.aug_color_jitter": "refused",
+    "data.aug_color_jitter_prob": "refused", "data.aug_gray_scale_prob": "refused", "data.verify": "silent",
+    "data.workers": "silent", "data.prefetch": "silent", "data.val": "silent", "data.allow_changed_shards": "silent",
+    "data.bad_sample_limit": "silent",
 }  # fmt: skip
 
 
@@ -51,6 +53,7 @@ def changes(config: RunConfig, state: Mapping[str, Any]) -> list[Change]:
     for path, field in known_keys():
         section, key = path.split(".")
         default = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default  # as JSON has it
         before, after = then.get(section, {}).get(key, default), now[section][key]
         if path == "model.name":  # a file may move; what is in it is compared instead
             kind, after = "reported", before if architecture else after

@@ -14,7 +14,7 @@ from clip_train.checkpoint.config import try_all
 from clip_train.data.config import DataConfig, SourceSummary, check_source
 from clip_train.data.decode import caption
 from clip_train.data.invalid import InvalidSample
-from clip_train.data.shards import Reading, open_shard, split_sources
+from clip_train.data.shards import Reading, open_shard, split_sources, synthetic_size
 from clip_train.data.tar import iter_samples
 from clip_train.errors import UserError
 from clip_train.models.clip import count_parameters
@@ -56,6 +56,9 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
         try:
             found = check_source(data, storage)
             last = found.index.shards[-1]
+            if synthetic_size(last) is not None:
+                yield ok("shards", f"{name}: {found.index.describe()}")
+                continue
             if is_remote(last):  # these are not listed: a range of braces that is too long shows here
                 with open_shard(last, Reading(storage)) as file:
                     file.read(512)
@@ -83,7 +86,8 @@ def check_index(name: str, data: DataConfig, found: SourceSummary) -> Iterator[F
     if missing:
         counted = f", and {uncounted} have to be counted first" if uncounted else ""
         message = f"{missing} of {found.num_shards} shards have none, so damage in them goes unseen{counted}"
-    with_key = f" --caption-key {data.caption_key}" if data.caption_key else ""
+    names = [data.caption_key] if isinstance(data.caption_key, str) else data.caption_key or []
+    with_key = f" --caption-key {','.join(names)}" if names else ""
     yield warning_if(bool(missing), "index", f"{name}: {message}", f"clip-train index '{data.train}'{with_key}")
 
 
@@ -111,7 +115,7 @@ def check_captions(
         bad.total() > data.bad_sample_limit * seen,
         "captions",
         f"{message}{why and f' ({why})'}",
-        "data.caption_key names the key of the .json; or write the shards again",
+        "data.caption_key names the member or the key of the .json; or write the shards again",
     )
 
 

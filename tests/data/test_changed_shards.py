@@ -143,6 +143,11 @@ def test_a_run_keeps_the_counts_that_it_began_with(folder: Path, began_with: str
         ({"lanes": 4}, r"data\.lanes was 2, is 4"),
         ({"shuffle_block": 5}, r"data\.shuffle_block was 4, is 5"),
         ({"caption_key": "alt"}, r"data\.caption_key was None, is alt"),
+        ({"caption_key": ["txt", "alt"]}, r"data\.caption_key was None, is \['txt', 'alt'\]"),
+        (
+            {"caption_key": {"txt": 3, "alt": 1}},
+            r"data\.caption_key was None, is \[\['txt', 0\.75\], \['alt', 0\.25\]\]",
+        ),
         ({"resampled": True}, r"data\.resampled was False, is True"),
         ({"seed": 2}, r"run\.seed was 1, is 2"),
     ],
@@ -166,6 +171,13 @@ def test_weights_count_by_their_ratio(tmp_path: Path) -> None:
     assert went_on(resume(state, same), same) == expected
     with pytest.raises(UserError, match=r"data\.train_weights was \[0\.33"):
         resume(state, config_of(tmp_path, train=train, train_weights=[1, 1]))
+
+
+def test_captions_that_are_drawn_count_by_their_ratio_and_order(folder: Path) -> None:
+    state, _ = checkpoint(config_of(folder, caption_key={"txt": 3, "alt": 1}))
+    assert resume(state, config_of(folder, caption_key={"txt": 0.75, "alt": 0.25})).began == 0
+    with pytest.raises(UserError, match=r"data\.caption_key was \[\['txt', 0\.75\]"):
+        resume(state, config_of(folder, caption_key={"alt": 1, "txt": 3}))
 
 
 def test_another_order_of_the_same_shards(folder: Path) -> None:

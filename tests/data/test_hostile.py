@@ -12,7 +12,8 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from clip_train.data.config import DataConfig
-from clip_train.data.decode import TrainTransform, decode_image, image_bytes
+from clip_train.data.decode import decode_image, image_bytes
+from clip_train.data.images.transforms import TrainTransform
 from clip_train.data.index import ShardIndex
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import Invalid, InvalidSample

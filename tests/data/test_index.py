@@ -79,14 +79,11 @@ def test_the_entry_says_what_hashlib_and_tarfile_say(folder: Path) -> None:
     assert index_shard(str(path)).entry.checksums.block_bytes == BLOCK_BYTES
 
 
-def test_sizes_json_is_openclips_and_both_survive_each_other(folder: Path) -> None:
-    (folder / "sizes.json").write_text('{"other.tar": 5}')
+def test_sizes_json_is_openclips_and_grows_with_the_index(folder: Path) -> None:
     first = index_shards([str(folder / "000.tar")], workers=1)
     assert write_indexes(first)[1] == []
     write_indexes(index_shards([str(folder / "001.tar"), str(folder / "002.tar")], workers=2))
-    assert json.loads((folder / "sizes.json").read_text()) == {
-        "other.tar": 5, "000.tar": 12, "001.tar": 9, "002.tar": 15,
-    }  # fmt: skip
+    assert json.loads((folder / "sizes.json").read_text()) == {"000.tar": 12, "001.tar": 9, "002.tar": 15}
     known = parse((folder / INDEX_NAME).read_bytes())
     assert (
         sorted(known) == ["000.tar", "001.tar", "002.tar"] and known["000.tar"] == first[str(folder / "000.tar")].entry
@@ -268,35 +265,58 @@ def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, c
     assert "indexing" in capsys.readouterr().err
 
 
-def test_captions_in_json_are_no_empty_set(tmp_path: Path, capsys) -> None:
-    """They are counted; the command says which keys there are."""
+def test_no_usable_sample_is_an_error_that_names_what_is_there(tmp_path: Path, capsys) -> None:
+    """They are counted all the same: the index holds for any caption key."""
     meta = json.dumps({"alt": "a cat", "url": "x"}).encode()
     write_shard(tmp_path / "0.tar", [m for i in range(7) for m in ((f"{i}.jpg", b"x"), (f"{i}.json", meta))])
-    assert main(["index", str(tmp_path / "*.tar"), "--workers", "1"]) == 0
-    out = capsys.readouterr().out
+    assert main(["index", str(tmp_path / "*.tar"), "--workers", "1"]) == 1
+    out, err = capsys.readouterr()
     assert "1 shards, 7 samples" in out and "7 of 7 samples cannot be used as they are: 7 no caption" in out
-    assert "alt, url: train with data.caption_key=<key>" in out
+    assert "no sample of 1 shards can be used; the first has jpg, json, json.alt, json.url" in err
+    assert "--caption-key NAME" in err and "data.caption_key=NAME" in err
     assert json.loads((tmp_path / "sizes.json").read_text()) == {"0.tar": 7}
-    assert main(["index", str(tmp_path / "*.tar"), "--workers", "1", "--caption-key", "alt"]) == 0
-    assert "cannot be used" not in capsys.readouterr().out
+    for names in ("alt", "json.alt", "txt,alt"):
+        assert main(["index", str(tmp_path / "*.tar"), "--workers", "1", "--caption-key", names]) == 0
+        assert "cannot be used" not in capsys.readouterr().out
+
+
+def test_an_empty_shard_is_no_data_set(tmp_path: Path, capsys) -> None:
+    write_shard(tmp_path / "0.tar", [])
+    assert main(["index", str(tmp_path / "*.tar"), "--workers", "1"]) == 1
+    assert "no sample of 1 shards can be used; the first has nothing" in capsys.readouterr().err
 
 
 def test_members_out_of_order_are_called_that(tmp_path: Path, capsys) -> None:
     p = sample("a", 0)[0][1]
-    members = [("a.jpg", p), ("b.jpg", p), ("a.txt", b"x"), ("b.txt", b"y")]
+    members = [("a.jpg", p), ("b.jpg", p), ("a.txt", b"x"), ("b.txt", b"y"), *sample("c", 1)]
     write_shard(tmp_path / "0.tar", members)
     assert main(["index", str(tmp_path / "*.tar"), "--workers", "1"]) == 0
     out = capsys.readouterr().out
     assert "2 members out of order" in out and "tar --sort=name" in out
 
 
-def test_another_sizes_json_is_corrected_and_that_is_reported(folder: Path, capsys) -> None:
-    (folder / "sizes.json").write_text('{"000.tar": 10, "001.tar": 9, "else.tar": 3}')
-    assert main(["index", str(folder / "*.tar"), "--workers", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "sizes.json had other numbers of 1 shards" in out and "000.tar: 10 before, 12 now" in out
-    sizes = {"000.tar": 12, "001.tar": 9, "002.tar": 15, "else.tar": 3}
-    assert json.loads((folder / "sizes.json").read_text()) == sizes
+@pytest.mark.parametrize("theirs", ['{"000.tar": 10, "else.tar": 3}', "{}", "no json at all"])
+def test_another_tools_sizes_json_is_left_alone_unless_asked(folder: Path, capsys, theirs: str) -> None:
+    (folder / "sizes.json").write_text(theirs)
+    line = ["index", str(folder / "*.tar"), "--workers", "1"]
+    for _ in range(2):
+        assert main(line) == 0
+        out = capsys.readouterr().out
+        assert f"left as another tool has written it: {folder}/sizes.json; --overwrite-sizes" in out
+        assert (folder / "sizes.json").read_text() == theirs
+    counts = {"000.tar": 12, "001.tar": 9, "002.tar": 15}
+    assert {name: each.count for name, each in parse((folder / INDEX_NAME).read_bytes()).items()} == counts
+    assert main([*line, "--overwrite-sizes"]) == 0
+    kept = {"else.tar": 3} if "else" in theirs else {}
+    assert json.loads((folder / "sizes.json").read_text()) == counts | kept
+
+
+def test_our_own_sizes_json_follows_the_shards(folder: Path, capsys) -> None:
+    line = ["index", str(folder / "*.tar"), "--workers", "1"]
+    assert main(line) == 0
+    write_shard(folder / "001.tar", sample("new", 1))
+    assert main(line) == 0 and "another tool" not in capsys.readouterr().out
+    assert json.loads((folder / "sizes.json").read_text()) == {"000.tar": 12, "001.tar": 1, "002.tar": 15}
 
 
 class Stopped(io.BytesIO):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
-from clip_train.data.decode import EvalTransform, TrainTransform, decode_image
+from clip_train.data.decode import decode_image
+from clip_train.data.images.transforms import EvalTransform, TrainTransform
 from clip_train.data.invalid import InvalidSample
 
 

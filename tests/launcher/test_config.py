@@ -79,6 +79,17 @@ def test_shipped_recipes_are_valid_and_can_be_planned(path):
     assert plan["memory_bytes"]["total"] > 0 and plan["eta_seconds"] == pytest.approx(plan["samples"] / 1000)
 
 
+def test_the_phase_after_patch_dropout_begins_with_its_weights():
+    first, last = (check_config(read_recipe(str(RECIPES[0].parent / f"{name}.yaml")), name) for name in (
+        "vit_l14", "vit_l14_unmasked"
+    ))  # fmt: skip
+    assert last.model.init_from == str(first.run_dir) and last.run_dir != first.run_dir
+    assert (first.model.patch_dropout, last.model.patch_dropout) == (0.5, 0)
+    kept = [config.model.architecture().vision_cfg.kept_patches for config in (first, last)]
+    assert kept[1](0.0) == 2 * kept[0](0.5)
+    assert (last.model.name, last.data.train) == (first.model.name, first.data.train)
+
+
 def test_every_key_says_what_it_means_or_is_plain():
     plain = {"optim.beta1", "optim.beta2", "optim.eps", "schedule.name"}
     assert [key for key, field in known_keys() if not field.description and key not in plain] == []

@@ -121,15 +121,47 @@ def test_what_differs_is_said(capsys):
     assert imported(capsys, COMMANDS["4e8"])[0]["data"]["num_samples"] == 400_000_000
 
 
+def augmentation(capsys, *settings: str) -> tuple[dict, str]:
+    quoted = " ".join(f"'{each}'" for each in settings)
+    recipe, text = imported(capsys, f"python -m open_clip_train.main {VIT} --aug-cfg {quoted}")
+    return {key: value for key, value in recipe["data"].items() if key.startswith("aug_")}, text
+
+
+def test_augmentation_is_what_openclip_does(capsys):
+    """Its transform.py: without use_timm jitter needs a probability, and a ratio is passed over."""
+    keys, text = augmentation(
+        capsys, "scale=(0.4, 1.0)", "color_jitter=(0.32, 0.32, 0.32, 0.08)", "color_jitter_prob=0.8",
+        "gray_scale_prob=0.2", "ratio=(0.5, 2.0)",
+    )  # fmt: skip
+    assert keys == {
+        "aug_scale": [0.4, 1.0], "aug_color_jitter": [0.32, 0.32, 0.32, 0.08], "aug_color_jitter_prob": 0.8,
+        "aug_gray_scale_prob": 0.2,
+    }  # fmt: skip
+    assert "# --aug-cfg ratio: does nothing there without use_timm; data.aug_ratio would here" in text
+    assert augmentation(capsys, "color_jitter=0.4")[0] == {}
+    keys, text = augmentation(
+        capsys, "use_timm=True", "ratio=(0.5, 2)", "color_jitter=0.4", "gray_scale_prob=0.2", "re_prob=0.1"
+    )
+    assert keys == {"aug_ratio": [0.5, 2], "aug_color_jitter": [0.4, 0.4, 0.4, 0.0]}
+    assert "# --aug-cfg re_prob: has no counterpart" in text and "# --aug-cfg gray_scale_prob: does nothing" in text
+
+
+def test_synthetic_data_need_no_shards(capsys):
+    recipe, text = imported(capsys, "main.py --dataset-type synthetic --model ViT-B-32 --train-num-samples 1000000")
+    assert recipe["data"] == {"num_samples": 1_000_000, "workers": 4, "kind": "synthetic"} and "REPLACE" not in text
+
+
 def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
     lines = {"accum_freq": 2, "batch_size": 64, "beta1": 0.9, "beta2": 0.98, "eps": 1e-06, "epochs": 3, "lr": 0.0005,
              "model": "ViT-B-16", "train_data": "/a/{0..9}.tar", "train_num_samples": 10000, "warmup": 10,
-             "world_size": 4, "siglip": False, "aug_cfg": {}, "distributed": True, "val_data": None}  # fmt: skip
+             "world_size": 4, "siglip": False, "aug_cfg": {"scale": (0.4, 1.0)}, "distributed": True,
+             "val_data": None}  # fmt: skip
     file = tmp_path / "params.txt"
     file.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
     recipe, _ = imported(capsys, str(file))
     assert recipe["batch"]["global_size"] == 512 and recipe["run"]["epochs"] == 3
     assert "kind" not in recipe.get("loss", {}) and "val" not in recipe["data"]
+    assert recipe["data"]["aug_scale"] == [0.4, 1.0]
     monkeypatch.setattr("sys.stdin", io.StringIO(COMMANDS["one node"]))
     assert imported(capsys, "-")[0]["batch"]["global_size"] == 4 * 320
 

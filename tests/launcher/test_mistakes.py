@@ -78,7 +78,11 @@ MISTAKES = {
     ),
     "a batch schedule that is a number": (["batch.schedule=8"], ["batch.schedule (8)", "list", "set batch.schedule="]),
     "no shards match": (["data.train=/nowhere/*.tar"], ["data.train", "/nowhere/*.tar", "matches no"]),
-    "a table": (["data.train=x.csv"], ["data.train (x.csv) is a table, not shards", "img2dataset", "{00000..00099}"]),
+    "a table": (
+        ["data.train=x.csv"],
+        ["data.train (x.csv) is a table, not shards: `clip-train shards x.csv OUT`", "img2dataset", "{00000..00099}"],
+    ),
+    "a folder": (["data.train={tmp}"], ["is a folder, not shards", "/*.tar'", "clip-train shards", "OUT"]),
     "missing shard": (
         ["data.train=/nowhere/{0..3}.tar"],
         ["data.train", "4 of 4 shards", "/nowhere/0.tar", "correct"],

@@ -44,7 +44,8 @@ def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
 REFUSED = """run.seed model.name model.patch_dropout model.dropout model.teacher model.teacher_name
 model.init_logit_bias model.freeze model.lock_image
 model.lock_image_unlocked_groups model.lock_text model.lock_text_unlocked_layers
-data.aug_scale batch.global_size batch.schedule batch.accumulation loss.kind optim.name"""
+data.aug_scale data.aug_ratio data.aug_color_jitter data.aug_color_jitter_prob data.aug_gray_scale_prob
+batch.global_size batch.schedule batch.accumulation loss.kind optim.name"""
 
 
 def test_what_makes_it_another_run() -> None:
@@ -116,6 +117,7 @@ def test_what_only_rounds_is_not_called_bitwise(section: str, key: str, value: i
         ("model", "name", "ViT-B-16"),
         ("run", "seed", 5),
         ("data", "aug_scale", (0.5, 1.0)),
+        ("data", "aug_color_jitter", (0.4, 0.4, 0.4, 0.1)),
         ("model", "init_logit_bias", -10.0),
     ],
 )
@@ -124,6 +126,13 @@ def test_another_run_is_refused_unless_it_is_forced(section: str, key: str, valu
         told(recipe(**{section: {key: value}}))
     forced = told(recipe(**{section: {key: value}, "checkpoint": {"allow_changed_recipe": True}}))
     assert f"WARNING        this is another run now: {section}.{key}" in forced and "bitwise" not in forced
+
+
+def test_a_key_that_is_newer_than_the_checkpoint_had_its_default() -> None:
+    then = recipe().model_dump(mode="json")
+    for key in ("kind", "aug_ratio", "aug_color_jitter", "aug_color_jitter_prob", "aug_gray_scale_prob"):
+        del then["data"][key]
+    assert told(recipe(), recipe=then) == told(recipe())
 
 
 def test_some_keys_matter_only_with_others() -> None:

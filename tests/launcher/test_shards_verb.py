@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
@@ -40,7 +40,18 @@ def members(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["csv", "tabs in a csv", "tsv", "jsonl", "parquet", "folder", "metadata"])
+def test_a_dataset_of_several_splits_names_them(tmp_path, capsys):
+    for split in ("train", "test"):
+        (tmp_path / "set" / split).mkdir(parents=True)
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert main(["shards", str(tmp_path / "set"), str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "holds several splits: give one, " in err and "set/test or " in err and "set/train" in err
+
+
+@pytest.mark.parametrize(
+    "kind", ["csv", "tabs in a csv", "tsv", "jsonl", "parquet", "arrow", "dataset", "folder", "metadata"]
+)
 def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
     source = tmp_path / "photos"
     names = images(source, 5)
@@ -55,6 +66,20 @@ def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
         place = source / "x.parquet"
         table = pyarrow.table({name: [row[name] for row in rows] for name in rows[0]})
         parquet.write_table(table, place)
+    elif kind in (
+        "arrow",
+        "dataset",
+    ):  # a file; a folder of streams, as Hugging Face writes them, with the images in it
+        place = tmp_path / kind
+        place.mkdir()
+        bytes_of = [{"bytes": (source / name).read_bytes(), "path": name} for name in names]
+        table = pyarrow.table({"image": bytes_of, "caption": [row["caption"] for row in rows]})
+        for number, part in enumerate([table.slice(0, 3), table.slice(3)] if kind == "dataset" else [table]):
+            file = place / f"data-0000{number}-of-00002.arrow"
+            make = ipc.new_stream if kind == "dataset" else ipc.new_file
+            with make(file, table.schema) as writer:
+                writer.write_table(part, max_chunksize=2)
+        place = place if kind == "dataset" else file
     elif kind == "jsonl":
         place = source / "x.jsonl"
         place.write_text("".join(json.dumps(row) + "\n" for row in rows))
