@@ -6,12 +6,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: help demo test test-all test-rest s3 acceptance check format clean invariance exactness peers
+.PHONY: help demo test test-all test-rest s3 browser acceptance check format clean invariance exactness peers
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
 	@echo "make test        what every change needs, in 10 minutes on 2 cores (WORKERS=1: one after the other)"
-	@echo "make test-all    besides: real Slurm, two hosts, all faults of S3, full products, planted faults; 40 minutes"
+	@echo "make test-all    besides: real Slurm, two hosts, a browser, all faults of S3, full products, planted faults; 40 minutes"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make check       lint, types, import contracts, size"
 	@echo "make invariance  the first table in docs/numerics.md: nothing that should not matter does"
@@ -34,19 +34,23 @@ demo: $(READY)
 
 test: $(READY) s3
 	@echo "== tests, but those of make test-all"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (full or slurm or hosts or peer)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (full or slurm or hosts or peer or browser)"
 
 test-all: test test-rest
 
-test-rest: $(READY) s3
-	@echo "== the tests that make test leaves out: real Slurm, two hosts, all faults of S3, full products"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "full or slurm or hosts"
+test-rest: $(READY) s3 browser
+	@echo "== the tests that make test leaves out: real Slurm, two hosts, a browser, all faults of S3, full products"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "full or slurm or hosts or browser"
 	@echo "== planted faults: each turns a test red"
 	$(BIN)/python scripts/mutations.py -j $(WORKERS)
 
 s3:
 	@echo "== the S3 server for the tests marked s3, in .venv-s3 (once; half a minute)"
 	@PYTHON=$(PYTHON) bash scripts/setup_s3.sh .venv-s3 || echo "== IT CANNOT BE SET UP: THE S3 TESTS WILL BE SKIPPED"
+
+browser:
+	@echo "== a Chromium for the tests marked browser, by apt (once; a minute)"
+	@bash scripts/setup_browser.sh || echo "== IT CANNOT BE SET UP: THE BROWSER TESTS WILL BE SKIPPED"
 
 acceptance: $(READY)
 	@echo "== Ceph, in .ceph (once; half a minute)"

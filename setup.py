@@ -26,7 +26,7 @@ INSTALL = [
     "regex",
     "rich",
     "tensorboard",
-    "matplotlib",
+    "jinja2",
     "numpy",
 ]
 
@@ -55,7 +55,7 @@ setup(
         include=["clip_train", "clip_train.*", "launcher", "launcher.*", "ds_configs", "recipes", "slurm"]
     ),
     package_data={
-        "clip_train": ["data/*.gz", "data/*.txt", "models/*.json", "models/presets/*.json", "py.typed"],
+        "clip_train": ["data/*.gz", "data/*.txt", "metrics/*.j2", "models/*.json", "models/presets/*.json", "py.typed"],
         "ds_configs": ["*.json"],
         "recipes": ["*.yaml"],
         "slurm": ["*.sbatch"],
@@ -66,11 +66,15 @@ setup(
         "test": TEST,
         # Measured against, in an environment of their own (scripts/setup_peers.sh): torchvision has no CPU build.
         "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
-        "bench": ["s3fs>=2026.2"],  # another S3 client, for benchmarks/checkpoint.py
+        "bench": [
+            "s3fs>=2026.2",
+            "matplotlib",
+        ],  # another S3 client, for benchmarks/checkpoint.py; a photograph for data.py
         "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
         "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
         "openclip": ["open_clip_torch==3.3.0", "transformers"],  # model.name=open_clip:NAME; the second for tokenizers
         "wandb": ["wandb"],
+        "trackio": ["trackio"],
         "parquet": ["pyarrow"],  # `clip-train shards x.parquet`, or of a Hugging Face dataset
     },
     entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},

@@ -103,7 +103,7 @@ class Trainer:
                 self.failure = e
         failed, stopped = dist.max_scalars(self.failure is not None, self.stop.reason is not None)
         if failed:
-            self.bad_samples.sum()  # for the report
+            self._sum_invalid()
             dist.raise_agreed(self.failure)
         return None if stopped else batch
 
@@ -136,6 +136,7 @@ class Trainer:
         summary = self.bad_samples.reached(self.epoch_at(self.step), self.step)
         if summary is not None:
             self.progress.message(summary)
+            self._report_invalid()
         if not self.saves_prepared:  # now that the optimizer has its state
             self.saves_prepared = True
             self._on_this_rank(lambda: self.checkpoints.prepare(self.engine.state_fragments(), *self._rank_state()))
@@ -196,9 +197,18 @@ class Trainer:
         self._on_this_rank(lambda: self.sinks.write(record))
         self.progress.update(record)
 
+    def _sum_invalid(self) -> None:
+        """Collective."""
+        self.bad_samples.sum()
+        self._report_invalid()
+
+    def _report_invalid(self) -> None:
+        if self.bad_samples.total:
+            self._on_this_rank(lambda: self.sinks.write({"step": self.step, **self.bad_samples.state()}, "invalid"))
+
     def _save(self, *, wait: bool = False) -> bool:
         self.phase("save")
-        self.bad_samples.sum()
+        self._sum_invalid()
         state = {
             **self.run_state,
             "step": self.step,

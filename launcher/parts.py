@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,7 @@ from clip_train.data.validation import ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
+from clip_train.evaluate.nearest import Examples
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture, Architecture, TokenizerOptions
 from clip_train.models.freeze import freeze
@@ -32,7 +34,7 @@ from launcher import engines
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked
 from launcher.runtime import environment as ranks
-from launcher.runtime.log import log
+from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
 
 
@@ -75,7 +77,7 @@ def build_loader(
         )
         index, began = data.index, data.began
         if data.notice and dist.is_main():
-            log(f"WARNING: the data begins anew at step {began}, as the recipe allows: {data.notice}")
+            warn(f"the data begins anew at step {began}, as the recipe allows: {data.notice}")
     index = count_missing(index, config.storage, keep=config.run_dir / "shard_counts", log=log)
     text = checked.architecture.text_cfg
     teacher = config.model.teacher_architecture()
@@ -154,9 +156,10 @@ def build_objective(config: RunConfig, device: torch.device) -> Objective:
 
 
 def evaluation(
-    config: RunConfig, architecture: AnyArchitecture, engine: Engine
+    config: RunConfig, architecture: AnyArchitecture, engine: Engine, examples_to: Path | None = None
 ) -> Callable[[], dict[str, float]] | None:
-    """A closure that evaluates on `data.val`, or None where there is none."""
+    """A closure that evaluates on `data.val`, or None where there is none. examples_to: the run's folder, whose report
+    is to show some images with the captions nearest to them."""
     url = config.data.val
     if url is None:
         return None
@@ -177,12 +180,18 @@ def evaluation(
             tokenizer=tokenizer,
         )
         try:
-            out = evaluate(engine, batches, config.evaluate, tokenizer)
+            examples = Examples(batches)
+            out = evaluate(engine, examples, config.evaluate, tokenizer, examples.take)
         except UserError as e:
             raise UserError(f"{e}\n{table_of(batches.invalid)}" if batches.invalid else str(e)) from e
+        if examples_to is not None and dist.is_main():
+            try:
+                examples.write(examples_to)
+            except Exception as e:  # a page is no reason to end a run, nor to leave other ranks waiting
+                warn(f"the nearest captions could not be written: {type(e).__name__}: {e}")
         invalid = [each for found in dist.gather_objects(batches.invalid) for each in found]
         if invalid and dist.is_main():
-            log(f"data.val has samples that cannot be used:\n{table_of(invalid)}")
+            warn(f"data.val has samples that cannot be used:\n{table_of(invalid)}")
         return out | {"unusable_samples": float(len(invalid))} if invalid else out
 
     def with_average() -> dict[str, float]:

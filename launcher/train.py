@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,11 +32,13 @@ from launcher.config.resume import compare_with
 from launcher.config.validate import Checked, check, engine_facts, pays_twice
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
+from launcher.runtime.facts import facts
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.log import Startup, log
+from launcher.runtime.log import Startup, is_quiet, log, warn
 from launcher.runtime.outcome import Outcome
-from launcher.runtime.verdict import clear_verdict, node_name, write_resumed
+from launcher.runtime.verdict import clear_verdict, node_name, read_verdict, write_resumed
 from launcher.runtime.watchdog import Watchdog, first_timeout
+from launcher.slurm.attempts import History
 from launcher.weights import weights_here
 
 
@@ -63,7 +66,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     )
     watchdog.start()
     engines.load(config.engine.kind)  # its imports, which are counted apart from what follows
-    config = config.model_copy(update={"engine": engines.on_this_machine(config.engine)})
+    given, config = config, config.model_copy(update={"engine": engines.on_this_machine(config.engine)})
 
     startup.done("imports")
     # what can be wrong without the other ranks; one of them looks at the shards
@@ -80,7 +83,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     dist.on_main(partial(make_run_dir, config))
     if config.chosen:
         checked = decide(config, checked, memory_limit(config, device))
-    trainer = build_trainer(config, checked, device, outcome)
+    trainer = build_trainer(config, checked, device, outcome, facts(given, env, device) if env.rank == 0 else {})
     trainer.stop, trainer.phase = stop, watchdog.phase
     watchdog.committed = lambda: good.step if (good := trainer.checkpoints.last_good) else None
     startup.done("model, engine and data")
@@ -90,7 +93,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         for name, value in evaluated.items():
             log(f"{name}: {value:.4g}")
         folder = config.run_dir
-        log(f"done. Run directory: {folder}; plot: {folder / 'loss.png'}; report: {folder / 'report.html'}")
+        log(f"done. Run directory: {folder}; report: {folder / 'report.html'}")
         log(f"next: clip-train export {folder / 'recipe.yaml'}")
     stop.ignore()  # all is committed: a launcher's hurry must not look like a crash
     outcome.leave()
@@ -105,9 +108,13 @@ def make_run_dir(config: RunConfig) -> None:
         raise RankError(f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another") from e
 
 
-def describe_run_dir(config: RunConfig, checked: Checked) -> None:
-    """Rank 0, once it is certain that the run is this recipe's: the recipe as resolved, the engine's own files."""
+def describe_run_dir(config: RunConfig, checked: Checked, start: int, described: dict[str, Any]) -> None:
+    """Rank 0, once it is certain that the run is this recipe's: the recipe as resolved, the engine's own files, and
+    that an attempt begins after step `start`. described: its facts."""
     try:
+        before = read_verdict(config.run_dir)
+        previous = [before[0], before[1]["reason"]] if before else None
+        History(config.run_dir).append("start", step=start, previous=previous, **described)
         clear_verdict(config.run_dir)
         (config.run_dir / "recipe.yaml").write_text(config.to_yaml())
         facts = engine_facts(config, checked.plan, checked.plan.world_size)
@@ -117,19 +124,21 @@ def describe_run_dir(config: RunConfig, checked: Checked) -> None:
         raise RankError(f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another") from e
 
 
-def build_trainer(config: RunConfig, checked: Checked, device: torch.device, outcome: Outcome) -> Trainer:
+def build_trainer(
+    config: RunConfig, checked: Checked, device: torch.device, outcome: Outcome, described: dict[str, Any]
+) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
     steps, sizes = config.steps, config.batch.sizes
     torch.manual_seed((config.run.seed * 1_000_003 + dist.rank()) % 2**63)  # what is random beside counter-based draws
-    checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=log)
+    checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=log, warn=warn)
     checkpoints.preflight()
     checkpoints.refuse_second_writer()
     resumed = checkpoints.resume()
     notes = [] if resumed is None else compare_with(config, resumed, checked.plan.world_size)
     checkpoints.begin()
-    dist.on_main(partial(describe_run_dir, config, checked))
-    outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
     start = resumed.state["step"] if resumed else 0
+    dist.on_main(partial(describe_run_dir, config, checked, start, described))
+    outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
     if dist.is_main():
         write_resumed(start)
     engine = parts.build_engine(config, checked, device)
@@ -161,10 +170,10 @@ def build_trainer(config: RunConfig, checked: Checked, device: torch.device, out
         progress=ProgressLine(
             steps,
             start_step=start,
-            enabled=dist.is_main() and config.log.progress,
+            enabled=dist.is_main() and config.log.progress and not is_quiet(),
             every_steps=config.log.every_steps,
         ),
-        evaluate=parts.evaluation(config, checked.architecture, engine),
+        evaluate=parts.evaluation(config, checked.architecture, engine, config.run_dir),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
         log=log,
@@ -202,7 +211,7 @@ def describe_start(
         for note in checked.architecture.notes():
             log(f"note: {note}")
     if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
-        log(pays_twice(plan))
+        warn(pays_twice(plan))
     if resumed is not None:
         log("\n".join([resumed.describe(), *notes]))
 

@@ -32,7 +32,7 @@ from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
 from launcher.config.recipe import RunConfig, load_config
 from launcher.runtime import environment as ranks
-from launcher.runtime.log import log
+from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
 
 KEYS = ("init_from", "init_image_from", "init_text_from")
@@ -135,7 +135,7 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
         raise UserError(f"{place}: there is no such file; correct it") from e
     known = known_sha256(folder, file.name)
     if known is None:
-        log(f"{url}/{file.name} has no sha256 in a {CONFIG_NAME} beside it: it is taken as it has come")
+        warn(f"{url}/{file.name} has no sha256 in a {CONFIG_NAME} beside it: it is taken as it has come")
     elif known != digest.hexdigest():
         raise CheckpointError(
             f"{url}/{file.name} does not have its sha256 ({CONFIG_NAME}): it has changed; export again"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lab import LOUD
 from tests.s3.localstack import LocalStack
 from tests.s3.server import chosen
 
@@ -17,10 +16,10 @@ WITHOUT_S3 = "the S3 server is not set up (scripts/setup_s3.sh; `make test` does
 def tell(reporter: pytest.TerminalReporter) -> None:
     _tell_of_s3(reporter)
     _tell_of_slurm(reporter)
-    for tier in ("slurm", "hosts"):
+    for tier in ("slurm", "hosts", "browser"):
         skipped = _reports(reporter, "skipped", tier)
         reasons = {str(report.longrepr[2]) for report in skipped}  # type: ignore[index]
-        why = next((reason for reason in reasons if LOUD.format(tier.upper()) in reason), None)
+        why = next((reason for reason in reasons if tier.upper() in reason), None)
         if why is not None:
             _shout(reporter, f"{len(skipped)} TESTS OF THE TIER {tier.upper()} WERE NOT RUN: {why}")
 

@@ -34,7 +34,7 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
     "deepspeed",
-    "matplotlib.pyplot",
+    "jinja2",
     "clip_train.storage.other",
     "clip_train.data.worker",
     "launcher.engines.deepspeed.engine",

@@ -35,6 +35,7 @@ class CheckpointManager:
     `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
     folder: `<run.dir>/checkpoints`. log: takes what has become of saves, and damaged checkpoints, on rank 0.
+    warn: takes what of it speaks of failures.
     clock: the seconds by which saves are due and have waited too long.
     """
 
@@ -44,6 +45,7 @@ class CheckpointManager:
         folder: Path | str,
         *,
         log: Log | None = None,
+        warn: Log | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -52,7 +54,7 @@ class CheckpointManager:
         self.remote: Storage | None = open_storage(config.remote) if config.remote else None
         self._log = log or logger.warning
         self._schedule = Schedule(config, clock)
-        self._saves = Saves(config.max_failed_saves, self._log)
+        self._saves = Saves(config.max_failed_saves, self._log, warn or self._log)
         self._shared = True  # all ranks see `folder`; without a remote store they must
         self._selection = Selection()
         self._settings: Settings | None = None  # once `begin` has taken a lease
@@ -96,7 +98,7 @@ class CheckpointManager:
         """Before anything is built: can the remote store be used? UserError, CheckpointError: what to fix."""
         if (remote := self.remote) is not None:
             for warning in dist.on_main(lambda: preflight(remote)):
-                self._saves.report(f"warning: {warning}")
+                self._saves.warn(warning)
 
     def refuse_second_writer(self) -> None:
         """UserError on all ranks where another process of this machine writes there; one that is about to end may."""
@@ -301,7 +303,7 @@ class CheckpointManager:
         self._grace_left = 0.0
         seconds, saves = self.config.grace_seconds, self._saves
         saves.pending.clear()
-        saves.report(f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {saves.fallback()}")
+        saves.warn(f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {saves.fallback()}")
 
     def settle(self, seconds: float = 20.0) -> None:
         """Wait until the newest save is committed somewhere or has failed, so that `last_good` is up to date."""

@@ -146,12 +146,12 @@ class LastGood(NamedTuple):
 class Saves:
     """What this rank's checkpoint writer does, and what has become of it. Rank 0's saves decide for the run.
 
-    log: takes what a user should read: on rank 0, but for checkpoint writers that end.
+    log: takes what a user should read: on rank 0, but for checkpoint writers that end; warn: what speaks of failures.
     """
 
-    def __init__(self, max_failed_saves: int, log: Callable[[str], None]) -> None:
+    def __init__(self, max_failed_saves: int, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
         self._max_failed = max_failed_saves
-        self._log = log
+        self._log, self._warn = log, warn
         self.last_good: LastGood | None = None
         self.saved: int | None = None  # rank 0: the step last committed in the main store, or resumed from there
         self.failures = 0  # rank 0: saves in a row
@@ -214,7 +214,7 @@ class Saves:
         requests = [self.pending[step] for step in sorted(self.pending)]
         steps = " and ".join(f"step {request.step}" for request in requests)
         text = f"{how}; another one repeats {steps}" if steps else f"{how}; another one is started"
-        self._log(text if dist.is_main() else f"rank {dist.rank()}: {text}")
+        self._warn(text if dist.is_main() else f"rank {dist.rank()}: {text}")
         try:
             self.start(self._settings, self._memory_fd)
         except CheckpointError as e:
@@ -251,7 +251,7 @@ class Saves:
         if waiting is not None and not self.pending and self.saved == waiting:
             self.report(f"step {waiting} is committed ({self.fallback()})")
         elif self.pending:
-            self.report(f"abandoned the checkpoint of step {max(self.pending)}; {self.fallback()}")
+            self.warn(f"abandoned the checkpoint of step {max(self.pending)}; {self.fallback()}")
         self._writer.close()
         self._writer = None
 
@@ -297,7 +297,7 @@ class Saves:
             self.fatal = message["why"]
         elif message["superseded"]:
             del self.pending[step]
-            self.report(f"checkpoint of step {step} is not uploaded: {message['why']}")
+            self.warn(f"checkpoint of step {step} is not uploaded: {message['why']}")
         else:
             self.fail(step, message["why"])
 
@@ -326,7 +326,7 @@ class Saves:
         if self.failures >= self._max_failed:
             self.fatal = f"{message}; {self.fallback()}"
         else:
-            self.report(f"{message}; training goes on, {self.fallback()}")
+            self.warn(f"{message}; training goes on, {self.fallback()}")
 
     def fallback(self) -> str:
         return f"the last good one is {self.last_good.path}" if self.last_good else "there is no good one yet"
@@ -334,6 +334,10 @@ class Saves:
     def report(self, text: str) -> None:
         if dist.is_main():
             self._log(text)
+
+    def warn(self, text: str) -> None:
+        if dist.is_main():
+            self._warn(text)
 
     def share(self) -> None:
         """Collective: what rank 0 knows of commits and failures, on all ranks."""

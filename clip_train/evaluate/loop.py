@@ -25,7 +25,11 @@ Labeller = Callable[[str, dict[str, Any]], int]  # (caption, metadata) -> class 
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, batches: Iterable[ValBatch], config: EvaluateConfig, tokenize: Tokenize
+    engine: Engine,
+    batches: Iterable[ValBatch],
+    config: EvaluateConfig,
+    tokenize: Tokenize,
+    take: Callable[[Tensor, Tensor], None] = lambda image, text: None,
 ) -> dict[str, float]:
     """Zero-shot accuracy and retrieval, the same numbers on every rank. All ranks must call it.
 
@@ -34,6 +38,7 @@ def evaluate(
         batches: this rank's part of the validation set.
         config: what to measure.
         tokenize: b prompts -> int64 [b, context_length].
+        take: is given this rank's features of images and texts, [n, D] each (see `Examples`).
 
     Returns:
         `num_samples`; `zero_shot_top1`, `zero_shot_top5` and `zero_shot_samples`; OpenCLIP's
@@ -50,6 +55,7 @@ def evaluate(
     try:
         label = classes.labeller() if classes else None
         image, text, texts, labels = _encode(engine, batches, label, with_text=config.retrieval)
+        take(image, text)
         (num_samples,) = dist.sum_scalars(len(image))
         out = {"num_samples": num_samples}
         if classes is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from pydantic import Field
 
 from clip_train.settings import Settings
@@ -25,5 +27,21 @@ class LogConfig(Settings):
     wandb_project: str | None = None
     """The project there; null: `clip-train`."""
 
+    trackio: bool = False
+    """Keep the metrics in trackio too, on this machine; needs `pip install trackio`."""
+
+    trackio_project: str | None = None
+    """The project there; null: `clip-train`."""
+
     batch_digest: bool = False
     """Record the sha256 of each global batch's sorted sample keys: equal digests, equal batches."""
+
+    def mistakes_here(self) -> list[str]:
+        """What this machine lacks for it."""
+        packages = ("tensorboard", "wandb", "trackio")
+        return [not_installed(each) for each in packages if getattr(self, each) and find_spec(each) is None]
+
+
+def not_installed(package: str, error: ImportError | None = None) -> str:
+    why = f"cannot be imported ({error})" if error else "is not installed"
+    return f"log.{package} (true): {package} {why}; pip install {package}, or set log.{package}=false"

@@ -1,11 +1,14 @@
-"""The line that a user watches."""
+"""The line that a user watches: a bar, or a line of the log every so many seconds."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 _SAVES = ("checkpoint_step", "checkpoint_failures")  # of the record: the last one committed, failed since
 _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
@@ -75,7 +78,7 @@ class ProgressLine:
         now = self._clock()
         if self._printed is None or now - self._printed >= self._plain_every or last:
             self._printed = now
-            print(f"step {step}/{self._total}  {self._describe(record)}", file=self._stream, flush=True)
+            logger.info("step %d/%d  %s", step, self._total, self._describe(record))
 
     def _describe(self, record: dict[str, Any]) -> str:
         wait = 100 * record["data_wait_seconds"] / max(record["step_seconds"], 1e-9)
@@ -91,13 +94,9 @@ class ProgressLine:
         return saves + (f"  {failed} failed save{'s' if failed > 1 else ''}" if failed else "")
 
     def message(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        if not self._enabled:
-            return
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._stream, flush=True)
+        """A line of its own; above the bar, which takes what goes to stderr."""
+        if self._enabled:
+            logger.info("%s", text)
 
     def close(self) -> None:
         if self._bar is not None:

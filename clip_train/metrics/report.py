@@ -1,197 +1,255 @@
-"""`report.html`: one file that shows how a run went, to open anywhere; and `loss.png`."""
+"""`report.html`: one file that shows how a run goes, or how several compare, to open anywhere; `report.html.j2` is it.
+
+Curves are SVG of at most 1,000 points each, whatever the length of the run; nothing is fetched from elsewhere.
+"""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
-from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from clip_train.metrics.progress import format_seconds
-from clip_train.metrics.sinks import iter_jsonl
+from clip_train.metrics.run import DATA_WAIT, MEMORY, Curve, Run
+from clip_train.settings import as_yaml
 from clip_train.storage.local import LocalStorage
 
-Curve = tuple[Sequence[int], Sequence[float]]  # steps, and a value at each
-_COLOUR, _PALE, _GRID = "#2f5d8a", "#b9cde0", "#e4e4e4"
-_EXACT = {"learning rate", "logit scale"}  # charts without noise: a smoothed line would only be wrong
-_SMOOTH_FROM = 50  # records from which on a smoothed line is drawn over the raw one
-_WAIT = "data wait, %"
-_CHARTS = {
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 60.0  # between two pages while a run trains
+MOST_SHARE = 0.01  # of the time that they may take
+ROWS = 500  # of a table of invalid samples
+SIZE = 1000  # of a chart, in its own units: it is stretched to the width that there is
+LOG_FROM = 50.0  # times the median that a curve goes up to: from here on its axis is logarithmic
+CHARTS = {
     "loss": "loss",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
     "logit_scale": "logit scale",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
     "samples_per_second": "samples per second",
-    _WAIT: "waiting for data, % of the step",
+    DATA_WAIT: "waiting for data, % of the step",
+    MEMORY: "peak memory, GiB",
 }
-_SUMMARY: dict[str, tuple[str, Callable[[Sequence[float]], str]]] = {
-    "step": ("steps", lambda values: f"{values[-1]:,.0f}"),
-    "samples": ("samples seen", lambda values: f"{values[-1]:,.0f}"),
-    "loss": ("loss, first and last", lambda values: f"{values[0]:.4f}, {values[-1]:.4f}"),
-    "samples_per_second": ("samples per second, median", lambda values: f"{np.median(values):,.1f}"),
-    "peak_memory_bytes": ("peak memory", lambda values: f"{max(values) / 2**30:.2f} GiB"),
-    "step_seconds": ("time in steps", lambda values: format_seconds(sum(values))),
-}
-_SHOWN = {*_CHARTS, *_SUMMARY, "data_wait_seconds"}
+NOT_SHOWN = {"step_seconds", "data_wait_seconds", "num_samples", "zero_shot_samples"}
 
 
-def write_report(
-    run_dir: Path | str,
-    *,
-    bad_samples: Mapping[str, int] | None = None,
-    bad_epochs: Sequence[Mapping[str, int]] = (),
-) -> Path:
-    """Write `report.html` and `loss.png` into `run_dir`; returns the report's path.
+class ReportSink:
+    """Keeps `report.html` up to date while a run trains, in at most `MOST_SHARE` of its time."""
 
-    Reads `metrics.jsonl` and, where they exist, `eval.jsonl`, `recipe.yaml` and `VERDICT`.
-    bad_samples: "reason<TAB>shard" -> count, as `Batch.bad_samples` has them; bad_epochs: for each epoch that
-    has ended "epoch", "step", "bad_samples" (so far). OSError.
-    """
-    run_dir = Path(run_dir)
-    curves = _curves(run_dir / "metrics.jsonl", _SHOWN)
-    evals = _curves(run_dir / "eval.jsonl")
-    evals.pop("step", None)
-    loss_png = _draw({"loss": curves.get("loss", ([], []))}, width=8.0, height=4.0)
-    training = {title: curves.get(name, ([], [])) for name, title in _CHARTS.items()}
-    parts = [f"<h1>{html.escape(run_dir.resolve().name)}</h1>", _summary(run_dir, curves)]
-    parts.append(_image("training", _draw(training)))
-    if evals:
-        parts.append("<h2>Validation</h2>")
-        parts.append(_image("validation", _draw(evals, dots=True)))
-        last = [(name, f"{values[-1]:.6g}") for name, (_, values) in evals.items()]
-        parts.append(_table(("metric", "last value"), last))
-    if bad_samples:
-        parts.append("<h2>Invalid samples</h2>" + _bad_samples(bad_samples) + _bad_epochs(bad_epochs))
-    recipe = run_dir / "recipe.yaml"
-    if recipe.exists():
-        parts.append(f"<h2>Recipe</h2><pre>{html.escape(recipe.read_text(encoding='utf-8'))}</pre>")
-    storage = LocalStorage(run_dir)
-    storage.put_bytes("loss.png", loss_png)
-    storage.put_bytes("report.html", _page(run_dir.resolve().name, "\n".join(parts)).encode())
-    return run_dir / "report.html"
+    def __init__(self, run_dir: Path | str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = Path(run_dir), clock
+        self._run: Run | None = None
+        self._due = -math.inf
 
-
-# -- numbers
-
-
-def _curves(path: Path, names: Collection[str] | None = None) -> dict[str, Curve]:
-    """What the records have numbers of (of `names`; None: all), in the order of appearance.
-
-    Not-a-number was written as null: it is left out. One record at a time: a run may have a million.
-    """
-    curves: dict[str, tuple[array[int], array[float]]] = {}
-    for record in iter_jsonl(path) if path.exists() else ():
-        if "step" not in record:
-            continue
-        seconds, wait = record.get("step_seconds"), record.get("data_wait_seconds")
-        if seconds and wait is not None:
-            record[_WAIT] = 100 * wait / seconds
-        for name in record if names is None else names:
-            value = record.get(name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                steps, values = curves.setdefault(name, (array("q"), array("d")))
-                steps.append(record["step"])
-                values.append(value)
-    return dict(curves)
-
-
-def _smooth(steps: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
-    """The mean over a fiftieth of the run, at the middle of what it is of."""
-    width = max(len(values) // 50, 2)
-    sums = np.cumsum(np.insert(np.asarray(values), 0, 0.0))
-    return steps[width // 2 :][: len(sums) - width], (sums[width:] - sums[:-width]) / width
-
-
-# -- pictures
-
-
-def _draw(
-    charts: Mapping[str, Curve], *, dots: bool = False, width: float = 10.0, height: float | None = None
-) -> bytes:
-    """A PNG of line charts by their titles over the step, two in a row. `Figure` draws by Agg: it needs no display."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    columns = min(2, len(charts))
-    rows = -(-len(charts) // columns)
-    figure = Figure(figsize=(width, height or 2.6 * rows), dpi=110, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axis in axes[len(charts) :]:
-        axis.set_visible(False)
-    for axis, (title, (steps, values)) in zip(axes, charts.items(), strict=False):
-        axis.set_title(title, loc="left", fontsize=10)
-        axis.set_xlabel("step", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.grid(color=_GRID, linewidth=0.6)
-        axis.spines[["top", "right"]].set_visible(False)
-        if len(values) >= _SMOOTH_FROM and not dots and title not in _EXACT:
-            axis.plot(steps, values, color=_PALE, linewidth=0.8)
-            axis.plot(*_smooth(steps, values), color=_COLOUR, linewidth=1.4)
+    def write(self, record: dict[str, Any], kind: str = "train") -> None:
+        """Of a record it takes no more than that there is one: the page is made from the run's folder. OSError."""
+        if kind == "invalid":
+            LocalStorage(self._folder).put_bytes("invalid.json", json.dumps(record).encode())
+        started = self._clock()
+        if kind != "train" or started < self._due:
+            return
+        if self._run is None:
+            self._run = Run(self._folder)
         else:
-            axis.plot(steps, values, color=_COLOUR, linewidth=1.4, marker="o" if dots else None, markersize=3)
-    buffer = io.BytesIO()
-    with rc_context({"agg.path.chunksize": 10_000}):  # a run may have a million steps
-        figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+            self._run.refresh()
+        LocalStorage(self._folder).put_bytes("report.html", render([self._run]).encode())
+        took = self._clock() - started
+        self._due = started + max(REFRESH_SECONDS, took / MOST_SHARE)
+
+    def close(self) -> None:
+        """The last page needs the verdict: `write_report`, once there is one."""
 
 
-# -- HTML
+def write_report(runs: Sequence[Path | str], output: Path | str | None = None) -> Path:
+    """Write the page of a run, or of several beside each other, from their folders; returns its path. OSError.
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222 }
-body { max-width: 1000px; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.5em; margin-bottom: 0.2em } h2 { font-size: 1.1em; margin-top: 2em }
-img { width: 100%; height: auto } table { border-collapse: collapse; font-size: 0.9em }
-th, td { text-align: left; vertical-align: top; padding: 0.2em 1.2em 0.2em 0 }
-td { border-bottom: 1px solid #e4e4e4 }
-td:first-child { font-family: ui-monospace, monospace } th { font-weight: 600 }
-"""
+    output: where to; by default `report.html` in the run's folder, or `comparison.html` here for several.
+    """
+    default = Path("comparison.html") if len(runs) > 1 else Path(runs[0]) / "report.html"
+    path = Path(output or default)
+    LocalStorage(path.absolute().parent).put_bytes(path.name, render([Run(each) for each in runs]).encode())
+    return path
 
 
-def _page(title: str, body: str) -> str:
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+def render(runs: Sequence[Run]) -> str:
+    """The page, in HTML."""
+    return _template().render(
+        title=" and ".join(run.name for run in runs),
+        runs=[_shown(run) for run in runs],
+        charts=[*_charts([run.curves for run in runs], runs)],
+        eval_charts=[*_charts([run.eval_curves for run in runs], runs, dots=True)],
+        final=_final(runs),
+        differing=_differing(runs),
+        now=time.time(),
+        live=[run.state for run in runs] == ["training"],
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+@cache
+def _template() -> Any:
+    import jinja2
 
-    return "<table>\n" + row(header, "th") + "\n" + "\n".join(row(each, "td") for each in rows) + "\n</table>"
-
-
-def _image(alt: str, png: bytes) -> str:
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-
-
-def _summary(run_dir: Path, curves: Mapping[str, Curve]) -> str:
-    if not curves:
-        return "<p>No step has been recorded yet.</p>"
-    numbers = {name: values for name, (_, values) in curves.items()}
-    verdict = run_dir / "VERDICT"
-    rows = [("verdict", verdict.read_text(encoding="utf-8").split("\n")[0])] if verdict.exists() else []
-    rows += [(title, shown(numbers[name])) for name, (title, shown) in _SUMMARY.items() if name in numbers]
-    if _WAIT in numbers:
-        share = 100 * sum(numbers["data_wait_seconds"]) / sum(numbers["step_seconds"])
-        rows.append(("waiting for data", f"{share:.1f}% of it"))
-    return _table(("", ""), rows)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds, "date": _date}
+    return environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
 
 
-def _bad_samples(counts: Mapping[str, int]) -> str:
-    worst_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return _table(("reason", "shard", "samples"), [(*key.split("\t", 1), f"{count:,}") for key, count in worst_first])
+# -- what the page says
 
 
-def _bad_epochs(epochs: Sequence[Mapping[str, int]]) -> str:
-    rows, before = [], 0
-    for each in epochs:
-        rows.append((str(each["epoch"]), f"{each['step']:,}", f"{each['bad_samples'] - before:,}"))
-        before = each["bad_samples"]
-    return _table(("epoch", "ended at step", "invalid samples in it"), rows) if rows else ""
+def _shown(run: Run) -> dict[str, Any]:
+    """What of a run the page has in words and tables."""
+    curves = run.curves
+    recent = {name: number(curve.recent) for name, curve in curves.items()}
+    seconds = curves["step_seconds"].total if "step_seconds" in curves else 0.0
+    samples = run.last.get("samples", 0)
+    waited = curves["data_wait_seconds"].total / seconds if seconds and "data_wait_seconds" in curves else 0.0
+    tiles = [
+        ("loss", recent.get("loss", "-"), f"first {number(curves['loss'].first)}" if "loss" in curves else ""),
+        (
+            "samples per second",
+            recent.get("samples_per_second", "-"),
+            f"{number(samples / seconds)} in the mean" if seconds else "",
+        ),
+        ("waiting for data", f"{recent.get(DATA_WAIT, '-')}%", f"{100 * waited:.1f}% of the whole run"),
+        ("samples seen", number(samples), f"{format_seconds(seconds)} in steps"),
+        ("peak memory", f"{recent.get(MEMORY, '-')} GiB", "of rank 0"),
+        ("logit scale", recent.get("logit_scale", "-"), f"learning rate {recent.get('lr', '-')}"),
+    ]
+    names = [name for name in dict.fromkeys(key for each in run.evaluations for key in each) if name != "step"]
+    evaluations = [(name, [number(each.get(name)) for each in reversed(run.evaluations)]) for name in names]
+    return {
+        "name": run.name, "state": run.state, "step": run.step, "steps": run.steps, "eta": run.eta_seconds,
+        "done": 100 * min(run.step / run.steps, 1) if run.steps else None, "reason": (run.verdict or ("", ""))[1],
+        "notes": run.notes(), "tiles": tiles, "starts": _attempts(run), "now": run.starts[-1] if run.starts else {},
+        "evaluations": evaluations, "at": [each["step"] for each in reversed(run.evaluations)],
+        "invalid": _invalid(run.invalid.get("bad_samples", {})), "epochs": _epochs(run.invalid.get("bad_epochs", [])),
+        "recipe": _flat(run.recipe), "examples": run.examples, "folder": str(run.folder),
+        "more_invalid": len(run.invalid.get("bad_samples", {})) - ROWS,
+    }  # fmt: skip
+
+
+def _attempts(run: Run) -> list[dict[str, Any]]:
+    """Each start with how it ended: that stands in the next one's."""
+    ends = [each.get("previous") for each in run.starts[1:]] + [run.verdict]
+    return [start | {"ended": end} for start, end in zip(run.starts, ends, strict=False)]
+
+
+def _invalid(counts: Mapping[str, int]) -> list[tuple[str, str, int]]:
+    worst_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:ROWS]
+    return [(*key.split("\t", 1), count) for key, count in worst_first]  # type: ignore[misc]
+
+
+def _epochs(epochs: Sequence[Mapping[str, int]]) -> list[tuple[int, int, int]]:
+    before = [0, *(each["bad_samples"] for each in epochs)]
+    return [
+        (each["epoch"], each["step"], each["bad_samples"] - so_far)
+        for each, so_far in zip(epochs, before, strict=False)
+    ]
+
+
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{s}.{k}": v for s, keys in recipe.items() if isinstance(keys, dict) for k, v in keys.items()}
+
+
+def _differing(runs: Sequence[Run]) -> list[list[str]]:
+    """Each key that is not the same in all recipes, with its values."""
+    recipes = [_flat(run.recipe) for run in runs]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    rows = [[key, *(as_yaml(recipe[key]) if key in recipe else "-" for recipe in recipes)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _final(runs: Sequence[Run]) -> list[list[str]]:
+    """The last number of each curve and evaluation, of the losses and rates their latest mean."""
+    rows = [["step", *(f"{run.step:,}" for run in runs)]]
+    for name, title in CHARTS.items():
+        rows.append([title, *(number(run.curves[name].recent) if name in run.curves else "-" for run in runs)])
+    for name in dict.fromkeys(name for run in runs for name in run.eval_curves):
+        rows.append([name, *(number(run.eval_curves[name].last if name in run.eval_curves else None) for run in runs)])
+    return rows
+
+
+# -- charts
+
+
+def _charts(
+    curves: Sequence[Mapping[str, Curve]], runs: Sequence[Run], *, dots: bool = False
+) -> Iterator[dict[str, Any]]:
+    """One for each name, the known ones first, with the curves of all runs over one axis of steps."""
+    names = dict.fromkeys([*CHARTS, *(name for each in curves for name in each)])
+    last = max((run.step for run in runs), default=0) or 1
+    events = _events(runs[0], last) if len(runs) == 1 else {"starts": [], "saves": []}
+    for name in names:
+        found = [(colour, each[name]) for colour, each in enumerate(curves) if name in each]
+        if found and name not in NOT_SHOWN:
+            yield _chart(CHARTS.get(name, name), found, last, dots) | events
+
+
+def _events(run: Run, last: int) -> dict[str, list[str]]:
+    """Where an attempt began, and where a checkpoint was committed."""
+    starts = [each["step"] for each in run.starts[1:]]
+    return {
+        "starts": [f"{SIZE * step / last:.1f}" for step in starts if step <= last],
+        "saves": [f"{SIZE * min(each.step / last, 1):.1f}" for each in run.saves.buckets],
+    }
+
+
+def _chart(title: str, curves: Sequence[tuple[int, Curve]], last: int, dots: bool) -> dict[str, Any]:
+    """Title, axes, and of each curve its mean as a line with the band between its extremes."""
+    low = min(bucket.least for _, curve in curves for bucket in curve.buckets)
+    high = max(bucket.most for _, curve in curves for bucket in curve.buckets)
+    log = low > 0 and high > LOG_FROM * max(curve.median for _, curve in curves)
+    scale: Callable[[float], float] = math.log10 if log else float
+    pad = 0.05 * (scale(high) - scale(low)) or 0.05 * abs(scale(high)) or 1.0
+    bottom, top = scale(low) - pad, scale(high) + pad
+
+    def at(step: float, value: float) -> str:
+        return f"{SIZE * step / last:.1f},{SIZE * (top - scale(value)) / (top - bottom):.1f}"
+
+    series = []
+    for colour, curve in curves:
+        points = [at(each.step, each.mean) for each in curve.buckets]
+        band = [at(each.step, each.most) for each in curve.buckets]
+        band += [at(each.step, each.least) for each in reversed(curve.buckets)]
+        series.append({
+            "colour": colour % 8, "line": " ".join(points), "band": " ".join(band) if curve.width > 1 else "",
+            "dots": "".join(f"M{point}h0" for point in points) if dots or len(points) == 1 else "",
+            "last": number(curve.last),
+        })  # fmt: skip
+    y_ticks = [(f"{100 * (top - y) / (top - bottom):.2f}", number(10**y if log else y)) for y in ticks(bottom, top, 4)]
+    x_ticks = [(f"{100 * x / last:.2f}", number(x)) for x in ticks(0, last, 4)]
+    return {
+        "title": title + ", logarithmic" * log, "series": series, "y_ticks": y_ticks, "x_ticks": x_ticks,
+        "bottom": bottom, "top": top, "log": log, "last": last,
+    }  # fmt: skip
+
+
+def ticks(low: float, high: float, num: int) -> list[float]:
+    """About `num` round numbers from low to high."""
+    rough = (high - low) / num
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first = math.ceil(low / step)
+    return [step * each for each in range(first, math.floor(high / step) + 1)]
+
+
+def number(value: Any) -> str:
+    """Short: 4 digits, 12.3k, 4.56M; as it is where it is none."""
+    if value is None or isinstance(value, (bool, str)):
+        return "-" if value is None else str(value)
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{value:.4g}" if abs(value) < 1e4 and value != int(value) else f"{value:,.0f}"
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%a %d %b %Y %H:%M", time.localtime(seconds))

@@ -1,90 +1,33 @@
-"""Where records go: `metrics.jsonl` and `eval.jsonl` (always), TensorBoard, Weights & Biases."""
+"""Where records go: `metrics.jsonl` and `eval.jsonl` (always), the report, TensorBoard, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
-import json
+import importlib
 import logging
-import math
-import mmap
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol
 
 from clip_train import dist
 from clip_train.errors import UserError
-from clip_train.metrics.config import LogConfig
+from clip_train.metrics.config import LogConfig, not_installed
+from clip_train.metrics.jsonl import JsonlSink
+from clip_train.metrics.report import ReportSink
 from clip_train.storage.local import LocalStorage
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["train", "eval"]
+Kind = Literal["train", "eval", "invalid"]
+"""Of a record: a step, an evaluation, the samples that could not be used so far (`InvalidLog.state`)."""
 
 
-class JsonlSink:
-    """One JSON object per line, handed to the operating system line by line.
+class Chart(Protocol):
+    """What shows records somewhere. It may raise: it is dropped then, and training goes on."""
 
-    Floats keep every digit; NaN and infinities, which JSON does not have, become null.
-    """
+    def write(self, record: dict[str, Any], kind: Kind = "train") -> None: ...
 
-    def __init__(self, path: Path | str, *, resume_step: int = 0) -> None:
-        """resume_step: the step that training goes on from. Lines of later steps, which a killed run wrote
-        after its last checkpoint, are dropped; so 0 starts the file anew. OSError."""
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        truncate_jsonl(self.path, resume_step)
-        self._file = self.path.open("ab", buffering=0)
-
-    def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        line = json.dumps({key: _jsonable(value) for key, value in record.items()}, allow_nan=False, ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def truncate_jsonl(path: Path, step: int) -> None:
-    """Cut off, behind the last line of `step` or an earlier one, what follows: later steps, a torn line.
-
-    Steps only grow, so it is read from its end: of a long run's file nothing else comes from the disk.
-    """
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = len(content)
-            while end > 0:
-                begin = content.rfind(b"\n", 0, end) + 1
-                record = _record(content[begin:end])
-                if record is not None and record.get("step", 0) <= step:
-                    break
-                end = begin - 1
-            whole = end + 1 == len(content)
-        if not whole:
-            file.truncate(max(end, 0))
-            if end > 0:  # killed here, the next attempt completes the line
-                file.seek(end)
-                file.write(b"\n")
-
-
-def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records one by one; lines that are no JSON are left out. FileNotFoundError."""
-    with Path(path).open("rb") as file:
-        yield from (record for line in file if (record := _record(line)) is not None)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _jsonable(value: Any) -> Any:
-    if hasattr(value, "item"):
-        value = value.item()  # a scalar of numpy or torch
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    def close(self) -> None: ...
 
 
 class TensorBoardSink:
@@ -94,9 +37,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as e:
-            raise UserError(
-                f"log.tensorboard (true): {e}; pip install tensorboard, or set log.tensorboard=false"
-            ) from e
+            raise UserError(not_installed("tensorboard", e)) from e
         # TensorBoard hides what an earlier attempt wrote at this step and later
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10)
 
@@ -109,40 +50,39 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
-    """Weights & Biases. A resumed run goes on in the same wandb run: its id is kept in the run's folder."""
+class TrackerSink:
+    """Weights & Biases, or Hugging Face's trackio, which takes the same calls and keeps its numbers on this machine.
 
-    def __init__(self, run_dir: Path | str, *, project: str | None, recipe: dict[str, Any] | None) -> None:
+    A resumed run goes on in the same run there: by its id, which is kept in the run's folder (wandb), or its name.
+    """
+
+    def __init__(
+        self, package: Literal["wandb", "trackio"], run_dir: Path | str, *, project: str | None, recipe: Any = None
+    ) -> None:
+        """UserError where the package is not installed."""
         try:
-            import wandb
+            tracker = importlib.import_module(package)
         except ImportError as e:
-            raise UserError(
-                f"log.wandb (true): wandb cannot be imported ({e}); pip install wandb, or log.wandb=false"
-            ) from e
-        run_dir = Path(run_dir)
-        id_file = run_dir / "wandb_id"
-        run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
-        LocalStorage(run_dir).put_bytes(id_file.name, run_id.encode())
-        self._run = wandb.init(
-            project=project or "clip-train",
-            name=run_dir.name,
-            dir=str(run_dir),
-            id=run_id,
-            resume="allow",
-            config=recipe,
-        )
-        # by our own step: wandb's counter refuses steps that a resumed run does again
-        self._run.define_metric("*", step_metric="step")
+            raise UserError(not_installed(package, e)) from e
+        run_dir, own = Path(run_dir), {}
+        if package == "wandb":
+            id_file = run_dir / "wandb_id"
+            identity = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
+            LocalStorage(run_dir).put_bytes(id_file.name, identity.encode())
+            own = {"dir": str(run_dir), "id": identity}
+        name = run_dir.resolve().name
+        self._run = tracker.init(project=project or "clip-train", name=name, config=recipe, resume="allow", **own)
+        if package == "wandb":  # by our own step: wandb's counter refuses steps that a resumed run does again
+            self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        values = {f"{kind}/{name}": value for name, value in record.items() if isinstance(value, (int, float))}
-        self._run.log({**values, "step": record["step"]})
+        numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+        step = numbers.pop("step")
+        if numbers:
+            self._run.log({**{f"{kind}/{name}": value for name, value in numbers.items()}, "step": step})
 
     def close(self) -> None:
         self._run.finish()
-
-
-Chart: TypeAlias = TensorBoardSink | WandbSink
 
 
 class Sinks:
@@ -173,12 +113,16 @@ class Sinks:
         if config.tensorboard:
             charts.append(TensorBoardSink(run_dir / "events", resume_step=resume_step))
         if config.wandb:
-            charts.append(WandbSink(run_dir, project=config.wandb_project, recipe=recipe))
+            charts.append(TrackerSink("wandb", run_dir, project=config.wandb_project, recipe=recipe))
+        if config.trackio:
+            charts.append(TrackerSink("trackio", run_dir, project=config.trackio_project, recipe=recipe))
         train = JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)
-        return cls({"train": train, "eval": JsonlSink(run_dir / "eval.jsonl", resume_step=resume_step)}, charts)
+        files: dict[Kind, JsonlSink] = {"train": train}
+        files["eval"] = JsonlSink(run_dir / "eval.jsonl", resume_step=resume_step)
+        return cls(files, [ReportSink(run_dir), *charts])
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        """`record` to `metrics.jsonl` (train) or `eval.jsonl` (eval), and to the rest."""
+        """`record` to `metrics.jsonl` (train) or `eval.jsonl` (eval), and to the charts."""
         if kind in self._files:
             self._files[kind].write(record)
         self._each_chart(lambda chart: chart.write(record, kind))

@@ -53,7 +53,7 @@ class Retry:
                 renew = bucket is not None and bucket.renew(kind, generation, renewed)
                 if not (renew or kind == "again") or (attempt >= self.attempts and left <= 0):
                     raise final_error(kind, message) from e
-                _log.log(logging.WARNING if attempt >= LOUD_ATTEMPT else logging.INFO, "%s; trying again", message)
+                _log.log(logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG, "%s; trying again", message)
             else:
                 if bucket is not None:
                     bucket.worked = True

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     what = f"{num_classes} captions never seen in training" if kind == "shapes" else "held-out handwritten digits"
     log(f"zero-shot is over {data.num_val} images and {num_classes} classes ({what}); chance is {1 / num_classes:.1%}")
     log("run the demo again with run.steps=<more> to go on from its last checkpoint, or batch.micro_size=16 to see")
-    log("that the loss curve does not care; `tensorboard --logdir` on the run directory shows the curves")
+    log("that the loss curve does not care; report.html in the run directory shows the curves")
     return status
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from clip_train.stop import StopRequest
 from launcher.cli.options import VERBS, build_parser
-from launcher.runtime.log import Startup, show_warnings
+from launcher.runtime.log import Startup, configure
 from launcher.runtime.outcome import Outcome
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith(("--local_rank", "--local-rank"))
     ]
     args = parse(arguments)
-    show_warnings()
+    configure(quiet=args.quiet, verbose=args.verbose)
     args.arguments, args.stop, args.startup, args.outcome = arguments, stop, startup, outcome
     try:
         module, _, function = VERBS[args.verb].run.partition(":")

@@ -32,6 +32,8 @@ POSITIONS: dict[str, dict[str, Any]] = {
     },
     "out": {"metavar": "OUT", "help": "folder for the shards"},
     "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
+    "run": {"metavar": "RUN", "help": "a run's folder, or its recipe"},
+    "runs": {"metavar": "RUN", "nargs": "+", "help": "a run's folder, or its recipe; several are compared"},
     "overrides": {
         "metavar": "key.path=value",
         "nargs": "*",
@@ -220,6 +222,30 @@ VERBS = {
         positions=("place", "overrides"),
         options=(("verify", None, "read every byte and compare it with its sha256"), JSON),
     ),
+    "report": Verb(
+        "launcher.cli.report:write",
+        "a run as a page, or several compared in one",
+        """\
+        Write report.html of a run anew, which training keeps up to date by itself: health, curves, evaluations,
+        attempts, what differs from the defaults. Of several runs comparison.html, with all curves in one.""",
+        """\
+        clip-train report runs/clip
+        clip-train report runs/a runs/b --output a-b.html       curves over each other, keys that differ""",
+        positions=("runs",),
+        options=(
+            ("output", "FILE", "where to (default: report.html in the run's folder; comparison.html of several)"),
+        ),
+    ),
+    "watch": Verb(
+        "launcher.cli.report:watch",
+        "a run in the terminal, live",
+        "Show progress, the latest metrics, health and attempts until the run is done, or Ctrl-C.",
+        """\
+        clip-train watch runs/clip
+        clip-train watch runs/clip --once                       print it and end""",
+        positions=("run",),
+        options=(("once", None, "print it and end"),),
+    ),
     "import-args": Verb(
         "launcher.cli.import_args:run",
         "an OpenCLIP command line as a recipe",
@@ -277,4 +303,7 @@ def build_parser() -> argparse.ArgumentParser:
             elif isinstance(metavar, list):
                 takes = {"choices": metavar}
             sub.add_argument(f"--{option}", help=text, **takes, **({"default": default[0]} if default else {}))
+        loudness = sub.add_mutually_exclusive_group()
+        loudness.add_argument("--quiet", action="store_true", help="log warnings and errors alone, and no progress")
+        loudness.add_argument("--verbose", action="store_true", help="log what is tried again, and other details")
     return parser

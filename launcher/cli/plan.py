@@ -17,8 +17,8 @@ from rich.table import Table
 from clip_train.data.order import times_read
 from clip_train.errors import UserError
 from clip_train.memory import GIB, RECOMPUTED
+from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.metrics.progress import format_seconds
-from clip_train.metrics.sinks import iter_jsonl
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
 from launcher.config.gpus import estimate, find_gpu, usable

@@ -70,7 +70,7 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     engine, resolved = package(config.engine.kind), on_this_machine(config.engine)
     facts = collect(lambda: engine_facts(config, plan, world_size))
     problems += map(UserError, engine.mistakes(resolved, facts) if facts is not None else ())
-    problems += map(UserError, engine.mistakes_here(resolved) if is_rank else ())
+    problems += map(UserError, [*engine.mistakes_here(resolved), *config.log.mistakes_here()] if is_rank else ())
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
@@ -130,7 +130,7 @@ def layers_mistake(config: RunConfig) -> str:
 def pays_twice(plan: BatchPlan) -> str:
     """Activation checkpointing and the cache recompute the same forward: together they cost 2.7 forwards."""
     return (
-        f"warning: engine.activation_checkpointing with batch.kept_graphs {plan.kept_graphs} of {plan.accum_steps} "
+        f"engine.activation_checkpointing with batch.kept_graphs {plan.kept_graphs} of {plan.accum_steps} "
         f"pays for the same forward twice ({plan.forwards_per_sample + RECOMPUTED:.2f} forwards per sample): set "
         "batch.kept_graphs=all, or engine.activation_checkpointing=false with a smaller batch.micro_size, "
         "or auto for both"

@@ -137,7 +137,8 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
-    for mistake in package(config.engine.kind).mistakes_here(on_this_machine(config.engine)):
+    lacking = [*package(config.engine.kind).mistakes_here(on_this_machine(config.engine)), *config.log.mistakes_here()]
+    for mistake in lacking:
         yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     checked = check(config, world, read_data=False)
     plan = checked.plan

@@ -8,22 +8,46 @@ import sys
 import time
 from pathlib import Path
 
+from clip_train.errors import RankError
+from launcher.runtime.environment import detect
 
-def log(message: str) -> None:
-    """With the time, in one piece. message: begins with `error: ` or `warning: ` where it is one."""
-    print(f"{time.strftime('%H:%M:%S')} clip-train: {message}", file=sys.stderr, flush=True)
+OURS = [logging.getLogger(name) for name in ("clip_train", "launcher")]
 
 
-class _Lines(logging.Handler):
+def log(message: str, level: int = logging.INFO) -> None:
+    OURS[1].log(level, message)
+
+
+def warn(message: str) -> None:
+    log(message, logging.WARNING)
+
+
+class Lines(logging.Handler):
+    """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to what is stderr at the moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            self.rank = detect(os.environ).rank
+        except RankError:  # is explained later, by the verb
+            self.rank = 0
+
     def emit(self, record: logging.LogRecord) -> None:
-        log(f"{record.levelname.lower()}: {record.getMessage()}")
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        sys.stderr.write(f"{now} [rank {self.rank}] {record.levelname.lower()}: {record.getMessage()}\n")
+        sys.stderr.flush()
 
 
-def show_warnings() -> None:
-    """What `clip_train` says by `logging` looks like the rest."""
-    logger = logging.getLogger("clip_train")
-    if not any(isinstance(handler, _Lines) for handler in logger.handlers):
-        logger.addHandler(_Lines(logging.WARNING))
+def configure(*, quiet: bool = False, verbose: bool = False) -> None:
+    """Before anything is logged: both packages write the same lines. quiet: warnings and errors alone."""
+    handler = Lines()
+    for logger in OURS:
+        logger.handlers = [each for each in logger.handlers if not isinstance(each, Lines)] + [handler]
+        logger.setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
+
+
+def is_quiet() -> bool:
+    return not OURS[1].isEnabledFor(logging.INFO)
 
 
 class Startup:

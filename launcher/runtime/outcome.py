@@ -7,6 +7,7 @@ status: 0 done, 75 preempted after a commit, 130 interrupted twice, 2 the user's
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from clip_train.errors import ClipTrainError, DivergedError, Preempted, RankError, RemoteRankError, UserError
 from launcher.runtime.environment import RankEnv, detect
-from launcher.runtime.log import log
+from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import Failure, Word, node_name, read_verdict, write_report, write_verdict
 
 if TYPE_CHECKING:
@@ -135,13 +136,13 @@ class Outcome:
         elif failure.status in (75, 130):
             log(failure.message)
         else:
-            log(f"error: {where}{failure.message}")
+            log(f"{where}{failure.message}", logging.ERROR)
         write_report(failure, trace)
         if self.run_dir is not None and read_verdict(self.run_dir) is None:
             try:
                 write_verdict(self.run_dir, failure.word, self._step, str(failure) if failure.lost else failure.message)
             except OSError as e:
-                log(f"the verdict ({failure.word}) could not be written: {e}")
+                log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
 
     def plot(self) -> None:
         """Rank 0, once a step is made: report.html. After all that there is to print: a long run's takes seconds."""
@@ -149,11 +150,10 @@ class Outcome:
             return
         from clip_train.metrics.report import write_report as plot
 
-        bad = self.trainer.bad_samples
         try:
-            plot(self.run_dir, bad_samples=bad.total, bad_epochs=bad.epochs)
+            plot([self.run_dir])
         except Exception as e:  # a picture is no reason to call a good run failed
-            log(f"the report could not be written: {type(e).__name__}: {e}")
+            warn(f"the report could not be written: {type(e).__name__}: {e}")
 
     @property
     def _step(self) -> int:

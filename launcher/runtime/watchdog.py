@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import signal
 import statistics
@@ -28,7 +29,7 @@ from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from launcher.runtime.environment import END_TIME, detect, launcher_pid
 from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
-from launcher.runtime.log import log
+from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, node_name
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
@@ -145,7 +146,7 @@ class Watchdog:
             try:
                 self._look(now, frozen)
             except Exception as e:  # it goes on watching, whatever a disk or a library makes of it
-                log(f"warning: the watchdog could not look: {type(e).__name__}: {e}")
+                warn(f"the watchdog could not look: {type(e).__name__}: {e}")
             if self._heartbeat.env.world_size == 1 and (now - armed > 30 or frozen):  # the lock is free
                 armed = now
                 self._arm()
@@ -201,7 +202,7 @@ class Watchdog:
         if pending is not None:
             where, waiting = f"{where}, where {pending} is unfinished", True
         message = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
-        log(f"[rank {self._heartbeat.env.rank} on {node_name()}] {message}")
+        log(f"[rank {self._heartbeat.env.rank} on {node_name()}] {message}", logging.ERROR)
         faulthandler.dump_traceback(all_threads=True)
         newest = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries[-4:]]
         print(f"the last collectives: {'; '.join(newest) or 'none recorded'}", file=sys.stderr, flush=True)

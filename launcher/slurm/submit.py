@@ -24,6 +24,8 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check
 from launcher.doctor.recipe import check_disk, check_places
+from launcher.runtime.facts import commit
+from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import code_version
 from launcher.slurm.profile import Site, load_site
 from launcher.slurm.scheduler import answer
@@ -79,7 +81,7 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
         raise UserError(f"{finding.message}: {finding.remedy}")
     if config.checkpoint.remote is not None and not offline:
         for warning in preflight(open_storage(config.checkpoint.remote)):
-            print(f"clip-train: warning: {warning}", file=sys.stderr)
+            warn(warning)
 
 
 def check_slurm(job: Site, run_dir: Path) -> None:
@@ -193,7 +195,9 @@ def run(args: argparse.Namespace) -> int:
     identity = sent.stdout.strip().split(";")[0]
     (folder / "submit.json").write_text(json.dumps(described | {"job": identity}, indent=2) + "\n")
     print(f"job {identity}: {job.nodes} nodes x {job.tasks} ranks, {job.time}, from {folder}")
-    print(f"watch:   squeue -j {identity}; tail -F {folder}/{config.run.name}-{identity}*.log")
+    print(
+        f"watch:   clip-train watch {run_dir}; squeue -j {identity}; tail -F {folder}/{config.run.name}-{identity}*.log"
+    )
     print(f"history: {run_dir / 'attempts.jsonl'}")
     print(f"stop:    touch {run_dir / 'STOP'}   (saves first);   cancel: scancel {identity}   (saves if Slurm lets it)")
     return 0
@@ -211,7 +215,7 @@ def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
         described = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "code": code_version(),
-            "commit": answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None,
+            "commit": commit(),
             "python": sys.executable,
             "world_size": job.world_size,
         }

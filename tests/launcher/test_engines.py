@@ -36,7 +36,7 @@ FSDP = "engine.kind=fsdp"
 def test_a_wrong_combination_is_refused_before_launch(recipe, overrides, world, said, capsys):
     assert main(["plan", str(recipe), *overrides, "--world-size", str(world)]) == 2
     err = capsys.readouterr().err
-    assert said in err and err.count("clip-train: error:") == 1, err
+    assert said in err and err.count("] error:") == 1, err
 
 
 @pytest.mark.parametrize(

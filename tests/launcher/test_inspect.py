@@ -93,7 +93,7 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
     run_dir = tmp_path / "demo-digits"
     assert read_verdict(run_dir)[0] == "DONE"
     assert metrics(run_dir)[0]["accum_steps"] == 4
-    assert {"report.html", "loss.png", "metrics.jsonl", "recipe.yaml", "ds_config.json", "events"} <= {
+    assert {"report.html", "attempts.jsonl", "metrics.jsonl", "recipe.yaml", "ds_config.json", "events"} <= {
         p.name for p in run_dir.iterdir()
     }
-    assert "<td>DONE</td>" in (run_dir / "report.html").read_text()
+    assert "state DONE" in (run_dir / "report.html").read_text()

@@ -121,7 +121,7 @@ def test_a_mistake_is_one_message_with_status_2(overrides, said, recipe, shards,
     overrides = [o.replace("{tmp}", str(shards)) for o in overrides]
     assert main(["train", str(recipe), *overrides]) == 2
     err = capsys.readouterr().err
-    assert err.count("clip-train: error:") == 1
+    assert err.count("] error:") == 1
     assert "Traceback" not in err
     for words in said:
         assert words in err, f"{words!r} is missing in: {err}"
@@ -239,7 +239,7 @@ def test_a_recipe_that_is_not_there(capsys):
 def test_two_ranks_tell_a_mistake_once(recipe):
     status, out = run(recipe, "data.train=/nowhere/*.tar", ranks=2)
     assert status == 2
-    assert out.count("clip-train: error") == 1, out
+    assert out.count("] error:") == 1, out
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(recipe, capsys):

@@ -63,7 +63,7 @@ def test_sigterm_saves_at_the_next_step_and_exits_75(recipe, tmp_path, uninterru
     word, why = read_verdict(tmp_path / "run")
     assert word == "PREEMPTED", out
     assert out.count("stopped by SIGTERM after step") == 1
-    assert "<td>PREEMPTED</td>" in (tmp_path / "run" / "report.html").read_text()  # it is written behind the verdict
+    assert "state PREEMPTED" in (tmp_path / "run" / "report.html").read_text()  # it is written behind the verdict
     assert metrics(tmp_path / "run")[-1]["step"] == why["step"] < 40
     status, out = run(recipe)
     assert status == 0, out

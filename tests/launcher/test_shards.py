@@ -88,7 +88,7 @@ def test_a_node_without_the_validation_set_ends_all_with_its_reason(
     assert status == 2, told
     reason = "is not the same list of shards on all nodes: " if on_the_second else "matches no shard"
     assert f"data.val (val/*.tar) {reason}" in out
-    assert sum(out.count("clip-train: error: ") for _, out in told) == 1, told
+    assert sum(out.count("] error: ") for _, out in told) == 1, told
     verdict = (tmp_path / "run" / "VERDICT").read_text()
     # a mount that is not the same may be another on the next nodes
     assert verdict.startswith("FAILED" if on_the_second else "FATAL"), verdict

@@ -28,7 +28,7 @@ def test_the_error_of_one_rank_is_told_once_and_ends_the_other(recipe, tmp_path)
     process = start(recipe, *ENDLESS, ranks=2, fault="raise:1")
     status, out = finish(process)
     assert status == 1
-    assert out.count("\nRuntimeError: broken on purpose") == 1 and "clip-train: error" not in out, out
+    assert out.count("\nRuntimeError: broken on purpose") == 1 and "] error:" not in out, out
     assert read_verdict(tmp_path / "run") == ("FAILED", {"step": 5, "reason": "RuntimeError: broken on purpose"})
 
 
@@ -77,5 +77,5 @@ def test_a_mistake_of_one_rank_is_told_once_and_ends_all(recipe, tmp_path, lines
     ended = [finish(rank) for rank in ranks]
     assert [status for status, _ in ended] == [2, 2], ended
     out = "".join(out for _, out in ended)
-    assert out.count(told) == 1 and out.count("clip-train: error") == 1, out
+    assert out.count(told) == 1 and out.count("] error:") == 1, out
     assert not (tmp_path / "run").exists()

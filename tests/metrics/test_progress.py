@@ -1,4 +1,6 @@
 import io
+import logging
+import sys
 from contextlib import closing
 
 import pytest
@@ -16,32 +18,36 @@ def record(step: int) -> dict:
     }
 
 
-def test_plain_lines_come_by_time_and_at_the_end() -> None:
-    out, now = io.StringIO(), [0.0]
-    with closing(ProgressLine(100, stream=out, clock=lambda: now[0])) as progress:
+@pytest.fixture(autouse=True)
+def everything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def test_plain_lines_come_by_time_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    with closing(ProgressLine(100, stream=io.StringIO(), clock=lambda: now[0])) as progress:
         for step in range(1, 101):
             progress.update(record(step))
             now[0] += 1.0
         progress.message("saved [bold]")
-    text = out.getvalue().splitlines()
+    text = caplog.messages
     assert [int(line.split()[1].split("/")[0]) for line in text[:-1]] == [*range(1, 100, 10), 100]
     assert text[1] == "step 11/100  loss 2.5000  1,234 samples/s  data wait 25%  ETA 0:02:58"
     assert text[-1] == "saved [bold]"
 
 
-def test_the_first_step_does_not_count_in_the_eta() -> None:
+def test_the_first_step_does_not_count_in_the_eta(caplog: pytest.LogCaptureFixture) -> None:
     """It holds the start of workers, allocators, compiled kernels."""
-    out = io.StringIO()
-    with closing(ProgressLine(12, stream=out, plain_every_seconds=0.0)) as progress:
+    with closing(ProgressLine(12, stream=io.StringIO(), plain_every_seconds=0.0)) as progress:
         progress.update(record(1) | {"step_seconds": 600.0})
         progress.update(record(2) | {"step_seconds": 3.0})
-    assert [line.split("ETA ")[1] for line in out.getvalue().splitlines()] == ["...", "0:00:30"]
+    assert [line.split("ETA ")[1] for line in caplog.messages] == ["...", "0:00:30"]
 
 
-def test_what_became_of_saves_stays_in_the_line() -> None:
-    out, now = io.StringIO(), [0.0]
+def test_what_became_of_saves_stays_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
     with closing(
-        ProgressLine(100, stream=out, plain_every_seconds=0.0, every_steps=2, clock=lambda: now[0])
+        ProgressLine(100, stream=io.StringIO(), plain_every_seconds=0.0, every_steps=2, clock=lambda: now[0])
     ) as progress:
         progress.update(record(2))
         progress.update(record(3) | {"checkpoint_step": 3, "checkpoint_failures": 0})  # a step without a line
@@ -49,17 +55,17 @@ def test_what_became_of_saves_stays_in_the_line() -> None:
         progress.update(record(6) | {"checkpoint_failures": 1})
         progress.update(record(8) | {"checkpoint_failures": 2})
         progress.update(record(10) | {"checkpoint_step": 9, "checkpoint_failures": 0})
-    ends = [line.split("ETA ")[1].split(maxsplit=1)[1:] for line in out.getvalue().splitlines()]
+    ends = [line.split("ETA ")[1].split(maxsplit=1)[1:] for line in caplog.messages]
     saved = "saved at 3"
     assert ends == [[], [saved], [f"{saved}  1 failed save"], [f"{saved}  2 failed saves"], ["saved at 9"]]
 
 
-def test_nothing_on_other_ranks() -> None:
+def test_nothing_on_other_ranks(caplog: pytest.LogCaptureFixture) -> None:
     out = io.StringIO()
     with closing(ProgressLine(2, stream=out, enabled=False)) as progress:
         progress.update(record(1))
         progress.message("x")
-    assert out.getvalue() == ""
+    assert out.getvalue() == "" and not caplog.messages
 
 
 def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +79,7 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(ProgressLine(4, start_step=1, stream=out, every_steps=2)) as progress:
         for step in (2, 3, 4):
             progress.update(record(step))
-        progress.message("saved [bold]")
+        print("saved [bold]", file=sys.stderr)  # as what is logged
     assert "4/4" in out.getvalue() and "loss 2.5000" in out.getvalue() and "saved [bold]" in out.getvalue()
 
 

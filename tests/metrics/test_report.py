@@ -1,81 +1,173 @@
-import base64
-import io
+"""report.html: what it says of a run, that it is one file, and that it stays small however long the run is."""
+
+import itertools
 import json
-import re
+import os
+import time
 import tracemalloc
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+import pytest
 
-from clip_train.metrics.report import write_report
+from clip_train.metrics.report import ReportSink, write_report
+from tests.metrics.pages import Page, start, step, write_jsonl, write_run
 
-
-def write_jsonl(path: Path, records: list[dict]) -> None:
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
-
-
-def step(i: int) -> dict:
-    return {
-        "step": i, "samples": 8 * i, "loss": None if i == 3 else 5.0 / i, "grad_norm": 1.0,
-        "logit_scale": 14.0, "lr": 1e-3, "samples_per_second": 10.0, "step_seconds": 0.5,
-        "data_wait_seconds": 0.1, "peak_memory_bytes": 2**30,
-    }  # fmt: skip
+SECTIONS = [
+    "Training", "Evaluation", "Latest evaluations", "Nearest captions", "Attempts", "What it ran with",
+    "What differs from the defaults", "The whole recipe",
+]  # fmt: skip
 
 
-def images(page: str) -> dict[str, Image.Image]:
-    found = re.findall(r'<img alt="([^"]+)" src="data:image/png;base64,([^"]+)"', page)
-    return {alt: Image.open(io.BytesIO(base64.b64decode(data))) for alt, data in found}
+def page_of(*runs: Path, output: Path | None = None) -> Page:
+    text = write_report(runs, output).read_text()
+    assert len(text) < 400_000
+    page = Page(text)
+    assert all(each.startswith("data:") for each in page.addresses), page.addresses
+    return page
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "metrics.jsonl", [step(i) for i in range(1, 121)])
-    write_jsonl(tmp_path / "eval.jsonl", [{"step": s, "zero_shot/top1": s / 200, "note": "x"} for s in (60, 120)])
-    (tmp_path / "recipe.yaml").write_text("run: {name: <script>, seed: 7}\nmodel: {name: ViT-B-32}\n")
-    (tmp_path / "VERDICT").write_text('DONE\n{"step": 120}\n')
-    page = write_report(tmp_path, bad_samples={"no caption\tshard-7.tar": 12, "truncated\ta.tar": 1}).read_text()
-    found = images(page)
-    assert set(found) == {"training", "validation"}
-    for image in found.values():
-        assert image.size[0] > 800 and len(image.convert("L").getcolors(256)) > 10  # drawn, not blank
-    for text in ("DONE", "120", "960", "5.0000, 0.0417", "zero_shot/top1", "0.6", "20.0% of it", "1.00 GiB",
-                 "shard-7.tar", "no caption", "seed: 7", "ViT-B-32", "&lt;script&gt;"):  # fmt: skip
-        assert text in page, text
-    assert "<script>" not in page
-    assert not re.search(r'(src|href)="(?!data:)', page)  # self-contained
-    with Image.open(tmp_path / "loss.png") as loss:
-        assert loss.size[0] > 500
+def test_a_run_that_trains(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    page = page_of(run)
+    assert [*page.sections][1:] == SECTIONS
+    for text in ("training", "step 120 of 200 (60.0%)", "0:00:40 left: done about", "nothing to remark", "16", "960"):
+        assert text in page.sections[""], text
+    for text in ("loss", "logit scale", "gradient norm", "learning rate", "samples per second", "waiting for data, %",
+                 "peak memory, GiB", "resumed"):  # fmt: skip
+        assert text in page.sections["Training"], text
+    assert "zero_shot_top1 0.5 0.25" in page.sections["Latest evaluations"]
+    assert "a red <b> ✓ 0.91 a dog 0.50" in page.sections["Nearest captions"]
+    attempts = page.sections["Attempts"]
+    assert "1 2026-11-23T10:00:00+0000 0 2 ranks on cpu" in attempts and attempts.endswith("training")
+    assert "PREEMPTED stopped by SIGTERM after step 60" in attempts
+    for text in ("clip-train train my.yaml", "0123abcd", "Python 3.11, torch 2.13", "n1: a processor"):
+        assert text in page.sections["What it ran with"], text
+    assert "optim.lr 0.001 data.train a.tar" in page.sections["What differs from the defaults"]
+    assert (
+        "model.name ViT-B-32" in page.sections["The whole recipe"] and "<script>" in page.sections["The whole recipe"]
+    )
+    assert 'http-equiv="refresh"' in (run / "report.html").read_text()
+
+
+def test_curves_are_where_their_numbers_are(tmp_path: Path) -> None:
+    """The loss halves at each step: the line's heights between the axis' ends, worked out here."""
+    write_jsonl(tmp_path / "metrics.jsonl", [step(i, loss=2.0 ** (3 - i)) for i in range(1, 5)])
+    loss = page_of(tmp_path).points[0]
+    assert [x for x, _ in loss] == [250, 500, 750, 1000]
+    fall = [b[1] - a[1] for a, b in itertools.pairwise(loss)]
+    assert fall[0] == pytest.approx(2 * fall[1], rel=0.01) and fall[1] == pytest.approx(2 * fall[2], rel=0.01)
+    assert fall[0] > 0 and 0 < loss[0][1] < loss[-1][1] < 1000  # downwards, with room above and below
+
+
+def test_what_speaks_against_it_comes_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_jsonl(
+        run / "metrics.jsonl",
+        [step(i, loss=3 + i / 100, samples_per_second=16.0 if i < 100 else 4.0) for i in range(1, 121)]
+        + [step(121, loss=None, samples_per_second=4.0, data_wait_seconds=0.4, checkpoint_failures=2)],
+    )
+    (run / "invalid.json").write_text(
+        json.dumps({
+            "step": 120, "bad_samples": {"no caption\tshard-7.tar": 12, "truncated\ta.tar": 1},
+            "bad_epochs": [{"epoch": 1, "step": 40, "bad_samples": 5}, {"epoch": 2, "step": 80, "bad_samples": 13}],
+        })
+    )  # fmt: skip
+    page = page_of(run)
+    for text in ("the last loss is not a number", "failed saves in a row: 2", "is above where it was at first",
+                 "4 samples/s of late, 16 in the median", "13 invalid samples, 1.34% of all seen"):  # fmt: skip
+        assert text in page.sections[""], text
+    assert "no caption shard-7.tar 12" in page.sections["Invalid samples"]
+    assert "1 40 5 2 80 8" in page.sections["Invalid samples by epoch"]
+    long_ago = time.time() - 3600
+    os.utime(run / "metrics.jsonl", (long_ago, long_ago))
+    page = page_of(run)
+    assert "silent" in page.sections[""] and "no step for 1:00:00" in page.sections[""]
+    (run / "VERDICT").write_text('FATAL\n{"step": 121, "reason": "the loss is not finite"}\n')
+    page = page_of(run)
+    assert "FATAL: the loss is not finite" in page.sections[""] and "silent" not in page.sections[""]
+    assert "refresh" not in (run / "report.html").read_text()
 
 
 def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
-    assert "No step has been recorded yet" in write_report(tmp_path).read_text()
+    assert "No step has been recorded yet" in page_of(tmp_path).text
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
-    assert set(images(write_report(tmp_path).read_text())) == {"training"}
+    assert "step 1" in page_of(tmp_path).text
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    (tmp_path / "VERDICT").write_text("DO")
+    (tmp_path / "recipe.yaml").write_text("run: [")
+    assert "step 1" in page_of(tmp_path).text
 
 
-def test_a_long_run_is_read_record_by_record(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "metrics.jsonl", [step(1)])
-    write_report(tmp_path)  # what is imported and kept is not the run's
-    write_jsonl(tmp_path / "metrics.jsonl", [step(i) for i in range(1, 15_001)])
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", 60, lr=2e-3, loss=9.0)
+    page = page_of(one, two, output=tmp_path / "both.html")
+    assert [*page.sections][1:] == ["Final values", "Keys that differ", "Training", "Evaluation"]
+    assert page.sections["Keys that differ"].split() == ["key", "one", "two", "optim.lr", "0.001", "0.002"]
+    assert "step 120 60" in page.sections["Final values"] and "zero_shot_top1 0.5 0.5" in page.sections["Final values"]
+    first, second = page.points[:2]  # of the loss, over one axis
+    assert first[-1][0] == 1000 and second[-1][0] == 500 and second[0][1] < first[0][1]
+    assert not (one / "report.html").exists()
+
+
+def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_path: Path) -> None:
+    write_run(tmp_path / "short")
+    write_report([tmp_path / "short"])  # what is imported and kept is not the run's
+    odd = {1456: 100.0, 4345: -100.0}
+    records = [step(i, loss=odd.get(i, i * 7919 % 1000 / 1000)) for i in range(1, 6001)]
+    write_jsonl(tmp_path / "metrics.jsonl", records)
+    del records
     tracemalloc.start()
-    page = write_report(tmp_path).read_text()
+    page = page_of(tmp_path)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    for text in ("15,000", "120,000", "5.0000, 0.0003", "2:05:00", "20.0% of it"):
-        assert text in page, text
-    assert most < 14 << 20  # with all records at once 25 MiB
+    assert most < 5 << 20  # with all records at once 10 MiB
+    for text in ("6,000", "48k", "0:50:00", "4.0% of the whole run"):
+        assert text in page.text, text
+    assert all(100 < len(each) <= 330 for each in page.points)
+    band = (tmp_path / "report.html").read_text().split('<polygon class="band b0" points="')[1].split('"')[0]
+    corners = [tuple(map(float, each.split(","))) for each in band.split()]
+    highest, lowest = min(corners, key=lambda each: each[1]), max(corners, key=lambda each: each[1])
+    assert highest[0] == pytest.approx(1000 * 1456 / 6000, abs=3) and highest[1] < 60
+    assert lowest[0] == pytest.approx(1000 * 4345 / 6000, abs=3) and lowest[1] > 940
 
 
-def test_what_is_drawn_of_a_long_curve_has_its_extremes(tmp_path: Path) -> None:
-    """One step of 15,000 at which the loss is far above all others, and one far below."""
-    records = [{"step": i, "loss": {3456: 100.0, 12_345: -100.0}.get(i, i * 7919 % 1000 / 1000)} for i in range(15_000)]
-    write_jsonl(tmp_path / "metrics.jsonl", records)
-    write_report(tmp_path)
-    pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
-    blue = pixels[..., 2] - pixels[..., 0] > 20  # the curves; frame, grid and text are grey
-    rows, columns = np.nonzero(blue)
-    left, right = columns.min(), columns.max()
-    for half, step in ((rows < rows.min() + 50, 3456), (rows > rows.max() - 50, 12_345)):
-        at = (columns[half] - left) / (right - left) * 15_000
-        assert abs(at - step).max() < 100, step
-    assert rows.max() - rows.min() > pixels.shape[0] / 2
+def test_it_is_renewed_while_it_trains_but_not_at_each_step(tmp_path: Path) -> None:
+    now, page = [0.0], tmp_path / "report.html"
+    sink = ReportSink(tmp_path, clock=lambda: now[0])
+
+    def train(first: int, last: int) -> None:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            for i in range(first, last + 1):
+                file.write(json.dumps(step(i)) + "\n")
+                file.flush()
+                sink.write(step(i))
+                now[0] += 1.0
+
+    train(1, 1)
+    assert "step 1" in Page(page.read_text()).text
+    train(2, 60)
+    assert "step 1" in Page(page.read_text()).text and "step 60" not in Page(page.read_text()).text
+    train(61, 61)
+    assert "step 61" in Page(page.read_text()).text
+    # a resumed run cuts its records, and writes as many again
+    write_jsonl(tmp_path / "metrics.jsonl", [step(i, loss=7.0) for i in range(1, 62)])
+    train(62, 130)
+    text = Page(page.read_text()).text
+    assert "step 121" in text and "first 7" in text
+    assert [each.name for each in tmp_path.iterdir() if each.name not in ("metrics.jsonl", "report.html")] == []
+
+
+def test_the_samples_that_cannot_be_used_are_kept_for_the_page(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "metrics.jsonl", [step(1)])
+    sink = ReportSink(tmp_path)
+    sink.write({"step": 1, "bad_samples": {"no image\tb.tar": 3}, "bad_epochs": []}, "invalid")
+    sink.write(step(1))
+    assert "no image b.tar 3" in Page((tmp_path / "report.html").read_text()).sections["Invalid samples"]
+
+
+def test_the_first_step_of_each_attempt_does_not_count_in_the_eta(tmp_path: Path) -> None:
+    """It holds the start of workers, allocators, compiled kernels."""
+    seconds = {1: 600.0, 2: 2.0, 3: 900.0, 4: 2.0}
+    write_jsonl(tmp_path / "metrics.jsonl", [step(i, step_seconds=each) for i, each in seconds.items()])
+    write_jsonl(tmp_path / "attempts.jsonl", [start(0, steps=10), start(2, steps=10)])
+    assert "0:00:12 left" in page_of(tmp_path).text  # 6 steps of 2 s

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import sys
 import tracemalloc
 from contextlib import closing
@@ -11,7 +12,8 @@ import torch
 from clip_train import dist
 from clip_train.errors import UserError
 from clip_train.metrics.config import LogConfig
-from clip_train.metrics.sinks import JsonlSink, Sinks, iter_jsonl, truncate_jsonl
+from clip_train.metrics.jsonl import JsonlSink, iter_jsonl, truncate_jsonl
+from clip_train.metrics.sinks import Sinks
 from tests.ranks import run_ranks
 
 
@@ -109,7 +111,7 @@ def write_a_step(run_dir: Path) -> list[str]:
 
 @pytest.mark.distributed
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    assert run_ranks(write_a_step, 2, tmp_path) == [["eval.jsonl", "metrics.jsonl"], []]
+    assert run_ranks(write_a_step, 2, tmp_path) == [["eval.jsonl", "metrics.jsonl", "report.html"], []]
 
 
 def test_a_failing_chart_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,10 +133,44 @@ def test_a_failing_chart_does_not_stop_the_run(tmp_path: Path, caplog: pytest.Lo
     assert "Broken failed and is off from now on: no network" in caplog.text
 
 
-def test_wandb_that_is_missing_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install wandb"):
-        Sinks.open(LogConfig(tensorboard=False, wandb=True), tmp_path)
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
+def test_a_package_that_is_missing_says_how_to_get_it(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    config = LogConfig(**{"tensorboard": False, package: True})
+    remedy = f"log.{package} (true): {package} .*; pip install {package}, or set log.{package}=false"
+    assert len(config.mistakes_here()) == 1 and re.fullmatch(
+        remedy.replace("(", "[(]", 1).replace(")", "[)]", 1), config.mistakes_here()[0]
+    )
+    with pytest.raises(UserError, match=f"pip install {package}"):
+        Sinks.open(config, tmp_path)
+
+
+def test_trackio_goes_on_in_the_same_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, logged = [], []
+
+    class Trackio:
+        @staticmethod
+        def init(project: str, name: str, config: dict, resume: str) -> type:
+            """What trackio takes of it; it has neither wandb's ids nor its definitions of metrics."""
+            started.append((project, name, config, resume))
+            return Trackio
+
+        log = staticmethod(logged.append)
+        finish = staticmethod(lambda: None)
+
+    monkeypatch.setitem(sys.modules, "trackio", Trackio)
+    for resume_step in (0, 1):
+        with closing(
+            Sinks.open(
+                LogConfig(tensorboard=False, trackio=True), tmp_path / "run", resume_step=resume_step, recipe={"a": 1}
+            )
+        ) as sinks:
+            sinks.write({"step": resume_step + 1, "loss": 1.0})
+    assert started == [("clip-train", "run", {"a": 1}, "allow")] * 2
+    assert logged == [{"train/loss": 1.0, "step": 1}, {"train/loss": 1.0, "step": 2}]
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

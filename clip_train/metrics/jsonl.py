@@ -1,0 +1,76 @@
+"""Files of one JSON object per line: `metrics.jsonl`, `eval.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class JsonlSink:
+    """One JSON object per line, handed to the operating system line by line.
+
+    Floats keep every digit; NaN and infinities, which JSON does not have, become null.
+    """
+
+    def __init__(self, path: Path | str, *, resume_step: int = 0) -> None:
+        """resume_step: the step that training goes on from. Lines of later steps, which a killed run wrote
+        after its last checkpoint, are dropped; so 0 starts the file anew. OSError."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        truncate_jsonl(self.path, resume_step)
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        line = json.dumps({key: _jsonable(value) for key, value in record.items()}, allow_nan=False, ensure_ascii=False)
+        self._file.write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate_jsonl(path: Path, step: int) -> None:
+    """Cut off, behind the last line of `step` or an earlier one, what follows: later steps, a torn line.
+
+    Steps only grow, so it is read from its end: of a long run's file nothing else comes from the disk.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = len(content)
+            while end > 0:
+                begin = content.rfind(b"\n", 0, end) + 1
+                record = parse_record(content[begin:end])
+                if record is not None and record.get("step", 0) <= step:
+                    break
+                end = begin - 1
+            whole = end + 1 == len(content)
+        if not whole:
+            file.truncate(max(end, 0))
+            if end > 0:  # killed here, the next attempt completes the line
+                file.seek(end)
+                file.write(b"\n")
+
+
+def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The records one by one; lines that are no JSON are left out. FileNotFoundError."""
+    with Path(path).open("rb") as file:
+        yield from (record for line in file if (record := parse_record(line)) is not None)
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _jsonable(value: Any) -> Any:
+    if hasattr(value, "item"):
+        value = value.item()  # a scalar of numpy or torch
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,57 @@
+"""What an attempt runs with, for who reads its report later: a line in `attempts.jsonl`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.config.recipe import RunConfig, changed_keys
+from launcher.runtime.environment import RankEnv
+from launcher.runtime.rendezvous import versions
+from launcher.runtime.verdict import node_name
+from launcher.slurm.scheduler import answer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, Any]:
+    """As JSON has it. config: as the user gave it."""
+    if device.type == "cuda":
+        version, what = torch.version.cuda, torch.cuda.get_device_name(device)
+    else:
+        version, what = None, processor()
+    ranks = f"{env.world_size} rank{'s' * (env.world_size > 1)} on {device.type}, {env.local_world_size} on each host"
+    return {
+        "steps": config.steps,
+        "command": shlex.join(["clip-train", *sys.argv[1:]]),
+        "commit": commit(),
+        "hardware": f"{ranks}; {node_name()}: {what}",
+        "versions": versions() | ({"CUDA": version} if version else {}),
+        "changed": changed_keys(config),
+    }
+
+
+def commit() -> str | None:
+    """Of git, `-dirty` where files differ; of a job's frozen code that of its submission. None where there is none."""
+    if (ROOT / ".git").exists():
+        return answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((ROOT.parent / "submit.json").read_text()).get("commit")
+    return None
+
+
+def processor() -> str:
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"

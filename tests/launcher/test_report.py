@@ -1,0 +1,130 @@
+"""`clip-train report`, `clip-train watch`, and the lines that every verb logs."""
+
+import json
+import logging
+import os
+import pty
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from launcher.cli.main import main, parse
+from launcher.cli.options import VERBS
+from tests.launcher.conftest import PATIENCE, metrics, run, start
+from tests.metrics.pages import Page, step, write_run
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[rank (\d+)\] (debug|info|warning|error): (.*)")
+
+
+def test_report_renders_a_run_anew_and_compares_several(tmp_path, capsys):
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", lr=2e-3)
+    assert main(["report", str(one)]) == 0
+    assert "step 120 of 200" in Page((one / "report.html").read_text()).text
+    (said,) = capsys.readouterr().err.splitlines()
+    assert LINE.fullmatch(said).groups() == ("0", "info", f"written: {one / 'report.html'}")
+    both = tmp_path / "both.html"
+    assert main(["report", str(one), str(two), "--output", str(both), "--quiet"]) == 0
+    assert "optim.lr 0.001 0.002" in Page(both.read_text()).sections["Keys that differ"]
+    assert capsys.readouterr().err == ""
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    folder = write_run(tmp_path / "run")
+    assert main(["watch", str(folder), "--once"]) == 0
+    out = capsys.readouterr().out
+    for text in ("run  training  step 120 of 200  0:00:40 left", "ok: nothing to remark", "█▃▂▁▁", "learning rate",
+                 "attempt 2 from step 60", "PREEMPTED, stopped by SIGTERM", "zero_shot_top1 0.5"):  # fmt: skip
+        assert text in out, out
+    assert max(map(len, out.splitlines())) <= 120
+    (folder / "VERDICT").write_text('FAILED\n{"step": 120, "reason": "rank 1 on n2: a node has gone"}\n')
+    assert main(["watch", str(folder)]) == 0  # what is no terminal is shown it once
+    assert "error: FAILED: rank 1 on n2: a node has gone" in capsys.readouterr().out
+
+
+def test_watch_follows_a_run_in_a_terminal_until_ctrl_c(tmp_path):
+    folder = write_run(tmp_path / "run")
+    child, terminal = pty.fork()
+    if child == 0:  # a terminal of its own: nothing of pytest's is used or ended here
+        os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+        os.execv(sys.executable, [sys.executable, "-m", "launcher", "watch", str(folder)])
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        end = time.monotonic() + PATIENCE
+        while text not in seen:
+            assert time.monotonic() < end, seen[-2000:]
+            seen += os.read(terminal, 65536)
+
+    until(b"120 of")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step(121)) + "\n")
+    until(b"121 of")
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(terminal)
+
+
+@pytest.mark.engine
+def test_a_run_reports_itself(recipe):
+    """Killed and resumed: the page has both attempts, what differs from the defaults, and all steps."""
+    process = start(recipe, "run.steps=30", "log.progress=true")
+    folder = recipe.parent / "run"
+    end = time.monotonic() + PATIENCE
+    while not (folder / "report.html").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    while not (folder / "PROGRESS").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE)
+    status, out = run(recipe, "run.steps=30", ranks=2)
+    assert status == 0, out
+    page = Page((folder / "report.html").read_text())
+    assert "DONE" in page.sections[""] and "step 30 of 30 (100.0%)" in page.sections[""]
+    assert "PREEMPTED stopped by SIGTERM" in page.sections["Attempts"] and "2 ranks on cpu" in page.sections["Attempts"]
+    assert "optim.lr 0.001" in page.sections["What differs from the defaults"]
+    assert "optim.weight_decay" not in page.sections["What differs from the defaults"]
+    assert "torch 2" in page.sections["What it ran with"]
+    assert len(metrics(folder)) == 30
+    lines = [LINE.match(line) for line in out.splitlines()]
+    assert {line[1] for line in lines if line} == {"0"} and any(
+        line and "step 30/30  loss" in line[3] for line in lines
+    )
+
+
+@pytest.mark.engine
+def test_quiet_leaves_warnings_and_errors(recipe):
+    status, out = run(recipe, "--quiet", "run.steps=2", "schedule.warmup_steps=0")
+    assert status == 0 and "info:" not in out and "step 2/2" not in out, out
+    status, out = run(recipe, "--quiet", "optim.lr=-1")
+    assert status == 2 and out.count("error: ") == 1, out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_can_be_quiet_or_verbose(verb, capsys):
+    with pytest.raises(SystemExit):
+        parse([verb, "--help"])
+    assert {"--quiet", "--verbose"} <= set(re.findall(r"--\w+", capsys.readouterr().out))
+
+
+def test_both_packages_log_alike(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for line, levels in ((["--verbose"], 4), ([], 3), (["--quiet"], 2)):
+        assert main(["keys", "optim.lr", *line]) == 0
+        for name in ("clip_train.storage", "launcher"):
+            capsys.readouterr()
+            for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+                logging.getLogger(name).log(level, "of %s", "it")
+            said = [LINE.fullmatch(line).groups() for line in capsys.readouterr().err.splitlines()]
+            assert said == [("3", each, "of it") for each in ("debug", "info", "warning", "error")[4 - levels :]]

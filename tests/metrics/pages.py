@@ -1,0 +1,91 @@
+"""A run's folder with made-up numbers, and what a page says, read by Python's own parser."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
+VOID = {"meta", "link", "br", "img", "path", "polygon", "polyline"}  # of SVG, those that are closed by />
+
+
+class Page(HTMLParser):
+    """Refuses tags that do not nest; collects text by the heading that it stands under, and addresses."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.sections: dict[str, str] = {"": ""}
+        self.addresses: list[str] = []
+        self.points: list[list[tuple[float, float]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], self.open
+        self.sections = {name: " ".join(found.split()) for name, found in self.sections.items()}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.addresses += [str(given[name]) for name in ("src", "href", "action", "data", "srcset") if name in given]
+        if tag == "polyline":
+            self.points.append([tuple(map(float, each.split(","))) for each in str(given["points"]).split()])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+        self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self.open or "script" in self.open:
+            assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttpRequest", data)
+        elif {"h2", "summary"} & {*self.open}:
+            self.sections[data] = ""
+        else:
+            name = list(self.sections)[-1]
+            self.sections[name] += f" {data}"
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.sections.values())
+
+
+def write_jsonl(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def step(i: int, **more: float | None) -> dict:
+    return {
+        "step": i, "samples": 8 * i, "loss": 5.0 / i, "grad_norm": 1.0,
+        "logit_scale": 14.0, "lr": 1e-3, "samples_per_second": 16.0, "step_seconds": 0.5,
+        "data_wait_seconds": 0.02, "peak_memory_bytes": 2**30, **more,
+    }  # fmt: skip
+
+
+def start(at: int, previous: tuple[str, str] | None = None, **more: object) -> dict:
+    return {
+        "event": "start", "time": "2026-11-23T10:00:00+0000", "step": at, "previous": previous, "steps": 200,
+        "command": "clip-train train my.yaml", "commit": "0123abcd", "hardware": "2 ranks on cpu; n1: a processor",
+        "versions": {"Python": "3.11", "torch": "2.13"}, "changed": {"optim.lr": 0.001, "data.train": "a.tar"}, **more,
+    }  # fmt: skip
+
+
+def write_run(folder: Path, steps: int = 120, *, lr: float = 1e-3, loss: float = 5.0) -> Path:
+    """A run of two attempts that goes on: preempted after step 60, saved there, evaluated twice."""
+    folder.mkdir(parents=True)
+    records = [step(i, loss=loss / i, lr=lr) for i in range(1, steps + 1)]
+    records[steps // 2] |= {"checkpoint_step": steps // 2, "checkpoint_seconds": 1.0, "checkpoint_failures": 0}
+    write_jsonl(folder / "metrics.jsonl", records)
+    evals = [{"step": s, "zero_shot_top1": s / 2 / steps, "num_samples": 608.0} for s in (steps // 2, steps)]
+    write_jsonl(folder / "eval.jsonl", evals)
+    starts = [start(0), start(steps // 2, ("PREEMPTED", f"stopped by SIGTERM after step {steps // 2}"))]
+    write_jsonl(folder / "attempts.jsonl", [{"event": "begin", "attempt": 1, "nodes": [], "step": 0}, *starts])
+    example = {"picture": PIXEL, "caption": "a red <b>", "nearest": [["a red <b>", 0.91], ["a dog", 0.5]]}
+    (folder / "nearest.json").write_text(json.dumps({"examples": [example]}))
+    recipe = f'run: {{name: "<script>", steps: 200}}\noptim: {{lr: {lr}}}\nmodel: {{name: ViT-B-32}}\n'
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
