@@ -74,8 +74,10 @@ VERBS = {
         "Print each key with its default, what may stand there, and what it means; one line each in a pipe.",
         """\
         clip-train keys                                         all of them
-        clip-train keys optim                                   those that begin with it""",
+        clip-train keys optim                                   those that begin with it
+        clip-train keys --markdown > docs/recipe.md             the page of the documentation""",
         positions=("prefix?",),
+        options=(("markdown", None, "as a page with a table for each section"),),
     ),
     "plan": Verb(
         "launcher.cli.plan:run",
