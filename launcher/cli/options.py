@@ -21,6 +21,7 @@ examples:
   clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
 """
 
+SHELLS = ("bash", "zsh", "fish")
 POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
@@ -28,6 +29,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "command": {"metavar": "COMMAND", "help": "one argument in quotes; a params.txt; or - to read it from a pipe"},
     "source": {"metavar": "SOURCE", "help": "a .csv, .tsv, .jsonl or .parquet, or a folder of images"},
     "out": {"metavar": "OUT", "help": "folder for the shards"},
+    "shell": {"metavar": "SHELL", "choices": SHELLS, "help": f"one of {', '.join(SHELLS)}"},
     "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
     "overrides": {
         "metavar": "key.path=value",
@@ -240,6 +242,16 @@ VERBS = {
             ("data", ["shapes", "digits"], "which (default: shapes)", "shapes"),
             ("dir", "DIR", "where data and runs go (default: runs)", "runs"),
         ),
+    ),
+    "completion": Verb(
+        "launcher.cli.completion:run",
+        "completion of this command by your shell",
+        "Print a script by which bash, zsh or fish completes verbs, options and the keys of a recipe.",
+        """\
+        clip-train completion bash > ~/.local/share/bash-completion/completions/clip-train
+        clip-train completion fish > ~/.config/fish/completions/clip-train.fish
+        clip-train completion zsh > ~/.clip-train.zsh           and in .zshrc: source ~/.clip-train.zsh""",
+        positions=("shell",),
     ),
 }
 TYPES = {"N": int, "RATE": float}
