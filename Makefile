@@ -39,7 +39,7 @@ test: $(READY) s3
 
 test-all: test test-rest
 
-test-rest: $(READY) s3
+test-rest: $(READY) $(VENV)/.docs s3
 	@echo "== the tests that make test leaves out: real Slurm, two hosts, all faults of S3, full products"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "full or slurm or hosts"
 	@echo "== planted faults: each turns a test red"
@@ -79,6 +79,7 @@ exactness: $(READY)
 peers:
 	PYTHON=$(PYTHON) bash scripts/setup_peers.sh .venv-peers
 	.venv-peers/bin/python -m pytest -m peer tests/peers
+	.venv-peers/bin/python -m pytest tests/test_examples.py -k another_library
 
 $(VENV)/.docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'

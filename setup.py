@@ -65,7 +65,7 @@ setup(
         "demo": ["scikit-learn"],  # the digits of `clip-train demo --data digits`
         "test": TEST,
         # Measured against, in an environment of their own (scripts/setup_peers.sh): torchvision has no CPU build.
-        "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
+        "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0", "accelerate", "lightning"],
         "bench": ["s3fs>=2026.2"],  # another S3 client, for benchmarks/checkpoint.py
         "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
         "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
