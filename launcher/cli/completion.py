@@ -28,11 +28,14 @@ _clip_train() {{
 }}
 complete -o default -F _clip_train clip-train
 """
-ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + BASH
+ZSH = """\
+(( $+functions[compdef] )) || {{ autoload -U +X compinit && compinit }}
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 def run(args: argparse.Namespace) -> int:
-    print(fish() if args.shell == "fish" else bash(ZSH if args.shell == "zsh" else BASH), end="")
+    print(fish() if args.shell == "fish" else bash(ZSH + BASH if args.shell == "zsh" else BASH), end="")
     return 0
 
 
