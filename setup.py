@@ -72,11 +72,8 @@ setup(
         "openclip": ["open_clip_torch==3.3.0", "transformers"],  # model.name=open_clip:NAME; the second for tokenizers
         "wandb": ["wandb"],
         "parquet": ["pyarrow"],  # `clip-train shards x.parquet`
-        "docs": [
-            "mkdocs>=1.6,<2",
-            "mkdocs-material>=9.6",
-            "mkdocstrings[python]>=0.26",
-        ],  # the documentation as a site: `make docs`
+        # The documentation as a site: `make docs`.
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.26"],
     },
     entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},
 )
