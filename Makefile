@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: help demo test test-all test-rest s3 browser acceptance check format clean invariance exactness peers
+.PHONY: help demo test test-all test-rest s3 browser acceptance check format clean invariance exactness peers docs docs-build
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
@@ -17,6 +17,7 @@ help:
 	@echo "make invariance  the first table in docs/numerics.md: nothing that should not matter does"
 	@echo "make exactness   the second table in docs/numerics.md: every objective against its own oracle"
 	@echo "make peers       the same weights in OpenCLIP (sets up .venv-peers)"
+	@echo "make docs        the documentation at http://127.0.0.1:8000; make docs-build writes it to build/site"
 	@echo "Set TORCH='torch==2.13.0 --index-url ...' for another build, PYTHON=python3.12 for another Python."
 
 $(READY): setup.py pyproject.toml Makefile
@@ -38,7 +39,7 @@ test: $(READY) s3
 
 test-all: test test-rest
 
-test-rest: $(READY) s3 browser
+test-rest: $(READY) $(VENV)/.docs s3 browser
 	@echo "== the tests that make test leaves out: real Slurm, two hosts, a browser, all faults of S3, full products"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "full or slurm or hosts or browser"
 	@echo "== planted faults: each turns a test red"
@@ -82,6 +83,18 @@ exactness: $(READY)
 peers:
 	PYTHON=$(PYTHON) bash scripts/setup_peers.sh .venv-peers
 	.venv-peers/bin/python -m pytest -m peer tests/peers
+	.venv-peers/bin/python -m pytest tests/test_examples.py -k another_library
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs serve
+
+docs-build: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+	@echo "== the pages are in build/site"
 
 clean:
 	rm -rf $(VENV) .venv-peers .venv-s3 .ceph build *.egg-info .pytest_cache .mypy_cache .ruff_cache

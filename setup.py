@@ -65,17 +65,17 @@ setup(
         "demo": ["scikit-learn"],  # the digits of `clip-train demo --data digits`
         "test": TEST,
         # Measured against, in an environment of their own (scripts/setup_peers.sh): torchvision has no CPU build.
-        "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0"],
-        "bench": [
-            "s3fs>=2026.2",
-            "matplotlib",
-        ],  # another S3 client, for benchmarks/checkpoint.py; a photograph for data.py
+        "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0", "accelerate", "lightning"],
+        # Another S3 client, for benchmarks/checkpoint.py; a photograph for data.py.
+        "bench": ["s3fs>=2026.2", "matplotlib"],
         "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
         "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
         "openclip": ["open_clip_torch==3.3.0", "transformers"],  # model.name=open_clip:NAME; the second for tokenizers
         "wandb": ["wandb"],
         "trackio": ["trackio"],
         "parquet": ["pyarrow"],  # `clip-train shards x.parquet`, or of a Hugging Face dataset
+        # The documentation as a site: `make docs`.
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.26"],
     },
     entry_points={"console_scripts": ["clip-train = launcher.cli:entry"]},
 )

@@ -1,11 +1,25 @@
-"""What documents name is there."""
+"""What documents name is there: tests, links, anchors, messages, keys, commands."""
 
 from __future__ import annotations
 
+import ast
 import re
-from pathlib import Path
+from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parent.parent
+import pytest
+import yaml
+
+from launcher.cli.main import main, parse
+from launcher.cli.options import VERBS
+from launcher.config.recipe import known_keys, parse_value
+from tests.documents import PAGES, ROOT, anchors, code_lines, commands, own_arguments
+
+KEYS = {key for key, _ in known_keys()}
+ENDINGS, CODE = (
+    ("py", "yaml", "jsonl", "html", "json", "md", "png", "safetensors"),
+    ("engine.step", "engine.build_engine"),
+)
+SECTIONS = "|".join(sorted({key.split(".")[0] for key in KEYS}))
 
 
 def test_the_tests_that_docs_name_exist():
@@ -21,11 +35,119 @@ def test_the_tests_that_docs_name_exist():
         assert not test or f"def {test}(" in text, (file, test)
 
 
-def test_links_lead_somewhere():
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        place = page.parent / target if target else page
+        assert place.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(place), f"{page.name}: {target}#{anchor}"
 
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def templates() -> Iterator[str]:
+    """Every text in the code, `\\0` where a value stands."""
+    for file in (*(ROOT / "clip_train").rglob("*.py"), *(ROOT / "launcher").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_the_troubleshooting_page_exist():
+    """Between `…`, word for word, and in one text of the code."""
+    quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted) > 30
+    texts = list(templates())
+    for message in quoted:
+        parts = [part.strip() for part in message.split("…") if part.strip()]
+        assert sum(map(len, parts)) >= 12, f"too little of a message to find it by: {message}"
+        pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+        assert any(pattern.search(text) for text in texts if parts[0] in text), f"no such message: {message}"
+
+
+def test_the_page_of_keys_is_current(capsys):
+    assert main(["keys", "--markdown"]) == 0
+    page = ROOT / "docs" / "recipe.md"
+    assert page.read_text() == capsys.readouterr().out, "run: clip-train keys --markdown > docs/recipe.md"
+    assert all(f"`{key}`" in page.read_text() for key in KEYS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_in_prose_exist(page):
+    """`section.key`, `section.key=value` and `section.key: value`."""
+    for key in re.findall(rf"`((?:{SECTIONS})\.[a-z_]+)(?=[`=:. ])", page.read_text()):
+        assert key in KEYS or key.split(".")[1] in ENDINGS or key in CODE, f"{page.name}: {key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_recipes_in_pages_have_keys_that_exist(page):
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        content = yaml.safe_load(block)
+        if not set(content) <= {key.split(".")[0] for key in KEYS}:
+            continue  # a site's file
+        for section, values in content.items():
+            for name in values:
+                assert f"{section}.{name}" in KEYS, f"{page.name}: {section}.{name}"
+
+
+COMMANDS = sorted({(page.name, line) for page, line in commands() if own_arguments(line) is not None})
+
+
+@pytest.mark.parametrize("page, line", COMMANDS)
+def test_commands_in_pages_parse(page, line, capsys):
+    arguments = own_arguments(line)
+    if page == "troubleshooting.md":  # mistakes, which tests/launcher/test_twelve_mistakes.py types
+        parse(arguments)
+    else:
+        check_line(arguments)
+
+
+def check_line(arguments: list[str]) -> None:
+    """By the real parser; overrides by name, and their values as YAML."""
+    args = parse(arguments)
+    for override in getattr(args, "overrides", []):
+        key, _, value = override.partition("=")
+        assert key in KEYS, key
+        parse_value(value, key)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_lines_that_parse(verb, capsys):
+    with pytest.raises(SystemExit) as e:
+        parse([verb, "--help"])
+    assert e.value.code == 0
+    _, found, examples = capsys.readouterr().out.partition("examples:\n")
+    lines = [line.strip() for line in examples.splitlines() if line.strip().startswith("clip-train ")]
+    assert found and lines, "no example"
+    for line in lines:
+        shown = re.split(r" {3,}", line)[0]  # what stands behind is its explanation
+        arguments = own_arguments(re.split(r" > ", shown)[0])
+        assert arguments is not None and arguments[0] == verb
+        check_line(arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_verbs_and_options_in_prose_exist(page):
+    for verb, rest in re.findall(r"`clip-train ([a-z][\w-]*)([^`]*)`", page.read_text()):
+        assert verb in VERBS, f"{page.name}: clip-train {verb}"
+        options = {f"--{name}" for name, *_ in VERBS[verb].options} | {"--help"}
+        for option in re.findall(r"(?<= )--[a-z-]+", re.sub(r"\"[^\"]*\"", "", rest)):
+            assert option in options, f"{page.name}: clip-train {verb} {option}"
+
+
+def test_other_commands_name_what_exists():
+    """Targets of the Makefile, programs and modules of this repository."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    lines = [line for page in PAGES for line in code_lines(page, "bash", "") if line]
+    words = [line.split("#")[0].split()[1:] for line in lines if line.startswith("make ")]
+    made = {word for each in words for word in each if "=" not in word}
+    assert made and made <= targets, made - targets
+    for line in lines:
+        for program in re.findall(r"(?:^|\s)((?:benchmarks|scripts|examples|slurm)/[\w.]+)", line):
+            assert (ROOT / program).is_file(), f"{line}: {program}"

@@ -85,7 +85,8 @@ def _listed(pattern: str, field: str) -> list[str]:
         folder = re.split(r"[*?\[]", local_path(pattern).as_posix())[0].rpartition("/")[0]
         if os.path.isdir(folder or "."):
             raise UserError(message) from e
-        raise RankError(f"{message}; {folder} is no folder on {socket.gethostname()}: mount it") from e
+        host = socket.gethostname()
+        raise RankError(f"{message}; {folder} is no folder on {host}: correct the path, or mount it there") from e
     except ImportError as e:
         raise UserError(f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
     except OSError as e:

@@ -92,8 +92,8 @@ class VisionConfig(_Tower):
             raise ValueError(f"width ({self.width}) must be a multiple of head_width ({self.head_width})")
         if self.pos_embed_type == "sin_cos_2d" and self.width % 4:
             raise ValueError(f"width ({self.width}) must be a multiple of 4 for pos_embed_type sin_cos_2d")
-        if self.image_size % self.patch_size:
-            raise ValueError(f"image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size})")
+        if (size := self.image_size) % (by := self.patch_size):
+            raise ValueError(f"image_size ({size}) must be a multiple of patch_size ({by}); take {size + -size % by}")
         return self
 
     @property

@@ -21,6 +21,7 @@ examples:
   clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
 """
 
+SHELLS = ("bash", "zsh", "fish")
 POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
@@ -31,6 +32,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
         "help": "a .csv, .tsv, .jsonl, .parquet or .arrow; a folder of images; a Hugging Face dataset on this disk",
     },
     "out": {"metavar": "OUT", "help": "folder for the shards"},
+    "shell": {"metavar": "SHELL", "choices": SHELLS, "help": f"one of {', '.join(SHELLS)}"},
     "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
     "run": {"metavar": "RUN", "help": "a run's folder, or its recipe"},
     "runs": {"metavar": "RUN", "nargs": "+", "help": "a run's folder, or its recipe; several are compared"},
@@ -80,8 +82,10 @@ VERBS = {
         "Print each key with its default, what may stand there, and what it means; one line each in a pipe.",
         """\
         clip-train keys                                         all of them
-        clip-train keys optim                                   those that begin with it""",
+        clip-train keys optim                                   those that begin with it
+        clip-train keys --markdown > docs/recipe.md             the page of the documentation""",
         positions=("prefix?",),
+        options=(("markdown", None, "as a page with a table for each section"),),
     ),
     "plan": Verb(
         "launcher.cli.plan:run",
@@ -273,6 +277,16 @@ VERBS = {
             ("data", ["shapes", "digits"], "which (default: shapes)", "shapes"),
             ("dir", "DIR", "where data and runs go (default: runs)", "runs"),
         ),
+    ),
+    "completion": Verb(
+        "launcher.cli.completion:run",
+        "completion of this command by your shell",
+        "Print a script by which bash, zsh or fish completes verbs, options and the keys of a recipe.",
+        """\
+        clip-train completion bash > ~/.local/share/bash-completion/completions/clip-train
+        clip-train completion fish > ~/.config/fish/completions/clip-train.fish
+        clip-train completion zsh > ~/.clip-train.zsh           and in .zshrc: source ~/.clip-train.zsh""",
+        positions=("shell",),
     ),
 }
 TYPES = {"N": int, "RATE": float}

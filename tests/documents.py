@@ -1,0 +1,72 @@
+"""What README, docs and examples say: their pages, commands, and the parts of a page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCE = re.compile(r"^ *```(\w*)")
+STARTS = re.compile(
+    r"(?:^|\s)(?:clip-train|-m launcher|--module launcher)(?= |$)"
+)  # where a launcher of ranks ends and our own line begins
+
+
+def code_lines(page: Path, *languages: str) -> Iterator[str]:
+    """Lines of fenced blocks in these languages, and of indented ones where "" is among them; `\\` joins two."""
+    language, joined = None, ""
+    for line in page.read_text().splitlines():
+        if fence := FENCE.match(line):
+            language = fence[1] if language is None else None
+            continue
+        if language not in languages and not (language is None and "" in languages and line.startswith("    ")):
+            continue
+        if line.endswith("\\"):
+            joined += line[:-1]
+            continue
+        yield (joined + line).strip()
+        joined = ""
+
+
+def commands() -> Iterator[tuple[Path, str]]:
+    """(page, line) of all that is to be typed into a shell, without prompts, comments and redirections."""
+    for page in PAGES:
+        for line in code_lines(page, "bash", "console", ""):
+            words = split(line.removeprefix("$ "))
+            if words:
+                yield page, shlex.join(words)
+
+
+def split(line: str) -> list[str]:
+    """Words of a line, [optional ones] included; none where it is no command."""
+    try:
+        words = shlex.split(line.replace("[--", "--").replace("run]", "run"), comments=True)
+    except ValueError:  # YAML, a path: whatever stands in an indented block
+        return []
+    return words[: words.index(">")] if ">" in words else words
+
+
+def own_arguments(line: str) -> list[str] | None:
+    """What `clip-train` gets of this line, straight or through a launcher of ranks; None where it is another's."""
+    found = STARTS.search(line)
+    first = line.split(" ", 1)[0]
+    if found is None or first not in ("clip-train", "torchrun", "deepspeed", "mpirun", "srun", "python"):
+        return None
+    return shlex.split(line[found.end() :])
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    found: dict[str, int] = {}
+    fenced = False
+    for line in page.read_text().splitlines():
+        fenced ^= bool(FENCE.match(line))
+        if fenced or not re.match(r"#{1,6} ", line):
+            continue
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line.lstrip("# ")).lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug if not i else f"{slug}-{i}" for slug, last in found.items() for i in range(last + 1)}

@@ -1,0 +1,93 @@
+"""The commands that README, docs and `--help` show, typed as they stand, on a small run: all that needs no cluster."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from clip_train.demo.datasets import SyntheticData
+from launcher.cli.options import VERBS
+from tests.documents import ROOT, commands, own_arguments, split
+from tests.launcher.conftest import RECIPE, clean_environment, finish, run
+from tests.warm import Command
+
+pytestmark = [pytest.mark.full, pytest.mark.engine]
+
+# What these need is not here: a store, a hub, OpenCLIP; `demo` and a whole `train` have tests of their own.
+ELSEWHERE = ("s3://", "hf-hub:", "open_clip:", "<")
+STATUSES = {"doctor": (0, 1), "checkpoints": (0, 1)}
+RUNS = ("my-run", "clip", "first", "demo-shapes")
+
+
+def lines() -> list[str]:
+    shown = {line for page, line in commands() if page.name != "troubleshooting.md"}  # whose commands are mistakes
+    for verb in VERBS.values():
+        for line in verb.examples.splitlines():
+            shown.add(shlex.join(split(line.split("    ")[-1] if line.startswith(" " * 60) else line)))
+    ours = {shlex.join(["clip-train", *arguments]) for line in shown if (arguments := own_arguments(line))}
+    return sorted(line for line in ours if not any(each in line for each in ELSEWHERE) and line.split()[1] != "demo")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
+    """A folder in which they are typed: recipes, `my.yaml`, a table, photos, shards, and a run that is done."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    recipe = yaml.safe_load(RECIPE.format(run_dir="runs/my-run", train=data.train, model=model))
+    recipe["run"] |= {"steps": 7, "name": "my-run"}
+    recipe["data"]["val"] = data.val
+    recipe["evaluate"] = {"zero_shot_classes": data.classes}
+    (folder / "my.yaml").write_text(yaml.safe_dump(recipe))
+    shutil.copytree(Path(data.train).parent, folder / "shards")
+    shutil.copytree(Path(data.val).parent, folder / "val")
+    photos = folder / "photos"
+    photos.mkdir()
+    from tests.data.shards import jpeg
+
+    with (folder / "captions.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["filepath", "title"])
+        for i in range(3):
+            (photos / f"{i}.jpg").write_bytes(jpeg(i))
+            (photos / f"{i}.txt").write_text(f"picture {i}")
+            table.writerow([f"photos/{i}.jpg", f"picture {i}"])
+    (folder / "logs" / "my-run").mkdir(parents=True)
+    (folder / "logs" / "my-run" / "params.txt").write_text("model: ViT-B-32\nbatch_size: 512\n")
+    (folder / "train.sbatch").write_text("#SBATCH --nodes=2\nsrun python -m open_clip_train.main --model ViT-B-32\n")
+    status, out = run(folder / "my.yaml")
+    assert status == 0, out
+    for name in RUNS[1:]:
+        (folder / "runs" / name).symlink_to("my-run")
+    return folder
+
+
+def as_tried(line: str, home: Path) -> list[str]:
+    """Its arguments, with what another machine has left out: nothing is started, and data are those that are here."""
+    verb, *rest = own_arguments(line) or []
+    here = [f"data.train={home}/shards/*.tar", "data.val=null", "engine.precision=fp32"]
+    if verb in ("train", "submit"):
+        here += ["model.init_from=null", "model.init_image_from=null", "model.init_text_from=null"]
+        rest = [each for each in rest if each != "--dry-run"]
+        return [verb, *rest, *(here if rest and "--keys" not in rest else []), "--dry-run"] + ["--offline"] * (
+            verb == "submit"
+        )
+    if verb == "doctor" and rest:
+        return [verb, *rest, *here]
+    if verb == "index":
+        return [verb, f"{home}/shards/*.tar", *(each for each in rest if each.startswith("--"))]
+    return [verb, *rest]
+
+
+@pytest.mark.parametrize("line", lines())
+def test_a_command_does_what_the_page_says(line, home):
+    arguments = as_tried(line, home)
+    if arguments[:1] == ["evaluate"] and "--weights" in arguments:
+        finish(Command(["export", "my.yaml"], env=clean_environment(), cwd=home))
+    status, out = finish(Command(arguments, env=clean_environment() | {"PYTHONPATH": str(ROOT)}, cwd=home))
+    assert status in STATUSES.get(arguments[0], (0,)) and "Traceback" not in out, out
+    assert out
