@@ -2,8 +2,9 @@
 
 Both train the same small model from the same shards (photographs as JPEGs of 256 px, captions of about 20 tokens in
 CLIP's context of 77) for the same steps, with the same global batch in 8 micro-batches, fp32, AdamW and gradient clip,
-one loader worker and one thread each, and save a checkpoint at the end. Counted are the CPU seconds of all processes of the command, from the shell and back: imports,
-loading, steps, saving. They take turns, `--rounds` times; the ratio is the median of those within a round.
+one loader worker and one thread each, and save a checkpoint at the end. Counted are the CPU seconds of all processes
+of the command, from the shell and back: imports, loading, steps, saving. They take turns, `--rounds` times; the ratio
+is the median of those within a round.
 
 OpenCLIP runs in the environment of `scripts/setup_peers.sh`: `--peer-python .venv-peers/bin/python`.
 """
