@@ -203,7 +203,7 @@ class Engine(abc.ABC):
 
     @torch.no_grad()
     def _add_squares(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Before the optimizer's own step, of which DeepSpeed makes one for each of its flat tensors."""
+        """Before the optimizer's own step, of which an engine may make one for each flat tensor of its own."""
         stepped = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for i, tower in enumerate([*TOWERS, None]):
             pieces = (p for p in self.pieces if p.saved_here and p.numel and tower_of(p.name) == tower)

@@ -41,3 +41,19 @@ def test_a_recipe_is_read_without_torch():
     """`clip-train keys` and the mistakes of a recipe come at once, on a login node too."""
     code = "import sys; sys.modules['torch'] = None; import launcher.config.recipe"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_run_starts_without_what_only_some_runs_need():
+    """Each takes a good part of a second of every start, on every rank."""
+    heavy = (
+        "torch.distributed.tensor",
+        "deepspeed",
+        "transformers",
+        "open_clip",
+        "pyarrow",
+        "torch.utils.tensorboard",
+        "sklearn",
+    )
+    code = f"import sys, launcher.cli.main, launcher.train; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from clip_train.engine import local
 
@@ -15,8 +14,8 @@ from clip_train.engine import local
 def norms(tensors: list[Tensor], like: Tensor) -> Tensor:
     """[n]: of whole tensors, of which this rank has its rows where `like` is a DTensor; one all-reduce."""
     squares = torch.stack(torch._foreach_norm(tensors)).double().square()
-    if isinstance(like, DTensor):
-        mesh = like.device_mesh
+    mesh = getattr(like, "device_mesh", None)  # of a DTensor, whose import takes most of a second
+    if mesh is not None:
         torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
     return squares.sqrt()
 

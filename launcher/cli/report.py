@@ -89,8 +89,9 @@ def _lines(run: Run, width: int) -> Iterator[RenderableType]:
         how = f": {ended[0]}, {ended[1]}" if ended else ""
         yield Text(f"attempt {number_} from step {each['step']:,}, {each.get('time', '')}{how}", style="dim")
     if run.evaluations:
-        values = (f"{name} {number(value)}" for name, value in run.evaluations[-1].items())
-        yield Text(f"evaluation: {'  '.join(values)}")
+        yield Text(
+            "  ".join(["evaluation:", *(f"{name} {number(value)}" for name, value in run.evaluations[-1].items())])
+        )
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
