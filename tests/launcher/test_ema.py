@@ -17,7 +17,7 @@ EMA = ("optim.ema_decay=0.8", "optim.ema_warmup=true", "run.steps=12", "schedule
 BASE = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "batch": {"global_size": 64, "micro_size": 8}}
 
 
-def exported(recipe, run_dir, *options):
+def exported(run_dir, *options):
     folder = run_dir / "-".join(["x", *options])
     status, out = run(run_dir / "recipe.yaml", "--output", str(folder), *options, verb="export")
     assert status == 0, out
@@ -26,34 +26,30 @@ def exported(recipe, run_dir, *options):
 
 @pytest.mark.engine
 def test_a_killed_run_goes_on_with_its_average_under_another_engine(recipe, tmp_path, data):
-    val = (f"data.val={data.val}", f"evaluate.zero_shot_classes={data.classes}")
-    status, out = run(recipe, *EMA, *val, f"run.dir={tmp_path / 'whole'}")
+    status, out = run(recipe, *EMA, f"run.dir={tmp_path / 'whole'}")
     assert status == 0, out
     process = start(recipe, *EMA, "engine.kind=fsdp", "engine.zero_stage=3", ranks=2, fault="hold:0:9")
     wait_for_step(tmp_path / "run", 8, process)
     wait_for_commit(tmp_path / "run", process)
     kill(process)
-    status, out = run(recipe, *EMA, *val)
+    status, out = run(recipe, *EMA, f"data.val={data.val}", f"evaluate.zero_shot_classes={data.classes}")
     assert status == 0 and "resuming from step 7" in out, out
-
-    whole, other = (json.loads((tmp_path / x / "eval.jsonl").read_text().splitlines()[-1]) for x in ("whole", "run"))
-    for name in ("ema_zero_shot_top5", "ema_image_to_text_R@10"):
-        assert other[name] == pytest.approx(whole[name], abs=5e-3)  # other ranks, other rounding, ties
-    names = {name.removeprefix("ema_") for name in whole if name.startswith("ema_")}
-    assert names == set(whole) - {"step", "num_samples", "zero_shot_samples"} - {f"ema_{name}" for name in names}
     lines = metrics(tmp_path / "run")
     assert all(0 < line["grad_norm_text"] < line["grad_norm"] > line["grad_norm_image"] > 0 for line in lines)
 
-    averages = [exported(recipe, tmp_path / name, "--ema") for name in ("whole", "run")]
-    weights = exported(recipe, tmp_path / "run")
-    assert averages[0].keys() == averages[1].keys() == weights.keys()
-    for name, expected in averages[0].items():
-        torch.testing.assert_close(averages[1][name], expected, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: n + m)
-    apart = max((averages[1][name] - weights[name]).abs().max() for name in weights)
-    assert apart > 1e-3
+    expected, average = (exported(tmp_path / name, "--ema") for name in ("whole", "run"))
+    weights = exported(tmp_path / "run")
+    assert expected.keys() == average.keys() == weights.keys()
+    error, apart = (
+        torch.cat([(average[name] - x[name]).flatten() for name in weights]).norm() for x in (expected, weights)
+    )
+    assert error < 1e-2 * apart
+
+    found = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
+    of_weights = {name for name in found if not name.startswith("ema_")} - {"step", "num_samples", "zero_shot_samples"}
+    assert {f"ema_{name}" for name in of_weights} == {name for name in found if name.startswith("ema_")}
     status, out = run(tmp_path / "run" / "recipe.yaml", "--ema", verb="evaluate")
-    assert status == 0, out
-    assert f"zero_shot_top1: {other['ema_zero_shot_top1']:.6g}" in out, (out, other)
+    assert status == 0 and f"zero_shot_top5: {found['ema_zero_shot_top5']:.6g}" in out, (out, found)
 
 
 @pytest.mark.engine
