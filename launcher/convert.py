@@ -43,7 +43,7 @@ class Row:
     """One sample before it is looked at."""
 
     image: Any  # a path, or its bytes, or {"bytes": ..., "path": ...} as Hugging Face keeps them
-    captions: Any  # a text or a list of texts
+    captions: Mapping[str, Any]  # by column: a text or a list of texts
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_rows(source: Path, image_key: str | None = None, caption_keys: Sequence
     wanted = [_column(source, first, [key], "caption") for key in caption_keys]
     wanted = wanted or [_column(source, first, CAPTION_KEYS, "caption")]
     for record in itertools.chain([first], records):
-        yield Row(record.get(image), next((found for key in wanted if (found := record.get(key))), None))
+        yield Row(record.get(image), {key: record.get(key) for key in wanted})
 
 
 def _column(source: Path, record: Mapping[str, Any], names: Sequence[str], what: str) -> str:
@@ -154,7 +154,8 @@ def _folder_rows(folder: Path) -> Iterator[Row]:
         )
     for path in _images(folder):
         beside = _beside(path)
-        yield Row(str(path.relative_to(folder)), beside and beside.read_text(encoding="utf-8", errors="replace"))
+        text = beside and beside.read_text(encoding="utf-8", errors="replace")
+        yield Row(str(path.relative_to(folder)), {"txt": text})
 
 
 def _images(folder: Path) -> Iterator[Path]:
@@ -230,9 +231,8 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
     from clip_train.data.decode import decode_image
     from clip_train.data.invalid import InvalidSample
 
-    texts = [row.captions] if isinstance(row.captions, str) else row.captions or []
-    texts = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
-    if not texts:
+    by_column = {column: texts for column, value in row.captions.items() if (texts := _texts(value))}
+    if not by_column:
         raise ValueError("no caption")
     data = row.image.get("bytes") or row.image.get("path") if isinstance(row.image, dict) else row.image
     if isinstance(data, str):
@@ -248,8 +248,16 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
         decode_image(data)
     except InvalidSample as e:
         raise ValueError(e.reason) from e
+    texts = next(iter(by_column.values()))
     members: dict[str, Any] = {_extension(data): data, "txt": texts[0]}
-    return members if len(texts) == 1 else {**members, "json": {"captions": texts}}
+    several = {"captions": texts} if len(texts) > 1 else {}
+    several |= by_column if len(row.captions) > 1 else {}
+    return {**members, "json": several} if several else members
+
+
+def _texts(value: Any) -> list[str]:
+    texts = value if isinstance(value, list) else [value]
+    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
 
 
 def _extension(data: bytes) -> str:

@@ -192,7 +192,7 @@ VERBS = {
             (
                 "caption-key",
                 "NAMES",
-                "columns of the caption, of which the first with one counts (default: title, ...)",
+                "columns of captions: the first with one counts, all are kept by name (default: title, ...)",
             ),
             ("images", "DIR", "where relative paths begin (default: SOURCE's folder)"),
             ("per-shard", "N", "rows in a shard (default: 1000)"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+import torch
 from pyarrow import ipc, parquet
 
 from clip_train.data.config import DataConfig
@@ -99,6 +100,24 @@ def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
     assert len(batch) == 5 and not batch.bad_samples
 
 
+def test_columns_of_captions_can_be_drawn_from(tmp_path, capsys):
+    names = images(tmp_path, 4)
+    rows = [{"image": name, "alt": "short" * (i < 3), "long": f"long {i}"} for i, name in enumerate(names)]
+    table = write_table(tmp_path / "x.csv", rows)
+    assert main(["shards", str(table), str(tmp_path / "out"), "--caption-key", "alt,long", "--workers", "1"]) == 0
+    found = members(tmp_path / "out")
+    assert [found[f"{i:09d}.txt"] for i in (0, 3)] == [b"short", b"long 3"]
+    config = DataConfig(train=f"{tmp_path}/out/*.tar", caption_key={"alt": 1e-9, "long": 1}, workers=0, lanes=1)
+    captions: list[str] = []
+
+    def tokenizer(texts: list[str]) -> torch.Tensor:
+        captions.extend(texts)
+        return torch.zeros(len(texts), 1, dtype=torch.int64)
+
+    next(TrainLoader(config, image_size=8, context_length=1, global_size=4, seed=0, tokenizer=tokenizer, lengths=None))
+    assert sorted(captions) == [f"long {i}" for i in range(4)]
+
+
 def test_what_cannot_be_used_is_left_out_and_reported(tmp_path, capsys):
     names = images(tmp_path, 3)
     (tmp_path / "cut.jpg").write_bytes(jpeg(9)[:200])
@@ -116,7 +135,8 @@ def test_what_cannot_be_used_is_left_out_and_reported(tmp_path, capsys):
         "is a URL",
     ):
         assert reason in out
-    assert len(members(tmp_path / "out")) == 6
+    found = members(tmp_path / "out")
+    assert len(found) == 9 and json.loads(found["000000000.json"]) == {"text": ["a 0.jpg"]}
     stats = json.loads((tmp_path / "out" / "00001_stats.json").read_text())
     assert stats["count"] == 3 and stats["successes"] == 0
 
