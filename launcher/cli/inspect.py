@@ -98,7 +98,8 @@ def recipe_of_model(place: str, weights: str | None) -> dict[str, Any] | None:
         model = {"name": model_name(name.rpartition("/")[0], quick_gelu=False)}
     else:
         model = {} if hub.is_on_hub(place) or holds_weights(place) else None
-    return model if model is None else {"run": {"steps": 1}, "data": {"train": "none.tar"}, "model": model}
+    unused = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train": "none.tar"}}
+    return None if model is None else {**unused, "model": model}
 
 
 def described(weights: str, place: str) -> str:
