@@ -55,7 +55,16 @@ setup(
         include=["clip_train", "clip_train.*", "launcher", "launcher.*", "ds_configs", "recipes", "slurm"]
     ),
     package_data={
-        "clip_train": ["data/*.gz", "data/*.txt", "metrics/*.j2", "models/*.json", "models/presets/*.json", "py.typed"],
+        "clip_train": [
+            "data/*.gz",
+            "data/*.txt",
+            "evaluate/*.json",
+            "evaluate/*.txt",
+            "metrics/*.j2",
+            "models/*.json",
+            "models/presets/*.json",
+            "py.typed",
+        ],
         "ds_configs": ["*.json"],
         "recipes": ["*.yaml"],
         "slurm": ["*.sbatch"],

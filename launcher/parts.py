@@ -19,7 +19,7 @@ from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
 from clip_train.data.tokenizer import HFTokenizer, Tokenize, Tokenizer
-from clip_train.data.validation import ValLoader
+from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
@@ -158,40 +158,54 @@ def build_objective(config: RunConfig, device: torch.device) -> Objective:
 def evaluation(
     config: RunConfig, architecture: AnyArchitecture, engine: Engine, examples_to: Path | None = None
 ) -> Callable[[], dict[str, float]] | None:
-    """A closure that evaluates on `data.val`, or None where there is none. examples_to: the run's folder, whose report
-    is to show some images with the captions nearest to them."""
-    url = config.data.val
-    if url is None:
+    """A closure that evaluates on `data.val` and the labelled images, or None where there are neither. examples_to: the
+    run's folder, whose report is to show some images with the captions nearest to them."""
+    places = {"data.val": config.data.val, **config.evaluate.labelled()}
+    if config.data.val is None and config.evaluate.zero_shot_data is None:
         return None
     tokenizer = dist.agreed(lambda: tokenizer_of(architecture))
-    index = cache(lambda: count_missing(shared_index(config, "data.val", url), config.storage))
 
-    def run_once() -> dict[str, float]:
-        batches = ValLoader(
-            url,
+    @cache
+    def index(key: str, place: str) -> ShardIndex | ImageFolder:
+        """Listed and counted once, by all ranks together."""
+        folder = None if key == "data.val" else dist.on_main(partial(ImageFolder.find, place, key))
+        return folder or count_missing(shared_index(config, key, place), config.storage)
+
+    def loader(key: str) -> ValLoader | None:
+        if (place := places[key]) is None:
+            return None
+        return ValLoader(
+            place,
             image_size=architecture.vision_cfg.image_size,
             context_length=architecture.text_cfg.context_length,
             batch_size=config.evaluate.batch_size,
             rank=dist.rank(),
             world_size=dist.world_size(),
             caption_key=config.data.caption_key,
-            index=index(),
+            labelled=key != "data.val",
+            index=index(key, place),
             storage=config.storage,
             tokenizer=tokenizer,
         )
+
+    def run_once() -> dict[str, float]:
+        loaders = [loader(key) for key in places]
+        val, labelled, probe = loaders
+        found = lambda: [each for loader in loaders if loader for each in loader.invalid]  # noqa: E731
         try:
-            examples = Examples(batches)
-            out = evaluate(engine, examples, config.evaluate, tokenizer, examples.take)
+            examples = None if val is None else Examples(val)
+            take = (lambda found: None) if examples is None else examples.take
+            out = evaluate(engine, examples, config.evaluate, tokenizer, labelled, probe, take)
         except UserError as e:
-            raise UserError(f"{e}\n{table_of(batches.invalid)}" if batches.invalid else str(e)) from e
-        if examples_to is not None and dist.is_main():
+            raise UserError(f"{e}\n{table_of(found())}" if found() else str(e)) from e
+        if examples is not None and examples_to is not None and dist.is_main():
             try:
                 examples.write(examples_to)
             except Exception as e:  # a page is no reason to end a run, nor to leave other ranks waiting
                 warn(f"the nearest captions could not be written: {type(e).__name__}: {e}")
-        invalid = [each for found in dist.gather_objects(batches.invalid) for each in found]
+        invalid = [each for rank in dist.gather_objects(found()) for each in rank]
         if invalid and dist.is_main():
-            warn(f"data.val has samples that cannot be used:\n{table_of(invalid)}")
+            warn(f"what is evaluated on has samples that cannot be used:\n{table_of(invalid)}")
         return out | {"unusable_samples": float(len(invalid))} if invalid else out
 
     def with_average() -> dict[str, float]:

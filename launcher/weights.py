@@ -102,6 +102,14 @@ def _is_weights(place: str) -> bool:
     return path.suffix not in (".yaml", ".yml", ".json")
 
 
+def holds_weights(place: str) -> bool:
+    """Whether it is weights and nothing else: a file of them, an export's folder; not a run or its checkpoints."""
+    if place.endswith(_SUFFIXES) or is_remote(place):
+        return _is_weights(place)
+    path = local_path(place)
+    return path.is_dir() and not (path / "recipe.yaml").exists() and _is_weights(place)
+
+
 def _checkpoint(key: str, place: str) -> Resumed:
     """Collective: the newest whole checkpoint, or the one that is named. UserError, CheckpointError."""
     try:

@@ -23,6 +23,9 @@ pip accelerate lightning
 pip "pydantic>=2.7" simplejpeg braceexpand fsspec rich
 # Its loader (benchmarks/data.py) wants pandas, and a webdataset from before 1.0.
 pip pandas "webdataset==0.2.86"
+# The judge of retrieval and zero-shot; without dependencies, which are torchvision and everyone's data sets.
+pip --no-deps "clip_benchmark==1.6.2"
+pip scikit-learn requests
 
 PYTHONPATH=. "$venv/bin/python" - <<'PY'
 import tests.peers.torchvision_shim

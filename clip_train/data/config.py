@@ -86,11 +86,12 @@ class DataConfig(Settings):
     ] = None
     """Where the caption is: a member of the sample (`txt`), or else a key of its `.json` (`json.x` is the key x); null:
     txt. A list: the first of these that the sample has. {original: 0.3, synthetic: 0.7}: each visit of the sample draws
-    one, by the sample's seed, among those that it has. Of a list of captions in the `.json` one is drawn too.
+    one, by the sample's seed, among those that it has. Of a list of captions in the `.json` one is drawn too;
+    evaluation takes all.
     """
 
     val: str | None = None
-    """Validation shards, written like `train`; read once, in order."""
+    """Validation shards, written like `train`, or a folder with clip_benchmark's nshards.txt; read once, in order."""
 
     allow_changed_shards: bool = False
     """Go on from a checkpoint though shards were added, removed or changed since: begin the new list's first epoch."""
@@ -240,10 +241,10 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
             sample in the first shard, no image or no caption in it; each names the field, the value and the remedy.
     """
     storage = storage or StorageConfig()
-    found = look_up(_existing(config.train, "data.train"), config.verify, storage)
+    found = look_up(existing(config.train, "data.train"), config.verify, storage)
     _check_sizes(found)
     if config.val is not None:
-        _existing(config.val, "data.val")
+        existing(config.val, "data.val")
     mistakes: list[UserError] = []
     for shard in found.shards[:SHARDS_TRIED]:
         try:
@@ -281,7 +282,7 @@ def _check_shard(shard: str, found: ShardIndex, config: DataConfig, reading: Rea
     return SourceSummary(len(found.shards), shard, sample.key, caption, found)
 
 
-def _existing(spec: str, field: str) -> list[list[str]]:
+def existing(spec: str, field: str) -> list[list[str]]:
     """The sources that `spec` names. UserError where one of them is a local file that is not there."""
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]

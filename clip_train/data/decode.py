@@ -127,13 +127,14 @@ def json_of(members: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def why_invalid(sample: TarSample, caption_key: CaptionKey) -> str | None:
+def why_invalid(sample: TarSample, caption_key: CaptionKey, needs_caption: bool = True) -> str | None:
     """Why this sample cannot be used; None if it can, as far as one sees without decoding."""
     if sample.duplicate:
         return "duplicate key"
     try:
         image_bytes(sample.members)
-        captions(sample.members, caption_key)
+        if needs_caption:
+            captions(sample.members, caption_key)
     except InvalidSample as e:
         return "member is too large" if sample.too_large else e.reason
     return None

@@ -76,11 +76,11 @@ def read_shard(
             failures += 1
 
 
-def undecoded(found: TarSample | Invalid, url: str, caption_key: CaptionKey) -> Item:
+def undecoded(found: TarSample | Invalid, url: str, files: Files) -> Item:
     """A sample as it was read, or what is wrong with it."""
     if isinstance(found, Invalid):
         return found
-    reason = why_invalid(found, caption_key)
+    reason = why_invalid(found, files.caption_key, files.needs_caption)
     if reason is not None:
         return Invalid(reason, url, found.key)
     return {**found.members, "__key__": found.key, "__url__": url}
@@ -95,6 +95,7 @@ class Files:
     offsets: Sequence[Sequence[int]]  # of each shard, bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins
     caption_key: CaptionKey
     reading: Reading
+    needs_caption: bool = True
 
     @classmethod
     def of(cls, index: ShardIndex, shards: Sequence[str], caption_key: CaptionKey, reading: Reading) -> Files:
@@ -128,7 +129,7 @@ class SegmentReader:
         while self._number < stop and not ended:
             event = next(events, None)
             if self._number >= start and event is not None:
-                items.append(undecoded(event, url, files.caption_key))
+                items.append(undecoded(event, url, files))
             ended = not isinstance(event, TarSample)
             if isinstance(event, TarSample):
                 self._number, self._offset = self._number + 1, event.end

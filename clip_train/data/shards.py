@@ -26,6 +26,7 @@ from clip_train.storage.urls import expand_glob, is_remote, local_path, open_rea
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
 Row = tuple[str, str, int]  # of a shard: name, whose folder may move; 16 digits of its sha256 or ""; samples
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
+NSHARDS = "nshards.txt"
 NAMES_SHOWN = 5
 SYNTHETIC = "synthetic://"  # and a number of samples: a shard that is no file, of `data.images.synthetic`
 
@@ -75,9 +76,14 @@ def expand(spec: str, field: str = "data.train") -> list[list[str]]:
     ]
 
 
+def is_folder(place: str) -> bool:
+    """Whether it names a folder: of a URL its last slash says so."""
+    return place.endswith("/") or (not is_remote(place) and os.path.isdir(local_path(place)))
+
+
 def _listed(pattern: str, field: str) -> list[str]:
     try:
-        return expand_glob(pattern)
+        return _numbered(pattern.rstrip("/")) if is_folder(pattern) else expand_glob(pattern)
     except UserError as e:
         message = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}: {e}"
         if is_remote(pattern):
@@ -91,6 +97,15 @@ def _listed(pattern: str, field: str) -> list[str]:
         raise UserError(f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
     except OSError as e:
         raise unreadable(e, f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
+
+
+def _numbered(folder: str) -> list[str]:
+    """The shards of clip_benchmark's layout: 0.tar, 1.tar, ..., as many as nshards.txt says. UserError, OSError."""
+    try:
+        with open_read(f"{folder}/{NSHARDS}") as file:
+            return [f"{folder}/{n}.tar" for n in range(int(file.read()))]
+    except (FileNotFoundError, ValueError) as e:
+        raise UserError(f"{NSHARDS} of the folder cannot be read ({e}); without one write {folder}/*.tar") from e
 
 
 def missing_files(shards: list[str]) -> list[str]:

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
 
-from clip_train.settings import Settings
+from pydantic import Field, model_validator
+
+from clip_train.settings import Settings, shown
+
+IMAGENET = "imagenet"  # names no file, but OpenCLIP's classes and templates in imagenet.json beside this one
 
 
 class EvaluateConfig(Settings):
-    """What is measured on `data.val`, and when."""
+    """What is measured, on what, and when: docs/evaluation.md."""
 
     every_steps: int | None = Field(None, gt=0)
     """Evaluate every so many optimizer steps; none: only at the end of the run."""
     batch_size: int = Field(256, gt=0)
-    """Samples that a rank encodes at once. Changes no result."""
-    zero_shot_classes: str | None = None
-    """A JSON file with "classnames", "templates" and how samples are labelled; none: no zero-shot."""
+    """Samples that a rank encodes at once. Of the results only val_loss, a mean over batches of this size, knows it."""
     retrieval: bool = True
-    """Recall of images by their captions and of captions by their images."""
+    """Recall of the images of data.val by their captions and of captions by their images, under three rules."""
+    val_loss: bool = True
+    """OpenCLIP's clip_val_loss on data.val."""
+    zero_shot_classes: str | None = None
+    """imagenet: OpenCLIP's 1000 names; a JSON file with "classnames", "templates" and how samples are labelled; a
+    folder with clip_benchmark's classnames.txt and zeroshot_classification_templates.txt. none: no zero-shot."""
+    templates: Literal["openai", "simple"] | None = None
+    """OpenCLIP's 80 or 7 prompts for each class, in place of those of zero_shot_classes; imagenet's own are openai."""
+    zero_shot_data: str | None = None
+    """Labelled images: a folder with a folder for each class, such as ImageNet's validation set; shards with `.cls`; a
+    split of clip_benchmark's (N.tar and nshards.txt). none: data.val."""
+    linear_probe: str | None = None
+    """Labelled training images, written like zero_shot_data: a logistic regression on their features is tested on the
+    labelled images above. none: no linear probe."""
+
+    @model_validator(mode="after")
+    def _measures_something(self) -> EvaluateConfig:
+        if self.zero_shot_data is not None and self.zero_shot_classes is None and self.linear_probe is None:
+            raise ValueError(
+                f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot or a linear probe; set "
+                "evaluate.zero_shot_classes or evaluate.linear_probe as well"
+            )
+        return self
+
+    def labelled(self) -> dict[str, str | None]:
+        """What is tested on and what the probe is trained on, by key."""
+        return {"evaluate.zero_shot_data": self.zero_shot_data, "evaluate.linear_probe": self.linear_probe}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from clip_train.data.validation import ValBatch
+from clip_train.evaluate.features import Encoded
 from clip_train.storage.local import LocalStorage
 
 FILE = "nearest.json"
@@ -31,6 +32,7 @@ class Examples:
         self.batches = batches
         self.captions: list[str] = []
         self.chosen: list[int] = []  # places of the images among the samples
+        self.first: list[str] = []  # captions of these
         self.images: list[Tensor] = []  # uint8 [3, S, S]
         self.image = self.text = torch.zeros(0, 0)
 
@@ -39,12 +41,13 @@ class Examples:
             if not self.captions:
                 self.chosen = [*range(0, len(batch.images), max(1, len(batch.images) // SHOWN))][:SHOWN]
                 self.images = [batch.images[i].cpu() for i in self.chosen]
-            self.captions += batch.captions
+                self.first = [batch.captions[i][0] for i in self.chosen]
+            self.captions += [caption for each in batch.captions for caption in each]
             yield batch
 
-    def take(self, image: Tensor, text: Tensor) -> None:
-        """Their features, [n, D] each, from `evaluate`; none of the texts where nothing asks for them."""
-        self.image, self.text = image, text
+    def take(self, found: Encoded) -> None:
+        """Their features, from `evaluate`; none of the texts where nothing asks for them."""
+        self.image, self.text = found.image, found.text
 
     def nearest(self) -> list[dict[str, Any]]:
         """Of each image `picture` (a data URI), `caption`, and `nearest`: different captions with their cosine."""
@@ -52,13 +55,13 @@ class Examples:
             return []
         cosine = (normalize(self.image[self.chosen]) @ normalize(self.text).T).cpu()
         found = []
-        for i, pixels, row in zip(self.chosen, self.images, cosine, strict=True):
+        for caption, pixels, row in zip(self.first, self.images, cosine, strict=True):
             best: dict[str, float] = {}
             for place in row.argsort(descending=True).tolist():
                 best.setdefault(self.captions[place], float(row[place]))
                 if len(best) == NEAREST:
                     break
-            found.append({"picture": picture(pixels), "caption": self.captions[i], "nearest": [*best.items()]})
+            found.append({"picture": picture(pixels), "caption": caption, "nearest": [*best.items()]})
         return found
 
     def write(self, folder: Path) -> None:

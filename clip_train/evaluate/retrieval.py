@@ -1,71 +1,115 @@
-"""Retrieval: where in the ranking of all captions does an image find its own, and the other way round.
+"""What captions give: retrieval under three rules, and OpenCLIP's validation loss.
 
-`n` samples on this rank, `N` on all, `D` features.
+`n` images and `t` captions on this rank, `N` and `T` on all, `D` features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.evaluate.config import EvaluateConfig
+from clip_train.evaluate.features import Encoded
 
 _BLOCK_ELEMENTS = 1 << 24  # similarities held at once: 64 MiB of float32
 
 
-def ranks_of_matches(
-    queries: Tensor,
-    candidates: Tensor,
-    query_groups: Tensor,
-    candidate_groups: Tensor,
-    block_elements: int = _BLOCK_ELEMENTS,
-) -> Tensor:
-    """The place, from 1, of each query's best match among the candidates.
+class Groups(NamedTuple):
+    """Candidates of a query's own group are its matches; those of group -1 take no part."""
 
-    Candidates of the query's own group are its matches: samples with the very same caption are
-    interchangeable. One that is no match and ties with it is ranked before it, so the place does not
-    depend on the samples' order, and a collapsed model finds nothing.
+    queries: Tensor  # int64 [n]
+    candidates: Tensor  # int64 [N]
+    ties_ahead: bool = False  # what is no match and ties with one is ranked before it; else what stands before it is
+
+    def swapped(self) -> Groups:
+        return Groups(self.candidates, self.queries, self.ties_ahead)
+
+
+def ranks_of_matches(
+    queries: Tensor, candidates: Tensor, rules: Sequence[Groups], block_elements: int = _BLOCK_ELEMENTS
+) -> list[Tensor]:
+    """The place, from 1, of each query's best match among the candidates that are no match, under each rule.
+
+    A place among ties is that of a stable sort, as OpenCLIP's on a CPU; with `ties_ahead` it does not depend on the
+    samples' order, and a collapsed model finds nothing. A NaN is never found.
 
     Args:
         queries: [n, D] float32.
         candidates: [N, D] float32.
-        query_groups: int64 [n], each of them among `candidate_groups`.
-        candidate_groups: int64 [N].
+        rules: each query's group is among the candidates', or the query is of no interest.
         block_elements: how many similarities to hold at once.
 
     Returns:
-        int64 [n].
+        int64 [n] for each rule.
     """
     rows = max(1, block_elements // max(1, len(candidates)))
-    places = []
-    for block, groups in zip(queries.split(rows), query_groups.split(rows), strict=True):
-        similarity = block @ candidates.T  # [rows, N]
-        match = groups[:, None] == candidate_groups[None]
-        best = similarity.masked_fill(~match, -torch.inf).amax(dim=1, keepdim=True)
-        # `not less` rather than `at least`: a NaN is never found
-        places.append(1 + (~(similarity < best) & ~match).sum(dim=1))
-    return torch.cat(places) if places else query_groups.new_zeros(0)
+    order = torch.arange(len(candidates), device=queries.device)
+    places: list[list[Tensor]] = [[groups.queries[:0]] for groups in rules]
+    for start in range(0, len(queries), rows):
+        similarity = queries[start : start + rows] @ candidates.T  # [rows, N]
+        for groups, found in zip(rules, places, strict=True):
+            match = groups.queries[start : start + rows, None] == groups.candidates
+            best, at = similarity.masked_fill(~match, -torch.inf).max(dim=1, keepdim=True)
+            ahead = ~(similarity < best)  # rather than `at least`, for a NaN's sake
+            if not groups.ties_ahead:
+                ahead &= (similarity != best) | (order < at)
+            found.append(1 + (ahead & ~match & (groups.candidates >= 0)).sum(dim=1))
+    return [torch.cat(found) for found in places]
 
 
-def retrieval_metrics(image: Tensor, text: Tensor, texts: Tensor) -> dict[str, float]:
-    """Recall at 1, 5 and 10 and the median place, in both directions, under OpenCLIP's names.
+def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
+    """Each under the names of whose rule it is (docs/evaluation.md); recalls from 0 to 1.
 
-    Args:
-        image: [n, D] float32, normalised: this rank's.
-        text: [n, D] float32, normalised.
-        texts: int64 [n, context_length]: equal rows are the same caption.
+    Returns:
+        With `config.retrieval`, of each image's first caption: OpenCLIP's `image_to_text_R@1` ...
+        `text_to_image_median_rank` (`get_clip_metrics`), and `dedup_...`, under which equal captions are
+        interchangeable. Of all captions clip_benchmark's `image_retrieval_recall@1` ... `text_retrieval_recall@10`: one
+        of an image's captions is enough. With `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
     """
-    counts = dist.gather_objects(len(image))  # n of each rank
-    all_image, all_text, all_texts = (dist.gather_rows(x, counts) for x in (image, text, texts))
-    groups = torch.unique(all_texts, dim=0, return_inverse=True)[1]  # [N]
-    mine = groups.split(counts)[dist.rank()]
+    counts = dist.gather_objects((len(seen.image), len(seen.text)))
+    num_images, num_texts = ([count[i] for count in counts] for i in (0, 1))
+    here = dist.rank()
+    image = dist.gather_rows(seen.image, num_images)  # [N, D]
+    text, tokens = (dist.gather_rows(x, num_texts) for x in (seen.text, seen.texts))  # [T, D], [T, context_length]
+    owners = dist.gather_rows(seen.owners + sum(num_images[:here]), num_texts)  # [T]
+    first = torch.ones_like(owners, dtype=torch.bool)
+    first[1:] = owners[1:] != owners[:-1]
     out: dict[str, float] = {}
-    for name, queries, candidates in (
-        ("image_to_text", image, all_text),
-        ("text_to_image", text, all_image),
-    ):
-        places = dist.gather_rows(ranks_of_matches(queries, candidates, mine, groups), counts)
-        for k in (1, 5, 10):
-            out[f"{name}_R@{k}"] = (places <= k).double().mean().item()
-        out[f"{name}_median_rank"] = places.double().quantile(0.5).item()
+    if config.val_loss:
+        out["val_loss"] = validation_loss(image[owners[first]], text[first], seen.logit_scale, config.batch_size)
+    if not config.retrieval:
+        return out
+    same = torch.unique(tokens, dim=0, return_inverse=True)[1]  # [T]
+    own = torch.arange(len(image), device=image.device)
+    rules = {  # of images and captions, and of captions and images
+        ("image_to_text_R", "text_to_image_R"): Groups(own, owners.where(first, -1)),
+        ("dedup_image_to_text_R", "dedup_text_to_image_R"): Groups(same[first], same.where(first, -1), ties_ahead=True),
+        ("text_retrieval_recall", "image_retrieval_recall"): Groups(own, owners),
+    }
+    sides = ((seen.image, text, num_images), (seen.text, image, num_texts))
+    for side, (queries, candidates, lengths) in enumerate(sides):
+        each = [groups.swapped() if side else groups for groups in rules.values()]
+        mine = [Groups(groups.queries.split(lengths)[here], *groups[1:]) for groups in each]
+        for names, groups, found in zip(rules, each, ranks_of_matches(queries, candidates, mine), strict=True):
+            places = dist.gather_rows(found, lengths)[groups.queries >= 0].double()
+            out |= {f"{names[side]}@{k}": (places <= k).double().mean().item() for k in (1, 5, 10)}
+            if names[side] in ("image_to_text_R", "text_to_image_R"):
+                out[f"{names[side][:-2]}_mean_rank"] = places.mean().item()
+                out[f"{names[side][:-2]}_median_rank"] = places.quantile(0.5).floor().item()
     return out
+
+
+def validation_loss(image: Tensor, text: Tensor, logit_scale: Tensor, batch_size: int) -> float:
+    """The mean over samples of the contrastive loss, [N, D] and [N, D] of pairs, whose negatives are the others of its
+    batch: OpenCLIP's `clip_val_loss` in `open_clip_train.train.evaluate`. No bias, whatever the loss in training."""
+    total = torch.zeros((), dtype=torch.float64, device=image.device)
+    for I, T in zip(image.split(batch_size), text.split(batch_size), strict=True):
+        logits = logit_scale * I @ T.T
+        own = torch.arange(len(I), device=I.device)
+        total += (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2 * len(I)
+    return total.item() / len(image)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +17,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.data.shards import is_folder
 from clip_train.engine import Engine
 from clip_train.errors import UserError
+from clip_train.evaluate.config import IMAGENET
+from clip_train.evaluate.features import Encoded, Labeller
 from clip_train.storage.urls import open_read
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions -> int64 [b, context_length]
+CLIP_BENCHMARKS = "zeroshot_classification_templates"  # its file beside classnames.txt, with {c} for the name
 
 
 class ZeroShotClasses(BaseModel):
     """The content of `evaluate.zero_shot_classes`.
 
     A validation sample's label is, in this order: its `cls`, an index (of the `.cls` member or the
-    `.json`); `label_key` of its `.json`, an index or a class name; its caption, if that is in `captions`,
-    a class name or a prompt. A sample that has none of these is left out.
+    `.json`); `label_key` of its `.json`, an index or a class name; its first caption, if that is in `captions`,
+    a class name or a prompt. A sample that has none of these is left out. A name that two classes share (ImageNet has
+    two) labels none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,25 +53,26 @@ class ZeroShotClasses(BaseModel):
         return templates
 
     @model_validator(mode="after")
-    def _unambiguous(self) -> ZeroShotClasses:
-        repeated = {name for name in self.classnames if self.classnames.count(name) > 1}
-        if repeated:
-            raise ValueError(f"class names must differ; repeated: {', '.join(sorted(repeated)[:5])}")
+    def _captions_are_of_classes(self) -> ZeroShotClasses:
         for caption, target in self.captions.items():
             self._index(target, f"captions[{caption!r}]")
         return self
 
     @classmethod
-    def load(cls, path: str) -> ZeroShotClasses:
-        """From a JSON file, local or remote. Raises UserError."""
-        field = f"evaluate.zero_shot_classes: {path}"
+    def load(cls, place: str, templates: str | None = None) -> ZeroShotClasses:
+        """By name, from a JSON file or from clip_benchmark's folder, local or remote, with the named templates or its
+        own. Raises UserError."""
+        field = f"evaluate.zero_shot_classes: {place}"
         try:
-            with open_read(path) as f:
-                content = json.loads(f.read())
-        except FileNotFoundError:
-            raise UserError(f"{field} does not exist") from None
+            content = _read(place)
+        except FileNotFoundError as e:
+            raise UserError(
+                f"{field} does not exist ({e}); give imagenet, a JSON file or clip_benchmark's folder"
+            ) from None
         except ValueError as e:
             raise UserError(f"{field} is not JSON: {e}") from e
+        if templates is not None and isinstance(content, dict):
+            content["templates"] = _imagenet()[templates]
         try:
             return cls.model_validate(content)
         except ValidationError as e:
@@ -75,16 +82,15 @@ class ZeroShotClasses(BaseModel):
     def prompts(self, index: int) -> list[str]:
         return [t.replace("{}", self.classnames[index]) for t in self.templates]
 
-    def labeller(self) -> Callable[[str, dict[str, Any]], int]:
-        """(caption, metadata) -> class index, or -1 where the sample has no label. Raises UserError."""
-        by_caption = {prompt: i for i in range(len(self.classnames)) for prompt in self.prompts(i)}
-        by_caption |= {name: i for i, name in enumerate(self.classnames)}
+    def labeller(self) -> Labeller:
+        """Of an index that is no class's, it raises ValueError."""
+        alone = [i for i, name in enumerate(self.classnames) if self.classnames.count(name) == 1]
+        by_caption = {prompt: i for i in alone for prompt in self.prompts(i)}
+        by_caption |= {self.classnames[i]: i for i in alone}
         by_caption |= {c: self._index(target, "captions") for c, target in self.captions.items()}
 
         def label(caption: str, metadata: dict[str, Any]) -> int:
-            if (cls := metadata.get("cls")) is not None:
-                with contextlib.suppress(TypeError, ValueError):
-                    cls = int(cls)  # `.cls` members are written as text
+            if (cls := _number(metadata)) is not None:
                 return self._index(cls, "a sample's cls")
             if metadata.get(self.label_key) is not None:
                 return self._index(metadata[self.label_key], f"a sample's {self.label_key}")
@@ -95,9 +101,61 @@ class ZeroShotClasses(BaseModel):
     def _index(self, target: int | str, where: str) -> int:
         if isinstance(target, int) and 0 <= target < len(self.classnames):
             return target
-        if isinstance(target, str) and target in self.classnames:
-            return self.classnames.index(target)
-        raise ValueError(f"{where} is {target!r}, none of the {len(self.classnames)} classes")
+        named = self.classnames.count(target) if isinstance(target, str) else 0
+        if named == 1:
+            return self.classnames.index(str(target))
+        which = f"the name of {named}" if named else "none"
+        raise ValueError(f"{where} is {target!r}, {which} of the {len(self.classnames)} classes")
+
+
+def _number(metadata: dict[str, Any]) -> Any:
+    """The sample's `cls`: `.cls` members are written as text."""
+    cls = metadata.get("cls")
+    with contextlib.suppress(TypeError, ValueError):
+        return int(cls)  # type: ignore[arg-type]
+    return cls
+
+
+def label_by_number(caption: str, metadata: dict[str, Any]) -> int:
+    """A `Labeller` without classes. Raises ValueError."""
+    cls = _number(metadata)
+    if cls is not None and not (isinstance(cls, int) and cls >= 0):
+        raise ValueError(f"a sample's cls is {cls!r}, no number of a class")
+    return -1 if cls is None else cls
+
+
+def _read(place: str) -> Any:
+    """The content of a JSON file, or what stands for it. OSError, ValueError."""
+    if place == IMAGENET:
+        return {"classnames": _imagenet()["classnames"], "templates": _imagenet()["openai"]}
+    if is_folder(place):
+        names, templates = (_lines(f"{place.rstrip('/')}/{name}.txt") for name in ("classnames", CLIP_BENCHMARKS))
+        return {"classnames": names, "templates": [template.replace("{c}", "{}") for template in templates]}
+    with open_read(place) as file:
+        return json.loads(file.read())
+
+
+def _lines(url: str) -> list[str]:
+    with open_read(url) as file:
+        return [line.strip() for line in file.read().decode().splitlines() if line.strip()]
+
+
+def _imagenet() -> dict[str, Any]:
+    return json.loads((Path(__file__).parent / "imagenet.json").read_text(encoding="utf-8"))
+
+
+def zero_shot_metrics(
+    engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, seen: Encoded, batch_size: int
+) -> dict[str, float]:
+    """Accuracies from 0 to 1 over the labelled images of all ranks, and the number of these. UserError: none."""
+    embeddings = class_embeddings(engine, tokenize, classes, batch_size)
+    num, labelled, top1, top5 = dist.sum_scalars(len(seen.image), *count_hits(seen.image, seen.labels, embeddings))
+    if not labelled:
+        raise UserError(
+            f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they need 'cls' or "
+            f"{classes.label_key!r} in their .json, or captions that name a class; or set evaluate.zero_shot_data"
+        )
+    return {"zero_shot_top1": top1 / labelled, "zero_shot_top5": top5 / labelled, "zero_shot_samples": labelled}
 
 
 def class_embeddings(engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int) -> Tensor:

@@ -133,6 +133,8 @@ def translate(flags: dict[str, Any], world_size: int) -> tuple[dict[str, Any], l
     for flag, key in SAME.items():
         if flag in given:
             keys[key] = given[flag] if given[flag] is True else as_value(str(given[flag]))
+    if "imagenet-val" in flags:
+        keys["evaluate.zero_shot_classes"] = "imagenet"
     for key in ("data.train", "data.val"):
         if "pipe:" in str(keys.get(key)):
             keys[key] = re.sub(r"pipe:\s*(?:aws s3 cp|cat|gsutil cp) (\S+)(?: -)?", r"\1", keys[key])
@@ -201,7 +203,7 @@ def _schedule(keys: dict[str, Any], notes: list[tuple[str, str]], given: dict[st
         notes.append(("--save-frequency", "set checkpoint.every_steps; it is in steps here"))
         return
     keys["checkpoint.every_steps"] = max(1, int(given["save-frequency"]) * epoch)
-    if "data.val" in keys:
+    if keys.keys() & {"data.val", "evaluate.zero_shot_data"}:
         keys["evaluate.every_steps"] = max(1, int(given["val-frequency"]) * epoch)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from functools import partial
+from typing import Any
 
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
@@ -12,60 +14,110 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.data.tokenizer import huggingface_files
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
+from clip_train.evaluate.config import IMAGENET
 from clip_train.models import hub
 from clip_train.models.clip import build_model, parse_saved
-from clip_train.models.config import AnyArchitecture, Architecture
+from clip_train.models.config import AnyArchitecture, Architecture, load_architecture, preset_names
 from clip_train.models.export import export_openclip, save_texts
 from clip_train.models.transformers import check_transformers, export_transformers
 from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, WholeState, initial_weights
 from clip_train.protocols import FragmentSource
-from clip_train.storage.urls import is_remote
+from clip_train.storage.urls import is_remote, local_path
+from launcher.cli.import_args import model_name
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
 from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
-from launcher.weights import places_of_run, recipe_in, weights_here
+from launcher.weights import holds_weights, places_of_run, recipe_in, weights_here
+
+LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data", "evaluate.linear_probe")
 
 
 def evaluate_run(args: argparse.Namespace) -> int:
-    """Print zero-shot and retrieval on data.val; under torchrun the samples are split over the ranks.
-
-    --weights: an export instead of the checkpoint; then the place is a recipe. --ema: its moving average.
-    """
-    place, overrides, weights = args.place, args.overrides, args.weights
+    """Print what `clip_train.evaluate` measures; under torchrun the samples are split over the ranks."""
     env = ranks.detect(os.environ)
     device, _ = ranks.take_device(env)
     args.outcome.heartbeat = Heartbeat(env, args.outcome.publish)
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
-        if weights is not None:
-            if args.ema:
-                raise UserError(f"--ema is of a run's checkpoint, not of --weights {weights}; leave one of them out")
-            config = load_config(recipe_in(place) or place, overrides)
-            architecture = config.model.architecture()
-            with weights_here(config.model.model_copy(update={"init_from": weights}), config.storage) as here:
-                source: FragmentSource = dist.agreed(partial(initial_weights, here, config.run.seed))
-            where = weights
-        else:
-            config, found = run_at(place, overrides)
-            architecture, where = architecture_of(found), f"step {found.step} of {found.path}"
-            source = WholeState(found.reader.full_state(ema=True)) if args.ema else found.reader
-        if config.data.val is None:
-            raise UserError("data.val is null: there is nothing to evaluate on; add data.val=<shards>")
+        config, architecture, source, where = to_evaluate(args.place, args.overrides, args.weights, args.ema)
         model = build_model(architecture)
         PlainEngine(model).load_fragments(source, {})
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))
-        assert evaluate_once is not None
+        if evaluate_once is None:
+            raise UserError(
+                "data.val is null, and evaluate.zero_shot_data too: there is nothing to evaluate on; add "
+                "data.val=<shards>, or evaluate.zero_shot_data=<folder> evaluate.zero_shot_classes=imagenet"
+            )
         results = evaluate_once()
-        if dist.is_main():
+        if dist.is_main() and args.json:
+            print(json.dumps({"name": config.run.name, "weights": where, **results}))
+        elif dist.is_main():
             log(f"{config.run.name}, {where}:")
             for name, value in results.items():
                 print(f"{name}: {value:.6g}")
         return 0
     finally:
         rendezvous.stop()
+
+
+def to_evaluate(
+    place: str, overrides: list[str], weights: str | None, ema: bool
+) -> tuple[RunConfig, AnyArchitecture, FragmentSource, str]:
+    """Collective: the settings, the model, its weights, and where these are from.
+
+    Of a run its newest checkpoint, or that one's moving average, or `weights`. Of weights themselves, or a model's name
+    with `weights`, all that is measured is in `overrides`. UserError, CheckpointError.
+    """
+    raw = dist.on_main(partial(recipe_of_model, place, weights))
+    if raw is None and weights is None:
+        config, found = run_at(place, overrides)
+        source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader
+        return config, architecture_of(found), source, f"step {found.step} of {found.path}"
+    if ema:
+        raise UserError(f"--ema is of a run's checkpoint, not of weights ({weights or place}); leave it out")
+    if raw is None:
+        config = load_config(recipe_in(place) or place, overrides)
+    else:
+        config = check_config(apply_overrides(raw, overrides), place)
+    weights = weights or place
+    given = {"init_from": weights, "init_image_from": None, "init_text_from": None}
+    with weights_here(config.model.model_copy(update=given), config.storage) as model:
+        if raw is not None and "name" not in config.model.model_fields_set:
+            name = dist.agreed(partial(described, model.init_from or "", place))
+            model = model.model_copy(update={"name": name})  # noqa: PLW2901
+        return config, model.architecture(), dist.agreed(partial(initial_weights, model, config.run.seed)), weights
+
+
+def recipe_of_model(place: str, weights: str | None) -> dict[str, Any] | None:
+    """A recipe with what `place` says of the model, if it is a model's name or weights; None where it is a run's."""
+    name = place.removeprefix("open_clip:")
+    if weights is not None:
+        known = name != place or place in preset_names()
+        model: dict[str, Any] | None = {"name": place} if known else None
+    elif name != place:
+        model = {"name": model_name(name.rpartition("/")[0], quick_gelu=False)}
+    else:
+        model = {} if hub.is_on_hub(place) or holds_weights(place) else None
+    unused = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train": "none.tar"}}
+    return None if model is None else {**unused, "model": model}
+
+
+def described(weights: str, place: str) -> str:
+    """The `model.name` of weights that lie here beside their description. UserError where there is none."""
+    folder = path if (path := local_path(weights)).is_dir() else path.parent
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(
+            f"{place} has no {CONFIG_NAME} beside it that says what model it is: give its name, as in clip-train "
+            f"evaluate ViT-B-32 --weights {place}"
+        )
+    try:
+        load_architecture(str(folder))
+        return str(folder)
+    except UserError:  # not one of ours
+        return f"open_clip:{folder}"
 
 
 def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[RunConfig, Resumed]:
@@ -78,9 +130,12 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
     places, only = places_of(place)
     found = open_to_look(places, step, only)
     recipe_there, said = found.state["recipe"], {override.partition("=")[0] for override in overrides}
-    for section, key in (("data", "val"), ("evaluate", "zero_shot_classes")) if is_remote(place) else ():
-        url, name = recipe_there[section][key], f"{section}.{key}"
-        if url is not None and name not in said:  # whoever may write there must not choose what is opened here
+    for name in LOOKED_AT if is_remote(place) else ():
+        section, key = name.split(".")
+        url = recipe_there[section].get(key)
+        if (
+            url not in (None, IMAGENET) and name not in said
+        ):  # whoever may write there must not choose what is opened here
             raise UserError(
                 f"the recipe in {found.path} names {name}={url}, which is opened only if you say so: add {name}={url}, "
                 f"another, or {name}=null"

@@ -145,17 +145,21 @@ VERBS = {
     ),
     "evaluate": Verb(
         "launcher.cli.inspect:evaluate_run",
-        "zero-shot and retrieval of a run's checkpoint",
+        "zero-shot, retrieval, validation loss and linear probe of a run or of any weights",
         """\
-        Evaluate on data.val: zero-shot with evaluate.zero_shot_classes, and retrieval. Of a URL, or a bare folder of
-        checkpoints, the recipe is the one in the checkpoint.""",
+        Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. Of a URL, or a bare folder of checkpoints,
+        the recipe is the one in the checkpoint. PLACE may also be weights (an exported folder, hf-hub:org/name,
+        open_clip:NAME/TAG) or, with --weights, a model's name.""",
         """\
         clip-train evaluate my.yaml                             the newest checkpoint of that run
-        clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'""",
+        clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'
+        clip-train evaluate open_clip:ViT-B-32/laion2b_s34b_b79k evaluate.zero_shot_classes=imagenet \\
+            evaluate.zero_shot_data=/data/imagenet/val          add evaluate.linear_probe=/data/imagenet/train""",
         positions=("place", "overrides"),
         options=(
-            ("weights", "PLACE", "an exported folder or a weights file instead of the run's newest checkpoint"),
+            ("weights", "PLACE", "an exported folder or weights instead of the run's newest checkpoint"),
             EMA,
+            JSON,
         ),
     ),
     "export": Verb(

@@ -21,6 +21,7 @@ SAME = {
     "wandb-project-name": "log.wandb_project", "remote-sync": "checkpoint.remote",
     "grad-checkpointing": "engine.activation_checkpointing", "torchcompile": "engine.compile",
     "dataset-resampled": "data.resampled", "train-data-upsampling-factors": "data.train_weights",
+    "imagenet-val": "evaluate.zero_shot_data",
 }  # fmt: skip
 # Flag -> why the recipe has nothing of it.
 NOTES = {
@@ -30,8 +31,7 @@ NOTES = {
     "dataset-type": "data.kind: shards, of a CSV or a folder `clip-train shards` makes them; or synthetic",
     "csv-separator": "shards hold the captions", "csv-img-key": "shards hold the images",
     "csv-caption-key": "shards hold the captions",
-    "imagenet-val": "zero-shot runs on data.val, with evaluate.zero_shot_classes",
-    "imagenet-v2": "clip-train evaluate RECIPE data.val=... scores any shards",
+    "imagenet-v2": "clip-train evaluate RECIPE evaluate.zero_shot_data=DIR scores another set",
     "zeroshot-frequency": "zero-shot runs with each evaluation: evaluate.every_steps",
     "cache-dir": "export HF_HOME=DIR", "log-local": "rank 0 logs, and any rank that fails",
     "use-bn-sync": "batch statistics are over all ranks",

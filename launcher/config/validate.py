@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from clip_train.batch import BatchPlan, plan_batch
-from clip_train.data.config import SourceSummary, check_source, resolve_streams
+from clip_train.data.config import SourceSummary, check_source, existing, resolve_streams
 from clip_train.data.shards import expand_braces
+from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
@@ -80,14 +81,23 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     else:
         collect(partial(expand_braces, config.data.train))
         collect(partial(expand_braces, config.data.val or config.data.train, "data.val"))
-    if read_data and config.data.val is not None and config.evaluate.zero_shot_classes is not None:
+    if read_data and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
+    for key, place in config.evaluate.labelled().items() if read_data else ():
+        if place is not None:
+            collect(partial(check_labelled, place, key))
     if problems or plan is None:
         if len(problems) == 1:
             raise problems[0]
         kind = RankError if all(isinstance(problem, RankError) for problem in problems) else UserError
         raise kind("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
     return Checked(plan, architecture, streams, resolved, source=source)
+
+
+def check_labelled(place: str, key: str) -> None:
+    """UserError where there are no images."""
+    if ImageFolder.find(place, key) is None:
+        existing(place, key)
 
 
 def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:

@@ -20,6 +20,7 @@ import yaml
 
 from clip_train.checkpoint.config import preflight
 from clip_train.errors import UserError
+from clip_train.evaluate.config import IMAGENET
 from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check
@@ -150,10 +151,11 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
     for section, key in (
         ("data", "train"), ("data", "val"), ("model", "name"), ("model", "init_from"), ("model", "init_image_from"),
         ("model", "init_text_from"), ("model", "teacher"),
-        ("evaluate", "zero_shot_classes"), ("engine", "ds_config"), ("checkpoint", "resume"),
+        ("evaluate", "zero_shot_classes"), ("evaluate", "zero_shot_data"), ("evaluate", "linear_probe"),
+        ("engine", "ds_config"), ("checkpoint", "resume"),
     ):  # fmt: skip
         value = recipe.get(section, {}).get(key)
-        if isinstance(value, str):
+        if isinstance(value, str) and value != IMAGENET:
             recipe[section][key] = absolute(value, base)
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote):

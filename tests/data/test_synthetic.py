@@ -48,7 +48,7 @@ def test_shapes(tmp_path):
     assert len(train) == 120
     assert not any(combination <= set(c.replace(",", "").split()) for combination in held_out for c in train)
     batch = next(iter(ValLoader(data.val, image_size=32, context_length=16, batch_size=8)))
-    assert batch.metadata[0]["classname"] in batch.captions[0]
+    assert batch.metadata[0]["classname"] in batch.captions[0][0]
 
 
 def test_same_parameters_same_bytes_and_at_once(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train.evaluate.zero_shot import ZeroShotClasses
+from clip_train.protocols import Features, MicroBatch
+
+LOGIT_SCALE = 7.5
 
 CLASSES = ZeroShotClasses(
     classnames=["red", "green", "blue", "a cat", "dog", "owl", "fox"],
@@ -49,33 +53,40 @@ class FakeEngine:
         weights = 1 + torch.arange(texts.shape[1])
         return F.normalize((self._text[texts] * weights[None, :, None]).sum(1), dim=1)
 
+    def forward(self, micro_batch: MicroBatch) -> Features:
+        image, text = self.encode_image(micro_batch.images), self.encode_text(micro_batch.texts)
+        return Features(image, text, torch.tensor([LOGIT_SCALE]))
+
 
 @dataclass
 class Batch:
     images: Tensor
     texts: Tensor
-    captions: list[str]
+    captions: list[list[str]]
     metadata: list[dict[str, Any]]
 
 
-def samples(num: int) -> Batch:
-    """The whole validation set in one batch."""
+def samples(num: int, most_captions: int = 3) -> Batch:
+    """The whole validation set in one batch; some captions come several times."""
     g = torch.Generator().manual_seed(7)
-    captions: list[str] = []
+    captions: list[list[str]] = []
     metadata: list[dict[str, Any]] = []
     for i in range(num):
         name = CLASSES.classnames[i * 5 % 7]
-        captions.append([f"nothing {i}", name, f"a photo of a {name}.", "the sky", f"number {i}"][i % 5])
+        first = [f"nothing {i}", name, f"a photo of a {name}.", "the sky", f"number {i}"][i % 5]
+        more = [f"more {i}", ["the sky", f"most {i}"][i % 2]]
+        captions.append([first, *more[: i % most_captions]])
         label: dict[str, Any] = {"label": name}
         metadata.append(
             [{}, {}, {"cls": [i % 7, str(i % 7), f"{i % 7}".encode()][i % 3]}, label, {"other": 1}][(i + i // 5) % 5]
         )
     images = torch.randint(0, 256, (num, 3, 4, 4), dtype=torch.uint8, generator=g)
-    return Batch(images, tokenize(captions), captions, metadata)
+    return Batch(images, tokenize([text for each in captions for text in each]), captions, metadata)
 
 
 def batches(whole: Batch, start: int, end: int, size: int) -> list[Batch]:
+    first = [0, *itertools.accumulate(map(len, whole.captions))]
     return [
-        Batch(whole.images[i:j], whole.texts[i:j], whole.captions[i:j], whole.metadata[i:j])
+        Batch(whole.images[i:j], whole.texts[first[i] : first[j]], whole.captions[i:j], whole.metadata[i:j])
         for i, j in ((i, min(i + size, end)) for i in range(start, end, size))
     ]

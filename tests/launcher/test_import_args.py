@@ -118,6 +118,10 @@ def test_what_differs_is_said(capsys):
     assert recipe["loss"] == {"kind": "sigmoid", "exchange": "gather"}
     assert recipe["model"] == {"name": "ViT-B-32", "init_logit_bias": -10.0, "init_logit_scale": math.log(10)}
     assert imported(capsys, COMMANDS["two sources"])[0]["data"]["train_weights"] == [1, 2]
+    found = imported(capsys, COMMANDS["one node"])[0]["evaluate"]
+    assert found == {
+        "zero_shot_data": "/data/imagenet/validation/", "zero_shot_classes": "imagenet", "every_steps": 8570
+    }  # fmt: skip
     assert imported(capsys, COMMANDS["4e8"])[0]["data"]["num_samples"] == 400_000_000
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import load_openclip
 from launcher.runtime.verdict import read_verdict
-from tests.launcher.conftest import clean_environment, finish, metrics, run
+from tests.launcher.conftest import clean_environment, finish, metrics, run, start
 from tests.warm import Command
 
 pytestmark = pytest.mark.engine
@@ -26,7 +27,7 @@ def trained(recipe, data):
     return recipe.parent / "run", out
 
 
-def test_evaluate_and_export_agree_with_the_run(trained):
+def test_evaluate_and_export_agree_with_the_run(trained, data):
     run_dir, _ = trained
     resolved = run_dir / "recipe.yaml"
     told = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[-1])
@@ -37,7 +38,7 @@ def test_evaluate_and_export_agree_with_the_run(trained):
     again = dict(
         line.split(": ") for line in printed.splitlines() if (line.count(": ") == 1 and "@" in line) or "top" in line
     )
-    for name in ("zero_shot_top1", "image_to_text_R@10"):
+    for name in ("zero_shot_top1", "dedup_image_to_text_R@10"):
         assert float(again[name]) == pytest.approx(told[name], abs=2e-3)  # other ranks, other rounding, ties
 
     status, printed = run(resolved, verb="export")
@@ -57,6 +58,17 @@ def test_evaluate_and_export_agree_with_the_run(trained):
     model = CLIP(architecture)
     model.load_state_dict(state)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+    evaluated = [f"data.val={data.val}", f"evaluate.zero_shot_classes={data.classes}"]
+    status, printed = run(run_dir / "export", "--json", *evaluated, verb="evaluate")  # no recipe: the folder says what
+    assert status == 0, printed
+    found = json.loads(printed.splitlines()[-1])
+    assert found["weights"] == str(run_dir / "export") and found["num_samples"] == 608
+    for name in ("val_loss", "zero_shot_top1", "dedup_text_to_image_R@10"):
+        assert found[name] == pytest.approx(told[name], abs=2e-3)
+    by_name = start(Path("tiny"), "--weights", str(run_dir / "export"), *evaluated, verb="evaluate", cwd=run_dir)
+    status, printed = finish(by_name)
+    assert status == 1 and "does not fit the model" in printed, printed
 
     status, from_export = run(
         resolved, f"model.init_from={run_dir / 'export'}", "run.name=second", "run.dir=second", "run.steps=6"

@@ -112,6 +112,22 @@ MISTAKES = {
         ["schedule.warmup_steps=50"],
         ["schedule.warmup_steps (50)", "40", "lower it"],
     ),
+    "no labelled images": (
+        ["evaluate.linear_probe={tmp}"],
+        ["evaluate.linear_probe (", "no images in a folder for each class", "nshards.txt", "/*.tar"],
+    ),
+    "labelled images elsewhere": (
+        ["evaluate.zero_shot_data=/nowhere/val", "evaluate.zero_shot_classes=imagenet"],
+        ["evaluate.zero_shot_data (/nowhere/val)", "not there", "correct the path"],
+    ),
+    "labelled images for nothing": (
+        ["evaluate.zero_shot_data=/nowhere/val"],
+        ["evaluate.zero_shot_data ('/nowhere/val')", "set evaluate.zero_shot_classes or evaluate.linear_probe"],
+    ),
+    "classes elsewhere": (
+        ["evaluate.zero_shot_classes=/nowhere"],
+        ["evaluate.zero_shot_classes: /nowhere does not exist", "give imagenet"],
+    ),
     "unknown DeepSpeed file": (["engine.ds_config=zero9"], ["engine.ds_config (zero9)", "zero1"]),
 }
 

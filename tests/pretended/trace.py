@@ -25,7 +25,7 @@ from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import Engine, PlainEngine
-from clip_train.evaluate.retrieval import ranks_of_matches
+from clip_train.evaluate.retrieval import Groups, ranks_of_matches
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
 from clip_train.models.export import own_copy
@@ -149,7 +149,7 @@ def evaluation() -> dict[str, Any]:
         image = plain.encode_image(torch.empty(n, 3, size, size, dtype=torch.uint8, device=GPU)).float()
         text = plain.encode_text(torch.empty(n, length, dtype=torch.int64, device=GPU)).float()
         groups = torch.empty(n, dtype=torch.int64, device=GPU)
-        (ranks_of_matches(image, text, groups, groups) <= 5).double().mean().item()
+        (ranks_of_matches(image, text, [Groups(groups, groups)])[0] <= 5).double().mean().item()
     return counts.as_json()
 
 

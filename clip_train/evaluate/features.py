@@ -1,0 +1,105 @@
+"""One pass of the model over a data set, every rank over its own part of it: what every metric reads.
+
+`n` samples and `t` captions on this rank, `D` features. Under ZeRO-3 a forward is a collective: ranks that have run out
+of samples encode a blank one for as long as another rank has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clip_train import dist
+from clip_train.data.validation import ValBatch
+from clip_train.engine import Engine
+from clip_train.errors import UserError
+from clip_train.protocols import MicroBatch
+
+Labeller = Callable[[str, dict[str, Any]], int]  # (first caption, metadata) -> class index, -1: none
+
+
+@dataclass
+class Encoded:
+    """This rank's samples, in order; the ranks' follow each other."""
+
+    image: Tensor  # [n, D] float32, normalised
+    text: Tensor  # [t, D] float32, normalised; [0, D] where no captions were asked for
+    texts: Tensor  # int64 [t, context_length]
+    owners: Tensor  # int64 [t]: whose caption it is, ascending
+    labels: Tensor  # int64 [n], -1 where there is none
+    logit_scale: Tensor  # [1], the factor itself; with captions only
+
+
+def encode(
+    engine: Engine, batches: Iterable[ValBatch], label: Labeller | None, batch_size: int, *, with_text: bool
+) -> Encoded:
+    """All ranks call it, and it calls the engine equally often on all.
+
+    Raises UserError, on all ranks together, for a bad label, and where no rank has a sample.
+    """
+    source, device = iter(batches), engine.device
+    image, text, texts = [], [], []
+    owners: list[int] = []
+    labels: list[int] = []
+    blank: tuple[Tensor, Tensor] | None = None
+    while True:
+        # a loader that fails, or a bad label, ends all ranks together
+        batch, found = dist.agreed(lambda: _next(source, label))
+        rounds = -(-len(batch.texts) // batch_size) if batch is not None and with_text else 0
+        more, rounds = (int(each) for each in dist.max_scalars(batch is not None, rounds))
+        if not more:
+            break
+        blank = blank or _blank(batch, device)
+        pixels, tokens = (blank[0], blank[1][:0]) if batch is None else (batch.images, batch.texts)
+        tokens = tokens.to(device, non_blocking=True)
+        num = 0 if batch is None else len(pixels)  # nothing is kept of the blank sample but its width
+        image.append(engine.encode_image(pixels.to(device, non_blocking=True))[:num].float())
+        for start in range(0, rounds * batch_size, batch_size):  # an image may have many captions
+            part = tokens[start : start + batch_size]
+            text.append(engine.encode_text(part if len(part) else blank[1])[: len(part)].float())
+        if batch is not None and with_text:
+            owners += [len(labels) + i for i, captions in enumerate(batch.captions) for _ in captions]
+            texts.append(tokens)
+        labels += found
+    if blank is None:
+        raise UserError("there are no samples in what is to be evaluated on")
+    images = torch.cat(image)
+    logit_scale = images.new_ones(1)
+    if with_text:
+        logit_scale = engine.forward(MicroBatch(*blank, torch.zeros(1, dtype=torch.int64, device=device))).logit_scale
+    return Encoded(
+        images,
+        torch.cat([images[:0], *text]),
+        torch.cat([blank[1][:0], *texts]),
+        torch.tensor(owners, dtype=torch.int64, device=device),
+        torch.tensor(labels, dtype=torch.int64, device=device),
+        logit_scale,
+    )
+
+
+def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch | None, list[int]]:
+    """The next batch, None after the last, and its labels. Raises UserError."""
+    batch = next(source, None)
+    if batch is None:
+        return None, []
+    if label is None:
+        return batch, [-1] * len(batch.images)
+    try:
+        first = [captions[0] if captions else "" for captions in batch.captions]
+        return batch, [label(c, m) for c, m in zip(first, batch.metadata, strict=True)]
+    except ValueError as e:
+        raise UserError(f"evaluate.zero_shot_classes does not fit the data: {e}") from e
+
+
+def _blank(batch: ValBatch | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """One image and one text of zeros, of the shape that some rank's batch has; collective."""
+    shapes = dist.gather_objects(None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:]))
+    image, text = next(s for s in shapes if s is not None)
+    return (
+        torch.zeros(1, *image, dtype=torch.uint8, device=device),
+        torch.zeros(1, *text, dtype=torch.int64, device=device),
+    )
