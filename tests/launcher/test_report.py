@@ -128,3 +128,10 @@ def test_both_packages_log_alike(monkeypatch, capsys):
                 logging.getLogger(name).log(level, "of %s", "it")
             said = [LINE.fullmatch(line).groups() for line in capsys.readouterr().err.splitlines()]
             assert said == [("3", each, "of it") for each in ("debug", "info", "warning", "error")[4 - levels :]]
+
+
+def test_a_tracker_without_its_package_is_a_mistake_before_training(recipe, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    assert main(["train", str(recipe), "--dry-run", "log.trackio=true"]) == 2
+    assert "log.trackio (true): trackio is not installed; pip install trackio" in capsys.readouterr().err
+    assert not (recipe.parent / "run").exists()
