@@ -32,7 +32,7 @@ CHARTS = {
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "samples_per_second": "samples per second",
-    DATA_WAIT: "waiting for data, % of the step",
+    DATA_WAIT: "data wait, % of the step",
     MEMORY: "peak memory, GiB",
 }
 NOT_SHOWN = {"step_seconds", "data_wait_seconds", "num_samples", "zero_shot_samples"}
@@ -111,14 +111,16 @@ def _shown(run: Run) -> dict[str, Any]:
     seconds = curves["step_seconds"].total if "step_seconds" in curves else 0.0
     samples = run.last.get("samples", 0)
     waited = curves["data_wait_seconds"].total / seconds if seconds and "data_wait_seconds" in curves else 0.0
+    first = number(curves["loss"].first) if "loss" in curves else "-"
+    wait = f"{curves[DATA_WAIT].recent:.1f}%" if DATA_WAIT in curves else "-"
     tiles = [
-        ("loss", recent.get("loss", "-"), f"first {number(curves['loss'].first)}" if "loss" in curves else ""),
+        ("loss", recent.get("loss", "-"), f"first {first}"),
         (
             "samples per second",
             recent.get("samples_per_second", "-"),
-            f"{number(samples / seconds)} in the mean" if seconds else "",
+            f"{number(samples / (seconds or 1))} in the mean",
         ),
-        ("waiting for data", f"{recent.get(DATA_WAIT, '-')}%", f"{100 * waited:.1f}% of the whole run"),
+        ("data wait", wait, f"{100 * waited:.1f}% of the whole run"),
         ("samples seen", number(samples), f"{format_seconds(seconds)} in steps"),
         ("peak memory", f"{recent.get(MEMORY, '-')} GiB", "of rank 0"),
         ("logit scale", recent.get("logit_scale", "-"), f"learning rate {recent.get('lr', '-')}"),
@@ -206,7 +208,7 @@ def _chart(title: str, curves: Sequence[tuple[int, Curve]], last: int, dots: boo
     """Title, axes, and of each curve its mean as a line with the band between its extremes."""
     low = min(bucket.least for _, curve in curves for bucket in curve.buckets)
     high = max(bucket.most for _, curve in curves for bucket in curve.buckets)
-    log = low > 0 and high > LOG_FROM * max(curve.median for _, curve in curves)
+    log = title != CHARTS[DATA_WAIT] and low > 0 and high > LOG_FROM * max(curve.median for _, curve in curves)
     scale: Callable[[float], float] = math.log10 if log else float
     pad = 0.05 * (scale(high) - scale(low)) or 0.05 * abs(scale(high)) or 1.0
     bottom, top = scale(low) - pad, scale(high) + pad

@@ -64,7 +64,7 @@ class TrackerSink:
             tracker = importlib.import_module(package)
         except ImportError as e:
             raise UserError(not_installed(package, e)) from e
-        run_dir, own = Path(run_dir), {}
+        self._package, run_dir, own = package, Path(run_dir), {}
         if package == "wandb":
             id_file = run_dir / "wandb_id"
             identity = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
@@ -72,14 +72,16 @@ class TrackerSink:
             own = {"dir": str(run_dir), "id": identity}
         name = run_dir.resolve().name
         self._run = tracker.init(project=project or "clip-train", name=name, config=recipe, resume="allow", **own)
-        if package == "wandb":  # by our own step: wandb's counter refuses steps that a resumed run does again
+        if package == "wandb":
             self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-        step = numbers.pop("step")
-        if numbers:
-            self._run.log({**{f"{kind}/{name}": value for name, value in numbers.items()}, "step": step})
+        step, numbers = record["step"], {k: v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
+        values = {f"{kind}/{name}": value for name, value in numbers.items()}
+        if values and self._package == "wandb":  # by our own step: its counter refuses those that are done again
+            self._run.log({**values, "step": step})
+        elif values:
+            self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()

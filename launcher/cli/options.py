@@ -153,8 +153,7 @@ VERBS = {
         """\
         clip-train evaluate my.yaml                             the newest checkpoint of that run
         clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'
-        clip-train evaluate open_clip:ViT-B-32/laion2b_s34b_b79k evaluate.zero_shot_classes=imagenet \\
-            evaluate.zero_shot_data=/data/imagenet/val          add evaluate.linear_probe=/data/imagenet/train""",
+        clip-train evaluate open_clip:ViT-B-32/openai data.val='val/*.tar' evaluate.zero_shot_classes=imagenet""",
         positions=("place", "overrides"),
         options=(
             ("weights", "PLACE", "an exported folder or weights instead of the run's newest checkpoint"),

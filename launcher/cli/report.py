@@ -84,14 +84,13 @@ def _lines(run: Run, width: int) -> Iterator[RenderableType]:
             spark = sparkline([each.mean for each in curve.buckets], max(10, width - 70)) if name in SPARKS else ""
             table.add_row(title, *values, spark)
     yield table
-    for number_, each in enumerate(run.starts, 1):
-        ended = run.starts[number_].get("previous") if number_ < len(run.starts) else run.verdict
+    for which, each in enumerate(run.starts, 1):
+        ended = run.starts[which].get("previous") if which < len(run.starts) else run.verdict
         how = f": {ended[0]}, {ended[1]}" if ended else ""
-        yield Text(f"attempt {number_} from step {each['step']:,}, {each.get('time', '')}{how}", style="dim")
+        yield Text(f"attempt {which} from step {each['step']:,}, {each.get('time', '')}{how}", style="dim")
     if run.evaluations:
-        yield Text(
-            "  ".join(["evaluation:", *(f"{name} {number(value)}" for name, value in run.evaluations[-1].items())])
-        )
+        found = "  ".join(f"{name} {number(value)}" for name, value in run.evaluations[-1].items())
+        yield Text(f"evaluation: {found}")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

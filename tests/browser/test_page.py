@@ -77,7 +77,7 @@ def take_pictures(run: str) -> None:
     with Chromium(program) as browser:
         for width, dark in ((1280, False), (390, True)):
             check(browser, page, width, dark=dark)
-            picture = Image.open(io.BytesIO(browser.screenshot(width, 900))).convert("RGB").quantize(64)
+            picture = Image.open(io.BytesIO(browser.screenshot(width, 900))).convert("RGB")
             picture.save(folder / f"report-{'dark' if dark else 'light'}-{width}.png", optimize=True)
 
 

@@ -72,7 +72,7 @@ def test_watch_follows_a_run_in_a_terminal_until_ctrl_c(tmp_path):
 
 
 @pytest.mark.engine
-def test_a_run_reports_itself(recipe):
+def test_a_run_reports_itself(recipe, data):
     """Killed and resumed: the page has both attempts, what differs from the defaults, and all steps."""
     process = start(recipe, "run.steps=30", "log.progress=true")
     folder = recipe.parent / "run"
@@ -85,13 +85,14 @@ def test_a_run_reports_itself(recipe):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE)
-    status, out = run(recipe, "run.steps=30", ranks=2)
+    status, out = run(recipe, "run.steps=30", f"data.val={data.val}", ranks=2)
     assert status == 0, out
     page = Page((folder / "report.html").read_text())
     assert "DONE" in page.sections[""] and "step 30 of 30 (100.0%)" in page.sections[""]
     assert "PREEMPTED stopped by SIGTERM" in page.sections["Attempts"] and "2 ranks on cpu" in page.sections["Attempts"]
     assert "optim.lr 0.001" in page.sections["What differs from the defaults"]
     assert "optim.weight_decay" not in page.sections["What differs from the defaults"]
+    assert page.sections["Nearest captions"].count("a photo of") >= 8 * 3 and page.sections["Latest evaluations"]
     assert "torch 2" in page.sections["What it ran with"]
     assert len(metrics(folder)) == 30
     lines = [LINE.match(line) for line in out.splitlines()]
@@ -128,3 +129,10 @@ def test_both_packages_log_alike(monkeypatch, capsys):
                 logging.getLogger(name).log(level, "of %s", "it")
             said = [LINE.fullmatch(line).groups() for line in capsys.readouterr().err.splitlines()]
             assert said == [("3", each, "of it") for each in ("debug", "info", "warning", "error")[4 - levels :]]
+
+
+def test_a_tracker_without_its_package_is_a_mistake_before_training(recipe, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    assert main(["train", str(recipe), "--dry-run", "log.trackio=true"]) == 2
+    assert "log.trackio (true): trackio is not installed; pip install trackio" in capsys.readouterr().err
+    assert not (recipe.parent / "run").exists()

@@ -32,7 +32,7 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     assert [*page.sections][1:] == SECTIONS
     for text in ("training", "step 120 of 200 (60.0%)", "0:00:40 left: done about", "nothing to remark", "16", "960"):
         assert text in page.sections[""], text
-    for text in ("loss", "logit scale", "gradient norm", "learning rate", "samples per second", "waiting for data, %",
+    for text in ("loss", "logit scale", "gradient norm", "learning rate", "samples per second", "data wait, %",
                  "peak memory, GiB", "resumed"):  # fmt: skip
         assert text in page.sections["Training"], text
     assert "zero_shot_top1 0.5 0.25" in page.sections["Latest evaluations"]

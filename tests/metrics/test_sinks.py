@@ -158,7 +158,7 @@ def test_trackio_goes_on_in_the_same_run_by_its_name(tmp_path: Path, monkeypatch
             started.append((project, name, config, resume))
             return Trackio
 
-        log = staticmethod(logged.append)
+        log = staticmethod(lambda values, step: logged.append((values, step)))
         finish = staticmethod(lambda: None)
 
     monkeypatch.setitem(sys.modules, "trackio", Trackio)
@@ -170,7 +170,7 @@ def test_trackio_goes_on_in_the_same_run_by_its_name(tmp_path: Path, monkeypatch
         ) as sinks:
             sinks.write({"step": resume_step + 1, "loss": 1.0})
     assert started == [("clip-train", "run", {"a": 1}, "allow")] * 2
-    assert logged == [{"train/loss": 1.0, "step": 1}, {"train/loss": 1.0, "step": 2}]
+    assert logged == [({"train/loss": 1.0}, 1), ({"train/loss": 1.0}, 2)]
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
