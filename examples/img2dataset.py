@@ -40,11 +40,12 @@ def clip_train(*line: str) -> None:
         sys.exit(status)
 
 
-folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/img2dataset/shards")
-if not list(folder.glob("*.tar")):
-    draw(folder)
-run, recipe = folder.with_name("run"), folder.with_name("recipe.yaml")
-recipe.write_text(f"""\
+if __name__ == "__main__":  # loader workers import this file too
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/img2dataset/shards")
+    if not list(folder.glob("*.tar")):
+        draw(folder)
+    run, recipe = folder.with_name("run"), folder.with_name("recipe.yaml")
+    recipe.write_text(f"""\
 run: {{dir: {run}, steps: 60}}
 model: {{name: tiny}}
 data: {{train: "{folder}/*.tar", workers: 1}}
@@ -52,6 +53,6 @@ batch: {{global_size: 128, micro_size: 32}}
 optim: {{lr: 2e-3}}
 schedule: {{warmup_steps: 10}}
 """)
-clip_train("index", f"{folder}/*.tar")
-clip_train("train", str(recipe), *sys.argv[2:])
-clip_train("export", str(recipe))
+    clip_train("index", f"{folder}/*.tar")
+    clip_train("train", str(recipe), *sys.argv[2:])
+    clip_train("export", str(recipe))

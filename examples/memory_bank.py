@@ -13,19 +13,6 @@ from pathlib import Path
 from clip_train.demo.datasets import shapes
 from launcher.cli.main import main
 
-folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/memory-bank")
-data = shapes(folder / "data", 2000)
-recipe = folder / "recipe.yaml"
-recipe.write_text(f"""\
-run: {{steps: 60}}
-model: {{name: tiny}}
-data: {{train: "{data.train}", val: "{data.val}", workers: 1}}
-batch: {{global_size: 64, micro_size: 32}}
-optim: {{lr: 1e-3}}
-schedule: {{warmup_steps: 10}}
-evaluate: {{zero_shot_classes: "{data.classes}", retrieval: false}}
-""")
-
 
 def train(name: str, *overrides: str) -> list[dict]:
     line = ["train", str(recipe), f"run.dir={folder / name}", *overrides, *sys.argv[2:]]
@@ -35,10 +22,23 @@ def train(name: str, *overrides: str) -> list[dict]:
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-plain = train("plain")
-bank = train("bank", "loss.kind=memory_bank", "loss.bank_size=256", "loss.bank_warmup_steps=20")
-print(f"plain: loss {plain[-1]['loss']:.3f}")
-print(
-    f"with {bank[-1]['bank_entries']:.0f} pairs in the bank: loss {bank[-1]['loss']:.3f}, over the global batch alone "
-    f"{bank[-1]['exact_loss']:.3f}; cosine of the gradients {bank[-1]['feature_grad_cosine']:.3f}"
-)
+if __name__ == "__main__":  # loader workers import this file too
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/memory-bank")
+    data = shapes(folder / "data", 2000)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"""\
+run: {{steps: 60}}
+model: {{name: tiny}}
+data: {{train: "{data.train}", val: "{data.val}", workers: 1}}
+batch: {{global_size: 64, micro_size: 32}}
+optim: {{lr: 1e-3}}
+schedule: {{warmup_steps: 10}}
+evaluate: {{zero_shot_classes: "{data.classes}", retrieval: false}}
+""")
+
+    plain = train("plain")
+    bank = train("bank", "loss.kind=memory_bank", "loss.bank_size=256", "loss.bank_warmup_steps=20")
+    last = bank[-1]
+    print(f"plain: loss {plain[-1]['loss']:.3f}")
+    print(f"with {last['bank_entries']:.0f} pairs in the bank: loss {last['loss']:.3f}; over the global batch alone")
+    print(f"{last['exact_loss']:.3f}; cosine of the two gradients {last['feature_grad_cosine']:.3f}")

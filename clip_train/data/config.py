@@ -15,7 +15,7 @@ from clip_train.data.index import ShardIndex, look_up
 from clip_train.data.shards import Reading, expand, missing_files, open_shard, split_sources
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import RankError, UserError, unreadable
-from clip_train.settings import Allowed, Settings
+from clip_train.settings import Allowed, Settings, as_yaml
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
@@ -213,7 +213,7 @@ def _check_shard(shard: str, found: ShardIndex, reading: Reading, caption_key: s
             f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its members are "
             f"{members}: a sample's name ends at the first dot; an image is one of "
             f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt: for one in a .json set data.caption_key (now "
-            f"{caption_key}) to one of its keys, which are here: {keys}"
+            f"{as_yaml(caption_key)}) to one of its keys, which are here: {keys}"
         )
     return SourceSummary(len(found.shards), shard, sample.key, decode.caption(sample.members, caption_key), found)
 
