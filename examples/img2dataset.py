@@ -7,6 +7,7 @@ format is drawn: 00000.tar with .jpg, .txt and .json, 00000_stats.json, and 0000
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from pyarrow import parquet
 
 from clip_train.data.tar import iter_samples, write_shards
 from clip_train.demo.datasets import shapes
-from launcher.cli.main import main
 
 
 def draw(folder: Path) -> None:
@@ -35,17 +35,16 @@ def draw(folder: Path) -> None:
 
 
 def clip_train(*line: str) -> None:
+    """As a shell would start it."""
     print("$ clip-train", *line, flush=True)
-    if status := main(list(line)):
-        sys.exit(status)
+    subprocess.run([sys.executable, "-m", "launcher", *line], check=True)
 
 
-if __name__ == "__main__":  # loader workers import this file too
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/img2dataset/shards")
-    if not list(folder.glob("*.tar")):
-        draw(folder)
-    run, recipe = folder.with_name("run"), folder.with_name("recipe.yaml")
-    recipe.write_text(f"""\
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/img2dataset/shards")
+if not list(folder.glob("*.tar")):
+    draw(folder)
+run, recipe = folder.with_name("run"), folder.with_name("recipe.yaml")
+recipe.write_text(f"""\
 run: {{dir: {run}, steps: 60}}
 model: {{name: tiny}}
 data: {{train: "{folder}/*.tar", workers: 1}}
@@ -53,6 +52,6 @@ batch: {{global_size: 128, micro_size: 32}}
 optim: {{lr: 2e-3}}
 schedule: {{warmup_steps: 10}}
 """)
-    clip_train("index", f"{folder}/*.tar")
-    clip_train("train", str(recipe), *sys.argv[2:])
-    clip_train("export", str(recipe))
+clip_train("index", f"{folder}/*.tar")
+clip_train("train", str(recipe), *sys.argv[2:])
+clip_train("export", str(recipe))
