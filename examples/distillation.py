@@ -6,11 +6,18 @@ metrics.jsonl has both halves of the loss: clip_loss and distill_loss.
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 from clip_train.demo.datasets import shapes
-from launcher.cli.main import main
+
+
+def clip_train(*line: str) -> None:
+    """As a shell would start it."""
+    print("$ clip-train", *line, flush=True)
+    subprocess.run([sys.executable, "-m", "launcher", *line], check=True)
+
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/distillation")
 data = shapes(folder / "data", 2000)
@@ -30,18 +37,16 @@ student.write_text(json.dumps({
     "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }))  # fmt: skip
 
-
-def clip_train(*line: str) -> None:
-    print("$ clip-train", *line, flush=True)
-    if status := main(list(line)):
-        sys.exit(status)
-
-
 teacher, run = folder / "teacher", folder / "student"
 clip_train("train", str(recipe), f"run.dir={teacher}", *sys.argv[2:])
 clip_train("export", str(recipe), f"run.dir={teacher}")
 clip_train(
-    "train", str(recipe), f"run.dir={run}", f"model.name={student}", f"model.teacher={teacher}/export", *sys.argv[2:]
+    "train",
+    str(recipe),
+    f"run.dir={run}",
+    f"model.name={student}",
+    f"model.teacher={teacher}/export",
+    *sys.argv[2:],
 )
 steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 for step in (steps[0], steps[-1]):

@@ -7,6 +7,7 @@ format is drawn: 00000.tar with .jpg, .txt and .json, 00000_stats.json, and 0000
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from pyarrow import parquet
 
 from clip_train.data.tar import iter_samples, write_shards
 from clip_train.demo.datasets import shapes
-from launcher.cli.main import main
 
 
 def draw(folder: Path) -> None:
@@ -35,9 +35,9 @@ def draw(folder: Path) -> None:
 
 
 def clip_train(*line: str) -> None:
+    """As a shell would start it."""
     print("$ clip-train", *line, flush=True)
-    if status := main(list(line)):
-        sys.exit(status)
+    subprocess.run([sys.executable, "-m", "launcher", *line], check=True)
 
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/img2dataset/shards")

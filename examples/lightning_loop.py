@@ -53,7 +53,8 @@ devices = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(96, 48), torch.randn(96, 20))
 trainer = lightning.Trainer(
-    accelerator="cpu", devices=devices, max_epochs=10, logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False,
+    accelerator="cpu", devices=devices, max_epochs=10, use_distributed_sampler=False, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
-trainer.fit(Contrastive(), DataLoader(data, batch_size=48 // devices, shuffle=False))
+share = range(trainer.global_rank, len(data), devices)  # the same global batches on any number of devices
+trainer.fit(Contrastive(), DataLoader(data, batch_size=48 // devices, sampler=share))

@@ -5,13 +5,18 @@
 The image tower comes from a first run here; with weights of your own: model.init_image_from=PLACE (docs/weights.md).
 """
 
+import subprocess
 import sys
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from clip_train.demo.datasets import shapes
-from launcher.cli.main import main
+
+
+def clip_train(*line: str) -> None:
+    """As a shell would start it."""
+    print("$ clip-train", *line, flush=True)
+    subprocess.run([sys.executable, "-m", "launcher", *line], check=True)
+
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/lit")
 data = shapes(folder / "data", 2000)
@@ -26,21 +31,8 @@ schedule: {{warmup_steps: 10}}
 evaluate: {{zero_shot_classes: "{data.classes}", retrieval: false}}
 """)
 
-
-def clip_train(*line: str) -> None:
-    print("$ clip-train", *line, flush=True)
-    if status := main(list(line)):
-        sys.exit(status)
-
-
 first, lit = folder / "first", folder / "lit"
 clip_train("train", str(recipe), f"run.dir={first}", *sys.argv[2:])
-clip_train("export", str(recipe), f"run.dir={first}")
-here = (f"run.dir={lit}", f"model.init_image_from={first}/export", "model.lock_image=true", "run.seed=1")
-clip_train("train", str(recipe), *here, *sys.argv[2:])
-clip_train("export", str(recipe), *here)
-
-before, after = (load_file(run / "export" / "open_clip_model.safetensors") for run in (first, lit))
-image = [name for name in after if name.startswith("visual.")]
-print("the image tower is what it was:", all(before[name].equal(after[name]) for name in image))
-print("the text tower is another one:", not before["text_projection"].equal(after["text_projection"]))
+locked = (f"model.init_image_from={first}", "model.lock_image=true", "run.seed=1")
+clip_train("train", str(recipe), f"run.dir={lit}", *locked, *sys.argv[2:])
+clip_train("export", str(lit))

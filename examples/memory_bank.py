@@ -7,11 +7,18 @@ feature_grad_cosine: how far the bank bends the gradient. Banks that count too e
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 from clip_train.demo.datasets import shapes
-from launcher.cli.main import main
+
+
+def clip_train(*line: str) -> None:
+    """As a shell would start it."""
+    print("$ clip-train", *line, flush=True)
+    subprocess.run([sys.executable, "-m", "launcher", *line], check=True)
+
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/memory-bank")
 data = shapes(folder / "data", 2000)
@@ -26,19 +33,11 @@ schedule: {{warmup_steps: 10}}
 evaluate: {{zero_shot_classes: "{data.classes}", retrieval: false}}
 """)
 
+clip_train("train", str(recipe), f"run.dir={folder}/plain", *sys.argv[2:])
+bank = ("loss.kind=memory_bank", "loss.bank_size=256", "loss.bank_warmup_steps=20")
+clip_train("train", str(recipe), f"run.dir={folder}/bank", *bank, *sys.argv[2:])
 
-def train(name: str, *overrides: str) -> list[dict]:
-    line = ["train", str(recipe), f"run.dir={folder / name}", *overrides, *sys.argv[2:]]
-    print("$ clip-train", *line, flush=True)
-    if status := main(line):
-        sys.exit(status)
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-
-
-plain = train("plain")
-bank = train("bank", "loss.kind=memory_bank", "loss.bank_size=256", "loss.bank_warmup_steps=20")
-print(f"plain: loss {plain[-1]['loss']:.3f}")
-print(
-    f"with {bank[-1]['bank_entries']:.0f} pairs in the bank: loss {bank[-1]['loss']:.3f}, over the global batch alone "
-    f"{bank[-1]['exact_loss']:.3f}; cosine of the gradients {bank[-1]['feature_grad_cosine']:.3f}"
-)
+plain, last = (json.loads((folder / run / "metrics.jsonl").read_text().splitlines()[-1]) for run in ("plain", "bank"))
+print(f"plain: loss {plain['loss']:.3f}")
+print(f"with {last['bank_entries']:.0f} pairs in the bank: loss {last['loss']:.3f}; over the global batch alone")
+print(f"{last['exact_loss']:.3f}; cosine of the two gradients {last['feature_grad_cosine']:.3f}")

@@ -15,10 +15,8 @@ from launcher.config.recipe import known_keys, parse_value
 from tests.documents import PAGES, ROOT, anchors, code_lines, commands, own_arguments
 
 KEYS = {key for key, _ in known_keys()}
-ENDINGS, CODE = (
-    ("py", "yaml", "jsonl", "html", "json", "md", "png", "safetensors"),
-    ("engine.step", "engine.build_engine"),
-)
+ENDINGS = ("py", "yaml", "jsonl", "html", "json", "md", "png", "safetensors")
+CODE = ("engine.step", "engine.build_engine")  # no keys
 SECTIONS = "|".join(sorted({key.split(".")[0] for key in KEYS}))
 
 

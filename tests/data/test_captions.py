@@ -44,7 +44,7 @@ MEMBERS = {
 )
 def test_what_a_name_means(key, expected):
     assert captions(MEMBERS, key) == expected
-    assert caption(MEMBERS, key) == expected[0]  # of validation, which draws nothing
+    assert caption(MEMBERS, key) == expected[0]
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,14 @@ def test_ranks_workers_and_resumes_change_no_draw(folder, reference, ranks, work
     assert visits(folder, 6, ranks, workers, step) == reference[step : step + 6]
 
 
-def test_validation_takes_the_first_that_is_there(folder):
+def test_validation_takes_all(folder):
     key = {"synthetic": 1.0, "original": 1.0}
     loader = ValLoader(
         f"{folder}/*.tar", image_size=8, context_length=3, batch_size=16, caption_key=key, tokenizer=numbers
     )
     texts = torch.cat([batch.texts for batch in loader]).tolist()
-    assert texts == [[1, i, 0] if i % 3 else [0, i, 0] for i in range(60)]
+    synthetic = [[[1, i, j] for j in range(3)] if i % 3 else [] for i in range(60)]
+    assert texts == [text for i in range(60) for text in [*synthetic[i], [0, i, 0]]]
 
 
 def test_the_check_before_a_run_goes_by_the_names(folder):
