@@ -1,7 +1,8 @@
 """The history of a run's attempts, and what follows each: pure decisions over `attempts.jsonl`.
 
 Two lines per attempt: `begin` (job, nodes, step) and `end` (verdict, step, reason, blamed nodes, decision). An attempt
-without an `end` was lost with its node. No torch here.
+without an `end` was lost with its node. Rank 0 adds a `start` (launcher/train.py), without a batch script too, which
+only the report reads. No torch here.
 """
 
 from __future__ import annotations
