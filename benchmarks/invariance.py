@@ -171,12 +171,13 @@ class Variant:
     compile: bool = False
     rate: Callable[[str], float] = lambda name: 1.0  # of the learning rate; 0: frozen
     decay: float | None = None  # of the moving average
+    lr: float = LR
 
 
 VARIANTS = {
     "dropout": Variant(dropout=0.1, patch_dropout=0.25),
     "RN50, small, group norm": Variant(small_resnet),
-    "open_clip: SigLIP, small": Variant(small_siglip),
+    "open_clip: SigLIP, small": Variant(small_siglip, lr=0.01),  # beyond it logit_scale comes to where engines clamp it
     "locked image tower, one group unlocked": Variant(
         model={"lock_image": True, "lock_image_unlocked_groups": 1},
         rate=lambda name: float(not name.startswith("visual.") or name == "visual.proj"),
@@ -236,7 +237,7 @@ def oracle(variant: str = "dropout") -> Truth:
     """In float64: no step, no engine, no loss of ours."""
     its, model = VARIANTS[variant], make_model(variant=variant).double()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad_(its.rate(name) > 0).requires_grad}
-    optimizer = torch.optim.SGD([{"params": [p], "lr": LR * its.rate(name)} for name, p in named.items()])
+    optimizer = torch.optim.SGD([{"params": [p], "lr": its.lr * its.rate(name)} for name, p in named.items()])
     truth = Truth([], [], [], flatten(dict(model.named_parameters())), torch.empty(0), None)
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
@@ -281,7 +282,8 @@ def own_share(batch: Batch) -> Batch:
 def run_row(row: Row) -> tuple[list[float], list[float], list, list, list]:
     """On one rank: losses, norms, this rank's fragments of the master weights and of their averages, norms by tower."""
     architecture = VARIANTS[row.variant].architecture()
-    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0, **VARIANTS[row.variant].optim)
+    lr = VARIANTS[row.variant].lr
+    optim = OptimConfig(name="sgd", lr=lr, weight_decay=0.0, **VARIANTS[row.variant].optim)
     engine = build(
         row.engine,
         lambda: to_train(row),
@@ -296,7 +298,7 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, list, list]:
     losses, norms, towers = [], [], []
     for step in range(STEPS):
         batch = own_share(global_batch(step, architecture.vision_cfg.image_size))
-        result = train_step(engine, batch, objective, micro_size=row.micro, kept_graphs=row.kept, lr=LR)
+        result = train_step(engine, batch, objective, micro_size=row.micro, kept_graphs=row.kept, lr=lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         towers.append(result.metrics)

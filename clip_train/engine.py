@@ -205,18 +205,18 @@ class Engine(abc.ABC):
     def _add_squares(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before the optimizer's own step, of which an engine may make one for each flat tensor of its own."""
         stepped = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        for i, tower in enumerate([*TOWERS, None]):
-            pieces = (p for p in self.pieces if p.saved_here and p.numel and tower_of(p.name) == tower)
-            gradients = [p.view(p.held.grad) for p in pieces if p.held in stepped]  # type: ignore[arg-type]
-            if gradients:
-                norms = torch.stack(torch._foreach_norm(gradients)).double()
-                self._squares[i] += norms.square().sum().to(self.device)
+        mine = [p for p in self.pieces if p.saved_here and p.numel and p.held in stepped]
+        parts = [[p.view(p.held.grad) for p in mine if tower_of(p.name) == t] for t in (*TOWERS, None)]  # type: ignore
+        if mine:
+            squares = torch.stack(torch._foreach_norm([g for part in parts for g in part])).double().square()
+            sums = [part.sum() for part in squares.split([*map(len, parts)])]
+            self._squares += torch.stack(sums).to(self.device)
 
     def _report(self, norm: Tensor | float, skipped: bool) -> StepReport:
         """By one read. The optimizer's gradients are clipped, so what they tell is each tower's share of the norm."""
         squares = dist.all_reduce_sum(self._squares)
         whole = torch.as_tensor(norm, dtype=torch.float64, device=self.device).view(1)
-        total, *of_each = torch.cat([whole, whole * (squares / squares.sum().clamp(min=1e-300)).sqrt()]).tolist()
+        total, *of_each = torch.cat([whole, whole * (squares / squares.sum().clamp(min=1e-300)).sqrt()]).cpu().tolist()
         squares.zero_()
         towers = {f"grad_norm_{t}": n for t, n in zip(TOWERS, of_each, strict=False) if t in self.trained_towers}
         return StepReport(total, skipped, {} if skipped else towers)
