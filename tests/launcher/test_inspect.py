@@ -11,9 +11,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import load_openclip
+from launcher.cli.inspect import described, recipe_of_model
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import clean_environment, finish, metrics, run, start
 from tests.warm import Command
@@ -136,3 +138,17 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
         p.name for p in run_dir.iterdir()
     }
     assert "<td>DONE</td>" in (run_dir / "report.html").read_text()
+
+
+def test_what_a_place_says_of_the_model(tmp_path):
+    def model(place: str, weights: str | None = None) -> object:
+        raw = recipe_of_model(place, weights)
+        return raw and raw["model"]
+
+    assert model("open_clip:ViT-B-32/laion2b_s34b_b79k") == model("ViT-B-32", "x.pt") == {"name": "ViT-B-32"}
+    assert model("open_clip:ViT-B-16-SigLIP/webli") == {"name": "open_clip:ViT-B-16-SigLIP"}
+    assert model("open_clip:ViT-B-16-SigLIP", "x.pt") == {"name": "open_clip:ViT-B-16-SigLIP"}
+    assert model("hf-hub:org/name") == model(str(tmp_path / "weights.safetensors")) == {}  # their description says it
+    assert model("my.yaml", "x.pt") is model("my.yaml") is model(str(tmp_path)) is None
+    with pytest.raises(UserError, match=r"x\.pt has no open_clip_config\.json beside it .* ViT-B-32 --weights x\.pt"):
+        described(str(tmp_path / "x.pt"), "x.pt")
