@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
+from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import load_openclip
+from launcher.cli.inspect import described, recipe_of_model
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import clean_environment, finish, metrics, run, start
 from tests.warm import Command
@@ -83,6 +87,31 @@ def test_evaluate_and_export_agree_with_the_run(trained, data):
     assert metrics(run_dir / "third")[0]["loss"] == pytest.approx(going_on[0]["loss"], rel=1e-5)
 
 
+def test_folders_of_images_in_training_and_after(recipe, tmp_path, data):
+    """Zero-shot and linear probe on two ranks, and on one from the export alone; the validation set beside them."""
+    for folder, num in (("train", 12), ("test", 5)):
+        for number, name in enumerate(("blue", "green", "red")):
+            (tmp_path / folder / name).mkdir(parents=True)
+            for i in range(num):
+                pixels = np.random.default_rng(i).integers(0, 90, (32, 32, 3), dtype=np.uint8)
+                pixels[..., 2 - number] += 160
+                Image.fromarray(pixels).save(tmp_path / folder / name / f"{i}.png")
+    (tmp_path / "colours.json").write_text(json.dumps({"classnames": ["blue", "green", "red"]}))
+    keys = [f"evaluate.zero_shot_data={tmp_path / 'test'}", f"evaluate.linear_probe={tmp_path / 'train'}"]
+    keys += [f"evaluate.zero_shot_classes={tmp_path / 'colours.json'}", "evaluate.batch_size=4"]
+    engine = ["engine.kind=fsdp", "engine.zero_stage=3", f"data.val={data.val}", "evaluate.retrieval=false"]
+    status, out = run(recipe, "run.steps=6", *keys, *engine, ranks=2)
+    assert status == 0, out
+    (trained,) = map(json.loads, (tmp_path / "run" / "eval.jsonl").read_text().splitlines())
+    assert (trained["num_samples"], trained["zero_shot_samples"], trained["linear_probe_top1"]) == (608, 15, 1)
+    assert trained["val_loss"] > 0 and "linear_probe_top1" in (tmp_path / "run" / "report.html").read_text()
+    assert run(tmp_path / "run", "--output", "weights", verb="export")[0] == 0
+    status, out = run(tmp_path / "weights", "--json", *keys, "evaluate.templates=simple", verb="evaluate")
+    assert status == 0, out
+    found = json.loads(out.splitlines()[-1])
+    assert (found["linear_probe_top1"], found["zero_shot_samples"]) == (1, 15) and "num_samples" not in found
+
+
 def test_a_run_that_was_never_trained_says_so(recipe):
     status, printed = run(recipe, verb="export")
     assert status == 2
@@ -109,3 +138,17 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
         p.name for p in run_dir.iterdir()
     }
     assert "state DONE" in (run_dir / "report.html").read_text()
+
+
+def test_what_a_place_says_of_the_model(tmp_path):
+    def model(place: str, weights: str | None = None) -> object:
+        raw = recipe_of_model(place, weights)
+        return raw and raw["model"]
+
+    assert model("open_clip:ViT-B-32/laion2b_s34b_b79k") == model("ViT-B-32", "x.pt") == {"name": "ViT-B-32"}
+    assert model("open_clip:ViT-B-16-SigLIP/webli") == {"name": "open_clip:ViT-B-16-SigLIP"}
+    assert model("open_clip:ViT-B-16-SigLIP", "x.pt") == {"name": "open_clip:ViT-B-16-SigLIP"}
+    assert model("hf-hub:org/name") == model(str(tmp_path / "weights.safetensors")) == {}  # their description says it
+    assert model("my.yaml", "x.pt") is model("my.yaml") is model(str(tmp_path)) is None
+    with pytest.raises(UserError, match=r"x\.pt has no open_clip_config\.json beside it .* ViT-B-32 --weights x\.pt"):
+        described(str(tmp_path / "x.pt"), "x.pt")
