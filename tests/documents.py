@@ -40,6 +40,13 @@ def commands() -> Iterator[tuple[Path, str]]:
                 yield page, shlex.join(words)
 
 
+def examples_in(text: str) -> Iterator[str]:
+    """The commands of a help text, without what stands behind as an explanation."""
+    for line in text.splitlines():
+        if line.strip().startswith("clip-train "):
+            yield re.split(r" {3,}| > ", line.strip())[0]
+
+
 def split(line: str) -> list[str]:
     """Words of a line, [optional ones] included; none where it is no command."""
     try:

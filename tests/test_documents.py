@@ -12,7 +12,7 @@ import yaml
 from launcher.cli.main import main, parse
 from launcher.cli.options import VERBS
 from launcher.config.recipe import known_keys, parse_value
-from tests.documents import PAGES, ROOT, anchors, code_lines, commands, own_arguments
+from tests.documents import PAGES, ROOT, anchors, code_lines, commands, examples_in, own_arguments
 
 KEYS = {key for key, _ in known_keys()}
 ENDINGS = ("py", "yaml", "jsonl", "html", "json", "md", "png", "safetensors")
@@ -121,11 +121,10 @@ def test_help_shows_lines_that_parse(verb, capsys):
         parse([verb, "--help"])
     assert e.value.code == 0
     _, found, examples = capsys.readouterr().out.partition("examples:\n")
-    lines = [line.strip() for line in examples.splitlines() if line.strip().startswith("clip-train ")]
+    lines = list(examples_in(examples))
     assert found and lines, "no example"
     for line in lines:
-        shown = re.split(r" {3,}", line)[0]  # what stands behind is its explanation
-        arguments = own_arguments(re.split(r" > ", shown)[0])
+        arguments = own_arguments(line)
         assert arguments is not None and arguments[0] == verb
         check_line(arguments)
 

@@ -260,7 +260,7 @@ VERBS = {
         Print the recipe that trains what an OpenCLIP command line trains, with what means something else here in
         comments above. Of OpenCLIP's params.txt, too.""",
         """\
-        clip-train import-args "torchrun --nproc_per_node 8 -m open_clip_train.main --model ViT-B-32 --batch-size 512"
+        clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar --train-num-samples 100000"
         clip-train import-args logs/my-run/params.txt           print it; > my.yaml keeps it""",
         positions=("command",),
         options=(("world-size", "N", "GPUs, where the command does not say (default: torchrun's, else 1)"),),

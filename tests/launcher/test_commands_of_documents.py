@@ -12,23 +12,21 @@ import yaml
 
 from clip_train.demo.datasets import SyntheticData
 from launcher.cli.options import VERBS
-from tests.documents import ROOT, commands, own_arguments, split
+from tests.documents import ROOT, commands, examples_in, own_arguments, split
 from tests.launcher.conftest import RECIPE, clean_environment, finish, run
 from tests.warm import Command
 
 pytestmark = [pytest.mark.full, pytest.mark.engine]
 
-# What these need is not here: a store, a hub, OpenCLIP; `demo` and a whole `train` have tests of their own.
-ELSEWHERE = ("s3://", "hf-hub:", "open_clip:", "<")
+# What these need is not here: a store, a hub, OpenCLIP, the rest of the line. `demo` has a test of its own.
+ELSEWHERE = ("s3://", "hf-hub:", "open_clip:", "...")
 STATUSES = {"doctor": (0, 1), "checkpoints": (0, 1)}
 RUNS = ("my-run", "clip", "first", "demo-shapes")
 
 
 def lines() -> list[str]:
     shown = {line for page, line in commands() if page.name != "troubleshooting.md"}  # whose commands are mistakes
-    for verb in VERBS.values():
-        for line in verb.examples.splitlines():
-            shown.add(shlex.join(split(line.split("    ")[-1] if line.startswith(" " * 60) else line)))
+    shown |= {shlex.join(split(line)) for verb in VERBS.values() for line in examples_in(verb.examples)}
     ours = {shlex.join(["clip-train", *arguments]) for line in shown if (arguments := own_arguments(line))}
     return sorted(line for line in ours if not any(each in line for each in ELSEWHERE) and line.split()[1] != "demo")
 
@@ -57,8 +55,14 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
             (photos / f"{i}.txt").write_text(f"picture {i}")
             table.writerow([f"photos/{i}.jpg", f"picture {i}"])
     (folder / "logs" / "my-run").mkdir(parents=True)
-    (folder / "logs" / "my-run" / "params.txt").write_text("model: ViT-B-32\nbatch_size: 512\n")
-    (folder / "train.sbatch").write_text("#SBATCH --nodes=2\nsrun python -m open_clip_train.main --model ViT-B-32\n")
+    (folder / "logs" / "my-run" / "params.txt").write_text(
+        "model: ViT-B-32\nbatch_size: 512\ntrain_data: x.tar\ntrain_num_samples: 3000000\n"
+    )
+    (folder / "train.sbatch").write_text(
+        "#SBATCH --nodes=2\nsrun python -m open_clip_train.main --model ViT-B-32 --train-data x.tar "
+        "--train-num-samples 3000000\n"
+    )
+    (folder / "site.yaml").write_text("local_paths: [/nowhere]\n")  # this folder is under /tmp
     status, out = run(folder / "my.yaml")
     assert status == 0, out
     for name in RUNS[1:]:
@@ -70,12 +74,12 @@ def as_tried(line: str, home: Path) -> list[str]:
     """Its arguments, with what another machine has left out: nothing is started, and data are those that are here."""
     verb, *rest = own_arguments(line) or []
     here = [f"data.train={home}/shards/*.tar", "data.val=null", "engine.precision=fp32"]
-    if verb in ("train", "submit"):
+    if verb in ("train", "submit") and "--keys" not in rest:
         here += ["model.init_from=null", "model.init_image_from=null", "model.init_text_from=null"]
-        rest = [each for each in rest if each != "--dry-run"]
-        return [verb, *rest, *(here if rest and "--keys" not in rest else []), "--dry-run"] + ["--offline"] * (
-            verb == "submit"
-        )
+        more = ["--offline", "--site", "site.yaml"] if verb == "submit" else []
+        return [verb, *(each for each in rest if each != "--dry-run"), *here, "--dry-run", *more]
+    if verb == "shards":
+        return [verb, rest[0], f"made-of-{rest[0]}", *rest[2:]]
     if verb == "doctor" and rest:
         return [verb, *rest, *here]
     if verb == "index":
