@@ -31,11 +31,11 @@ complete -o default -F _clip_train clip-train
 ZSH = """\
 (( $+functions[compdef] )) || {{ autoload -U +X compinit && compinit }}
 autoload -U +X bashcompinit && bashcompinit
-"""
+""" + BASH.replace("-o default", "-o default -o nospace")  # it has no compopt
 
 
 def run(args: argparse.Namespace) -> int:
-    print(fish() if args.shell == "fish" else bash(ZSH + BASH if args.shell == "zsh" else BASH), end="")
+    print(fish() if args.shell == "fish" else bash(ZSH if args.shell == "zsh" else BASH), end="")
     return 0
 
 
