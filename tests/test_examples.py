@@ -76,7 +76,10 @@ def test_memory_bank(tmp_path):
 
 
 def losses_of(line: list[str], folder: Path) -> list[float]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    # for Lightning's torchmetrics, in every process that it starts
+    (folder / "sitecustomize.py").write_text("import tests.peers.torchvision_shim\n")
+    paths = f"{folder}{os.pathsep}{ROOT}"
+    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     line = [sys.executable, *line]
     done = subprocess.run(line, env=environ, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
