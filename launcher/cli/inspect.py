@@ -25,6 +25,7 @@ from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
 from launcher.cli.import_args import model_name
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
+from launcher.config.validate import check_evaluated
 from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
@@ -43,6 +44,7 @@ def evaluate_run(args: argparse.Namespace) -> int:
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
         config, architecture, source, where = to_evaluate(args.place, args.overrides, args.weights, args.ema)
+        dist.agreed(partial(check_evaluated, config))
         model = build_model(architecture)
         PlainEngine(model).load_fragments(source, {})
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))

@@ -100,6 +100,15 @@ def check_labelled(place: str, key: str) -> None:
         existing(place, key)
 
 
+def check_evaluated(config: RunConfig) -> None:
+    """UserError, RankError for what is to be evaluated on and is not there."""
+    if config.data.val is not None:
+        existing(config.data.val, "data.val")
+    for key, place in config.evaluate.labelled().items():
+        if place is not None:
+            check_labelled(place, key)
+
+
 def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:
     return Facts(
         world_size,
