@@ -83,7 +83,8 @@ def is_folder(place: str) -> bool:
 
 def _listed(pattern: str, field: str) -> list[str]:
     try:
-        return _numbered(pattern.rstrip("/")) if is_folder(pattern) else expand_glob(pattern)
+        numbered = is_folder(pattern) and (is_remote(pattern) or (local_path(pattern) / NSHARDS).exists())
+        return _numbered(pattern.rstrip("/")) if numbered else expand_glob(pattern)
     except UserError as e:
         message = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}: {e}"
         if is_remote(pattern):

@@ -62,18 +62,13 @@ def test_red_becomes_green():
     assert adjusted(red, color.HUE, 1 / 3).tolist() == [[[0, 255, 0]]]
 
 
-def drawn(monkeypatch, strengths, seeds: int) -> list[list[tuple[int, float]]]:
+def drawn(strengths, seeds: int) -> list[list[tuple[int, float]]]:
     """For each seed the operations with their factors, in order."""
-    seen: list[list[tuple[int, float]]] = []
-    monkeypatch.setattr(color, "adjust", lambda image, operation, factor: seen[-1].append((operation, factor)) or image)
-    for seed in range(seeds):
-        seen.append([])
-        color.jitter(Image.new("RGB", (1, 1)), random.Random(seed), strengths)
-    return seen
+    return [color.operations(random.Random(seed), strengths) for seed in range(seeds)]
 
 
-def test_orders_and_factors_are_drawn_as_torchvision_does(monkeypatch):
-    seen = drawn(monkeypatch, (0.4, 0.3, 1.5, 0.1), 2400)
+def test_orders_and_factors_are_drawn_as_torchvision_does():
+    seen = drawn((0.4, 0.3, 1.5, 0.1), 2400)
     orders = collections.Counter(tuple(operation for operation, _ in each) for each in seen)
     assert len(orders) == 24 and all(50 < count < 150 for count in orders.values())
     for operation, (low, high) in enumerate([(0.6, 1.4), (0.7, 1.3), (0.0, 2.5), (-0.1, 0.1)]):
@@ -83,8 +78,8 @@ def test_orders_and_factors_are_drawn_as_torchvision_does(monkeypatch):
         assert abs(factors.mean() - (low + high) / 2) < 0.03 * width
 
 
-def test_a_strength_of_zero_leaves_an_operation_out(monkeypatch):
-    assert {operation for each in drawn(monkeypatch, (0.4, 0, 0, 0.1), 50) for operation, _ in each} == {0, color.HUE}
+def test_a_strength_of_zero_leaves_an_operation_out():
+    assert {operation for each in drawn((0.4, 0, 0, 0.1), 50) for operation, _ in each} == {0, color.HUE}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from launcher.config.recipe import (
     parse_value,
     read_recipe,
 )
+from tests.documents import split
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 MINIMAL = {"run": {"steps": 5000}, "data": {"train": "a.tar"}}
@@ -128,7 +128,7 @@ def test_examples_of_the_help_can_be_typed(verb, capsys):
     lines = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  clip-train ")]
     assert len(lines) >= 2 and all(len(line) < 120 for line in lines)
     for line in lines:
-        words = shlex.split(line.split("   ")[0])[1:]
+        words = split(line.split("   ")[0])[1:]
         if "--keys" in words:
             continue
         args = parse(words)

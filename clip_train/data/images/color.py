@@ -23,7 +23,7 @@ def augment_color(
 ) -> Tensor:
     """uint8 [3, H, W] -> uint8 [3, H, W]: jittered with one probability, then gray with the other.
 
-    color_jitter: as `jitter` has it; None: never.
+    color_jitter: as in `operations`; None: never.
     """
     jittered = rng.random() < color_jitter_prob and color_jitter is not None
     gray = rng.random() < gray_scale_prob
@@ -38,7 +38,14 @@ def augment_color(
 
 
 def jitter(image: Image.Image, rng: random.Random, strengths: Sequence[float]) -> Image.Image:
-    """torchvision's ColorJitter: the operations in random order, each by a factor of its own.
+    """torchvision's ColorJitter."""
+    for operation, factor in operations(rng, strengths):
+        image = adjust(image, operation, factor)
+    return image
+
+
+def operations(rng: random.Random, strengths: Sequence[float]) -> list[tuple[int, float]]:
+    """What it does, in random order, each by a factor of its own.
 
     strengths: of brightness, contrast and saturation, whose factors are uniform in [max(0, 1 - s), 1 + s], and of hue,
         whose is in [-s, s]; 0 leaves an operation out.
@@ -46,10 +53,7 @@ def jitter(image: Image.Image, rng: random.Random, strengths: Sequence[float]) -
     order = rng.sample(range(HUE + 1), HUE + 1)
     factors = [rng.uniform(max(0.0, 1 - s), 1 + s) for s in strengths[:HUE]]
     factors.append(rng.uniform(-strengths[HUE], strengths[HUE]))
-    for operation in order:
-        if strengths[operation]:
-            image = adjust(image, operation, factors[operation])
-    return image
+    return [(operation, factors[operation]) for operation in order if strengths[operation]]
 
 
 def adjust(image: Image.Image, operation: int, factor: float) -> Image.Image:
