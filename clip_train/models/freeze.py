@@ -58,7 +58,8 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
 
     Locked towers are unlocked from the top by OpenCLIP's groups, in which the last norm goes with the last block.
     """
-    depth, frozen = depths(names), set[str]()
+    depth = depths(names)
+    frozen = {name for name in names if name.startswith("text_decoder.")}  # a CoCa's: no loss here writes captions
     locks = {
         "image": (config.lock_image, config.lock_image_unlocked_groups),
         "text": (config.lock_text, config.lock_text_unlocked_layers),

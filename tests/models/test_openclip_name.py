@@ -48,7 +48,6 @@ def test_a_checkpoint_holds_all_of_the_description():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"multimodal_cfg": {}}, r"is a CoCa.*decoder"),
         ({"audio_cfg": {}}, r"has audio_cfg, which are not of a model of images and texts"),
         ({"vision_cfg": {"image_size": [224, 192]}}, r"image_size \(\[224, 192\]\) is not square"),
         ({"embed_dim": 0}, r"embed_dim: .*greater than 0"),

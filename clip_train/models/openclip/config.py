@@ -69,6 +69,7 @@ class OpenCLIPArchitecture(_Described):
     embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionKeys
     text_cfg: TextKeys
+    multimodal_cfg: dict[str, Any] | None = None  # of a CoCa's decoder, which is kept and not trained
     custom_text: bool = False  # the text tower is a module of its own, `text`
     quick_gelu: bool = False
     init_logit_scale: float = math.log(1 / 0.07)
@@ -81,6 +82,7 @@ class OpenCLIPArchitecture(_Described):
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`."""
         ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode"}
+        ours |= {"multimodal_cfg"} if self.multimodal_cfg is None else set()
         return self.model_dump(exclude=ours)  # none is a value: of timm_proj another than its default
 
     def preprocess_cfg(self) -> dict[str, Any]:
@@ -99,13 +101,15 @@ class OpenCLIPArchitecture(_Described):
             )
         if name := text.get("hf_model_name"):
             found.append(f"without model.init_from the text tower {name} starts from random weights")
+        if self.multimodal_cfg is not None:
+            found.append(f"the decoder of {self.open_clip} is kept as it is: only the contrastive part is trained")
         return found
 
     @property
     def layered(self) -> bool:
         """Whether the blocks of both towers are numbered as OpenCLIP's own are."""
         vision, text = self.vision_cfg.model_dump(), self.text_cfg.model_dump()
-        return not (vision.get("timm_model_name") or text.get("hf_model_name"))
+        return not (vision.get("timm_model_name") or text.get("hf_model_name") or self.multimodal_cfg)
 
     def changed(self, config: Any, scalars: dict[str, float]) -> OpenCLIPArchitecture:
         """With the overrides of the recipe's `model` section. UserError."""
@@ -164,11 +168,6 @@ def load_openclip_architecture(name: str) -> OpenCLIPArchitecture:
 
 def parse_openclip(content: dict[str, Any], preprocess: dict[str, Any], source: str) -> OpenCLIPArchitecture:
     """OpenCLIP's `model_cfg` and `preprocess_cfg`. UserError for what cannot be trained here."""
-    if "multimodal_cfg" in content:
-        raise UserError(
-            f"model.name ({source}) is a CoCa: beside the contrastive loss it has a decoder that learns to write "
-            "captions, which no loss here trains; choose a model without multimodal_cfg"
-        )
     if foreign := sorted(content.keys() - OpenCLIPArchitecture.model_fields.keys()):
         raise UserError(f"model.name ({source}) has {', '.join(foreign)}, which are not of a model of images and texts")
     seen = {f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if preprocess.get(key)}

@@ -90,6 +90,10 @@ class CustomText(Contrastive, open_clip.CustomTextCLIP):
     """The text tower's parameters below `text`."""
 
 
+class Captioner(Contrastive, open_clip.CoCa):
+    """A CoCa, whose decoder (`text_decoder`) takes no part."""
+
+
 def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False) -> Contrastive:
     """UserError, in OpenCLIP's words, where it cannot build it, and for batch norms that are not for micro-batches.
 
@@ -109,7 +113,8 @@ def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool 
     custom = config.pop("custom_text") or config["text_cfg"].get("hf_model_name")
     config["vision_cfg"]["timm_model_pretrained"] = config["text_cfg"]["hf_model_pretrained"] = False
     try:
-        model = (CustomText if custom else OneModule)(**config, nonscalar_logit_scale=True)
+        kind = Captioner if "multimodal_cfg" in config else CustomText if custom else OneModule
+        model = kind(**config, nonscalar_logit_scale=True)
         if activation_checkpointing:
             model.set_grad_checkpointing()
     except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError, OSError, ImportError) as e:
