@@ -3,8 +3,10 @@
     PYTHONPATH=. .venv-peers/bin/python benchmarks/openclip_models.py [NAME ...]
 
 One row each: whose modules, parameters at full size, and the losses of the two steps, or the reason. Towers keep their
-widths; blocks are cut to two, timm's to two or one a stage, vocabularies to CLIP's. Native are those that this project
-builds itself; all others are `open_clip:NAME`. Of models that differ in sizes only the smallest is taken (--all: each).
+widths; blocks are cut to two, timm's to two or one a stage, vocabularies to CLIP's; Hugging Face's text towers are
+small ones of the same class (their configuration would come from the hub), and counted as such. Native are those that
+this project builds itself; all others are `open_clip:NAME`. Of models that differ in sizes only the smallest is taken
+(--all: each).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 import open_clip  # isort: skip
 import timm  # isort: skip
 import torch
+import transformers
 
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
@@ -34,6 +37,16 @@ from clip_train.protocols import Batch
 from clip_train.step import train_step
 
 CREATE = timm.create_model
+TEXTS = {  # what Hugging Face's hub would say of a text tower, with few layers
+    "roberta": transformers.RobertaConfig(vocab_size=50265, num_hidden_layers=2),
+    "xlm-roberta": transformers.XLMRobertaConfig(vocab_size=50265, num_hidden_layers=2),
+    "google/mt5": transformers.MT5Config(vocab_size=50265, num_layers=2, num_decoder_layers=1),
+    "facebook/nllb": transformers.M2M100Config(vocab_size=50265, encoder_layers=2, decoder_layers=1),
+}
+
+
+def text_config(name: str, **options: Any) -> Any:
+    return next(config for start, config in TEXTS.items() if name.startswith(start))
 
 
 def shallow(name: str, **options: Any) -> torch.nn.Module:
@@ -66,6 +79,8 @@ def row(name: str, create: Callable[..., torch.nn.Module] = shallow) -> str:
         if "timm_model_name" not in config["vision_cfg"]:
             deep = config["vision_cfg"]["layers"]
             config["vision_cfg"]["layers"] = [1, 1, 1, 1] if isinstance(deep, list) else 2
+        if "multimodal_cfg" in config:
+            config["multimodal_cfg"] |= {"layers": 1, "vocab_size": config["text_cfg"]["vocab_size"]}
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.json").write_text(json.dumps(config))
             architecture = load_architecture(f"{prefix}{folder}/model.json")
@@ -92,6 +107,7 @@ def row(name: str, create: Callable[..., torch.nn.Module] = shallow) -> str:
 
 
 if __name__ == "__main__":
+    transformers.AutoConfig.from_pretrained = text_config
     names = [each for each in sys.argv[1:] if each != "--all"] or open_clip.list_models()
     if len(sys.argv) == 1:
         smallest: dict[str, str] = {}
