@@ -87,12 +87,13 @@ class BatchNorm2d(nn.BatchNorm2d):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
+    frozen = False  # normalises by the running statistics in training too, and leaves them alone
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, C, height, width] -> the same"""
         wide = torch.promote_types(x.dtype, torch.float32)
         weight, bias = self.weight.to(wide), self.bias.to(wide)
-        if not self.training:
+        if self.frozen or not self.training:
             return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, training=False, eps=self.eps)
         out, mean, variance, count = _Normalise.apply(x, weight, bias, self.eps)
         if _updates is not None:

@@ -22,7 +22,7 @@ from pydantic import (
 
 from clip_train.errors import UserError
 from clip_train.models.openclip.config import PREFIX, OpenCLIPArchitecture, load_openclip_architecture
-from clip_train.settings import Allowed, Refused, Settings, clipped, explain
+from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -185,12 +185,8 @@ class Architecture(_Schema):
 
     def preprocess_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `preprocess_cfg`."""
-        return {
-            "mean": list(self.image_mean),
-            "std": list(self.image_std),
-            "interpolation": "bicubic",
-            "resize_mode": "shortest",
-        }
+        statistics = {"mean": list(self.image_mean), "std": list(self.image_std)}
+        return {**statistics, "interpolation": "bicubic", "resize_mode": "shortest"}
 
 
 AnyArchitecture = Architecture | OpenCLIPArchitecture
@@ -201,6 +197,8 @@ class ModelConfig(Settings):
 
     name: Annotated[str, Refused] = "ViT-B-32"
     """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME (docs/models.md)."""
+    image_size: Annotated[PositiveInt | None, Refused] = None
+    """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as the JSON says."""
     patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
     """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON says."""
     dropout: Annotated[float, Refused] = Field(0.0, ge=0, lt=1)
@@ -210,15 +208,15 @@ class ModelConfig(Settings):
     lock_image: Annotated[bool, Refused] = False
     """Freeze the image tower (OpenCLIP's --lock-image; recipes/lit.yaml)."""
     lock_image_unlocked_groups: Annotated[NonNegativeInt, Refused] = 0
-    """Of a locked image tower, train this many groups at its top: the projection, the last block with its norm, each
-    block below, the embeddings."""
+    """Of a locked image tower, train this many groups at its top: projection, last block with its norm, each other."""
+    lock_image_freeze_bn_stats: Annotated[bool, Refused] = False
+    """Of a locked image tower, keep and use the batch norms' running statistics (a flag of OpenCLIP's)."""
     lock_text: Annotated[bool, Refused] = False
     """Freeze the text tower (OpenCLIP's --lock-text)."""
     lock_text_unlocked_layers: Annotated[NonNegativeInt, Refused] = 0
     """Of a locked text tower, train this many groups at its top, counted as those of the image tower."""
     init_from: str | None = None
-    """Start from these weights: a file in OpenCLIP's layout, an export, or a run of ours, each also at a URL:
-    docs/weights.md."""
+    """Start from these weights: a file in OpenCLIP's layout, an export, a run, each also at a URL: docs/weights.md."""
     init_image_from: str | None = None
     """The image tower alone from there, of a whole model or of an image tower; the rest is drawn, or `init_from`'s."""
     init_text_from: str | None = None
@@ -237,9 +235,9 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _what_is_unlocked_was_locked(self) -> ModelConfig:
-        for lock, key in (("lock_image", "lock_image_unlocked_groups"), ("lock_text", "lock_text_unlocked_layers")):
-            if getattr(self, key) and not getattr(self, lock):
-                raise ValueError(f"model.{key} ({getattr(self, key)}) needs model.{lock}=true (it is false); set both")
+        for key in ("lock_image_unlocked_groups", "lock_image_freeze_bn_stats", "lock_text_unlocked_layers"):
+            if getattr(self, key) and not getattr(self, lock := "_".join(key.split("_")[:2])):
+                raise ValueError(f"model.{key} ({shown(getattr(self, key))}) needs model.{lock}=true (it is false)")
         return self
 
     def architecture(self) -> AnyArchitecture:
@@ -248,17 +246,19 @@ class ModelConfig(Settings):
         update: dict[str, Any] = {
             key: getattr(self, key) for key in ("init_logit_scale", "init_logit_bias") if getattr(self, key) is not None
         }
+        vision = {key: getattr(self, key) for key in ("image_size", "patch_dropout") if getattr(self, key) is not None}
         if isinstance(architecture, OpenCLIPArchitecture):
-            return architecture.changed(self, update)
-        if self.patch_dropout is not None:
-            if self.patch_dropout and architecture.vision_cfg.stages:
-                raise UserError(
-                    f"model.patch_dropout ({self.patch_dropout}): {self.name} is a ResNet, and has no patches; set "
-                    "model.patch_dropout=null"
-                )
-            vision = architecture.vision_cfg.model_copy(update={"patch_dropout": self.patch_dropout})
-            update["vision_cfg"] = vision
-        return architecture.model_copy(update=update)
+            return architecture.changed(self, update, vision)
+        if self.patch_dropout and architecture.vision_cfg.stages:
+            raise UserError(
+                f"model.patch_dropout ({self.patch_dropout}): {self.name} is a ResNet, and has no patches; set "
+                "model.patch_dropout=null"
+            )
+        try:
+            changed = VisionConfig.model_validate({**architecture.vision_cfg.model_dump(), **vision})
+        except ValidationError as e:
+            raise UserError(f"model.{e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        return architecture.model_copy(update={**update, "vision_cfg": changed})
 
     def teacher_architecture(self) -> AnyArchitecture | None:
         """The teacher's, or None without one. Raises UserError, also where it cannot see what the student sees."""

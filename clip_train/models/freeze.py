@@ -11,6 +11,7 @@ from typing import Any, get_args
 from torch import nn
 
 from clip_train.errors import UserError
+from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture, ModelConfig
 from clip_train.protocols import SCALARS, Tower, tower_of
@@ -82,8 +83,12 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
 def freeze(model: nn.Module, config: ModelConfig) -> None:
     """Before it goes into an engine, and before its optimizer is made."""
     parameters = dict(model.named_parameters())
-    for name in frozen_names(config, parameters):
+    frozen = frozen_names(config, parameters)
+    for name in frozen:
         parameters[name].requires_grad_(False)
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNorm2d) and f"{name}.weight" in frozen and name.startswith("visual."):
+            module.frozen = config.lock_image_freeze_bn_stats
 
 
 def trained_parameters(config: ModelConfig, architecture: AnyArchitecture) -> int:

@@ -215,9 +215,11 @@ def _rest(keys: dict[str, Any], notes: list[tuple[str, str]], flags: dict[str, A
     if "pretrained" in flags:
         tag = str(flags["pretrained"])
         keys["model.init_from"] = tag if "/" in tag or "." in tag else f"open_clip:{keys['model.name']}/{tag}"
-    for flag in ("lock-image", "lock-text", "lock-image-unlocked-groups", "lock-text-unlocked-layers"):
-        if flag in flags:
+    for flag in (flag for flag in flags if flag.startswith("lock-") and flag not in NOTES):
+        if flag != "lock-image-freeze-bn-stats" or "lock-image" in flags:
             keys[f"model.{flag.replace('-', '_')}"] = True if flag in SWITCHES else int(flags[flag])
+    if "force-image-size" in flags:
+        keys["model.image_size"] = int(flags["force-image-size"][0])  # squares alone
     if "remote-sync" in flags:
         keys["checkpoint.remote"] = f"{str(flags['remote-sync']).rstrip('/')}/{keys.get('run.name', 'clip')}"
     if "report-to" in flags:

@@ -40,22 +40,23 @@ NOTES = {
     "pretrained-image": "give the tower's weights as model.init_from", "image-mean": "of the model's JSON",
     "image-std": "of the model's JSON", "image-interpolation": "bicubic, antialiased",
     "image-resize-mode": "shortest side, then the centre", "force-context-length": "of the model's JSON",
-    "force-image-size": "of the model's JSON", "force-custom-text": "one layout of weights for all models",
+    "force-custom-text": "one layout of weights for all models",
     "torchscript": "engine.compile compiles", "trace": "for inference", "device": "GPUs where there are any",
     "dist-url": "of the launcher", "dist-backend": "nccl on GPUs, gloo on CPUs", "wandb-notes": "write them there",
     "debug": "clip-train doctor looks for what is wrong", "copy-codebase": "clip-train submit freezes the code",
     "horovod": "torchrun, srun or mpirun", "ddp-static-graph": "engine.kind", "no-set-device-rank": "seen by itself",
     "coca-caption-loss-weight": "CoCa's captioner is not trained", "coca-contrastive-loss-weight": "the only loss",
     "remote-sync-frequency": "each checkpoint is uploaded as it is saved", "remote-sync-protocol": "of the URL",
-    "use-bnb-linear": "no int8 here", "log-every-n-steps": "every step is recorded", "lock-image-freeze-bn-stats":
-    "a locked ResNet's running statistics still move", "lock-text-freeze-layer-norm": "a locked tower is locked whole",
+    "use-bnb-linear": "no int8 here", "log-every-n-steps": "every step is recorded",
+    "lock-text-freeze-layer-norm": "a locked tower is locked whole",
 }  # fmt: skip
 # Translated below, with others.
 OWN = frozenset({
     "batch-size", "accum-freq", "name", "logs", "precision", "model", "pretrained", "opt", "skip-scheduler",
     "lr-scheduler", "epochs-cooldown", "save-frequency", "val-frequency", "grad-clip-norm",
     "delete-previous-checkpoint", "siglip", "loss-dist-impl", "report-to", "aug-cfg", "lock-image",
-    "lock-image-unlocked-groups", "lock-text", "lock-text-unlocked-layers", "force-quick-gelu",
+    "lock-image-unlocked-groups", "lock-image-freeze-bn-stats", "lock-text", "lock-text-unlocked-layers",
+    "force-quick-gelu", "force-image-size",
 })  # fmt: skip
 DEFAULTS = {
     "batch-size": 64, "accum-freq": 1, "epochs": 32, "warmup": 10000, "wd": 0.2, "model": "RN50", "workers": 4,

@@ -67,7 +67,7 @@ def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], word
 )
 def test_options_of_our_own_towers_are_refused(options: dict[str, Any], words: str):
     with pytest.raises(UserError, match=words):
-        small().changed(ModelConfig(**options), {})
+        small().changed(ModelConfig(**options), {}, {})
 
 
 def test_another_way_to_resize_is_noted():

@@ -18,6 +18,7 @@ from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d, observed
 from clip_train.models.clip import CLIP, count_parameters, flops_per_sample
 from clip_train.models.config import ModelConfig, load_architecture, parse_architecture
+from clip_train.models.freeze import freeze
 from clip_train.protocols import MicroBatch
 from clip_train.step import two_pass
 from tests.models.small import inputs, small_architecture, small_model, small_resnet
@@ -125,6 +126,25 @@ def test_a_step_that_fails_and_forwards_beside_it_leave_running_statistics_alone
     with pytest.raises(MemoryError):
         two_pass(PlainEngine(model), [MicroBatch(*parts)], InfoNCE(), Context(4), guard=fails)
     torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+
+
+def test_statistics_of_a_locked_tower_can_be_frozen():
+    """As OpenCLIP's FrozenBatchNorm2d: a step leaves them alone, and goes by them."""
+    model = small_model(architecture=small_resnet()).train()
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.fill_(0.3)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    parts = inputs(6, size=64)
+    moving = model(*parts)[0]
+    freeze(model, ModelConfig(lock_image=True, lock_image_freeze_bn_stats=True))
+    two_pass(PlainEngine(model), [MicroBatch(*parts)], InfoNCE(), Context(6))
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+    training = model(*parts)[0]
+    torch.testing.assert_close(training, model.eval()(*parts)[0], rtol=0, atol=0)
+    assert (training - moving).abs().max() > 0.01
+    with pytest.raises(ValueError, match=r"model\.lock_image_freeze_bn_stats \(true\) needs model\.lock_image=true"):
+        ModelConfig(lock_image_freeze_bn_stats=True)
 
 
 def test_group_norm_does_not_depend_on_the_micro_batch():

@@ -111,7 +111,7 @@ class OpenCLIPArchitecture(_Described):
         vision, text = self.vision_cfg.model_dump(), self.text_cfg.model_dump()
         return not (vision.get("timm_model_name") or text.get("hf_model_name") or self.multimodal_cfg)
 
-    def changed(self, config: Any, scalars: dict[str, float]) -> OpenCLIPArchitecture:
+    def changed(self, config: Any, scalars: dict[str, float], vision: dict[str, Any]) -> OpenCLIPArchitecture:
         """With the overrides of the recipe's `model` section. UserError."""
         if config.dropout:
             raise UserError(
@@ -124,10 +124,7 @@ class OpenCLIPArchitecture(_Described):
                     f"model.{key} ({getattr(config, key)}): the layers of {self.open_clip} are not numbered as "
                     "OpenCLIP's own; lock the tower as a whole, or name what is frozen in model.freeze"
                 )
-        update: dict[str, Any] = dict(scalars)
-        if config.patch_dropout is not None:
-            update["vision_cfg"] = self.vision_cfg.model_copy(update={"patch_dropout": config.patch_dropout})
-        return self.model_copy(update=update)
+        return self.model_copy(update={**scalars, "vision_cfg": self.vision_cfg.model_copy(update=vision)})
 
 
 def library(name: str) -> Any:
