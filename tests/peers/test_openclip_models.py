@@ -96,6 +96,7 @@ def inputs(architecture: AnyArchitecture, n: int = 8) -> tuple[Tensor, Tensor, T
 def test_features_and_gradients_are_openclips(name: str, tmp_path: Path):
     architecture = architecture_of(name, tmp_path)
     ours = model_of(architecture)
+    assert all(bool(each.isfinite().all()) for each in ours.state_dict().values())
     export = export_openclip(ours.state_dict(), architecture, tmp_path / "export")
     peer = open_clip.create_model(f"local-dir:{export}").double().train()
     assert {n: p.numel() for n, p in peer.named_parameters()} == {n: p.numel() for n, p in ours.named_parameters()}

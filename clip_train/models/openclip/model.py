@@ -93,6 +93,12 @@ class CustomText(Contrastive, open_clip.CustomTextCLIP):
 class Captioner(Contrastive, open_clip.CoCa):
     """A CoCa, whose decoder (`text_decoder`) takes no part."""
 
+    text_decoder: Any
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        nn.init.normal_(self.text_decoder.text_projection, std=0.02)  # OpenCLIP leaves it as the memory was
+
 
 def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False) -> Contrastive:
     """UserError, in OpenCLIP's words, where it cannot build it, and for batch norms that are not for micro-batches.
