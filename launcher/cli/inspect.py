@@ -44,7 +44,7 @@ def evaluate_run(args: argparse.Namespace) -> int:
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
         config, architecture, source, where = to_evaluate(args.place, args.overrides, args.weights, args.ema)
-        dist.agreed(partial(check_evaluated, config))
+        dist.on_main(partial(check_evaluated, config))
         model = build_model(architecture)
         PlainEngine(model).load_fragments(source, {})
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))
