@@ -237,7 +237,7 @@ class ModelConfig(Settings):
     def _what_is_unlocked_was_locked(self) -> ModelConfig:
         for key in ("lock_image_unlocked_groups", "lock_image_freeze_bn_stats", "lock_text_unlocked_layers"):
             if getattr(self, key) and not getattr(self, lock := "_".join(key.split("_")[:2])):
-                raise ValueError(f"model.{key} ({shown(getattr(self, key))}) needs model.{lock}=true (it is false)")
+                raise ValueError(f"model.{key} ({shown(getattr(self, key))}) without a lock; set model.{lock}=true")
         return self
 
     def architecture(self) -> AnyArchitecture:

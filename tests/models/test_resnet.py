@@ -143,7 +143,7 @@ def test_statistics_of_a_locked_tower_can_be_frozen():
     training = model(*parts)[0]
     torch.testing.assert_close(training, model.eval()(*parts)[0], rtol=0, atol=0)
     assert (training - moving).abs().max() > 0.01
-    with pytest.raises(ValueError, match=r"model\.lock_image_freeze_bn_stats \(true\) needs model\.lock_image=true"):
+    with pytest.raises(ValueError, match=r"freeze_bn_stats \(true\) without a lock; set model.lock_image=true"):
         ModelConfig(lock_image_freeze_bn_stats=True)
 
 
