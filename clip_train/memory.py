@@ -25,15 +25,18 @@ class Profile:
 
     forward: float  # at the highest point of a forward without a graph
     graph: float  # held between forward and backward
-    peak: float  # at the highest point of a forward with a graph and of its backward
+    building: float  # at the highest point of a forward with a graph
+    backward: float  # at the highest point of its backward
 
-    def plus(self, more: Profile, less: Profile, times: int) -> Profile:
-        """This, and `times` the difference between two others."""
-        return Profile(
-            self.forward + times * (more.forward - less.forward),
-            self.graph + times * (more.graph - less.graph),
-            self.peak + times * (more.peak - less.peak),
-        )
+    @property
+    def peak(self) -> float:
+        return max(self.building, self.backward)
+
+    def deeper(self, more: Profile, less: Profile, times: int) -> Profile:
+        """This with `times` blocks more, where `more` is of one more than `less`; without a graph none is held."""
+        grown = ("graph", "building", "backward")
+        rest = (getattr(self, name) + times * (getattr(more, name) - getattr(less, name)) for name in grown)
+        return Profile(max(self.forward, more.forward), *rest)
 
     def bytes_for(self, plan: BatchPlan) -> float:
         """At the highest point of a step: all retained graphs and one micro-batch at work."""

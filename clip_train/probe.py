@@ -84,8 +84,8 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, int]:
-    """Bytes: the highest point without a graph, the graph, the highest point with it and in its backward."""
+def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, int, int]:
+    """Bytes: the highest point without a graph, the graph, the highest point with it, and that of its backward."""
     known = [*model.parameters(), *model.buffers(), inputs.images, inputs.texts, inputs.sample_seeds]
     with LiveBytes(known) as count:
         with torch.no_grad():
@@ -94,12 +94,13 @@ def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, in
         del out
         count.highest = count.live
         image, text, scale, bias = model(inputs.images, inputs.texts, inputs.sample_seeds)
-        graph = count.live
+        graph, building = count.live, count.highest
+        count.highest = count.live
         total = image.sum() + text.sum() + scale.sum() + (0 if bias is None else bias.sum())
         del image, text
         total.backward()
     model.zero_grad(set_to_none=True)
-    return forward, graph, count.highest
+    return forward, graph, building, count.highest
 
 
 def real_profile(engine: Engine, micro_batch: Callable[[int], MicroBatch], predicted: Profile) -> Profile:
@@ -120,8 +121,8 @@ def real_profile(engine: Engine, micro_batch: Callable[[int], MicroBatch], predi
         seen.append(points)
     restore_rng(before, engine.device)
     more = REAL_SIZES[2] - REAL_SIZES[1]
-    _, forward, graph, peak = ((b - a) / more for a, b in zip(seen[1], seen[2], strict=True))
-    return Profile(forward, graph, max(peak, graph + predicted.peak - predicted.graph))
+    _, forward, graph, building = ((b - a) / more for a, b in zip(seen[1], seen[2], strict=True))
+    return Profile(forward, graph, building, graph + predicted.backward - predicted.graph)
 
 
 @contextmanager

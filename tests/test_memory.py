@@ -18,8 +18,8 @@ from launcher.config.memory import micro_batch, predicted_profile
 from launcher.config.recipe import RunConfig
 from tests.launcher.conftest import MODEL
 
-CACHE = Profile(forward=2, graph=60, peak=64)
-CHECKPOINTED = Profile(forward=2, graph=4, peak=12)
+CACHE = Profile(forward=2, graph=60, building=61, backward=64)
+CHECKPOINTED = Profile(forward=2, graph=4, building=5, backward=12)
 BOTH = {False: CACHE, True: CHECKPOINTED}
 N = 64
 ARCHITECTURE = Architecture.model_validate(MODEL)
@@ -133,19 +133,27 @@ def test_the_engines_own_forwards_take_what_fake_tensors_predict_and_change_noth
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("vision", [{"layers": 7}, {"layers": 7, "pool_type": "avg"}])
-def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, vision):
+@pytest.mark.parametrize(
+    ("vision", "locked"),
+    [({}, None), ({"pool_type": "avg"}, None), ({"image_size": 64}, "image"), ({}, "text")],
+    ids=["class token", "average", "locked images", "locked texts"],
+)
+def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, vision, locked):
     deep = Architecture.model_validate(
-        {**MODEL, "vision_cfg": {**MODEL["vision_cfg"], **vision}, "text_cfg": {**MODEL["text_cfg"], "layers": 6}}
+        {**MODEL, "vision_cfg": {**MODEL["vision_cfg"], "layers": 7, **vision}, "text_cfg": {**MODEL["text_cfg"], "layers": 16}}
     )
     recipe = {"run": {"steps": 1}, "data": {"train": "x.tar"}, "schedule": {"warmup_steps": 0}}
-    config = RunConfig.model_validate({**recipe, "model": {"dropout": 0.1}})
+    config = RunConfig.model_validate({**recipe, "model": {"dropout": 0.1, **({f"lock_{locked}": True} if locked else {})}})
 
     def make() -> CLIP:
-        return CLIP(deep, dropout=0.1, activation_checkpointing=checkpointing)
+        model = CLIP(deep, dropout=0.1, activation_checkpointing=checkpointing)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name == "logit_scale" or locked != ("image" if name.startswith("visual.") else "text"))
+        return model
 
     whole = fake_profile(make, partial(micro_batch, deep, torch.device("cpu")))
-    assert predicted_profile(config, deep, checkpointing) == whole
+    predicted = predicted_profile(config, deep, checkpointing)
+    assert (predicted.forward, predicted.graph, predicted.peak) == (whole.forward, whole.graph, whole.peak)
 
 
 def test_checkpointing_holds_less():

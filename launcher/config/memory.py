@@ -63,7 +63,7 @@ def micro_batch(architecture: AnyArchitecture, device: torch.device, size: int) 
     )
 
 
-SHALLOW = 3  # blocks of a tower, and one more where patches are averaged; each further one takes as much as the last
+SHALLOW = 2  # blocks of a tower, and one more where patches are averaged; each further one takes as much as the last
 
 
 @cache
@@ -75,15 +75,15 @@ def _profile(
     frozen: frozenset[Tower] = frozenset(),
 ) -> Profile:
     """By fake tensors; of shallow towers, and what one block more takes of either: those of a large model take half a
-    minute. OpenCLIP's stay whole. frozen: towers without a graph; one that is frozen in part is taken for a trained
-    one."""
+    minute. OpenCLIP's stay whole. frozen: towers without a graph, which take no more the deeper they are; one that is
+    frozen in part is taken for a trained one."""
     towers, blocks = {}, SHALLOW  # those whose blocks are alike
     if isinstance(architecture, Architecture):
-        towers["text_cfg"] = architecture.text_cfg.layers
+        towers["text_cfg", "text"] = architecture.text_cfg.layers
         if not architecture.vision_cfg.stages:
-            towers["vision_cfg"] = architecture.vision_cfg.depth
+            towers["vision_cfg", "image"] = architecture.vision_cfg.depth
         blocks += architecture.vision_cfg.pool_type == "avg"
-    shallow = {name: min(depth, blocks) for name, depth in towers.items()}
+    shallow = {name: min(depth, blocks + (tower in frozen)) for (name, tower), depth in towers.items()}
 
     def profile(layers: dict[str, int]) -> Profile:
         cut = {name: getattr(architecture, name).model_copy(update={"layers": n}) for name, n in layers.items()}
@@ -103,9 +103,9 @@ def _profile(
         return fake_profile(make_model, partial(micro_batch, architecture, torch.device("cpu")))
 
     total = base = profile(shallow)
-    for name, depth in towers.items():
-        if depth > blocks:
-            total = total.plus(profile({**shallow, name: blocks + 1}), base, depth - blocks)
+    for (name, tower), depth in towers.items():
+        if depth > blocks and tower not in frozen:
+            total = total.deeper(profile({**shallow, name: blocks + 1}), base, depth - blocks)
     return total
 
 
@@ -179,6 +179,6 @@ def measure(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
     if where.type != "cuda" and config.engine.compile:
         return checked  # compiled code makes its tensors out of the counter's sight
     seen = real_profile(engine, partial(micro_batch, checked.architecture, where), predicted)
-    seen = Profile(*dist.max_scalars(max(seen.forward, predicted.forward), seen.graph, seen.peak))
+    seen = Profile(*dist.max_scalars(max(seen.forward, predicted.forward), seen.graph, seen.building, seen.backward))
     allocated = dist.max_scalar(torch.cuda.memory_allocated(where)) if where.type == "cuda" else 0.0
     return decide(config, checked, checked.layout.room.limit, measured=seen, allocated=allocated)
