@@ -118,8 +118,9 @@ class Newcomer:
         except Exception as e:
             raise SystemExit(f"{out}\n{page}: {what}: {type(e).__name__}: {e}") from e
         self.number += 1
-        step = {"step": self.number, "page": page, "command": what, "seconds": round(time.monotonic() - began, 1)}
-        print(json.dumps(step | ({} if found is None else {"found": found})), flush=True)
+        step = {"step": self.number, "page": page, "command": " ".join(what.split())}
+        step |= {"seconds": round(time.monotonic() - began, 1)} | ({} if found is None else {"found": found})
+        print(json.dumps(step), flush=True)
         return out
 
     def run(self, line: str) -> str:
@@ -230,7 +231,7 @@ def hour(newcomer: Newcomer, table: list[tuple[str, str]], peers: Path) -> None:
     newcomer.types(data, "clip-train index 'shards/*.tar'", lambda out: indexed(out, home / "shards"))
     newcomer.types(data, "clip-train index 'shards/*.tar' --check")
     newcomer.types(readme, "clip-train doctor my.yaml")
-    newcomer.types(first, "clip-train plan my.yaml", lambda out: expect("global batch 128" in out, out.splitlines()[0]))
+    newcomer.types(first, "clip-train plan my.yaml", planned)
     newcomer.types(first, "clip-train train my.yaml --dry-run")
 
     train = newcomer.command(readme, "clip-train train my.yaml")
@@ -262,7 +263,12 @@ def fetched(shards: Path) -> dict[str, int]:
 
 def indexed(out: str, shards: Path) -> str:
     """As many samples as img2dataset says it has written."""
-    return expect(f"{fetched(shards)['successes']:,} samples" in out, out.splitlines()[0])
+    line = next(each for each in out.splitlines() if " samples, " in each)
+    return expect(f"{fetched(shards)['successes']:,} samples" in line, line)
+
+
+def planned(out: str) -> str:
+    return expect("128 = 8 ranks x 16" in out and "on H100" in out, "128 = 8 ranks x 16")
 
 
 def resumed(out: str, run: Path, steps: int, saves: int) -> dict[str, Any]:
