@@ -188,6 +188,8 @@ def compare(newcomer: Newcomer, peers: Path, library: str, loading: str) -> Call
 
     def features(python: Path, kind: str, place: str) -> np.ndarray:
         out = newcomer.home / f"{kind}.npy"
+        if out.exists():  # ours, beside the first library
+            return np.load(out)
         line = [str(python), "scripts/features_of.py", kind, place, "inputs", str(out)]
         environ = newcomer.environ | {"HF_HUB_OFFLINE": "1"}
         done = subprocess.run(line, cwd=newcomer.home, env=environ, capture_output=True, text=True, check=False)
