@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from tests import site as documentation
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.full
-MISSING = [name for name in ("mkdocs", "material", "mkdocstrings") if importlib.util.find_spec(name) is None]
 LOADS = {
     "script": "src",
     "img": "src",
@@ -41,13 +38,7 @@ class Loaded(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    if MISSING:
-        pytest.skip(f"{', '.join(MISSING)} missing: pip install 'clip-train[docs]'")
-    folder = tmp_path_factory.mktemp("site")
-    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return documentation.build(tmp_path_factory.mktemp("site"))
 
 
 def test_every_page_is_in_the_navigation(site):

@@ -16,6 +16,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE = 120.0  # seconds
+BROKEN = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Network.loadingFailed")
 
 
 def find() -> str | None:
@@ -71,13 +72,13 @@ class Chromium:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def show(self, page: Path, width: int, *, dark: bool) -> None:
-        """Load it anew, in a window of so many CSS pixels."""
+    def show(self, page: Path | str, width: int, *, dark: bool) -> None:
+        """Load a file or a URL anew, in a window of so many CSS pixels."""
         self.events.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive()
 
@@ -85,6 +86,16 @@ class Chromium:
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
+
+    def asked(self) -> list[str]:
+        """URLs that the page has asked for, without those that are data themselves."""
+        sent = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        return [url for url in sent if not url.startswith("data:")]
+
+    def broken(self) -> list[dict[str, Any]]:
+        """What it has thrown, logged or failed to load; not what the next page has cut off."""
+        found = [event for event in self.events if event["method"] in BROKEN]
+        return [event for event in found if not event["params"].get("canceled")]
 
     def screenshot(self, width: int, height: int) -> bytes:
         """PNG of the page's top."""

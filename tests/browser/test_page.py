@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +19,6 @@ from tests.metrics.pages import write_run
 
 pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280, 1920)
-BROKEN = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Network.loadingFailed")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    program = find()
-    if program is None:
-        pytest.skip("BROWSER MISSING: no chromium on the path, nor in $CLIP_TRAIN_CHROMIUM; scripts/setup_browser.sh")
-    with Chromium(program) as chromium:
-        yield chromium
 
 
 def check(browser: Chromium, page: Path, width: int, *, dark: bool) -> np.ndarray:
@@ -40,9 +29,8 @@ def check(browser: Chromium, page: Path, width: int, *, dark: bool) -> np.ndarra
     cut += f" {{ const box = each.getBoundingClientRect(); return box.left < 0 || box.right > {width} }}).length"
     assert browser.evaluate(cut) == 0
     png = browser.screenshot(width, 900)
-    asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-    assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
-    assert [event for event in browser.events if event["method"] in BROKEN] == []
+    assert browser.asked() == [page.as_uri()]
+    assert browser.broken() == []
     pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
     assert pixels.shape[1] == width
     return pixels

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.full, pytest.mark.engine]
 # What these need is not here: a store, a hub, OpenCLIP, the rest of the line. `demo` has a test of its own.
 ELSEWHERE = ("s3://", "hf-hub:", "open_clip:", "...", "epoch_32.pt", "/data/imagenet")
 STATUSES = {"doctor": (0, 1), "checkpoints": (0, 1)}
-RUNS = ("my-run", "clip", "first", "demo-shapes", "another", "a", "b")
+RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b")
 
 
 def lines() -> list[str]:
