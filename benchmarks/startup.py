@@ -1,6 +1,8 @@
 """From the start of the process to the first step, by phase; and what our imports cost beside the packages' own.
 
 Imports are compared in CPU seconds of a fresh Python, in turn; phases are as a run tells them, on 1 and 2 ranks.
+
+--before FOLDER: instead, what imports cost beside those of another checkout of this project (`git worktree add`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from common import finish, parser
 
@@ -20,14 +23,22 @@ from clip_train.demo.datasets import shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {"imports": "at most 1.2 times the CPU seconds of `import torch, deepspeed`"}
+MOST_OF_BEFORE = 1.05
 THEIRS = "import torch, deepspeed"
 OURS = "import launcher.cli.main, launcher.train, launcher.engines.deepspeed.engine"
+PARTS = {  # what somebody imports
+    "clip_train": "import clip_train",
+    "clip_train.library": "import clip_train.library",
+    "a rank's": OURS,
+}
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
-def cpu_seconds(code: str) -> float:
+def cpu_seconds(code: str, root: Path = ROOT) -> float:
+    """root: whose packages are imported."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], env=ENVIRON, check=True, capture_output=True)
+    environ = {**ENVIRON, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", code], env=environ, cwd=root, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -48,8 +59,24 @@ def phases(folder: Path, ranks: int) -> dict[str, float]:
     return {"first step after": float(told[1]), **found}
 
 
+def compare(before: Path, args: Any) -> int:
+    rows, missed = [], []
+    for what, code in PARTS.items():
+        pairs = [(cpu_seconds(code, before), cpu_seconds(code)) for _ in range(3 if args.quick else 5)]
+        ratio = median(now / then for then, now in pairs)
+        then, now = (round(median(each), 2) for each in zip(*pairs, strict=True))
+        rows.append({"imports": what, "before, CPU s": then, "now, CPU s": now, "ratio": round(ratio, 3)})
+        if ratio > MOST_OF_BEFORE:
+            missed.append(f"{what}: {ratio:.2f} times")
+    return finish("startup", rows, {"imports": f"at most {MOST_OF_BEFORE} times what they cost before"}, missed, args)
+
+
 def main() -> int:
-    args = parser(__doc__ or "").parse_args()
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--before", type=Path, metavar="FOLDER", help="another checkout, whose imports to compare")
+    args = arguments.parse_args()
+    if args.before is not None:
+        return compare(args.before.resolve(), args)
     pairs = [(cpu_seconds(THEIRS), cpu_seconds(OURS)) for _ in range(3 if args.quick else 7)]
     ratio = median(ours / theirs for theirs, ours in pairs)
     table = [

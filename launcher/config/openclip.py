@@ -47,7 +47,7 @@ NOTES = {
     "horovod": "torchrun, srun or mpirun", "ddp-static-graph": "engine.kind", "no-set-device-rank": "seen by itself",
     "coca-caption-loss-weight": "CoCa's captioner is not trained", "coca-contrastive-loss-weight": "the only loss",
     "remote-sync-frequency": "each checkpoint is uploaded as it is saved", "remote-sync-protocol": "of the URL",
-    "use-bnb-linear": "no int8 here", "log-every-n-steps": "every step is recorded",
+    "use-bnb-linear": "engine.linear=int8 is its like, by torchao", "log-every-n-steps": "every step is recorded",
     "lock-text-freeze-layer-norm": "a locked tower is locked whole",
 }  # fmt: skip
 # Translated below, with others.

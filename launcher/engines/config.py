@@ -28,6 +28,9 @@ class EngineConfig(Settings):
     matmul: Annotated[Literal["highest", "tf32"], Rounding] = "highest"
     """How GPUs multiply the model's fp32 matrices: in full, or with factors rounded to 11 bits (TF32), 7 times as fast.
     The loss has a key of its own (loss.matmul); CPUs, bf16 and fp16 know no difference."""
+    linear: Literal["int8", "fp8"] | None = None
+    """How GPUs multiply within linears: null in engine.precision; int8 or fp8 with factors rounded to 8 bits, each row
+    scaled by itself, of bf16 activations. With `pip install 'clip-train[torchao]'`; int8 needs an A100, fp8 an H100."""
     activation_checkpointing: Annotated[bool | Literal["auto"], Rounding] = False
     """Recompute every block's activations in the backward: a quarter more arithmetic, a fraction of the memory.
     auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""

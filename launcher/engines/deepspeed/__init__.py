@@ -9,7 +9,7 @@ import torch
 
 from clip_train.errors import UserError
 from clip_train.memory import Memory
-from launcher.engines import Facts
+from launcher.engines import Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import build_ds_config, reduce_bucket_elements, reduces_once
 from launcher.engines.deepspeed.doctor import CHECKS
@@ -19,6 +19,12 @@ __all__ = ["CHECKS", "NAME", "artifacts", "memory", "mistakes", "mistakes_here",
 
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
+    yield from linear.mistakes(config)
+    if config.linear == "fp8" and config.zero_stage == 3:
+        yield (
+            "engine.linear (fp8) keeps whole weights from forward to backward under DeepSpeed's engine.zero_stage 3, "
+            "which is to spare them: use engine.kind=fsdp, engine.linear=int8, or engine.zero_stage=2"
+        )
     if config.shard_ranks is not None:
         yield (
             f"engine.shard_ranks ({config.shard_ranks}) is FSDP's: set engine.kind=fsdp, or take it out (with "
@@ -45,6 +51,7 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
 
 def mistakes_here(config: EngineConfig) -> Iterator[str]:
     """DeepSpeed itself would say it once the model is built."""
+    yield from linear.mistakes_here(config)
     if config.precision == "fp32" or torch.cuda.is_available():
         return
     from launcher.engines.deepspeed.engine import supported_precisions  # a rank needs this import in any case

@@ -27,6 +27,7 @@ from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import build_ds_config
+from launcher.engines.linear import convert
 
 
 def _import_deepspeed() -> Any:
@@ -73,6 +74,8 @@ def build_engine(
         with deepspeed.zero.Init(enabled=stage == 3, config_dict_or_path=ds_config):
             model = make_model()
         _refuse_scalars(model)
+        if config.linear is not None:
+            convert(model, config.linear, emulate=device.type == "cpu")
         if config.compile:
             compile_units(model)
             if stage == 3 and (kinds := {type(unit) for unit in units(model)}):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from clip_train.memory import Memory
-from launcher.engines import Facts
+from launcher.engines import Facts, linear
 from launcher.engines.config import EngineConfig
 
 NAME = "FSDP"
@@ -18,6 +18,7 @@ OLDEST_WITH_CHECKPOINTING = (2, 13)  # activation checkpointing with several for
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
     W, torch_version = facts.world_size, tuple(int(part) for part in re.findall(r"\d+", metadata.version("torch"))[:2])
+    yield from linear.mistakes(config)
     if config.precision == "fp16":
         yield (
             "engine.precision (fp16) has no loss scaling with engine.kind=fsdp: use engine.precision=bf16, or "
@@ -50,7 +51,7 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
 
 
 def mistakes_here(config: EngineConfig) -> Iterator[str]:
-    yield from ()
+    yield from linear.mistakes_here(config)
 
 
 def memory(config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int) -> Memory:

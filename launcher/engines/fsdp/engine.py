@@ -24,6 +24,7 @@ from clip_train.protocols import Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
+from launcher.engines.linear import convert
 
 
 def build_engine(
@@ -36,6 +37,8 @@ def build_engine(
     with torch.device("meta"):
         model = make_model()
     _refuse_parameters(model)
+    if config.linear is not None:
+        convert(model, config.linear, emulate=device.type == "cpu")
     copies: dict[str, int] = {"shard": W} if ranks == W else {"replicate": W // ranks, "shard": ranks}
     sharding: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, tuple(copies.values()), mesh_dim_names=tuple(copies)),

@@ -1,0 +1,79 @@
+"""int8 and fp8 products in a model's linears: torchao's, which is imported where a recipe asks for it.
+
+Output and gradient of the input are products of rounded matrices, the weight's own gradient is not (SwitchBack, arXiv
+2304.13013). Each row of activations and of their gradients, a token's, is scaled by itself, and so is a weight: what
+shares a micro-batch with a sample does not change its features, nor its part of a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from clip_train.errors import UserError
+from launcher.engines.config import EngineConfig
+
+if TYPE_CHECKING:  # a recipe is read without torch
+    from torch import nn
+
+MULTIPLE = 16  # of both sides of a weight: the tensor cores' tiles
+CAPABILITY = {"int8": (8, 0), "fp8": (9, 0)}  # of the GPUs whose tensor cores take them; scaled by rows
+
+
+def mistakes(config: EngineConfig) -> Iterator[str]:
+    if config.linear is not None and config.precision != "bf16":
+        yield (
+            f"engine.linear ({config.linear}) rounds bf16 activations (engine.precision is {config.precision}): set "
+            "engine.precision=bf16, or engine.linear=null"
+        )
+
+
+def mistakes_here(config: EngineConfig) -> Iterator[str]:
+    if config.linear is None:
+        return
+    if find_spec("torchao") is None:
+        yield (
+            f"engine.linear ({config.linear}) needs torchao: pip install 'clip-train[torchao]', or set "
+            "engine.linear=null"
+        )
+    import torch
+
+    least = CAPABILITY[config.linear]
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if found is None or found < least:
+        seen = "no GPU is visible" if found is None else f"this one has {found[0]}.{found[1]}"
+        other = "engine.linear=int8, or " if found is not None and found >= CAPABILITY["int8"] else ""
+        yield (
+            f"engine.linear ({config.linear}) needs GPUs of compute capability {least[0]}.{least[1]} or newer, and "
+            f"{seen}: set {other}engine.linear=null"
+        )
+
+
+def convert(model: nn.Module, kind: str, emulate: bool) -> None:
+    """In place: every trained `nn.Linear` whose sides are multiples of 16; parameters stay, under their names.
+
+    emulate: round as fp8 does, and multiply in fp32. UserError where nothing can be converted."""
+    from torch import nn
+
+    def fits(module: nn.Module, name: str = "") -> bool:
+        if not isinstance(module, nn.Linear) or not module.weight.requires_grad:
+            return False
+        return module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+
+    if not any(map(fits, model.modules())):
+        raise UserError(
+            f"engine.linear ({kind}): the model has no trained linear whose sides are multiples of {MULTIPLE}; set "
+            "engine.linear=null"
+        )
+    if kind == "fp8":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        by_rows = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=emulate)
+        convert_to_float8_training(model, module_filter_fn=fits, config=by_rows)
+    else:
+        from torchao.prototype.quantized_training import int8_mixed_precision_training
+        from torchao.quantization import quantize_
+
+        quantize_(model, int8_mixed_precision_training(grad_weight=False, module_swap=True), fits)

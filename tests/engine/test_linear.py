@@ -1,0 +1,191 @@
+"""engine.linear: which products are rounded, and that layouts stay invisible. On a CPU fp8 products are emulated by
+torchao; those of int8 are whole numbers on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clip_train import dist
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.engine import PlainEngine
+from clip_train.errors import UserError
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture, ModelConfig, parse_architecture
+from clip_train.models.freeze import freeze
+from clip_train.optim.config import OptimConfig
+from clip_train.optim.optimizer import build_optimizer
+from clip_train.protocols import Batch
+from clip_train.step import train_step
+from launcher.engines import Facts, linear, package
+from launcher.engines.config import EngineConfig
+from tests.engine.layouts import engine_at
+from tests.engine.test_buffers import merged
+from tests.models.small import inputs, small_architecture
+from tests.ranks import run_ranks
+from tests.toy import share
+
+installed = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="torchao is missing: pip install 'clip-train[torchao]'"
+)
+N, LR = 12, 0.5
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    "kind, keys, said",
+    [
+        ("fsdp", {"linear": "fp8", "precision": "fp32"}, "engine.linear (fp8) rounds bf16 activations"),
+        ("deepspeed", {"linear": "int8", "precision": "fp16"}, "set engine.precision=bf16, or engine.linear=null"),
+        ("deepspeed", {"linear": "fp8", "precision": "bf16", "zero_stage": 3}, "use engine.kind=fsdp, engine.linear"),
+        ("deepspeed", {"linear": "int8", "precision": "bf16", "zero_stage": 3}, ""),
+        ("fsdp", {"linear": "fp8", "precision": "bf16", "zero_stage": 3}, ""),
+    ],
+)
+def test_what_cannot_be_right_is_refused(kind, keys, said):
+    told = [*package(kind).mistakes(EngineConfig(kind=kind, **keys), Facts(2))]
+    assert len(told) == bool(said) and all(said in line for line in told)
+
+
+@pytest.mark.parametrize(
+    "kind, capability, said",
+    [
+        ("fp8", None, "needs GPUs of compute capability 9.0 or newer, and no GPU is visible: set engine.linear=null"),
+        ("fp8", (8, 0), "and this one has 8.0: set engine.linear=int8, or engine.linear=null"),
+        ("int8", (7, 5), "needs GPUs of compute capability 8.0 or newer, and this one has 7.5: set engine.linear=null"),
+        ("int8", (8, 0), ""),
+        ("fp8", (9, 0), ""),
+    ],
+)
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_a_machine_that_lacks_something_is_refused(engine, kind, capability, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    told = [*linear.mistakes_here(EngineConfig(kind=engine, linear=kind, precision="bf16"))]
+    of_devices = [line for line in told if "needs torchao: pip install 'clip-train[torchao]'" not in line]
+    assert len(of_devices) == bool(said) and all(said in line for line in of_devices)
+    assert len(told) - len(of_devices) == (find_spec("torchao") is None)
+
+
+# -- which products are rounded
+
+
+def int8(x: Tensor) -> Tensor:
+    """Rows of 255 whole numbers."""
+    step = x.abs().amax(1, keepdim=True) / 127
+    return (x / step).round() * step
+
+
+def fp8(x: Tensor, by: Callable[[Tensor], Tensor] = lambda size: size.amax(1, keepdim=True)) -> Tensor:
+    """e4m3: 4 significant bits, at most 448, and steps of 2^-9 below 2^-6; `by` a power of two for each row."""
+    scale = 2.0 ** torch.floor(torch.log2(448 / by(x.abs())))
+    y = x * scale
+    step = 2.0 ** (torch.floor(torch.log2(y.abs().clamp(min=2.0**-6))) - 3)
+    return (y / step).round() * step / scale
+
+
+def rounded_products(kind: str, x: Tensor, weight: Tensor, bias: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
+    """Output, and the gradients of x, weight and bias."""
+    if kind == "int8":
+        out, d_x = int8(x) @ int8(weight).T, int8(cotangent) @ int8(weight.T).T
+    else:
+        out, d_x = fp8(x) @ fp8(weight).T, fp8(cotangent) @ fp8(weight, lambda size: size.amax())
+    return out + bias, d_x, cotangent.T @ x, cotangent.sum(0)
+
+
+@installed
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_output_and_gradient_of_the_input_are_rounded_by_rows_and_that_of_the_weight_is_not(kind):
+    torch.manual_seed(0)
+    x, cotangent = torch.randn(7, 3, 32) * torch.rand(7, 3, 1), torch.randn(7, 3, 48) * torch.rand(7, 3, 1)
+    module = nn.Sequential(nn.Linear(32, 48))
+    weight, bias = (p.detach().clone().double() for p in module.parameters())
+    linear.convert(module, kind, emulate=True)
+    (out := module(x.requires_grad_())).backward(cotangent)
+    ours = [each.flatten(0, -2) for each in (out.detach(), x.grad)] + [p.grad for p in module.parameters()]
+    flat = (each.detach().double().flatten(0, 1) for each in (x, cotangent))
+    rows, cotangents = flat
+    expected = rounded_products(kind, rows, weight, bias, cotangents)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    exact = rows @ weight.T + bias
+    assert 3e-3 < (expected[0] - exact).norm() / exact.norm() < 5e-2  # there is something to see
+
+
+# -- in a model, under the two passes
+
+
+def architecture() -> Architecture:
+    text = {"context_length": 8, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
+    return parse_architecture(small_architecture(text_cfg=text).model_cfg(), "test")
+
+
+def make_model() -> CLIP:
+    torch.manual_seed(4)
+    return CLIP(architecture())
+
+
+@installed
+def test_the_blocks_linears_are_taken_but_frozen_ones():
+    model = make_model()
+    freeze(model, ModelConfig(lock_image=True, lock_image_unlocked_groups=2))
+    names = [name for name, _ in model.named_parameters()]
+    linear.convert(model, "fp8", emulate=True)
+    taken = {name.partition("resblocks.")[2] for name, each in model.named_modules() if type(each) is not nn.Linear
+             and isinstance(each, nn.Linear) and not type(each).__module__.startswith("clip_train.")}  # fmt: skip
+    assert taken == {f"{i}.{name}" for i in (0, 1) for name in ("attn.out_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert [name for name, _ in model.named_parameters()] == names
+    frozen = model.visual.transformer.resblocks[0].mlp.c_fc
+    assert type(frozen).__module__.startswith("clip_train.")
+    with pytest.raises(UserError, match=r"engine.linear \(int8\): the model has no trained linear whose sides"):
+        linear.convert(nn.Linear(20, 32), "int8", emulate=True)
+
+
+def step(layout: str, kind: str | None, micro_size: int, kept: int) -> Any:
+    """A step of SGD on this rank: all that it saves."""
+    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
+    if layout == "plain":
+        model = make_model()
+        if kind is not None:
+            linear.convert(model, kind, emulate=True)
+        engine: Any = PlainEngine(model, build_optimizer(optim, model.named_parameters()))
+    else:
+        engine = engine_at(layout, make_model, optim, linear=kind)
+    own = share(Batch(*inputs(N), [str(i) for i in range(N)]), dist.rank(), dist.world_size())
+    loss = train_step(engine, own, InfoNCE(), micro_size=micro_size, kept_graphs=kept, lr=LR).loss
+    saved = {(f.name, f.start): f.tensors["param"].clone() for f in engine.state_fragments()}
+    engine.close()
+    return loss, saved
+
+
+def steps(layouts: list[str], kind: str) -> list[Any]:
+    """One after another in this process: importing torchao takes seconds."""
+    return [step(layout, kind, 2, 1 + i % 2 * 2) for i, layout in enumerate(layouts)]
+
+
+def update(parts: list[Any]) -> Tensor:
+    after = merged(parts)
+    return torch.cat([after[name] - p.detach().flatten() for name, p in make_model().named_parameters()])
+
+
+@installed
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_no_layout_shows(kind):
+    """What is rounded does not depend on a sample's neighbours: only a value between two steps may fall to either."""
+    whole = update([step("plain", kind, N, 1)])
+    far = ((update([step("plain", None, N, 1)]) - whole).norm() / whole.norm()).item()
+    assert 3e-3 < far < 0.4
+    layouts = ["plain", "zero 0", "zero 1", "zero 2", "fsdp 0", "fsdp 2", "fsdp 3"]
+    layouts += ["zero 3"] if kind == "int8" else []
+    per_rank = run_ranks(steps, 2, layouts, kind)
+    for layout, parts in zip(layouts, zip(*per_rank, strict=True), strict=True):
+        error = ((update([*parts]) - whole).norm() / whole.norm()).item()
+        assert error < 0.01 * far, (layout, error, far)
