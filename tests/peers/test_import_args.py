@@ -7,7 +7,9 @@ import argparse
 import pytest
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from launcher.config.openclip import FLAGS, LISTS, SWITCHES
+from launcher.cli.main import main
+from launcher.config.openclip import AFTER_330, FLAGS, LISTS, OLDER, SWITCHES
+from tests.launcher.test_import_args import LINES
 
 pytestmark = pytest.mark.peer
 
@@ -24,6 +26,14 @@ def test_all_flags(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", listed)
     params.parse_args([])
     flags = {action.option_strings[0].removeprefix("--"): action for action in actions}
-    assert flags.keys() == FLAGS
-    assert {name for name, action in flags.items() if action.nargs == 0} == SWITCHES
-    assert {name for name, action in flags.items() if action.nargs in ("+", "*")} == LISTS
+    assert flags.keys() == FLAGS - AFTER_330 - OLDER.keys()
+    assert {name for name, action in flags.items() if action.nargs == 0} == SWITCHES & flags.keys()
+    assert {name for name, action in flags.items() if action.nargs in ("+", "*")} == LISTS & flags.keys()
+
+
+def test_a_coca_of_its_readme_is_planned(capsys, tmp_path):
+    (name,) = (name for name in LINES if "CoCa" in name)
+    assert main(["import-args", LINES[name]]) == 0
+    recipe = tmp_path / "coca.yaml"
+    recipe.write_text(capsys.readouterr().out)
+    assert main(["plan", str(recipe), "--json"]) == 0
