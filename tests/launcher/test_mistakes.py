@@ -154,6 +154,7 @@ def test_a_plan_refuses_what_train_would(name, key, recipe, capsys):
     assert main(["plan", str(recipe), *(o.replace("data.train", key) for o in overrides)]) == 2
     err = capsys.readouterr().err
     assert all(words.replace("data.train", key) in err for words in said)
+    assert err.count("data.train (") + err.count("data.val (") == 1  # of one key, that alone
 
 
 @pytest.mark.parametrize(
