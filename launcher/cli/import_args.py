@@ -163,9 +163,8 @@ def _source(flag: str, source: str, notes: Notes, flags: Mapping[str, Any]) -> s
         source = read_by_it[0]
     if source.lower().endswith(TABLES) or flags.get("dataset-type") == "csv":
         folder = re.sub(r"\.\w+$", "", source) + "-shards"
-        columns = "".join(
-            f" --{column} {flags[name]}" for column, name in (("image-key", "csv-img-key"),
-            ("caption-key", "csv-caption-key")) if name in flags)  # fmt: skip
+        named = {"--image-key": flags.get("csv-img-key"), "--caption-key": flags.get("csv-caption-key")}
+        columns = "".join(f" {option} {name}" for option, name in named.items() if name)
         notes.append((flag, f"first make shards of it: clip-train shards {source} {folder}{columns}"))
         source = f"{folder}/*.tar"
     return source

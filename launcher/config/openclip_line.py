@@ -20,7 +20,7 @@ from launcher.config.openclip import FLAGS, LISTS, SWITCHES
 _MAIN = re.compile(r"(^|[./])main(\.py)?$")  # the word behind which the flags stand
 _ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|[^\s;]*)\s*;?\s*")
 _VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
-_PER_NODE, _NODES = r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)", r"--(?:nnodes|nodes)[= ](\d+)"
+_PER_NODE, _NODES = r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)", r"--(?:nnodes?|nodes)[= ](\d+)"
 _IN_ALL = r"(?:--ntasks[= ]|\s-np? )(\d+)"
 
 
@@ -90,6 +90,7 @@ def unset(value: Any) -> str | None:
 
 def _flags(words: list[str]) -> dict[str, Any]:
     flags: dict[str, Any] = {}
+    unknown: list[str] = []
     while words:
         word = words.pop(0)
         if _ends(word, words):
@@ -100,10 +101,10 @@ def _flags(words: list[str]) -> dict[str, Any]:
             raise UserError(f"{name!r} is no flag of OpenCLIP; a value with spaces needs quotes")
         if flag not in FLAGS:
             near = get_close_matches(flag, FLAGS, n=1)
-            raise UserError(
-                f"--{flag} is no flag of OpenCLIP{f'; did you mean --{near[0]}?' if near else '; leave it out'}"
-            )
-        if flag in LISTS:
+            remedy = f"did you mean --{near[0]}?" if near else "leave it out"
+            unknown.append(f"--{flag} is no flag of OpenCLIP; {remedy}")
+            words = list(itertools.dropwhile(lambda each: not each.startswith("--"), words))
+        elif flag in LISTS:
             flags[flag] = [value] if equals else []
             while words and not words[0].startswith("--") and not _ends(words[0], words[1:]):
                 flags[flag].append(words.pop(0))
@@ -113,6 +114,8 @@ def _flags(words: list[str]) -> dict[str, Any]:
             flags[flag] = value if equals else words.pop(0)
         else:
             raise UserError(f"--{flag} has no value; is the command cut?")
+    if unknown:
+        raise UserError("\n".join(unknown))
     return flags
 
 

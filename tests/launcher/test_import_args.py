@@ -98,7 +98,7 @@ def test_a_batch_is_that_of_all_gpus_and_micro_batches(capsys):
         "mpirun -np 16 python",
         "srun -n 16 python",
         "srun --ntasks=16 python",
-        "torchrun --nnodes=2 --nproc-per-node=8",
+        "torchrun --nnode 2 --nproc-per-node=8",
     ):
         assert imported(capsys, f"{start} -m main {VIT}")[0]["batch"]["global_size"] == 16 * 64, start
 
@@ -242,6 +242,8 @@ def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
     "line, said",
     [
         ("main.py --batch-sise 3", "--batch-sise is no flag of OpenCLIP; did you mean --batch-size?"),
+        ("main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3", "--batch-sise is no flag of OpenCLIP; did"),
+        ("main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3", "--zq is no flag of OpenCLIP; leave it out"),
         ("main.py --train-data 'a.tar", "quote it as one argument"),
         ("main.py --batch-size", "--batch-size has no value"),
         ("main.py a.tar", "'a.tar' is no flag of OpenCLIP"),
