@@ -127,9 +127,6 @@ OLDER = {
     "hf-tokenizer-name": "of the model's JSON", "interpolation": NOTES["image-interpolation"],
     "square-resize-only": NOTES["image-resize-mode"],
 }  # fmt: skip
-_SINCE = {"fsdp", "fsdp-no-reshard-after-forward", "fsdp-offload-cpu", "json-text-key", "json-text-key-probs",
-          "text-key", "wd-exclude"}  # fmt: skip
-AFTER_330 = NEWER.keys() | _SINCE
 DEFAULTS = {
     "batch-size": 64, "accum-freq": 1, "epochs": 32, "warmup": 10000, "wd": 0.2, "model": "RN50", "workers": 4,
     "precision": "amp", "save-frequency": 1, "val-frequency": 1, "zeroshot-frequency": 2, "lr-scheduler": "cosine",
