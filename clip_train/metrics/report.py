@@ -5,11 +5,13 @@ Curves are SVG of at most 1,000 points each, whatever the length of the run; not
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,11 +80,13 @@ def write_report(runs: Sequence[Path | str], output: Path | str | None = None) -
 
 def render(runs: Sequence[Run]) -> str:
     """The page, in HTML."""
+    clocks = [_clock(run) for run in runs]
     return _template().render(
         title=" and ".join(run.name for run in runs),
         runs=[_shown(run) for run in runs],
         charts=[*_charts([run.curves for run in runs], runs)],
         eval_charts=[*_charts([run.eval_curves for run in runs], runs, dots=True)],
+        clocks=clocks if all(each["parts"] for each in clocks) else [],
         final=_final(runs),
         differing=_differing(runs),
         now=time.time(),
@@ -204,6 +208,27 @@ def _events(run: Run, last: int) -> dict[str, list[str]]:
     }
 
 
+def _clock(run: Run) -> dict[str, Any]:
+    """When its steps were, in seconds since the run began: of each attempt that has records the pairs [step, seconds],
+    from its start on; and when each attempt started, those without records too."""
+    began = [seconds for each in run.starts if (seconds := _seconds(each.get("time"))) is not None]
+    zero = min([curve.first for _, curve in run.clock] + began, default=0.0)
+    ends = [before for before, _ in run.clock[1:]] + [run.step]
+    parts = []
+    for (before, curve), end in zip(run.clock, ends, strict=False):
+        start = max((each for each in began if each <= curve.first), default=curve.first)
+        points = [(before, start), *((each.step, each.mean) for each in curve.buckets), (end, curve.last)]
+        parts.append([(round(step, 2), round(seconds - zero, 1)) for step, seconds in points])
+    return {"parts": parts, "starts": [round(each - zero, 1) for each in began]}
+
+
+def _seconds(text: Any) -> float | None:
+    """Of a time as attempts.jsonl has it, since 1970; None of anything else."""
+    with contextlib.suppress(ValueError, TypeError):
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    return None
+
+
 def _chart(title: str, curves: Sequence[tuple[int, Curve]], last: int, dots: bool) -> dict[str, Any]:
     """Title, axes, and of each curve its mean as a line with the band between its extremes."""
     low = min(bucket.least for _, curve in curves for bucket in curve.buckets)
@@ -222,7 +247,8 @@ def _chart(title: str, curves: Sequence[tuple[int, Curve]], last: int, dots: boo
         band = [at(each.step, each.most) for each in curve.buckets]
         band += [at(each.step, each.least) for each in reversed(curve.buckets)]
         series.append({
-            "colour": colour % 8, "line": " ".join(points), "band": " ".join(band) if curve.width > 1 else "",
+            "colour": colour % 8, "run": colour, "line": " ".join(points),
+            "band": " ".join(band) if curve.width > 1 else "",
             "dots": "".join(f"M{point}h0" for point in points) if dots or len(points) == 1 else "",
             "last": number(curve.last),
         })  # fmt: skip

@@ -32,7 +32,7 @@ DATA_WAIT, MEMORY = "data_wait", "peak_memory"  # of the step, %; GiB: made from
 
 NO_CURVE = {
     "samples", "peak_memory_bytes", "micro_size", "accum_steps", "kept_graphs", "checkpoint_step",
-    "checkpoint_seconds", "checkpoint_failures",
+    "checkpoint_seconds", "checkpoint_failures", "time",
 }  # fmt: skip
 
 Level = Literal["ok", "warning", "error"]
@@ -116,6 +116,7 @@ class Run:
         self.saves = Curve()  # steps of the checkpoints
         self.starts: list[dict[str, Any]] = []  # of each attempt
         self._start_steps = {0}  # after which they began
+        self.clock: list[tuple[int, Curve]] = []  # of each attempt: the step before it, seconds since 1970 over steps
         self.last: dict[str, Any] = {}  # record
         self.failed_saves = 0
 
@@ -171,6 +172,10 @@ class Run:
             numbers[MEMORY] = record["peak_memory_bytes"] / 2**30
         if seconds and record["step"] - 1 not in self._start_steps:  # a first step is compiling and warming up
             self._seconds.append(seconds)
+        if "time" in record:
+            if not self.clock or record["step"] - 1 in self._start_steps:
+                self.clock.append((record["step"] - 1, Curve()))
+            self.clock[-1][1].add(record["step"], record["time"])
         if saved := record.get("checkpoint_step"):
             self.saves.add(saved, saved)
         self.failed_saves = record.get("checkpoint_failures", self.failed_saves)

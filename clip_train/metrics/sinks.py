@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -124,9 +125,10 @@ class Sinks:
         return cls(files, [ReportSink(run_dir), *charts])
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        """`record` to `metrics.jsonl` (train) or `eval.jsonl` (eval), and to the charts."""
+        """`record` to `metrics.jsonl` (train; with the `time`) or `eval.jsonl` (eval), and to the charts."""
         if kind in self._files:
-            self._files[kind].write(record)
+            at = {"time": round(time.time(), 3)} if kind == "train" else {}  # the charts have clocks of their own
+            self._files[kind].write({**record, **at})
         self._each_chart(lambda chart: chart.write(record, kind))
 
     def close(self) -> None:

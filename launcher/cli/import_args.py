@@ -6,20 +6,20 @@ Every flag of it is known (`launcher.config.openclip`); nothing of OpenCLIP is i
 from __future__ import annotations
 
 import argparse
-import ast
 import math
 import re
-import shlex
 import sys
-from difflib import get_close_matches
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from clip_train.data.config import SYNTHETIC_SAMPLES
+from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
 from clip_train.models.config import preset_names
-from launcher.config.openclip import DEFAULTS, FLAGS, LISTS, NOTES, SAME, SWITCHES
+from launcher.config.openclip import DEFAULTS, SAME, note
+from launcher.config.openclip_line import literal, read, unset
 from launcher.config.recipe import check_config
 
 ALWAYS = (
@@ -27,20 +27,18 @@ ALWAYS = (
     "a sample without a caption, or with an empty one, is invalid here and replaced; OpenCLIP trains on empty captions",
     "every epoch visits each sample once; OpenCLIP rounds an epoch to whole batches of each worker",
 )
+PER_SHARD = 10_000  # samples that img2dataset puts into one
+ASSUMED = 10_000_000  # samples, where not even the number of shards is known
+SCHEDULES = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
+TEXTS = {"train-data", "val-data", "imagenet-val", "distill-model", "distill-pretrained", "wandb-project-name"}
+CLIPA = re.compile(r"(ViT-\w+-\d+)-CL(\d+)\b.*")  # names that its scripts have and OpenCLIP no longer
+
+Keys = dict[str, Any]  # of a recipe, flat
+Notes = list[tuple[str, str]]  # flag, what to know of it
 
 
 def run(args: argparse.Namespace) -> int:
-    file = Path(args.command)
-    if args.command == "-":
-        flags, ranks = read_command(sys.stdin.read())
-    elif file.suffix in (".sh", ".sbatch", ".txt"):
-        try:
-            text = file.read_text(encoding="utf-8")
-        except OSError as e:
-            raise UserError(f"cannot read {file}: {e.strerror}; correct the path") from None
-        flags, ranks = read_params(text) if file.suffix == ".txt" else read_command(text)
-    else:
-        flags, ranks = read_command(args.command)
+    flags, ranks = read(args.command, sys.stdin.read() if args.command == "-" else None)
     world_size = args.world_size or ranks
     keys, notes = translate(flags, world_size or 1)
     if world_size is None:
@@ -50,113 +48,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_command(text: str) -> tuple[dict[str, Any], int | None]:
-    """Flags with their values, and how many ranks torchrun or a batch script's head start, where one does. UserError.
-
-    text: a command, or the script that it stands in.
-    """
-    lines = text.replace("\\\n", " ").splitlines()
-    command = next((line for line in lines if re.search(r"\bmain(\.py)?\s", line) and not line.startswith("#")), text)
-    try:
-        words = shlex.split(command)
-    except ValueError as e:
-        raise UserError(f"this is no command line: {e}; quote it as one argument, or give - and pipe it in") from None
-    start = next((i + 1 for i, word in enumerate(words) if re.search(r"(^|[./])main(\.py)?$", word)), 0)
-    launcher = " ".join([*(line for line in lines if line.startswith("#SBATCH")), *words[:start]])
-    names = ("(?:nproc[-_]per[-_]node|ntasks-per-node)", "(?:nnodes|nodes)")
-    per_node, nodes = (re.search(rf"--{name}[= ](\d+)", launcher) for name in names)
-    ranks = int(per_node[1]) * int(nodes[1] if nodes else 1) if per_node else None
-    flags: dict[str, Any] = {}
-    rest = words[start:]
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        flag = name.removeprefix("--").replace("_", "-")
-        if not name.startswith("--"):
-            raise UserError(f"{name!r} is no flag of OpenCLIP; a value with spaces needs quotes")
-        check_flag(flag)
-        if flag in LISTS:
-            values = [value] if equals else []
-            while rest and not rest[0].startswith("--"):
-                values.append(rest.pop(0))
-            flags[flag] = values
-        elif flag in SWITCHES:
-            flags[flag] = True
-        elif equals or rest:
-            flags[flag] = value if equals else rest.pop(0)
-        else:
-            raise UserError(f"--{flag} has no value; is the command cut?")
-    return flags, ranks
-
-
-def read_params(text: str) -> tuple[dict[str, Any], int | None]:
-    """OpenCLIP's `params.txt`: `name: value` lines, those at which it did what it does without them left out."""
-    parts = (line.partition(":") for line in text.splitlines())
-    found = {name.strip().replace("_", "-"): value.strip() for name, _, value in parts}
-    ranks = found.get("world-size", "")
-    kept = {k: v for k, v in found.items() if k in FLAGS and v not in ("None", "False", "", "{}", "[]")}
-    flags = {k: True if k in SWITCHES else _listed(v) if k in LISTS else v for k, v in kept.items()}
-    return flags, int(ranks) if ranks.isdigit() else None
-
-
-def _listed(text: str) -> list[str]:
-    """Of a list or a dict as Python prints it."""
-    value = _literal(text)
-    return [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else re.findall(r"[\w.=]+", text)
-
-
-def _literal(text: str) -> Any:
-    """As OpenCLIP takes a value of `--aug-cfg`: what Python does not read is text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def check_flag(flag: str) -> None:
-    if flag not in FLAGS:
-        near = get_close_matches(flag, FLAGS, n=1)
-        raise UserError(
-            f"--{flag} is no flag of OpenCLIP 3.3.0{f'; did you mean --{near[0]}?' if near else '; leave it out'}"
-        )
-
-
-def translate(flags: dict[str, Any], world_size: int) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def translate(flags: dict[str, Any], world_size: int) -> tuple[Keys, Notes]:
     """Keys of the recipe, and what to know about each flag: it is another's meaning, or not needed here."""
-    keys: dict[str, Any] = {}
-    notes = [(f"--{flag}", NOTES[flag]) for flag in flags if flag in NOTES]
+    keys: Keys = {}
+    notes = [(f"--{flag}", text.replace("`", "")) for flag in flags if (text := note(flag))]
+    notes += [(f"--{flag}", f"{name} is not set in this text: put its value in")
+              for flag, value in flags.items() if (name := unset(value))]  # fmt: skip
     given = {**DEFAULTS, **flags}
-    per_rank, cut = int(given["batch-size"]), int(given["accum-freq"])
+    per_rank, cut = whole(given, "batch-size"), whole(given, "accum-freq")
     keys["batch.global_size"] = per_rank * cut * world_size
     keys["batch.micro_size"] = per_rank
     if cut > 1:
         notes.append(("--accum-freq", f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it"))
     for flag, key in SAME.items():
         if flag in given:
-            keys[key] = given[flag] if given[flag] is True else as_value(str(given[flag]))
+            keys[key] = given[flag] if given[flag] is True or flag in TEXTS else as_value(str(given[flag]))
     if "imagenet-val" in flags:
         keys["evaluate.zero_shot_classes"] = "imagenet"
-    for key in ("data.train", "data.val"):
-        if "pipe:" in str(keys.get(key)):
-            keys[key] = re.sub(r"pipe:\s*(?:aws s3 cp|cat|gsutil cp) (\S+)(?: -)?", r"\1", keys[key])
-            notes.append((f"--{key.replace('data.', '')}-data", "no shell between: the URL is read as it is"))
-    if "train-data-upsampling-factors" in flags:
-        keys["data.train_weights"] = [float(x) for x in flags["train-data-upsampling-factors"].split("::")]
-        notes.append(("--train-data-upsampling-factors", "shares of the stream, whatever the sources' sizes"))
-    if given.get("dataset-type") == "synthetic":
-        keys["data.kind"] = "synthetic"
-        keys.pop("data.train", None)
-    elif "data.train" not in keys:
-        keys["data.train"] = "REPLACE/{00000..00099}.tar"
-        notes.append(("--train-data", "is not given: set data.train"))
-    model = str(given["model"])
-    keys["model.name"] = model_name(model, quick_gelu="force-quick-gelu" in flags)
-    if "vit" not in model.lower():  # OpenCLIP's defaults depend on the name
-        for key, value in (("optim.beta2", 0.999), ("optim.eps", 1e-8)):
-            keys.setdefault(key, value)
-    _precision(keys, notes, str(given["precision"]))
-    keys["optim.grad_clip_norm"] = float(flags["grad-clip-norm"]) if "grad-clip-norm" in flags else None
+    _model(keys, notes, given)
+    _data(keys, notes, flags)
+    _engine(keys, notes, given)
     _schedule(keys, notes, given)
     _rest(keys, notes, flags)
+    _loss(keys, notes, flags)
+    _augmentation(keys, notes, dict(setting.split("=", 1) for setting in flags.get("aug-cfg", []) if "=" in setting))
     return keys, notes
 
 
@@ -169,72 +84,168 @@ def as_value(text: str) -> Any:
     return int(number) if number.is_integer() and "." not in text else number
 
 
+def whole(given: Mapping[str, Any], flag: str) -> int:
+    """UserError where it is no whole number."""
+    value = as_value(str(given[flag]))
+    if not isinstance(value, int):
+        raise UserError(f"--{flag} ({given[flag]}) is no whole number; put the number in")
+    return value
+
+
+def _model(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
+    name = str(given["model"])
+    if clipa := CLIPA.fullmatch(name):
+        notes.append(("--model", f"OpenCLIP has no {name} any more: {clipa[1]} here, its texts of 77 tokens, not "
+                      f"{clipa[2]}; a JSON of your own as model.name can have all of it"))  # fmt: skip
+        name = clipa[1]
+    keys["model.name"] = model_name(name, quick_gelu="force-quick-gelu" in given)
+    if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
+        for key, value in (("optim.beta2", 0.999), ("optim.eps", 1e-8)):
+            keys.setdefault(key, value)
+    if "pretrained" in given:
+        tag = str(given["pretrained"])
+        is_place = "/" in tag or "." in tag or ":" in tag
+        keys["model.init_from"] = tag if is_place else f"open_clip:{name.replace('/', '-')}/{tag}"
+        if "train-data" not in given:
+            notes.append(("--pretrained", "without --train-data OpenCLIP evaluates these weights alone; so does: "
+                          f"clip-train evaluate THIS.yaml --weights {keys['model.init_from']}"))  # fmt: skip
+
+
 def model_name(name: str, quick_gelu: bool) -> str:
+    """Ours, or by OpenCLIP's own. UserError for one that no name of a recipe can stand for."""
+    if name.startswith(("hf-hub:", "local-dir:")):
+        raise UserError(
+            f"--model {name}: a recipe has architecture and weights apart; give --model the architecture's name, and "
+            f"--pretrained {name.removeprefix('local-dir:')}"
+        )
     name = name.replace("/", "-")
     name += "-quickgelu" if quick_gelu and not name.endswith("-quickgelu") else ""
     return name if name in preset_names() else f"open_clip:{name}"
 
 
-def _precision(keys: dict[str, Any], notes: list[tuple[str, str]], precision: str) -> None:
+def _data(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
+    kind = str(flags.get("dataset-type", "auto"))
+    if "audio" in kind:
+        raise UserError(f"--dataset-type {kind}: images and texts alone are trained on here; leave it out")
+    if kind == "synthetic":
+        keys["data.kind"] = "synthetic"
+        keys.pop("data.train", None)
+        keys.setdefault("data.num_samples", SYNTHETIC_SAMPLES)
+    elif "data.train" not in keys:
+        keys["data.train"] = "REPLACE/{00000..00099}.tar"
+        notes.append(("--train-data", "is not given: set data.train"))
+    for flag in ("train-data", "val-data"):
+        key = SAME[flag]
+        if key in keys:
+            sources = [_source(f"--{flag}", each, notes, flags) for each in split_sources(str(keys[key]))]
+            keys[key] = "::".join(sources)
+    if "data.num_samples" not in keys:
+        keys["data.num_samples"] = _assumed(keys["data.train"], notes)
+    captions = [f"json.{each}" for each in str(flags.get("json-text-key", "")).split(";") if each]
+    if weights := flags.get("json-text-key-probs"):
+        shares = dict(zip(captions, map(as_value, weights), strict=False))
+        keys["data.caption_key"] = {name: share for name, share in shares.items() if share}
+    elif captions := captions or [each for each in str(flags.get("text-key", "")).split(";") if each]:
+        keys["data.caption_key"] = captions if len(captions) > 1 else captions[0]
+    if "train-data-upsampling-factors" in flags:
+        keys["data.train_weights"] = [as_value(x) for x in flags["train-data-upsampling-factors"].split("::")]
+        notes.append(("--train-data-upsampling-factors", "shares of the stream, whatever the sources' sizes"))
+
+
+def _source(flag: str, source: str, notes: Notes, flags: Mapping[str, Any]) -> str:
+    """Where the shards are: what a `pipe:` reads, what `clip-train shards` makes of a table."""
+    if source.startswith("pipe:"):
+        words = source.removeprefix("pipe:").split()
+        read_by_it = [w for w in words if ".tar" in w] or [w for w in words if "://" in w]
+        if not read_by_it:
+            raise UserError(f"{flag} ({source}): no path or URL of shards in this command; give it as it is")
+        notes.append((flag, "no shell between: the URL is read as it is"))
+        source = read_by_it[0]
+    if source.lower().endswith(TABLES) or flags.get("dataset-type") == "csv":
+        folder = re.sub(r"\.\w+$", "", source) + "-shards"
+        named = {"--image-key": flags.get("csv-img-key"), "--caption-key": flags.get("csv-caption-key")}
+        columns = "".join(f" {option} {name}" for option, name in named.items() if name)
+        notes.append((flag, f"first make shards of it: clip-train shards {source} {folder}{columns}"))
+        source = f"{folder}/*.tar"
+    return source
+
+
+def _assumed(train: str, notes: Notes) -> int:
+    """Samples of an epoch that nobody has counted."""
+    shards = [name for source in expand_braces(train) for name in source]
+    many = len(shards) * PER_SHARD if len(shards) > 1 else ASSUMED
+    guess = f"{len(shards):,} shards of {PER_SHARD:,}" if len(shards) > 1 else f"{many:,}"
+    notes.append((
+        "--train-num-samples", f"is not given: {guess} samples are ASSUMED, and steps, warm-up, saves and "
+        "evaluations follow from them; add the flag to the command",
+    ))  # fmt: skip
+    return many
+
+
+def _engine(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
+    precision = str(given["precision"])
     keys["engine.precision"] = "fp32" if precision == "fp32" else "fp16" if "fp16" in precision else "bf16"
     if precision == "amp":
         notes.append(("--precision amp", "fp16 autocast there; bf16 here, with fp32 master weights and loss"))
     elif precision.startswith("pure"):
         notes.append((f"--precision {precision}", "master weights are fp32 here"))
+    if "fsdp" in given:
+        keys |= {"engine.kind": "fsdp", "engine.zero_stage": 2 if "fsdp-no-reshard-after-forward" in given else 3}
+        keys |= {"engine.offload": "optimizer"} if "fsdp-offload-cpu" in given else {}
 
 
-def _schedule(keys: dict[str, Any], notes: list[tuple[str, str]], given: dict[str, Any]) -> None:
-    samples = keys.get("data.num_samples")
-    epoch = math.ceil(samples / keys["batch.global_size"]) if samples else None
-    names = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
-    keys["schedule.name"] = names[given["lr-scheduler"]]
+def _schedule(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
+    """Epochs and what is counted in them, in steps."""
+    name = str(given["lr-scheduler"])
+    if name not in SCHEDULES:
+        raise UserError(f"--lr-scheduler ({name}) must be one of {', '.join(SCHEDULES)}")
+    keys["schedule.name"] = SCHEDULES[name]
     if given.get("skip-scheduler"):
         keys |= {"schedule.name": "constant", "schedule.warmup_steps": 0}
+    for key in ("data.num_samples", "run.epochs", "schedule.warmup_steps"):
+        if not isinstance(keys[key], int):
+            raise UserError(f"{key} ({keys[key]}) is no whole number; put the number in")
+    epoch = math.ceil(keys["data.num_samples"] / keys["batch.global_size"])
     if "epochs-cooldown" in given:
-        if epoch is None:
-            raise UserError("--epochs-cooldown needs --train-num-samples here: give it, or count the shards first")
-        keys["schedule.cooldown_steps"] = int(given["epochs-cooldown"]) * epoch
-    warmup, steps = keys["schedule.warmup_steps"], int(keys["run.epochs"]) * epoch if epoch else None
-    if steps is not None and warmup >= steps:
+        keys["schedule.cooldown_steps"] = whole(given, "epochs-cooldown") * epoch
+    warmup = keys["schedule.warmup_steps"]
+    steps = max(1, keys["run.epochs"] * keys["data.num_samples"] // keys["batch.global_size"])
+    if warmup >= steps:
         keys["schedule.warmup_steps"] = steps // 10
         notes.append(("--warmup", f"{warmup} is more than the {steps} steps of this run: {steps // 10} instead"))
-    if epoch is None:
-        notes.append(("--train-num-samples", "is not given: run.epochs needs shards with an index (clip-train index)"))
-        notes.append(("--save-frequency", "set checkpoint.every_steps; it is in steps here"))
-        return
-    keys["checkpoint.every_steps"] = max(1, int(given["save-frequency"]) * epoch)
-    if keys.keys() & {"data.val", "evaluate.zero_shot_data"}:
-        keys["evaluate.every_steps"] = max(1, int(given["val-frequency"]) * epoch)
+    keys["checkpoint.every_steps"] = whole(given, "save-frequency") * epoch or None  # 0: at the end
+    evaluated = {"data.val": "val-frequency", "evaluate.zero_shot_data": "zeroshot-frequency"}
+    every = [whole(given, flag) for key, flag in evaluated.items() if key in keys]
+    if any(every):
+        keys["evaluate.every_steps"] = min(filter(None, every)) * epoch
 
 
-def _rest(keys: dict[str, Any], notes: list[tuple[str, str]], flags: dict[str, Any]) -> None:
+def _rest(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     if "name" in flags:
-        keys["run.name"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(flags["name"])).lstrip("._-") or "clip"
-    if "logs" in flags:
+        keys["run.name"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(flags["name"])).strip("._-") or "clip"
+    if str(flags.get("logs", "none")).lower() != "none":
         keys["run.dir"] = f"{str(flags['logs']).rstrip('/')}/{keys.get('run.name', 'clip')}"
-    if "pretrained" in flags:
-        tag = str(flags["pretrained"])
-        keys["model.init_from"] = tag if "/" in tag or "." in tag else f"open_clip:{keys['model.name']}/{tag}"
-    for flag in (flag for flag in flags if flag.startswith("lock-") and flag not in NOTES):
-        if flag != "lock-image-freeze-bn-stats" or "lock-image" in flags:
-            keys[f"model.{flag.replace('-', '_')}"] = True if flag in SWITCHES else int(flags[flag])
+    if "lock-image" not in flags:  # of no effect there
+        keys.pop("model.lock_image_freeze_bn_stats", None)
     if "force-image-size" in flags:
-        keys["model.image_size"] = int(flags["force-image-size"][0])  # squares alone
+        keys["model.image_size"] = whole({"force-image-size": flags["force-image-size"][0]}, "force-image-size")
     if "remote-sync" in flags:
         keys["checkpoint.remote"] = f"{str(flags['remote-sync']).rstrip('/')}/{keys.get('run.name', 'clip')}"
-    if "report-to" in flags:
-        keys |= {"log.wandb": "wandb" in flags["report-to"], "log.tensorboard": "tensorboard" in flags["report-to"]}
+    for tracker in ("wandb", "tensorboard", "trackio"):
+        if "report-to" in flags and (tracker != "trackio" or tracker in flags["report-to"]):
+            keys[f"log.{tracker}"] = tracker in flags["report-to"] or flags["report-to"] == "all"
+    keys["optim.grad_clip_norm"] = as_value(str(flags["grad-clip-norm"])) if "grad-clip-norm" in flags else None
     if "delete-previous-checkpoint" in flags:
         keys["checkpoint.keep_last"] = 1
     if "opt" in flags:
         keys["optim.name"] = str(flags["opt"]).removeprefix("timm/")
-    _loss(keys, notes, flags)
-    _augmentation(keys, notes, dict(setting.split("=", 1) for setting in flags.get("aug-cfg", []) if "=" in setting))
+    if flags.get("wd-exclude"):
+        keys["optim.no_decay"] = flags["wd-exclude"]
 
 
-def _augmentation(keys: dict[str, Any], notes: list[tuple[str, str]], settings: dict[str, str]) -> None:
+def _augmentation(keys: Keys, notes: Notes, settings: dict[str, str]) -> None:
     """`--aug-cfg`, as OpenCLIP acts on it: what does nothing there is left out."""
-    given = {name: _literal(value) for name, value in settings.items()}
+    given = {name: literal(value) for name, value in settings.items()}
     timm = given.pop("use_timm", False)
     idle = dict.fromkeys(("color_jitter_prob", "gray_scale_prob"), "with") if timm else {"ratio": "without"}
     if not timm and not given.get("color_jitter_prob"):
@@ -252,15 +263,18 @@ def _augmentation(keys: dict[str, Any], notes: list[tuple[str, str]], settings: 
             keys[key] = list(value) if isinstance(value, tuple) else value
 
 
-def _loss(keys: dict[str, Any], notes: list[tuple[str, str]], flags: dict[str, Any]) -> None:
+def _loss(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     if "siglip" in flags:
         keys |= {"loss.kind": "sigmoid", "model.init_logit_bias": -10.0, "model.init_logit_scale": math.log(10)}
         keys["loss.exchange"] = "gather" if flags.get("loss-dist-impl") == "gather" else "ring"
     elif "loss-dist-impl" in flags:
         notes.append(("--loss-dist-impl", "for --siglip only"))
+    if as_value(str(flags.get("coca-contrastive-loss-weight", 1))) == 0:
+        notes.append(("--coca-contrastive-loss-weight", "0 trains the captioner ALONE, which nothing here does: this "
+                      "recipe trains the towers instead"))  # fmt: skip
 
 
-def nested(keys: dict[str, Any]) -> dict[str, Any]:
+def nested(keys: Keys) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in keys.items():
         section, _, name = key.partition(".")
@@ -268,11 +282,11 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def as_recipe(keys: dict[str, Any], notes: list[tuple[str, str]]) -> str:
+def as_recipe(keys: Keys, notes: Notes) -> str:
     """YAML, with the notes in comments above."""
     order = ("run", "model", "data", "batch", "loss", "engine", "optim", "schedule", "checkpoint", "evaluate", "log")
     sections = nested(keys)
     text = [f"# {line}" for line in ("From an OpenCLIP command line. What is another's meaning here:", *ALWAYS)]
-    text += [f"# {flag}: {note}" for flag, note in notes]
+    text += [f"# {flag}: {text_of}" for flag, text_of in dict.fromkeys(notes)]
     text += [yaml.safe_dump({name: sections[name]}, sort_keys=False).rstrip() for name in order if name in sections]
     return "\n".join(text) + "\n"

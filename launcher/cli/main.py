@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from clip_train.stop import StopRequest
 from launcher.cli.options import VERBS, build_parser
+from launcher.config.openclip import suggest
 from launcher.runtime.log import Startup, configure
 from launcher.runtime.outcome import Outcome
 
@@ -72,7 +73,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args, left = parser.parse_known_args(arguments)
     overrides = [each for each in left if "=" in each and not each.startswith("-")]
     if len(overrides) < len(left) or (left and not hasattr(args, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        quote = "; quote the command as one argument, or pipe it in: clip-train import-args -"
+        hint = quote if args.verb == "import-args" else suggest(left, arguments)
+        parser.error(f"unrecognized arguments: {' '.join(left)}{hint}")
     if left:
         args.overrides = [*args.overrides, *left]
     return args

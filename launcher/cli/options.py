@@ -26,7 +26,10 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
     "prefix": {"metavar": "PREFIX", "help": "a section, or how a key begins"},
-    "command": {"metavar": "COMMAND", "help": "one argument in quotes; a params.txt; or - to read it from a pipe"},
+    "command": {
+        "metavar": "COMMAND",
+        "help": "one argument in quotes; a script; a params.txt, or its folder; or - for a pipe",
+    },
     "source": {
         "metavar": "SOURCE",
         "help": "a .csv, .tsv, .jsonl, .parquet or .arrow; a folder of images; a Hugging Face dataset on this disk",

@@ -1,6 +1,12 @@
-"""OpenCLIP 3.3.0's flags (`open_clip_train/params.py`): the keys that stand for them here, or why none does."""
+"""OpenCLIP's flags: the keys that stand for them here, or why none does.
+
+Those of its 3.3.0 (`open_clip_train/params.py`), those that its main branch has besides (`NEWER`), and a few that it
+had once. `meaning` is what docs/from_openclip.md has of each, and what a verb answers that is given one.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 SWITCHES = frozenset({
     "dataset-resampled", "log-local", "use-bn-sync", "skip-scheduler", "save-most-recent", "pretrained-image",
@@ -8,8 +14,15 @@ SWITCHES = frozenset({
     "force-quick-gelu", "force-custom-text", "torchscript", "torchcompile", "trace", "debug", "copy-codebase",
     "horovod", "ddp-static-graph", "no-set-device-rank", "lock-text", "lock-text-freeze-layer-norm",
     "delete-previous-checkpoint", "siglip",
+    "audio-fusion", "audio-int16-normalize", "text-pooler-own-group", "fsdp", "fsdp-no-reshard-after-forward",
+    "fsdp-offload-cpu", "use-naflex", "force-naflex-vision", "length-bucketing",
+    "square-resize-only",
 })  # fmt: skip
-LISTS = frozenset({"image-mean", "image-std", "force-image-size", "aug-cfg"})
+LISTS = frozenset({
+    "image-mean", "image-std", "force-image-size", "aug-cfg",
+    "opt-kwargs", "opt-fallback-list", "wd-exclude", "json-text-key-probs", "naflex-patch-sizes",
+    "naflex-patch-size-probs", "naflex-seq-lens", "naflex-seq-len-probs",
+})  # fmt: skip
 # Flag -> key, where the value is the same.
 SAME = {
     "train-data": "data.train", "val-data": "data.val", "train-num-samples": "data.num_samples",
@@ -20,47 +33,127 @@ SAME = {
     "distill-model": "model.teacher_name", "distill-pretrained": "model.teacher",
     "wandb-project-name": "log.wandb_project", "remote-sync": "checkpoint.remote",
     "grad-checkpointing": "engine.activation_checkpointing", "torchcompile": "engine.compile",
-    "dataset-resampled": "data.resampled", "train-data-upsampling-factors": "data.train_weights",
-    "imagenet-val": "evaluate.zero_shot_data",
+    "dataset-resampled": "data.resampled", "imagenet-val": "evaluate.zero_shot_data", "lock-image": "model.lock_image",
+    "lock-image-freeze-bn-stats": "model.lock_image_freeze_bn_stats",
+    "lock-image-unlocked-groups": "model.lock_image_unlocked_groups", "lock-text": "model.lock_text",
+    "lock-text-unlocked-layers": "model.lock_text_unlocked_layers",
+}  # fmt: skip
+# Flag -> its keys, where there is more to say than one of them.
+OWN = {
+    "accum-freq": "`batch.global_size`; `batch.kept_graphs=all` needs no second forward",
+    "aug-cfg": "`data.aug_scale`, `data.aug_ratio`, `data.aug_color_jitter`, `data.aug_color_jitter_prob`, "
+    "`data.aug_gray_scale_prob`; of `use_timm` the same, without random erasing",
+    "batch-size": "`batch.micro_size`; times ranks and `--accum-freq` it is `batch.global_size`",
+    "dataset-type": "`data.kind`: `shards`, of a CSV or a folder `clip-train shards` makes them; or `synthetic`",
+    "delete-previous-checkpoint": "`checkpoint.keep_last=1`", "epochs-cooldown": "`schedule.cooldown_steps`",
+    "force-image-size": "`model.image_size`", "force-quick-gelu": "`model.name`: the preset ending in `-quickgelu`",
+    "fsdp": "`engine.kind=fsdp`, `engine.zero_stage=3`", "fsdp-no-reshard-after-forward": "`engine.zero_stage=2`",
+    "fsdp-offload-cpu": "`engine.offload=optimizer`: master weights and moments",
+    "grad-clip-norm": "`optim.grad_clip_norm`; not given: null (ours is 1.0)",
+    "json-text-key": "`data.caption_key`, each with `json.` in front",
+    "json-text-key-probs": "`data.caption_key`: names with weights", "logs": "`run.dir`",
+    "loss-dist-impl": "`loss.exchange`: `gather`, else `ring`", "lr-scheduler": "`schedule.name`",
+    "model": "`model.name`; `open_clip:NAME` for towers that are not built here", "name": "`run.name`",
+    "opt": "`optim.name`", "precision": "`engine.precision`: `amp` becomes bf16, `fp32` and `fp16` stay",
+    "pretrained": "`model.init_from`", "report-to": "`log.wandb`, `log.tensorboard`, `log.trackio`",
+    "save-frequency": "`checkpoint.every_steps`, in steps",
+    "siglip": "`loss.kind=sigmoid`, `model.init_logit_bias=-10`, `model.init_logit_scale=2.3026`",
+    "skip-scheduler": "`schedule.name=constant`, no warm-up", "text-key": "`data.caption_key`",
+    "train-data-upsampling-factors": "`data.train_weights`", "val-frequency": "`evaluate.every_steps`, in steps",
+    "wd-exclude": "`optim.no_decay`",
+    "zeroshot-frequency": "`evaluate.every_steps`, in steps: of the two frequencies the higher counts",
 }  # fmt: skip
 # Flag -> why the recipe has nothing of it.
 NOTES = {
     "local-loss": "always so: each rank computes the rows of its own samples",
     "gather-with-grad": "always so: the gradient is that of the global batch on one device",
     "val-num-samples": "counted",
-    "dataset-type": "data.kind: shards, of a CSV or a folder `clip-train shards` makes them; or synthetic",
-    "csv-separator": "shards hold the captions", "csv-img-key": "shards hold the images",
-    "csv-caption-key": "shards hold the captions",
-    "imagenet-v2": "clip-train evaluate RECIPE evaluate.zero_shot_data=DIR scores another set",
-    "zeroshot-frequency": "zero-shot runs with each evaluation: evaluate.every_steps",
-    "cache-dir": "export HF_HOME=DIR", "log-local": "rank 0 logs, and any rank that fails",
-    "use-bn-sync": "batch statistics are over all ranks",
-    "save-most-recent": "always so: checkpoint.keep_last", "resume": "a run resumes by itself from its newest "
-    "checkpoint; OpenCLIP's epoch_K.pt gives its weights as model.init_from",
-    "pretrained-image": "give the tower's weights as model.init_from", "image-mean": "of the model's JSON",
-    "image-std": "of the model's JSON", "image-interpolation": "bicubic, antialiased",
-    "image-resize-mode": "shortest side, then the centre", "force-context-length": "of the model's JSON",
-    "force-custom-text": "one layout of weights for all models",
-    "torchscript": "engine.compile compiles", "trace": "for inference", "device": "GPUs where there are any",
+    "csv-separator": "seen by itself by `clip-train shards`: tab or comma",
+    "csv-img-key": "`clip-train shards --image-key`", "csv-caption-key": "`clip-train shards --caption-key`",
+    "imagenet-v2": "`clip-train evaluate RECIPE evaluate.zero_shot_data=DIR` scores another set",
+    "cache-dir": "`export HF_HOME=DIR`", "log-local": "rank 0 logs, and any rank that fails",
+    "use-bn-sync": "always so: batch statistics are over all ranks",
+    "save-most-recent": "always so: `checkpoint.keep_last`", "resume": "a run resumes by itself from its newest "
+    "checkpoint; OpenCLIP's epoch_K.pt gives its weights as `model.init_from`",
+    "pretrained-image": "give the tower's weights as `model.init_image_from`",
+    "image-mean": "of the model's JSON", "image-std": "of the model's JSON",
+    "image-interpolation": "bicubic, antialiased", "image-resize-mode": "shortest side, then the centre",
+    "force-context-length": "of the model's JSON", "force-custom-text": "one layout of weights for all models",
+    "torchscript": "`engine.compile` compiles", "trace": "for inference", "device": "GPUs where there are any",
     "dist-url": "of the launcher", "dist-backend": "nccl on GPUs, gloo on CPUs", "wandb-notes": "write them there",
-    "debug": "clip-train doctor looks for what is wrong", "copy-codebase": "clip-train submit freezes the code",
-    "horovod": "torchrun, srun or mpirun", "ddp-static-graph": "engine.kind", "no-set-device-rank": "seen by itself",
-    "coca-caption-loss-weight": "CoCa's captioner is not trained", "coca-contrastive-loss-weight": "the only loss",
+    "debug": "`clip-train doctor` looks for what is wrong", "copy-codebase": "`clip-train submit` freezes the code",
+    "horovod": "torchrun, srun or mpirun", "ddp-static-graph": "of DDP: `engine.kind` is DeepSpeed or FSDP2 here",
+    "no-set-device-rank": "seen by itself",
+    "coca-caption-loss-weight": "CoCa's captioner is not trained: its contrastive loss alone",
+    "coca-contrastive-loss-weight": "the only loss",
     "remote-sync-frequency": "each checkpoint is uploaded as it is saved", "remote-sync-protocol": "of the URL",
     "use-bnb-linear": "engine.linear=int8 is its like, by torchao", "log-every-n-steps": "every step is recorded",
     "lock-text-freeze-layer-norm": "a locked tower is locked whole",
 }  # fmt: skip
-# Translated below, with others.
-OWN = frozenset({
-    "batch-size", "accum-freq", "name", "logs", "precision", "model", "pretrained", "opt", "skip-scheduler",
-    "lr-scheduler", "epochs-cooldown", "save-frequency", "val-frequency", "grad-clip-norm",
-    "delete-previous-checkpoint", "siglip", "loss-dist-impl", "report-to", "aug-cfg", "lock-image",
-    "lock-image-unlocked-groups", "lock-image-freeze-bn-stats", "lock-text", "lock-text-unlocked-layers",
-    "force-quick-gelu", "force-image-size",
-})  # fmt: skip
+_AUDIO = "models of images and texts alone are trained here"
+_SQUARES = "images of one size alone: `model.image_size`"
+_ORDER = "the order is the seed's; the texts of a batch are cut behind the longest"
+_DECAY = "`optim.layer_decay` is one for both towers; `optim.lr_multipliers` tells them apart"
+_COMPILED = "`engine.compile` compiles each block with inductor"
+# The same, of what the main branch has beyond 3.3.0.
+NEWER = {
+    **dict.fromkeys(
+        ("audio-ext", "audio-fill", "audio-fusion", "audio-int16-normalize", "audio-layer-decay",
+         "audio-multiprocessing-context", "audio-trunc", "audio-zeroshot-audio-key", "audio-zeroshot-class-key",
+         "audio-zeroshot-dataset", "audio-zeroshot-multiprocessing-context", "audio-zeroshot-split",
+         "audio-zeroshot-target-key", "audio-zeroshot-template", "audio-zeroshot-workers", "pretrained-audio"), _AUDIO),
+    **dict.fromkeys(
+        ("force-naflex-vision", "naflex-batch-divisor", "naflex-loss-scale", "naflex-max-text-tokens",
+         "naflex-max-tokens-per-batch", "naflex-num-train-image-tokens", "naflex-pad-multiple",
+         "naflex-patch-size-probs", "naflex-patch-sizes", "naflex-seq-len-probs", "naflex-seq-lens", "use-naflex"),
+        _SQUARES),
+    **dict.fromkeys(("bucket-chunk", "bucket-pool", "bucket-prefetch-pools", "length-bucketing"), _ORDER),
+    **dict.fromkeys(("image-layer-decay", "text-layer-decay", "visual-layer-decay"), _DECAY),
+    **dict.fromkeys(("torchcompile-backend", "torchcompile-mode", "torchcompile-strategy"), _COMPILED),
+    "fsdp-checkpoint": "each rank writes its share, and any number of ranks and either engine resume from it",
+    "image-key": "an image is known by its suffix: .jpg, .png, .webp, ...",
+    "log-metric-every-n-steps": "every step is recorded",
+    "max-image-pixels": "images of more than 89 million pixels are invalid",
+    "opt-fallback-list": "of `optim.name=muon`: all but the blocks' matrices is AdamW's",
+    "opt-kwargs": "`optim.options`, of an optimizer by its import path",
+    "text-pad-multiple": "texts are as long as the batch's longest",
+    "text-pooler-own-group": "the pooler is in the head's group",
+    "train-loss-ema-samples": "report.html shows each step's loss, and means",
+    "val-retrieval-chunk-size": "retrieval is counted in pieces that fit",
+    "val-retrieval-precision": "retrieval is counted in fp32",
+}  # fmt: skip
+# Of its older versions and branches.
+OLDER = {
+    "hf-tokenizer-name": "of the model's JSON", "interpolation": NOTES["image-interpolation"],
+    "square-resize-only": NOTES["image-resize-mode"],
+}  # fmt: skip
 DEFAULTS = {
     "batch-size": 64, "accum-freq": 1, "epochs": 32, "warmup": 10000, "wd": 0.2, "model": "RN50", "workers": 4,
-    "precision": "amp", "save-frequency": 1, "val-frequency": 1, "lr-scheduler": "cosine", "seed": 0,
+    "precision": "amp", "save-frequency": 1, "val-frequency": 1, "zeroshot-frequency": 2, "lr-scheduler": "cosine",
+    "seed": 0,
 }  # fmt: skip
 """Of OpenCLIP, where ours differ or a recipe needs them."""
-FLAGS = SWITCHES | LISTS | SAME.keys() | NOTES.keys() | OWN
+FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | NOTES.keys() | NEWER.keys() | OLDER.keys()
+
+
+def note(flag: str) -> str | None:
+    """Why a recipe has nothing of it; None where it has."""
+    return NOTES.get(flag) or NEWER.get(flag) or OLDER.get(flag)
+
+
+def meaning(flag: str) -> str:
+    """Of a known flag, in Markdown: its key or keys, or why there is none."""
+    return f"`{SAME[flag]}`" if flag in SAME else OWN.get(flag) or note(flag) or ""
+
+
+def suggest(unknown: Sequence[str], line: Sequence[str]) -> str:
+    """Behind the complaint about options that no verb has: what those of OpenCLIP are called here. line: all words."""
+    said = []
+    for word in unknown:
+        option, equals, value = word.partition("=")
+        flag = option.removeprefix("--").replace("_", "-")
+        if option.startswith("--") and flag in FLAGS:
+            behind = "" if equals else " ".join(line[line.index(word) + 1 :][:1])
+            value = "true" if flag in SWITCHES else value or ("..." if behind.startswith("--") else behind or "...")
+            said.append(f"{option}: {SAME[flag]}={value}" if flag in SAME else f"{option}: {meaning(flag)}")
+    return "\nof OpenCLIP's flags, a recipe has\n  " + "\n  ".join(said).replace("`", "") if said else ""

@@ -34,6 +34,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import LARGEST, Allowed, Refused, Settings, Silent, explain, shown
 from clip_train.storage.config import StorageConfig
+from launcher.config.openclip import SAME
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
 
@@ -245,33 +246,23 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
 
 
 # What users of OpenCLIP and of Hugging Face would write.
-OTHER_NAMES = {
+OTHER_NAMES = {flag.replace("-", "_"): key for flag, key in SAME.items()} | {
     "learning_rate": "optim.lr",
-    "wd": "optim.weight_decay",
     "batch_size": "batch.global_size",
     "global_batch_size": "batch.global_size",
     "micro_batch_size": "batch.micro_size",
     "accum_freq": "batch.micro_size",
     "gradient_accumulation_steps": "batch.micro_size",
-    "grad_checkpointing": "engine.activation_checkpointing",
     "grad_clip": "optim.grad_clip_norm",
     "max_grad_norm": "optim.grad_clip_norm",
-    "warmup": "schedule.warmup_steps",
-    "train_data": "data.train",
-    "val_data": "data.val",
-    "train_num_samples": "data.num_samples",
     "dataset_type": "data.kind",
     "captions": "data.caption_key",
     "augment": "data.aug_scale",
     "color_jitter": "data.aug_color_jitter",
     "pretrained": "model.init_from",
-    "force_patch_dropout": "model.patch_dropout",
     "save_frequency": "checkpoint.every_steps",
     "val_frequency": "evaluate.every_steps",
     "num_workers": "data.workers",
-    "torchcompile": "engine.compile",
-    "distill_model": "model.teacher_name",
-    "distill_pretrained": "model.teacher",
 }
 
 
@@ -283,7 +274,7 @@ def nearest(path: str) -> str:
     known = [key for key, _ in known_keys()]
     own = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}
     sections = {key: key for key in RunConfig.model_fields}
-    names = {**{key.split(".")[1]: key for key in known}, **OTHER_NAMES, **own} if name else sections
+    names = {**{key.split(".")[1]: key for key in known}, **OTHER_NAMES, **(own if name else sections)}
     near = difflib.get_close_matches((name or section).replace("-", "_"), names, n=1)
     return f"did you mean {names[near[0]]}?" if near else f"known ones are {', '.join(own.values() or sections)}"
 

@@ -80,7 +80,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
         source = collect(lambda: check_source(config.data, config.storage))
     else:
         collect(partial(expand_braces, config.data.train))
-        collect(partial(expand_braces, config.data.val or config.data.train, "data.val"))
+        if config.data.val is not None:
+            collect(partial(expand_braces, config.data.val, "data.val"))
     if read_data and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     for key, place in config.evaluate.labelled().items() if read_data else ():

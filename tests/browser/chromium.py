@@ -72,13 +72,13 @@ class Chromium:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def show(self, page: Path | str, width: int, *, dark: bool) -> None:
+    def show(self, page: Path | str, width: int, *, dark: bool, fragment: str = "") -> None:
         """Load a file or a URL anew, in a window of so many CSS pixels."""
         self.events.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
+        self.call("Page.navigate", url=(page if isinstance(page, str) else page.as_uri()) + fragment)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive()
 

@@ -1,128 +1,197 @@
-"""`clip-train import-args`: command lines of OpenCLIP's documents become recipes that `plan` takes."""
+"""`clip-train import-args`: every flag of OpenCLIP, and the command lines of its documents, which become recipes that
+`plan` takes."""
 
 from __future__ import annotations
 
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher.cli.main import main
-from launcher.config.openclip import FLAGS
+from launcher.config.openclip import FLAGS, LISTS, OLDER, SWITCHES, meaning
 from launcher.config.recipe import check_config
 
-CC12M = (
-    "--train-data '/data/cc12m/cc12m-train-{0000..2175}.tar' --train-num-samples 10968539 --dataset-type webdataset "
-    "--batch-size 320 --precision amp --workers 4 --imagenet-val /data/imagenet/validation/"
-)
-STABILITY = """\
-#!/bin/bash
-#SBATCH --nodes 30
-#SBATCH --ntasks-per-node=8
-export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-EXP_NAME="test-B-32-laion5b-lr1e-3-bs90k"
-srun --comment laion --cpu_bind=v --accel-bind=gn python -m training.main \\
-    --save-frequency 1 \\
-    --train-data="pipe:aws s3 cp s3://laion5b/{laion2B-data/{000000..231349}.tar,other/{000000..226687}.tar} -" \\
-    --train-num-samples 135646078 --dataset-type webdataset --dataset-resampled --warmup 2000 --batch-size=375 \\
-    --epochs=97 --lr 1e-3 --workers=8 --report-to wandb --name ${EXP_NAME} --logs /scratch/logs/ --model ViT-B-32 \\
-    --seed 0 --ddp-static-graph --local-loss --gather-with-grad --grad-checkpointing --precision amp_bfloat16 \\
-    --wandb-project-name open_clip6 --resume "latest" --remote-sync s3://s-laion/mitchellw/logs
-echo done
-"""
+HERE = Path(__file__).parent / "openclip"
+LINES = dict(re.findall(r"^=== (.*)\n((?:(?!===).*\n)+)", (HERE / "lines.txt").read_text(), re.M))
+THEIRS = [line.split() for line in (HERE / "flags.txt").read_text().splitlines()[1:]]
+KINDS = {name: kind for name, kind, _ in THEIRS}
+RELEASED = {name for name, _, since in THEIRS if since == "3.3.0"}
+BUILT_BY_OPENCLIP = {name for name, line in LINES.items() if re.search(r"--model .(coca|roberta)", line)}
 VIT = "--model ViT-B-32 --train-data x.tar --train-num-samples 3000000"
-COMMANDS = {  # of OpenCLIP's README, docs and scripts
-    "one process": "python -m training.main --save-frequency 1 --zeroshot-frequency 1 --report-to tensorboard "
-    '--train-data="/path/to/train_data.csv" --val-data="/path/to/validation_data.csv" --csv-img-key filepath '
-    "--csv-caption-key title --imagenet-val=/path/to/imagenet/root/val/ --warmup 10000 --batch-size=128 --lr=1e-3 "
-    "--wd=0.1 --epochs=30 --workers=8 --model ViT-B-16 --train-num-samples 3000000",
-    "one node": f"torchrun --nproc_per_node 4 -m training.main {CC12M} --model ViT-B-32",
-    "nodes": f"torchrun --nproc_per_node=4 --rdzv_endpoint=$HOSTE_NODE_ADDR -m training.main {CC12M} --model ViT-B/32",
-    "slurm": "srun --cpu_bind=v --accel-bind=gn python -u src/training/main.py --save-frequency 1 --report-to "
-    'tensorboard --train-data="/data/LAION-400M/{00000..41455}.tar" --warmup 2000 --batch-size=256 --epochs=32 '
-    '--workers=8 --model ViT-B-32 --name "ViT-B-32-Vanilla" --seed 0 --local-loss --gather-with-grad '
-    "--train-num-samples 407332084",
-    "stability": STABILITY,
-    "yfcc": f"python -m training.main {VIT} --lr 5e-4 --epochs 32 --batch-size 256",
-    "accumulation": f"torchrun --nproc_per_node 8 -m open_clip_train.main {VIT} --batch-size 128 --accum-freq 4",
-    "siglip": f"torchrun --nproc_per_node 8 -m open_clip_train.main {VIT} --siglip --loss-dist-impl gather --lr 5e-4",
-    "two sources": "torchrun --nproc_per_node 8 -m open_clip_train.main --dataset-resampled --train-data "
-    "'/data/cc12m/cc12m-train-{0000..2175}.tar::/data/LAION-400M/{00000..41455}.tar' "
-    "--train_data_upsampling_factors=1::2 --train-num-samples 10968539 --model ViT-B-32",
-    "final phase": f"python -m open_clip_train.main {VIT} --force-patch-dropout 0. --pretrained /ckpt/epoch_31.pt "
-    "--lr 1e-5 --warmup 100 --epochs 1",
-    "cooldown": f"python -m open_clip_train.main {VIT} --lr-scheduler const-cooldown --epochs-cooldown 4 "
-    "--lr-cooldown-end 1e-6 --epochs 32",
-    "constant": f"python -m open_clip_train.main {VIT} --skip-scheduler --lr 1e-4",
-    "remote": f"python -m training.main {VIT} --remote-sync s3://bucket/runs --delete-previous-checkpoint --name b32",
-    "compiled": f"python -m open_clip_train.main {VIT} --torchcompile --precision pure_bf16 --grad-clip-norm 1.0",
-    "fp32": f"python -m open_clip_train.main {VIT} --precision fp32 --device cpu --batch-size 8",
-    "aug": f"torchrun --nproc_per_node 8 -m open_clip_train.main {VIT} --aug-cfg scale='(0.4, 1.0)' "
-    "color_jitter='(0.32, 0.32, 0.32, 0.08)' color_jitter_prob=0.8 gray_scale_prob=0.2 --beta1 0.9 --beta2 0.95",
-    "clipa": "torchrun --nproc_per_node 8 -m open_clip_train.main --save-frequency 1 --save-most-recent "
-    "--model ViT-L-16 --zeroshot-frequency 1 --train-data '/path/to/laion-400m' --dataset-type webdataset "
-    '--lr "2.24e-5" --beta1 0.9 '
-    "--beta2 0.95 --warmup 3571 --wd 0.2 --batch-size 896 --epochs 1 --train-num-samples 131072000 --workers 6 "
-    "--pretrained '/path/to/ckpt' --precision 'amp_bf16' --ddp-static-graph --local-loss --gather-with-grad "
-    "--grad-checkpointing --log-every-n-steps 293 --seed 0 --logs ./logs/ --imagenet-val '/path/to/imagenet/val'",
-    "4e8": "torchrun --nproc_per_node 8 -m open_clip_train.main --train-data '/path/to/datacomp1b' "
-    "--train-num-samples 4e8 --lr 2.048e-3 --warmup 3200 --batch-size 8192 --epochs 32 --model ViT-H-14",
-    "cc3m": 'python -m training.main --train-data="pipe:aws s3 cp s3://s-mas/cc3m/{00000..00329}.tar -" '
-    '--train-num-samples 3000000 --val-data="pipe:aws s3 cp s3://s-mas/cc3m/{00330..00331}.tar -" --val-num-samples '
-    '10000 --batch-size 256 --warmup 2000 --epochs 10 --lr 5e-4 --model ViT-B-32 --name "10_unfrozen"',
-    "coca's shell": 'export PYTHONPATH="$PYTHONPATH:$PWD/src"; python src/training/main.py --train-data '
-    '"/home/x/{00000..01243}.tar" --train-num-samples 10968539 --zeroshot-frequency=1 --warmup 2000 --batch-size=128 '
-    "--wd=0.1 --epochs=4 --workers=8 --model=ViT-L-14",
-}
+STABILITY = LINES["docs/script_examples/stability_example.sh"]
+SLURM = LINES["README.md, SLURM"]
+ONE_NODE = LINES["README.md, Single-Node"]
 
 
 def imported(capsys, *line: str) -> tuple[dict, str]:
     assert main(["import-args", *line]) == 0
     text = capsys.readouterr().out
+    check_config(yaml.safe_load(text), line[0])
     return yaml.safe_load(text), text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+PLANNED = [  # each takes seconds
+    pytest.param(name, marks=() if name in ("README.md, SLURM", "README.md, Single-Node") else pytest.mark.full)
+    for name in sorted(LINES)
+]
+
+
+@pytest.mark.parametrize("name", PLANNED)
 def test_a_documents_command_becomes_a_recipe_that_plan_takes(name, capsys, tmp_path):
-    _, text = imported(capsys, COMMANDS[name])
+    _, text = imported(capsys, LINES[name])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
-    check_config(yaml.safe_load(text), name)
-    if name in ("stability", "two sources"):  # the others differ in sizes alone, and each takes seconds
+    if name not in BUILT_BY_OPENCLIP:  # of which tests/peers has one
         assert main(["plan", str(recipe), "--world-size", "8", "--json"]) == 0
 
 
+# Of a flag that needs others, and where 1 would be no value of it, or OpenCLIP's own.
+BESIDES = {
+    "fsdp-offload-cpu": "--fsdp", "fsdp-no-reshard-after-forward": "--fsdp", "json-text-key-probs": "--json-text-key a",
+    "lock-image-unlocked-groups": "--lock-image", "lock-image-freeze-bn-stats": "--lock-image",
+    "lock-text-unlocked-layers": "--lock-text", "zeroshot-frequency": "--val-frequency 2",
+    "train-data-upsampling-factors": "--dataset-resampled",
+}  # fmt: skip
+VALUES = {
+    "accum-freq": "2", "aug-cfg": "scale='(0.4, 1.0)'", "beta1": "0.5", "beta2": "0.5", "dataset-type": "synthetic",
+    "force-image-size": "64", "force-patch-dropout": "0.5", "lr-cooldown-power": "2", "lr-scheduler": "const",
+    "model": "ViT-B-16", "momentum": "0.5", "opt": "lion", "precision": "fp32", "pretrained": "openai",
+    "report-to": "wandb",
+    "save-frequency": "2", "train-data-upsampling-factors": "1::2", "val-frequency": "2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", sorted(KINDS))
+def test_each_flag_is_in_the_recipe_or_explained(flag, capsys):
+    given = VALUES.get(flag, "1") if KINDS[flag] != "switch" else ""
+    plain = f"main.py {BESIDES.get(flag, '')} --train-data a.tar::b.tar --train-num-samples 4000000 --val-data v.tar"
+    before, _ = imported(capsys, f"{plain} --imagenet-val val")
+    recipe, text = imported(capsys, f"{plain} --imagenet-val val --{flag} {given}")
+    assert recipe != before or any(line.startswith(f"# --{flag}: ") for line in text.splitlines())
+
+
+def test_each_flag_is_the_switch_or_value_that_it_is():
+    assert KINDS.keys() == FLAGS - OLDER.keys() and len(KINDS) == 143 + 3
+    assert {name for name, kind in KINDS.items() if kind == "switch"} == SWITCHES - OLDER.keys()
+    assert {name for name, kind in KINDS.items() if kind == "list"} == LISTS
+
+
+def test_the_page_has_every_flag():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "from_openclip.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|", 1)] for line in page.splitlines() if "| `--" in line]
+    assert {flag.strip("`").removeprefix("--"): text for flag, text in rows} == {flag: meaning(flag) for flag in FLAGS}
+    assert len(rows) == len(FLAGS) and len(RELEASED) == 90
+
+
 def test_a_batch_is_that_of_all_gpus_and_micro_batches(capsys):
-    recipe, text = imported(capsys, COMMANDS["accumulation"])
+    recipe, _ = imported(capsys, f"torchrun --nproc_per_node 8 -m main {VIT} --batch-size 128 --accum-freq 4")
     assert recipe["batch"] == {"global_size": 8 * 128 * 4, "micro_size": 128}
-    recipe, _ = imported(capsys, STABILITY)
-    assert recipe["batch"]["global_size"] == 240 * 375
-    recipe, text = imported(capsys, COMMANDS["slurm"])
+    assert imported(capsys, STABILITY)[0]["batch"]["global_size"] == 240 * 375
+    assert imported(capsys, SLURM)[0]["batch"]["global_size"] == 32 * 4 * 256
+    alone = SLURM.partition("srun")[2]
+    recipe, text = imported(capsys, alone)
     assert recipe["batch"]["global_size"] == 256 and "say --world-size N" in text
-    assert imported(capsys, COMMANDS["slurm"], "--world-size", "128")[0]["batch"]["global_size"] == 32768
+    assert imported(capsys, alone, "--world-size", "16")[0]["batch"]["global_size"] == 4096
+    for start in (
+        "mpirun -np 16 python",
+        "srun -n 16 python",
+        "srun --ntasks=16 python",
+        "torchrun --nnode 2 --nproc-per-node=8",
+    ):
+        assert imported(capsys, f"{start} -m main {VIT}")[0]["batch"]["global_size"] == 16 * 64, start
 
 
 def test_what_differs_is_said(capsys):
     recipe, text = imported(capsys, STABILITY)
-    assert recipe["data"]["train"] == ("s3://laion5b/{laion2B-data/{000000..231349}.tar,other/{000000..226687}.tar}")
-    assert recipe["checkpoint"]["remote"].startswith("s3://s-laion/mitchellw/logs/")
+    assert recipe["data"]["train"].startswith(
+        "s3://s-datasets/laion5b/{laion2B-data/{000000..231349}.tar,laion2B-multi"
+    )
+    assert recipe["data"]["train"].endswith("{000000..127231}.tar}")
+    name = "test-B-32-laion5b-lr1e-3-bs90k"
+    assert recipe["run"]["name"] == name
+    assert recipe["checkpoint"]["remote"] == f"s3://s-laion/mitchellw/logs/{name}"
     assert recipe["optim"]["grad_clip_norm"] is None and recipe["optim"]["lr"] == 1e-3
     assert recipe["checkpoint"]["every_steps"] == math.ceil(135646078 / 90000)
     comments = [line for line in text.splitlines() if line.startswith("#")]
     for flag in ("--local-loss", "--gather-with-grad", "--resume", "--ddp-static-graph", "--train-data"):
         assert any(line.startswith(f"# {flag}: ") for line in comments), flag
     assert any("empty captions" in line for line in comments)
-    recipe, _ = imported(capsys, COMMANDS["siglip"])
+    recipe, _ = imported(capsys, f"torchrun -m main {VIT} --siglip --loss-dist-impl gather --lr 5e-4")
     assert recipe["loss"] == {"kind": "sigmoid", "exchange": "gather"}
     assert recipe["model"] == {"name": "ViT-B-32", "init_logit_bias": -10.0, "init_logit_scale": math.log(10)}
-    assert imported(capsys, COMMANDS["two sources"])[0]["data"]["train_weights"] == [1, 2]
-    found = imported(capsys, COMMANDS["one node"])[0]["evaluate"]
+    two = "--train-data 'a/{0..9}.tar::pipe:aws s3 cp s3://b/{0..9}.tar -' --dataset-resampled"
+    recipe, _ = imported(capsys, f"main.py --train-num-samples 9e9 {two} --train_data_upsampling_factors=1::2")
+    assert recipe["data"]["train_weights"] == [1, 2] and recipe["data"]["num_samples"] == 9_000_000_000
+    assert recipe["data"]["train"] == "a/{0..9}.tar::s3://b/{0..9}.tar"
+
+
+def test_evaluation_is_as_often(capsys):
+    """OpenCLIP's zero-shot runs every second epoch unless told otherwise; 0 is never, of saves but at the end."""
+    found = imported(capsys, ONE_NODE)[0]["evaluate"]
+    epoch = math.ceil(10968539 / (4 * 320))
     assert found == {
-        "zero_shot_data": "/data/imagenet/validation/", "zero_shot_classes": "imagenet", "every_steps": 8570
+        "zero_shot_data": "/data/imagenet/validation/", "zero_shot_classes": "imagenet", "every_steps": 2 * epoch
     }  # fmt: skip
-    assert imported(capsys, COMMANDS["4e8"])[0]["data"]["num_samples"] == 400_000_000
+    assert imported(capsys, f"{ONE_NODE.rstrip()} --val-data v.tar")[0]["evaluate"]["every_steps"] == epoch
+    recipe, _ = imported(capsys, f"{ONE_NODE.rstrip()} --zeroshot-frequency 0 --save-frequency 0")
+    assert "every_steps" not in recipe["evaluate"] and recipe["checkpoint"]["every_steps"] is None
+
+
+def test_a_table_becomes_shards_first(capsys):
+    recipe, text = imported(capsys, LINES["README.md, Sample single-process running code"])
+    assert recipe["data"]["train"] == "/path/to/train_data-shards/*.tar"
+    assert recipe["data"]["val"] == "/path/to/validation_data-shards/*.tar"
+    command = (
+        "clip-train shards /path/to/train_data.csv /path/to/train_data-shards --image-key filepath --caption-key title"
+    )
+    assert f"# --train-data: first make shards of it: {command}\n" in text
+    assert "# --train-num-samples: is not given: 10,000,000 samples are ASSUMED" in text
+    assert "41,456 shards of 10,000 samples are ASSUMED" in imported(capsys, SLURM)[1]
+
+
+def test_a_command_that_evaluates_says_what_does_here(capsys):
+    recipe, text = imported(capsys, LINES["README.md, Evaluating hosted pretrained checkpoint"])
+    weights = "open_clip:ViT-B-32-quickgelu/laion400m_e32"
+    assert recipe["model"] == {"name": "ViT-B-32-quickgelu", "init_from": weights}
+    assert f"so does: clip-train evaluate THIS.yaml --weights {weights}\n" in text
+
+
+def test_what_a_script_sets_is_put_in(capsys, tmp_path):
+    script = tmp_path / "train.sbatch"
+    lines = (
+        "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=4", "BS=96", "export DATA='/d/{0..9}.tar'", "HOST=$(hostname)",
+        "NAME=x-$BS", "srun python -m open_clip_train.main --batch-size $BS --train-data ${DATA} --name ${NAME} \\  ",
+        "  --logs ${LOGS:-logs} --train-num-samples 100000 --lr 1e-4  # low", "echo done",
+    )  # fmt: skip
+    script.write_text("\n".join(lines))
+    recipe, _ = imported(capsys, str(script))
+    assert recipe["batch"] == {"global_size": 8 * 96, "micro_size": 96}
+    assert recipe["data"]["train"] == "/d/{0..9}.tar" and recipe["run"]["name"] == "x-96"
+    assert recipe["run"]["dir"] == "logs/x-96" and recipe["optim"]["lr"] == 1e-4
+    _, text = imported(capsys, f"main.py {VIT} --val-data $VAL --lr 1e-4 2>&1 | tee log")
+    assert "# --val-data: $VAL is not set in this text: put its value in\n" in text
+
+
+def test_captions_shards_and_sharding_of_the_main_branch(capsys):
+    recipe, text = imported(capsys, f"main.py {VIT} --json-text-key 'long;short' --json-text-key-probs 0.7 0.3 --fsdp")
+    assert recipe["data"]["caption_key"] == {"json.long": 0.7, "json.short": 0.3}
+    assert recipe["engine"] == {"precision": "bf16", "kind": "fsdp", "zero_stage": 3}
+    assert imported(capsys, f"main.py {VIT} --text-key 'txt;caption'")[0]["data"]["caption_key"] == ["txt", "caption"]
+    recipe, text = imported(capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --use-naflex --report-to trackio")
+    assert recipe["optim"]["no_decay"] == ["*.bias", "*pos*"] and recipe["log"]["trackio"] is True
+    assert "# --use-naflex: images of one size alone: model.image_size\n" in text
+
+
+def test_a_name_that_openclip_has_given_up(capsys):
+    recipe, text = imported(capsys, LINES["docs/script_examples/clipa/vit_l16/i17_t16_pretrain.sh"])
+    assert recipe["model"] == {"name": "ViT-L-16", "image_size": 64}
+    assert (
+        "# --model: OpenCLIP has no ViT-L-16-CL16-GAP any more: ViT-L-16 here, its texts of 77 tokens, not 16" in text
+    )
 
 
 def augmentation(capsys, *settings: str) -> tuple[dict, str]:
@@ -153,6 +222,7 @@ def test_augmentation_is_what_openclip_does(capsys):
 def test_synthetic_data_need_no_shards(capsys):
     recipe, text = imported(capsys, "main.py --dataset-type synthetic --model ViT-B-32 --train-num-samples 1000000")
     assert recipe["data"] == {"num_samples": 1_000_000, "workers": 4, "kind": "synthetic"} and "REPLACE" not in text
+    assert imported(capsys, "main.py --dataset-type synthetic --model ViT-B-32")[0]["data"]["num_samples"] == 1_000_000
 
 
 def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
@@ -162,22 +232,30 @@ def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
              "val_data": None}  # fmt: skip
     file = tmp_path / "params.txt"
     file.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
-    recipe, _ = imported(capsys, str(file))
+    recipe, _ = imported(capsys, str(tmp_path))  # OpenCLIP's folder of the run
     assert recipe["batch"]["global_size"] == 512 and recipe["run"]["epochs"] == 3
     assert "kind" not in recipe.get("loss", {}) and "val" not in recipe["data"]
     assert recipe["data"]["aug_scale"] == [0.4, 1.0]
-    monkeypatch.setattr("sys.stdin", io.StringIO(COMMANDS["one node"]))
+    monkeypatch.setattr("sys.stdin", io.StringIO(ONE_NODE))
     assert imported(capsys, "-")[0]["batch"]["global_size"] == 4 * 320
 
 
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("main.py --batch-sise 3", "--batch-sise is no flag of OpenCLIP 3.3.0; did you mean --batch-size?"),
+        ("main.py --batch-sise 3", "--batch-sise is no flag of OpenCLIP; did you mean --batch-size?"),
+        ("main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3", "--batch-sise is no flag of OpenCLIP; did"),
+        ("main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3", "--zq is no flag of OpenCLIP; leave it out"),
         ("main.py --train-data 'a.tar", "quote it as one argument"),
         ("main.py --batch-size", "--batch-size has no value"),
         ("main.py a.tar", "'a.tar' is no flag of OpenCLIP"),
         ("none.sh", "cannot read none.sh"),
+        ("main.py --batch-size $BS", "--batch-size ($BS) is no whole number; put the number in"),
+        ("main.py --warmup ten", "schedule.warmup_steps (ten) is no whole number"),
+        ("main.py --lr-scheduler linear", "--lr-scheduler (linear) must be one of cosine, const, const-cooldown"),
+        ("main.py --train-data 'pipe:cat x'", "no path or URL of shards in this command"),
+        ("main.py --dataset-type webdataset-audio", "images and texts alone are trained on here"),
+        ("main.py --model hf-hub:org/name", "give --model the architecture's name, and --pretrained hf-hub:org/name"),
     ],
 )
 def test_mistakes(line, said, capsys):
@@ -185,6 +263,30 @@ def test_mistakes(line, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_the_page_has_every_flag():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "from_openclip.md").read_text()
-    assert {line.split("`")[1].removeprefix("--") for line in page.splitlines() if line.startswith("| `--")} == FLAGS
+def test_without_quotes_it_says_to_quote(capsys):
+    with pytest.raises(SystemExit):
+        main(["import-args", "torchrun", "--nproc_per_node", "8", "-m", "open_clip_train.main", "--model", "ViT-B-32"])
+    assert "quote the command as one argument" in capsys.readouterr().err
+
+
+def test_a_flag_of_openclip_where_a_key_belongs(capsys):
+    line = [
+        "train",
+        "my.yaml",
+        "--lr",
+        "1e-3",
+        "--batch-size=512",
+        "--warmup",
+        "100",
+        "--grad-checkpointing",
+        "--resume",
+    ]
+    with pytest.raises(SystemExit):
+        main(line)
+    said = capsys.readouterr().err
+    for text in ("--lr: optim.lr=1e-3\n", "--warmup: schedule.warmup_steps=100\n", "batch.global_size",
+                 "--grad-checkpointing: engine.activation_checkpointing=true\n", "resumes by itself"):  # fmt: skip
+        assert text in said, text
+    with pytest.raises(SystemExit):
+        main(["train", "my.yaml", "--learningrate", "1e-3"])
+    assert "OpenCLIP" not in capsys.readouterr().err

@@ -55,6 +55,8 @@ MISTAKES = {
         ["data.train=cc3m.tsv"],
         ["data.train (cc3m.tsv)", "img2dataset --url_list cc3m.tsv"],
     ),
+    "key without its section": (["lr=1e-3"], ["did you mean optim.lr?"]),
+    "OpenCLIP's name": (["batch_size=512"], ["batch_size", "512", "did you mean batch.global_size?"]),
     "unknown section": (["optimizer.lr=1e-3"], ["optimizer", "did you mean optim?"]),
     "key in the wrong section": (["run.micro_size=8"], ["run.micro_size", "did you mean batch.micro_size?"]),
     "wrong type": (
@@ -152,6 +154,7 @@ def test_a_plan_refuses_what_train_would(name, key, recipe, capsys):
     assert main(["plan", str(recipe), *(o.replace("data.train", key) for o in overrides)]) == 2
     err = capsys.readouterr().err
     assert all(words.replace("data.train", key) in err for words in said)
+    assert err.count("data.train (") + err.count("data.val (") == 1  # of one key, that alone
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
 
+TEN = datetime(2026, 11, 23, 10, tzinfo=timezone.utc).timestamp()  # when a made-up run began
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
-VOID = {"meta", "link", "br", "img", "path", "polygon", "polyline"}  # of SVG, those that are closed by />
+VOID = {"meta", "link", "br", "img", "input", "path", "polygon", "polyline"}  # of SVG, those that are closed by />
 
 
 class Page(HTMLParser):
@@ -75,14 +77,21 @@ def start(at: int, previous: tuple[str, str] | None = None, **more: object) -> d
 
 
 def write_run(folder: Path, steps: int = 120, *, lr: float = 1e-3, loss: float = 5.0) -> Path:
-    """A run of two attempts that goes on: preempted after step 60, saved there, evaluated twice."""
+    """A run of two attempts that goes on: preempted after step 60, saved there, evaluated twice.
+
+    A step every 30 s; the first attempt began at ten, the other at twelve.
+    """
     folder.mkdir(parents=True)
-    records = [step(i, loss=loss / i, lr=lr) for i in range(1, steps + 1)]
-    records[steps // 2] |= {"checkpoint_step": steps // 2, "checkpoint_seconds": 1.0, "checkpoint_failures": 0}
+    half = steps // 2
+    records = [
+        step(i, loss=loss / i, lr=lr, time=TEN + 30 * i + (7200 - 30 * half) * (i > half)) for i in range(1, steps + 1)
+    ]
+    records[half] |= {"checkpoint_step": half, "checkpoint_seconds": 1.0, "checkpoint_failures": 0}
     write_jsonl(folder / "metrics.jsonl", records)
-    evals = [{"step": s, "zero_shot_top1": s / 2 / steps, "num_samples": 608.0} for s in (steps // 2, steps)]
+    evals = [{"step": s, "zero_shot_top1": s / 2 / steps, "num_samples": 608.0} for s in (half, steps)]
     write_jsonl(folder / "eval.jsonl", evals)
-    starts = [start(0), start(steps // 2, ("PREEMPTED", f"stopped by SIGTERM after step {steps // 2}"))]
+    ended = ("PREEMPTED", f"stopped by SIGTERM after step {half}")
+    starts = [start(0), start(half, ended, time="2026-11-23T12:00:00+0000")]
     write_jsonl(folder / "attempts.jsonl", [{"event": "begin", "attempt": 1, "nodes": [], "step": 0}, *starts])
     example = {"picture": PIXEL, "caption": "a red <b>", "nearest": [["a red <b>", 0.91], ["a dog", 0.5]]}
     (folder / "nearest.json").write_text(json.dumps({"examples": [example]}))

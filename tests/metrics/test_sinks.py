@@ -2,6 +2,7 @@ import json
 import math
 import re
 import sys
+import time
 import tracemalloc
 from contextlib import closing
 from pathlib import Path
@@ -93,14 +94,17 @@ def test_a_fresh_start_begins_anew(tmp_path: Path) -> None:
 def test_all_sinks_of_rank_0(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    before = time.time()
     with closing(Sinks.open(LogConfig(), tmp_path)) as sinks:
         sinks.write({"step": 1, "loss": 0.25})
         sinks.write({"step": 1, "zero_shot/top1": 0.5}, "eval")
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.25}]
+    (found,) = lines(tmp_path / "metrics.jsonl")
+    assert before - 0.001 <= found.pop("time") <= time.time() + 0.001 and found == {"step": 1, "loss": 0.25}
     assert lines(tmp_path / "eval.jsonl") == [{"step": 1, "zero_shot/top1": 0.5}]
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25)]
     assert [e.value for e in events.Scalars("eval/zero_shot/top1")] == [0.5]
+    assert "train/time" not in events.Tags()["scalars"]
 
 
 def write_a_step(run_dir: Path) -> list[str]:

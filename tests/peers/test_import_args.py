@@ -7,7 +7,10 @@ import argparse
 import pytest
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from launcher.config.openclip import FLAGS, LISTS, SWITCHES
+from clip_train.models.clip import count_parameters
+from launcher.cli.main import main
+from launcher.config.recipe import load_config
+from tests.launcher.test_import_args import KINDS, LINES, RELEASED
 
 pytestmark = pytest.mark.peer
 
@@ -24,6 +27,16 @@ def test_all_flags(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", listed)
     params.parse_args([])
     flags = {action.option_strings[0].removeprefix("--"): action for action in actions}
-    assert flags.keys() == FLAGS
-    assert {name for name, action in flags.items() if action.nargs == 0} == SWITCHES
-    assert {name for name, action in flags.items() if action.nargs in ("+", "*")} == LISTS
+    kinds = {0: "switch", "+": "list", "*": "list"}
+    theirs = {name: kinds.get(action.nargs, "value") for name, action in flags.items()}
+    assert theirs == {name: KINDS[name] for name in RELEASED}
+
+
+def test_a_coca_of_its_readme(capsys, tmp_path):
+    """Those that are built without OpenCLIP: tests/launcher/test_import_args.py."""
+    (name,) = (name for name in LINES if "CoCa" in name)
+    assert main(["import-args", LINES[name]]) == 0
+    recipe = tmp_path / "coca.yaml"
+    recipe.write_text(capsys.readouterr().out)
+    assert "trains the captioner ALONE, which nothing here does" in recipe.read_text()
+    assert count_parameters(load_config(str(recipe)).model.architecture()) == 638_450_177
