@@ -123,7 +123,7 @@ def layouts(config: RunConfig, checked: Checked, limit: float, forwards_per_seco
     except UserError:  # nothing fits: the engines say which would
         return []
     assert chosen is not None
-    profiles = {on: predicted_profile(config, checked.architecture, on) for on in (False, True)}
+    profiles = {on: predicted_profile(config, checked, on) for on in (False, True)}
     found = candidates(plan.global_size, plan.world_size, chosen.room, profiles)
     by_k = [each for each in found if each.plan.accum_steps & (each.plan.accum_steps - 1) == 0 or each == chosen]
     near = sorted(by_k, key=lambda each: (each.bytes > limit, each.cost if each.bytes <= limit else each.bytes))
@@ -147,11 +147,12 @@ def _row(layout: Layout, limit: float, forwards_per_second: float, chosen: bool)
 def engines(config: RunConfig, checked: Checked, limit: float) -> list[dict[str, Any]]:
     """What each engine holds at each stage, and the largest micro-batch beside it."""
     rows = []
-    profiles = {on: predicted_profile(config, checked.architecture, on) for on in (False, True)}
+    profiles = {on: predicted_profile(config, checked, on) for on in (False, True)}
     one = replace(checked.plan, micro_size=1, kept_graphs=1)
     for kind in KINDS:
         for stage in (0, 1, 2, 3):
-            engine = config.engine.model_copy(update={"kind": kind, "zero_stage": stage, "ds_config": None})
+            at = {"kind": kind, "zero_stage": stage, "ds_config": None, "precision": checked.engine.precision}
+            engine = config.engine.model_copy(update=at)
             if any(package(kind).mistakes(engine, engine_facts(config, checked.plan, checked.plan.world_size))):
                 continue
             fixed = estimate_memory(config, engine, one, checked.architecture, None)

@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
@@ -34,6 +28,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import LARGEST, Allowed, Refused, Settings, Silent, explain, shown
 from clip_train.storage.config import StorageConfig
+from launcher.config.openclip import SAME
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
 
@@ -145,6 +140,12 @@ class RunConfig(Settings):
         return self.batch.sizes.steps_for(self.run.epochs * self.data.num_samples)
 
     @property
+    def evaluated_on(self) -> dict[str, str]:
+        """What is evaluated on, by key; a linear probe is trained on the last."""
+        places = {"data.val": self.data.val, **self.evaluate.labelled()}
+        return {key: place for key, place in places.items() if place is not None}
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.run.dir) if self.run.dir is not None else Path("runs") / self.run.name
 
@@ -245,33 +246,23 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
 
 
 # What users of OpenCLIP and of Hugging Face would write.
-OTHER_NAMES = {
+OTHER_NAMES = {flag.replace("-", "_"): key for flag, key in SAME.items()} | {
     "learning_rate": "optim.lr",
-    "wd": "optim.weight_decay",
     "batch_size": "batch.global_size",
     "global_batch_size": "batch.global_size",
     "micro_batch_size": "batch.micro_size",
     "accum_freq": "batch.micro_size",
     "gradient_accumulation_steps": "batch.micro_size",
-    "grad_checkpointing": "engine.activation_checkpointing",
     "grad_clip": "optim.grad_clip_norm",
     "max_grad_norm": "optim.grad_clip_norm",
-    "warmup": "schedule.warmup_steps",
-    "train_data": "data.train",
-    "val_data": "data.val",
-    "train_num_samples": "data.num_samples",
     "dataset_type": "data.kind",
     "captions": "data.caption_key",
     "augment": "data.aug_scale",
     "color_jitter": "data.aug_color_jitter",
     "pretrained": "model.init_from",
-    "force_patch_dropout": "model.patch_dropout",
     "save_frequency": "checkpoint.every_steps",
     "val_frequency": "evaluate.every_steps",
     "num_workers": "data.workers",
-    "torchcompile": "engine.compile",
-    "distill_model": "model.teacher_name",
-    "distill_pretrained": "model.teacher",
 }
 
 
@@ -293,13 +284,17 @@ def changed_keys(config: RunConfig) -> dict[str, Any]:
     values, found = config.model_dump(mode="json"), {}
     for path, field in known_keys():
         section, key = path.split(".")
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        if field.is_required() or getattr(getattr(config, section), key) != default:
+        if field.is_required() or getattr(getattr(config, section), key) != default_of(field):
             found[path] = values[section][key]
     return found
 
 
-def known_keys() -> Iterator[tuple[str, Any]]:
+def default_of(field: FieldInfo) -> Any:
+    """None where there is none."""
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def known_keys() -> Iterator[tuple[str, FieldInfo]]:
     """Every `section.key` of a recipe with its pydantic field."""
     for section, info in RunConfig.model_fields.items():
         kinds = [info.annotation, *get_args(info.annotation)]
