@@ -139,15 +139,13 @@ class TrainLoader:
     def stop(self) -> None:
         """Nothing more is wanted: who waits for a piece, in another thread, ends within seconds."""
         self._closed = True
-        if not self._workers:
-            self._stream.closing = True
+        if self._stream.closing is not None:
+            self._stream.closing.value = 1
 
     def close(self) -> None:
         """Ends the workers. The loader gives nothing more."""
         self.stop()
         atexit.unregister(self.close)
-        if self._workers and self._stream.closing is not None:
-            self._stream.closing.value = 1
         pieces, self._pieces = self._pieces, None
         if self._workers and pieces is not None:
             pieces._shutdown_workers()  # type: ignore[attr-defined]
@@ -160,6 +158,7 @@ class TrainLoader:
 
     def _start(self) -> Iterator[Any]:
         if not self._workers:
+            self._stream.closing = RawValue("b", 0)
             return iter(self._stream)
         try:
             pickle.dumps(self._stream)

@@ -98,7 +98,7 @@ class PieceStream(IterableDataset):
     caption_key: CaptionKey
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers
-    closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them; else True to end
+    closing: Any = None  # from the first piece on: a byte that the trainer sets once it wants no more
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -141,7 +141,7 @@ class PieceStream(IterableDataset):
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
                     readers[share.stream] = StreamReader(self.order, self.files, share.stream, keep_open=keep_open)
                 for number in range(share.first, share.last):
-                    if self.closing is True:
+                    if self.closing.value:
                         return
                     seed = self.order.sample_seed(share.stream, number)
                     image, caption, key = self._first_usable(readers[share.stream].at(number), seed, invalid)
