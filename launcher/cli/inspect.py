@@ -44,7 +44,8 @@ def evaluate_run(args: argparse.Namespace) -> int:
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
         config, architecture, source, where = to_evaluate(args.place, args.overrides, args.weights, args.ema)
-        dist.on_main(lambda: [check_place(*each) for each in config.evaluated_on.items()])
+        for each in config.evaluated_on.items():
+            dist.on_main(partial(check_place, *each))
         model = build_model(architecture)
         PlainEngine(model).load_fragments(source, {})
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))

@@ -19,7 +19,7 @@ from typing import Any
 from clip_train.storage.local import LocalStorage
 
 FILE = "attempts.jsonl"
-NEEDED = {  # of each event's line, by those who read it here
+NEEDED: dict[str, dict[str, type]] = {  # of each event's line, by those who read it here
     "begin": {"attempt": int, "nodes": list, "step": int},
     "start": {"step": int},
     "end": {"attempt": int, "blamed": list, "decision": str, "failures": int, "fruitless": int},
