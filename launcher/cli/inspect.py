@@ -78,7 +78,7 @@ def to_evaluate(
     if raw is None and weights is None:
         config, found = run_at(place, overrides)
         source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader
-        return config, architecture_of(found), source, f"step {found.step} of {found.path}"
+        return config, parse_saved(found.state["architecture"]), source, f"step {found.step} of {found.path}"
     if ema:
         raise UserError(f"--ema is of a run's checkpoint, not of weights ({weights or place}); leave it out")
     if raw is None:
@@ -153,7 +153,7 @@ def export_run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe")
     found = open_to_look(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
-    architecture = architecture_of(found)
+    architecture = parse_saved(found.state["architecture"])  # whatever has become of the recipe's files
     if args.format == "transformers":
         if not isinstance(architecture, Architecture):
             raise UserError(
@@ -175,8 +175,3 @@ def export_run(args: argparse.Namespace) -> int:
     if args.push is not None:
         log(f"uploaded to {hub.push(written, names, args.push)}")
     return 0
-
-
-def architecture_of(found: Resumed) -> AnyArchitecture:
-    """As the checkpoint has it, whatever has become of the recipe's files."""
-    return parse_saved(found.state["architecture"])
