@@ -31,6 +31,7 @@ from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer, moving_average
 from clip_train.protocols import Features, MicroBatch, text_lengths
 from launcher import engines
+from launcher.config.memory import DTYPES
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked
 from launcher.runtime import environment as ranks
@@ -144,8 +145,7 @@ def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> E
 
 def build_objective(config: RunConfig, device: torch.device) -> Objective:
     """The loss; with its frozen teacher, in the engine's precision, where the recipe names one."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.engine.precision]
-    teacher = load_teacher(config.model, device, dtype)
+    teacher = load_teacher(config.model, device, DTYPES[config.engine.precision])
 
     def teacher_features(micro_batch: MicroBatch) -> Features:
         assert teacher is not None
@@ -160,22 +160,22 @@ def evaluation(
 ) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val` and the labelled images, or None where there are neither. examples_to: the
     run's folder, whose report is to show some images with the captions nearest to them."""
-    places = {"data.val": config.data.val, **config.evaluate.labelled()}
-    if config.data.val is None and config.evaluate.zero_shot_data is None:
+    places = config.evaluated_on
+    if not places.keys() & {"data.val", "evaluate.zero_shot_data"}:
         return None
     tokenizer = dist.agreed(lambda: tokenizer_of(architecture))
 
     @cache
-    def index(key: str, place: str) -> ShardIndex | ImageFolder:
+    def index(key: str) -> ShardIndex | ImageFolder:
         """Listed and counted once, by all ranks together."""
-        folder = None if key == "data.val" else dist.on_main(partial(ImageFolder.find, place, key))
-        return folder or count_missing(shared_index(config, key, place), config.storage)
+        folder = None if key == "data.val" else dist.on_main(partial(ImageFolder.find, places[key], key))
+        return folder or count_missing(shared_index(config, key, places[key]), config.storage)
 
     def loader(key: str) -> ValLoader | None:
-        if (place := places[key]) is None:
+        if key not in places:
             return None
         return ValLoader(
-            place,
+            places[key],
             image_size=architecture.vision_cfg.image_size,
             context_length=architecture.text_cfg.context_length,
             batch_size=config.evaluate.batch_size,
@@ -183,13 +183,13 @@ def evaluation(
             world_size=dist.world_size(),
             caption_key=config.data.caption_key,
             labelled=key != "data.val",
-            index=index(key, place),
+            index=index(key),
             storage=config.storage,
             tokenizer=tokenizer,
         )
 
     def run_once() -> dict[str, float]:
-        loaders = [loader(key) for key in places]
+        loaders = [loader(key) for key in ("data.val", "evaluate.zero_shot_data", "evaluate.linear_probe")]
         val, labelled, probe = loaders
         found = lambda: [each for loader in loaders if loader for each in loader.invalid]  # noqa: E731
         try:

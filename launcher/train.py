@@ -36,7 +36,7 @@ from launcher.runtime.facts import facts
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import Startup, is_quiet, log, warn
 from launcher.runtime.outcome import Outcome
-from launcher.runtime.verdict import clear_verdict, node_name, read_verdict, write_resumed
+from launcher.runtime.verdict import clear_verdict, node_name, read_verdict
 from launcher.runtime.watchdog import Watchdog, first_timeout
 from launcher.slurm.attempts import History
 from launcher.weights import weights_here
@@ -66,11 +66,10 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     )
     watchdog.start()
     engines.load(config.engine.kind)  # its imports, which are counted apart from what follows
-    given, config = config, config.model_copy(update={"engine": engines.on_this_machine(config.engine)})
-
     startup.done("imports")
     # what can be wrong without the other ranks; one of them looks at the shards
     checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)
+    given, config = config, config.model_copy(update={"engine": checked.engine})
     device, workers = ranks.take_device(env, config.data.workers)
     startup.done("checks")
     if env.rank == 0:
@@ -87,7 +86,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     trainer.stop, trainer.phase = stop, watchdog.phase
     watchdog.committed = lambda: good.step if (good := trainer.checkpoints.last_good) else None
     startup.done("model, engine and data")
-    evaluated = run(config, trainer)
+    evaluated = run(trainer)
     if dist.is_main():
         outcome.done()
         for name, value in evaluated.items():
@@ -139,8 +138,6 @@ def build_trainer(
     start = resumed.state["step"] if resumed else 0
     dist.on_main(partial(describe_run_dir, config, checked, start, described))
     outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
-    if dist.is_main():
-        write_resumed(start)
     engine = parts.build_engine(config, checked, device)
     if resumed is None:
         say = log if dist.is_main() else silent
@@ -216,7 +213,7 @@ def describe_start(
         log("\n".join([resumed.describe(), *notes]))
 
 
-def run(config: RunConfig, trainer: Trainer) -> dict[str, float]:
+def run(trainer: Trainer) -> dict[str, float]:
     """Run the trainer with signals caught; leave sinks and workers closed, however it ends."""
     trainer.stop.listen()
     try:

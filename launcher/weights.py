@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
+from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.restore import Places, Resumed
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
@@ -113,11 +114,7 @@ def holds_weights(place: str) -> bool:
 def _checkpoint(key: str, place: str) -> Resumed:
     """Collective: the newest whole checkpoint, or the one that is named. UserError, CheckpointError."""
     try:
-        recipe = recipe_in(place) if not place.endswith(".json") else None
-        if recipe is not None:
-            folder = path if (path := local_path(place)).is_dir() else None
-            return open_to_look(places_of_run(load_config(recipe, []), folder))
-        places, only = places_of(place)
+        _, places, only = find_run(place, [])
         return open_to_look(places, only=only)
     except UserError as e:
         raise UserError(
@@ -165,7 +162,7 @@ def known_sha256(folder: Path, name: str) -> str | None:
 
 
 def recipe_in(place: str) -> str | None:
-    """The recipe that `place` is, or that a run's folder holds; None for a URL or a bare folder of checkpoints.
+    """The recipe that `place` is, or that a run's folder holds; None for a URL, or for checkpoints alone.
 
     UserError where there is nothing.
     """
@@ -176,17 +173,19 @@ def recipe_in(place: str) -> str | None:
         return str(path / "recipe.yaml") if (path / "recipe.yaml").exists() else None
     if not path.exists():
         raise UserError(f"{place}: no such file or folder; give a recipe, a run's folder, or a URL of checkpoints")
-    return place
+    return None if path.parent.name == "commit" and path.suffix == ".json" else place  # one for each checkpoint
 
 
-def places_of_run(config: RunConfig, run_dir: Path | None = None) -> Places:
-    """Where a recipe's run keeps its checkpoints. UserError where nothing has been trained.
-
-    run_dir: where its folder is now, if that is known.
-    """
-    folder = (run_dir or config.run_dir) / "checkpoints"
+def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places, CommitRef | None]:
+    """What a recipe, a run's folder, or a place of checkpoints means: the recipe, None where it is in the checkpoints
+    alone; where these are; which of them, if `place` names one. Collective. UserError where nothing was trained."""
+    recipe = recipe_in(place)
+    if recipe is None:
+        return None, *places_of(place)
+    config, here = load_config(recipe, overrides), local_path(place)
+    folder = (here if (here / "checkpoints").is_dir() else config.run_dir) / "checkpoints"  # it may have moved
     remote = open_storage(config.checkpoint.remote) if config.checkpoint.remote else None
     local = LocalStorage(folder) if folder.is_dir() else None
     if local is None and remote is None:
         raise UserError(f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name")
-    return Places(local, remote)
+    return config, Places(local, remote), None

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from clip_train.batch import BatchConfig, BatchPlan, parse_bytes
+from clip_train.batch import BatchConfig, BatchPlan, parse_bytes, plan_batch
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.memory import Profile, Room, choose
@@ -16,6 +16,8 @@ from clip_train.models.config import Architecture
 from clip_train.probe import fake_profile, real_profile
 from launcher.config.memory import micro_batch, predicted_profile
 from launcher.config.recipe import RunConfig
+from launcher.config.validate import Checked
+from launcher.engines.config import EngineConfig
 from tests.launcher.conftest import MODEL
 
 CACHE = Profile(forward=2, graph=60, building=61, backward=64)
@@ -152,7 +154,8 @@ def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, 
         return model
 
     whole = fake_profile(make, partial(micro_batch, deep, torch.device("cpu")))
-    predicted = predicted_profile(config, deep, checkpointing)
+    checked = Checked(plan_batch(config.batch, 1), deep, 1, EngineConfig(precision="fp32"))
+    predicted = predicted_profile(config, checked, checkpointing)
     assert (predicted.forward, predicted.graph, predicted.peak) == (whole.forward, whole.graph, whole.peak)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,10 @@ from pydantic import Field, field_validator, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.index import ShardIndex, look_up
-from clip_train.data.shards import SYNTHETIC, Reading, expand, missing_files, open_shard, split_sources, synthetic_size
+from clip_train.data.shards import SYNTHETIC, Reading, expand, open_shard, split_sources, synthetic_size
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import RankError, UserError, unreadable
-from clip_train.settings import Allowed, Settings, as_yaml
+from clip_train.settings import Allowed, Refused, Settings, Silent, as_yaml
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
@@ -37,6 +38,8 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 class DataConfig(Settings):
     """Where the samples come from and how they are read."""
 
+    # Whether the data goes on where a run resumes is for `resume_data` to see: a folder may move.
+
     kind: Literal["shards", "synthetic"] = "shards"
     """synthetic: noise with made-up captions instead of data.train, of no file, to measure speed; data.num_samples of
     them are an epoch (null: 1,000,000)."""
@@ -57,10 +60,10 @@ class DataConfig(Settings):
     """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards has it, a sizes.json too:
     leave it out then."""
 
-    verify: Literal["auto", "off"] = "auto"
+    verify: Annotated[Literal["auto", "off"], Silent] = "auto"
     """auto: shards beside which `clip-train index` has left an index are verified against it, block by block."""
 
-    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Silent] = "auto"
     """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order.
     auto: of the rank's share of its node's cores all but two, up to 16, beside a GPU; half of them, up to 4, where the
     model trains on the CPU, each of which takes a core from its threads (OMP_NUM_THREADS says otherwise)."""
@@ -77,7 +80,7 @@ class DataConfig(Settings):
     of 80 kB are 655 MB. Weighted sources share it.
     """
 
-    prefetch: Annotated[int, Field(gt=0, le=1024)] = 2
+    prefetch: Annotated[int, Field(gt=0, le=1024), Silent] = 2
     """Batches that each worker keeps ready."""
 
     caption_key: Annotated[
@@ -90,19 +93,19 @@ class DataConfig(Settings):
     evaluation takes all.
     """
 
-    val: str | None = None
+    val: Annotated[str | None, Silent] = None
     """Validation shards, written like `train`, or a folder with clip_benchmark's nshards.txt; read once, in order."""
 
-    allow_changed_shards: bool = False
+    allow_changed_shards: Annotated[bool, Silent] = False
     """Go on from a checkpoint though shards were added, removed or changed since: begin the new list's first epoch."""
 
-    bad_sample_limit: Annotated[float, Field(ge=0, le=1)] = 0.05
+    bad_sample_limit: Annotated[float, Field(ge=0, le=1), Silent] = 0.05
     """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was invalid."""
 
-    aug_scale: tuple[float, float] = (0.9, 1.0)
+    aug_scale: Annotated[tuple[float, float], Refused] = (0.9, 1.0)
     """RandomResizedCrop: the crop's area as a fraction of the image's, from and to."""
 
-    aug_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    aug_ratio: Annotated[tuple[float, float], Refused] = (3 / 4, 4 / 3)
     """RandomResizedCrop: the crop's width divided by its height, from and to."""
 
     aug_color_jitter: Annotated[
@@ -111,13 +114,14 @@ class DataConfig(Settings):
             "a list of 4 numbers from 0 to 10 (brightness, contrast, saturation, hue), the last at most 0.5, or null",
             example="'[0.4, 0.4, 0.4, 0.1]'",
         ),
+        Refused,
     ] = None
     """torchvision's ColorJitter: strengths of brightness, contrast, saturation and hue. null: none."""
 
-    aug_color_jitter_prob: Probability = 1.0
+    aug_color_jitter_prob: Annotated[Probability, Refused] = 1.0
     """Of an image to be jittered, where data.aug_color_jitter says how."""
 
-    aug_gray_scale_prob: Probability = 0.0
+    aug_gray_scale_prob: Annotated[Probability, Refused] = 0.0
     """Of an image to be made gray."""
 
     @model_validator(mode="before")
@@ -232,7 +236,7 @@ class SourceSummary:
 
 
 def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
-    """Expands `data.train` and `data.val`, and reads the first sample of the first training shard.
+    """Expands `data.train`, and reads the first sample of its first shard.
 
     Where that cannot be used it looks at the next shards: one damaged file is no reason not to start.
 
@@ -243,8 +247,6 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     storage = storage or StorageConfig()
     found = look_up(existing(config.train, "data.train"), config.verify, storage)
     _check_sizes(found)
-    if config.val is not None:
-        existing(config.val, "data.val")
     mistakes: list[UserError] = []
     for shard in found.shards[:SHARDS_TRIED]:
         try:
@@ -286,7 +288,9 @@ def existing(spec: str, field: str) -> list[list[str]]:
     """The sources that `spec` names. UserError where one of them is a local file that is not there."""
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]
-    if missing := missing_files(shards):
+    # of remote ones one learns it when they are opened
+    missing = [shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))]
+    if missing:
         if local_path(missing[0]).is_dir():
             raise UserError(
                 f"{field} ({missing[0]}) is a folder, not shards: give '{missing[0].rstrip('/')}/*.tar' for those in "

@@ -77,12 +77,7 @@ class HashedFile(BlockFile):
         return data
 
 
-def index_shard(
-    url: str,
-    caption_key: decode.CaptionKey = None,
-    block_bytes: int = BLOCK_BYTES,
-    storage: StorageConfig | None = None,
-) -> Indexed:
+def index_shard(url: str, caption_key: decode.CaptionKey = None, block_bytes: int = BLOCK_BYTES) -> Indexed:
     """One shard's entry. A damaged archive is counted up to its damage, which the entry names.
 
     caption_key: as `data.caption_key`; only decides which samples are invalid.
@@ -95,7 +90,7 @@ def index_shard(
     seen: set[str] = set()
     names: tuple[str, ...] = ()
     try:
-        with open_shard(url, Reading(storage or StorageConfig())) as file:
+        with open_shard(url) as file:
             hashed = HashedFile(url, file, block_bytes)
             try:
                 for sample in iter_samples(hashed):  # type: ignore[arg-type]
@@ -122,14 +117,13 @@ def index_shards(
     caption_key: decode.CaptionKey = None,
     block_bytes: int = BLOCK_BYTES,
     workers: int = 2,
-    storage: StorageConfig | None = None,
     progress: Callable[[str], None] = lambda url: None,
 ) -> dict[str, Indexed]:
     """What is in all shards, read by `workers` processes (1: by this one). DataError where one cannot be read.
 
     progress: called with each shard as it is done.
     """
-    read = partial(index_shard, caption_key=caption_key, block_bytes=block_bytes, storage=storage)
+    read = partial(index_shard, caption_key=caption_key, block_bytes=block_bytes)
     todo = list(dict.fromkeys(urls))
     workers = min(workers, len(todo))
     found: dict[str, Indexed] = {}
@@ -148,7 +142,7 @@ def index_shards(
     return found
 
 
-def try_folders(urls: Iterable[str], storage: StorageConfig | None = None) -> None:
+def try_folders(urls: Iterable[str]) -> None:
     """Before hours of reading: can each folder's index be added to? It is written as it is, or empty if there is none.
 
     Raises:
@@ -156,12 +150,10 @@ def try_folders(urls: Iterable[str], storage: StorageConfig | None = None) -> No
         OSError: a folder cannot be written.
     """
     for folder in dict.fromkeys(split_name(url)[0] for url in urls):
-        write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, storage or StorageConfig())))
+        write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, StorageConfig())))
 
 
-def write_indexes(
-    found: Mapping[str, Indexed], storage: StorageConfig | None = None, *, overwrite_sizes: bool = False
-) -> tuple[list[str], list[str]]:
+def write_indexes(found: Mapping[str, Indexed], *, overwrite_sizes: bool = False) -> tuple[list[str], list[str]]:
     """Our index in every folder, with what it knew of other shards, and its counts as sizes.json.
 
     overwrite_sizes: into a sizes.json too that says anything else than the index that was there.
@@ -173,14 +165,14 @@ def write_indexes(
         UserError: an index that is there is damaged.
         OSError: a folder cannot be written.
     """
-    storage = storage or StorageConfig()
+    storage = StorageConfig()
     written, left = [], []
     for folder, names in index.by_folder(list(found)).items():
         then = index.load(folder, storage)
         merged = then | {name: found[url].entry for name, url in names.items()}
         sizes = folder + index.SIZES_NAME
         counts = _counts(merged)
-        if _content(sizes, storage) in (None, _as_json(_counts(then)), _as_json(counts)):
+        if _content(sizes) in (None, _as_json(_counts(then)), _as_json(counts)):
             write_bytes(sizes, _as_json(counts))
         elif overwrite_sizes:
             write_bytes(sizes, _as_json(index.load_counts(sizes, storage) | counts))
@@ -199,9 +191,9 @@ def _as_json(counts: Mapping[str, int]) -> bytes:
     return (json.dumps(counts, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _content(url: str, storage: StorageConfig) -> bytes | None:
+def _content(url: str) -> bytes | None:
     try:
-        with open_read(url, storage) as file:
+        with open_read(url) as file:
             return file.read()
     except FileNotFoundError:
         return None

@@ -30,9 +30,10 @@ from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
-from clip_train.data.worker import GROUP_SIGNALS, ImageMemory, Piece, PieceStream, Stage
+from clip_train.data.worker import ImageMemory, Piece, PieceStream, Stage
 from clip_train.errors import DataError, UserError
 from clip_train.protocols import Batch, text_lengths
+from clip_train.stop import SIGNALS
 from clip_train.storage.config import StorageConfig
 
 WAIT_SECONDS = 2.0  # after which a wait for a worker looks whether it has been closed, and goes on
@@ -139,15 +140,13 @@ class TrainLoader:
     def stop(self) -> None:
         """Nothing more is wanted: who waits for a piece, in another thread, ends within seconds."""
         self._closed = True
-        if not self._workers:
-            self._stream.closing = True
+        if self._stream.closing is not None:
+            self._stream.closing.value = 1
 
     def close(self) -> None:
         """Ends the workers. The loader gives nothing more."""
         self.stop()
         atexit.unregister(self.close)
-        if self._workers and self._stream.closing is not None:
-            self._stream.closing.value = 1
         pieces, self._pieces = self._pieces, None
         if self._workers and pieces is not None:
             pieces._shutdown_workers()  # type: ignore[attr-defined]
@@ -160,6 +159,7 @@ class TrainLoader:
 
     def _start(self) -> Iterator[Any]:
         if not self._workers:
+            self._stream.closing = RawValue("b", 0)
             return iter(self._stream)
         try:
             pickle.dumps(self._stream)
@@ -338,8 +338,8 @@ def _start_fork_server() -> None:
     if threading.current_thread() is not threading.main_thread():  # no signals to be set from here
         forkserver.ensure_running()
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in GROUP_SIGNALS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         forkserver.ensure_running()
     finally:

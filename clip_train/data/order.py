@@ -61,10 +61,6 @@ class Block(NamedTuple):
     segments: tuple[Segment, ...]
     order: list[int]  # place in the stream, from `first` on -> place in the segments
 
-    @property
-    def end(self) -> int:
-        return self.first + len(self.order)
-
 
 class Source:
     """The streams of one list of shards.
@@ -175,7 +171,7 @@ class Order:
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int) -> None:
-        self.sources, self.weights, self.seed = tuple(sources), tuple(weights), seed
+        self.sources, self.seed = tuple(sources), seed
         self.streams = sources[0].streams
         total = sum(weights)
         # where each source's part of [0, 2^64) ends; the last one's is the end

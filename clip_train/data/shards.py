@@ -109,11 +109,6 @@ def _numbered(folder: str) -> list[str]:
         raise UserError(f"{NSHARDS} of the folder cannot be read ({e}); without one write {folder}/*.tar") from e
 
 
-def missing_files(shards: list[str]) -> list[str]:
-    """The local shards that do not exist; of remote ones one learns it when they are opened."""
-    return [shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))]
-
-
 def synthetic_size(shard: str) -> int | None:
     """Samples of `synthetic://N`; None of a shard that is to be read."""
     number = shard.removeprefix(SYNTHETIC)

@@ -31,14 +31,12 @@ from clip_train.data.reader import Fields, Files, Item, StreamReader
 from clip_train.data.shards import synthetic_size
 from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError, UserError
+from clip_train.stop import SIGNALS
 
 Stage = Callable[[Iterable[Fields]], Iterable[Fields]]  # such as webdataset.map(f)
 MAX_OPEN_STREAMS = 64  # in a worker: with more, their shards are opened for each block: files and buffers are few
 IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
 MAX_TRIED = 10_000  # as many samples in a row that cannot be used are no accident
-
-# What launchers and terminals send to a whole process group; also the trainer's own TERM for its workers.
-GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class ImageMemory:
@@ -98,7 +96,7 @@ class PieceStream(IterableDataset):
     caption_key: CaptionKey
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers
-    closing: Any = None  # in workers: a shared byte that the trainer sets before it ends them; else True to end
+    closing: Any = None  # from the first piece on: a byte that the trainer sets once it wants no more
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -141,7 +139,7 @@ class PieceStream(IterableDataset):
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
                     readers[share.stream] = StreamReader(self.order, self.files, share.stream, keep_open=keep_open)
                 for number in range(share.first, share.last):
-                    if self.closing is True:
+                    if self.closing.value:
                         return
                     seed = self.order.sample_seed(share.stream, number)
                     image, caption, key = self._first_usable(readers[share.stream].at(number), seed, invalid)
@@ -199,10 +197,10 @@ def outlive_signals(closing: Any) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
 
-    for number in GROUP_SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # as the fork server has them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # as the fork server has them
 
 
 def end_with_the_trainer() -> None:

@@ -11,34 +11,25 @@ from rich.console import Console
 from rich.table import Table
 
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.inspect import Line, list_checkpoints, places_of
-from launcher.config.recipe import load_config
+from clip_train.checkpoint.inspect import Line, list_checkpoints
 from launcher.engines import describe
-from launcher.weights import places_of_run, recipe_in
+from launcher.weights import find_run
 
 
 def run(args: argparse.Namespace) -> int:
-    return print_checkpoints(args.place, args.overrides, verify=args.verify, as_json=args.json)
-
-
-def print_checkpoints(place: str, overrides: list[str], *, verify: bool, as_json: bool = False) -> int:
     """0, or 1 where a committed checkpoint is not whole."""
-    recipe = recipe_in(place)
-    if recipe is not None:
-        config = load_config(recipe, overrides)
-        places, settings = places_of_run(config), config.checkpoint
-    else:
-        places, settings = places_of(place)[0], CheckpointConfig()
-    lines = list_checkpoints(places, settings.policy(), verify=verify)
+    config, places, _ = find_run(args.place, args.overrides)
+    settings = config.checkpoint if config is not None else CheckpointConfig()
+    lines = list_checkpoints(places, settings.policy(), verify=args.verify)
     status = 1 if any(line.problem and line.committed for line in lines) else 0
-    if as_json:
+    if args.json:
         print(json.dumps({"places": [each.url for each in places[:2] if each], "checkpoints": [*map(asdict, lines)]}))
         return status
     console = Console(width=None if sys.stdout.isatty() else 160)
     if not lines:
         console.print("no checkpoints")
         return status
-    console.print(_table(lines, verify))
+    console.print(_table(lines, args.verify))
     console.print(" ".join(["in", *(each.url for each in places[:2] if each is not None)]), soft_wrap=True)
     return status
 

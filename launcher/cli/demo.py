@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from rich.progress import Progress
 
@@ -26,16 +25,9 @@ def run(args: argparse.Namespace) -> int:
     # mistakes in the overrides, before minutes are spent on drawing
     check_config(apply_overrides(raw, args.overrides), recipe)
     data = build_data(kind, Path(folder) / "data" / kind)
-    places: dict[str, Any] = {
-        "run.dir": str(Path(folder) / f"demo-{kind}"),
-        "data.train": data.train,
-        "data.val": data.val,
-        "data.num_samples": data.num_train,
-        "evaluate.zero_shot_classes": data.classes,
-    }
-    for key, value in places.items():
-        section, name = key.split(".")
-        raw.setdefault(section, {})[name] = value
+    raw["run"]["dir"] = str(Path(folder) / f"demo-{kind}")
+    raw["data"] |= {"train": data.train, "val": data.val, "num_samples": data.num_train}
+    raw["evaluate"]["zero_shot_classes"] = data.classes
     config = check_config(apply_overrides(raw, args.overrides), recipe)
     status = train(config, args.outcome, args.stop, args.startup)
     num_classes = len(ZeroShotClasses.load(data.classes).classnames)

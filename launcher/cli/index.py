@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from clip_train.data.config import existing
 from clip_train.data.index import look_up
 from clip_train.data.inspect import OUT_OF_ORDER, Indexed, differences, index_shards, try_folders, write_indexes
-from clip_train.data.shards import expand, missing_files
 from clip_train.errors import DataError, UserError
 from clip_train.storage.config import StorageConfig
 
@@ -36,10 +36,7 @@ def run_index(
     overwrite_sizes: bool = False,
 ) -> int:
     """Reads every shard once. UserError for shards that are not there; DataError for what is wrong with them."""
-    shards = list(dict.fromkeys(shard for spec in specs for part in expand(spec, "SHARDS") for shard in part))
-    missing = missing_files(shards)
-    if missing:
-        raise UserError(f"SHARDS: {len(missing)} of {len(shards)} are not there, the first is {missing[0]}")
+    shards = list(dict.fromkeys(shard for spec in specs for part in existing(spec, "SHARDS") for shard in part))
     if workers is not None and workers < 1:
         raise UserError(f"--workers ({workers}) must be at least 1")
     known = look_up([shards], "auto", StorageConfig()).entries if check else {}

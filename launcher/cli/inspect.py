@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from clip_train import dist
-from clip_train.checkpoint.inspect import open_to_look, places_of
+from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.restore import Resumed
 from clip_train.data.tokenizer import huggingface_files
 from clip_train.engine import PlainEngine
@@ -25,13 +25,13 @@ from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
 from launcher.cli.import_args import model_name
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
-from launcher.config.validate import check_evaluated
+from launcher.config.validate import check_place
 from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
-from launcher.weights import holds_weights, places_of_run, recipe_in, weights_here
+from launcher.weights import find_run, holds_weights, recipe_in, weights_here
 
 LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data", "evaluate.linear_probe")
 
@@ -44,7 +44,8 @@ def evaluate_run(args: argparse.Namespace) -> int:
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
         config, architecture, source, where = to_evaluate(args.place, args.overrides, args.weights, args.ema)
-        dist.on_main(partial(check_evaluated, config))
+        for each in config.evaluated_on.items():
+            dist.on_main(partial(check_place, *each))
         model = build_model(architecture)
         PlainEngine(model).load_fragments(source, {})
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))
@@ -77,7 +78,7 @@ def to_evaluate(
     if raw is None and weights is None:
         config, found = run_at(place, overrides)
         source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader
-        return config, architecture_of(found), source, f"step {found.step} of {found.path}"
+        return config, parse_saved(found.state["architecture"]), source, f"step {found.step} of {found.path}"
     if ema:
         raise UserError(f"--ema is of a run's checkpoint, not of weights ({weights or place}); leave it out")
     if raw is None:
@@ -122,15 +123,13 @@ def described(weights: str, place: str) -> str:
         return f"open_clip:{folder}"
 
 
-def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[RunConfig, Resumed]:
-    """The recipe and the newest complete checkpoint, or that of `step`. Of a URL, or a bare folder of checkpoints,
-    the recipe is the one in the checkpoint: none of the run's files are needed. UserError, CheckpointError."""
-    recipe = recipe_in(place)
-    if recipe is not None:
-        config = load_config(recipe, overrides)
-        return config, open_to_look(places_of_run(config), step)
-    places, only = places_of(place)
-    found = open_to_look(places, step, only)
+def run_at(place: str, overrides: list[str]) -> tuple[RunConfig, Resumed]:
+    """The recipe and the newest complete checkpoint. Of a URL, or a bare folder of checkpoints, the recipe is the one
+    in the checkpoint: none of the run's files are needed. UserError, CheckpointError."""
+    config, places, only = find_run(place, overrides)
+    found = open_to_look(places, only=only)
+    if config is not None:
+        return config, found
     recipe_there, said = found.state["recipe"], {override.partition("=")[0] for override in overrides}
     for name in LOOKED_AT if is_remote(place) else ():
         section, key = name.split(".")
@@ -147,18 +146,14 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
 
 def export_run(args: argparse.Namespace) -> int:
     """Write a checkpoint's weights as a folder that `open_clip` loads."""
-    place, overrides, output, step = args.place, args.overrides, args.output, args.step
     if args.push is not None:
         hub.check_push(args.push)
-    if recipe_in(place) is None:
-        if overrides:
-            raise UserError(f"{overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe")
-        places, only = places_of(place)
-        found, folder = open_to_look(places, step, only), output or "export"
-    else:
-        config, found = run_at(place, overrides, step)
-        folder = output or str(config.run_dir / "export")
-    architecture = architecture_of(found)
+    config, places, only = find_run(args.place, args.overrides)
+    if config is None and args.overrides:
+        raise UserError(f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe")
+    found = open_to_look(places, args.step, only)
+    folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
+    architecture = parse_saved(found.state["architecture"])  # whatever has become of the recipe's files
     if args.format == "transformers":
         if not isinstance(architecture, Architecture):
             raise UserError(
@@ -180,8 +175,3 @@ def export_run(args: argparse.Namespace) -> int:
     if args.push is not None:
         log(f"uploaded to {hub.push(written, names, args.push)}")
     return 0
-
-
-def architecture_of(found: Resumed) -> AnyArchitecture:
-    """As the checkpoint has it, whatever has become of the recipe's files."""
-    return parse_saved(found.state["architecture"])

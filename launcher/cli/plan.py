@@ -24,9 +24,8 @@ from clip_train.models.freeze import trained_parameters
 from launcher.config.gpus import estimate, find_gpu, usable
 from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
 from launcher.config.recipe import RunConfig, load_config
-from launcher.config.validate import check, pays_twice
+from launcher.config.validate import Checked, check, pays_twice
 from launcher.engines import describe as describe_engine
-from launcher.engines import on_this_machine
 
 
 def measured_rate(config: RunConfig) -> float | None:
@@ -41,22 +40,19 @@ def measured_rate(config: RunConfig) -> float | None:
 
 def make_plan(
     config: RunConfig,
-    world_size: int,
+    checked: Checked,
     rate: float | None = None,
     gpu: str | None = None,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
     """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. device: whose memory is the limit."""
     found = find_gpu(gpu) if gpu is not None else None
-    engine = on_this_machine(config.engine) if found is None else config.engine.on(found.bf16)
-    config = config.model_copy(update={"engine": engine})
-    checked = check(config, world_size, read_data=False)
     if config.chosen:
         limit = usable(found) if found and config.batch.memory_limit is None else memory_limit(config, device)
         checked = decide(config, checked, limit)
     plan, architecture, engine = checked.plan, checked.architecture, checked.engine
     checkpointing = bool(engine.activation_checkpointing)
-    profile = predicted_profile(config, architecture, checkpointing)
+    profile = predicted_profile(config, checked, checkpointing)
     memory = estimate_memory(config, engine, plan, architecture, profile)
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
     recomputed = RECOMPUTED * checkpointing
@@ -69,7 +65,7 @@ def make_plan(
         "model": config.model.name,
         "parameters": count_parameters(architecture),
         "trained_parameters": trained_parameters(config.model, architecture),
-        "world_size": world_size,
+        "world_size": plan.world_size,
         "engine": describe_engine(engine),
         "global_size": plan.global_size,  # the largest
         "schedule": str(config.batch.sizes) if config.batch.schedule else None,
@@ -84,7 +80,7 @@ def make_plan(
         "reason": f"{', '.join(config.chosen)} = auto: {checked.layout.describe()}" if checked.layout else None,
         "advice": pays_twice(plan) if checkpointing and plan.kept_graphs < plan.accum_steps else None,
         "lanes": checked.streams,
-        "times_read": times_read(config.batch.sizes, checked.streams, world_size),
+        "times_read": times_read(config.batch.sizes, checked.streams, plan.world_size),
         "steps": config.steps,
         "samples": samples,
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
@@ -104,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size if args.world_size is not None else int(said)
     if world_size < 1:
         raise UserError(f"--world-size ({world_size}) must be at least 1")
-    plan = make_plan(config, world_size, args.samples_per_second, args.gpu)
+    if args.gpu is not None:
+        config = config.model_copy(update={"engine": config.engine.on(find_gpu(args.gpu).bf16)})
+    checked = check(config, world_size, read_data=False)
+    plan = make_plan(config, checked, args.samples_per_second, args.gpu)
     if args.json:
         print(json.dumps(plan, indent=2))
         return 0

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from clip_train.errors import UserError
-from clip_train.memory import BACKWARD, GIB, Layout, candidates
+from clip_train.memory import BACKWARD, GIB, candidates
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import moment_bytes
@@ -123,35 +123,34 @@ def layouts(config: RunConfig, checked: Checked, limit: float, forwards_per_seco
     except UserError:  # nothing fits: the engines say which would
         return []
     assert chosen is not None
-    profiles = {on: predicted_profile(config, checked.architecture, on) for on in (False, True)}
+    profiles = {on: predicted_profile(config, checked, on) for on in (False, True)}
     found = candidates(plan.global_size, plan.world_size, chosen.room, profiles)
     by_k = [each for each in found if each.plan.accum_steps & (each.plan.accum_steps - 1) == 0 or each == chosen]
     near = sorted(by_k, key=lambda each: (each.bytes > limit, each.cost if each.bytes <= limit else each.bytes))
-    return [_row(each, limit, forwards_per_second, each == chosen) for each in near[:LARGEST_TABLE]]
-
-
-def _row(layout: Layout, limit: float, forwards_per_second: float, chosen: bool) -> dict[str, Any]:
-    plan = layout.plan
-    return {
-        "micro_size": plan.micro_size,
-        "accum_steps": plan.accum_steps,
-        "kept_graphs": plan.kept_graphs,
-        "activation_checkpointing": layout.activation_checkpointing,
-        "bytes": layout.bytes,
-        "fits": layout.bytes <= limit,
-        "seconds": layout.cost / forwards_per_second,
-        "auto": chosen,
-    }
+    return [
+        {
+            "micro_size": each.plan.micro_size,
+            "accum_steps": each.plan.accum_steps,
+            "kept_graphs": each.plan.kept_graphs,
+            "activation_checkpointing": each.activation_checkpointing,
+            "bytes": each.bytes,
+            "fits": each.bytes <= limit,
+            "seconds": each.cost / forwards_per_second,
+            "auto": each == chosen,
+        }
+        for each in near[:LARGEST_TABLE]
+    ]
 
 
 def engines(config: RunConfig, checked: Checked, limit: float) -> list[dict[str, Any]]:
     """What each engine holds at each stage, and the largest micro-batch beside it."""
     rows = []
-    profiles = {on: predicted_profile(config, checked.architecture, on) for on in (False, True)}
+    profiles = {on: predicted_profile(config, checked, on) for on in (False, True)}
     one = replace(checked.plan, micro_size=1, kept_graphs=1)
     for kind in KINDS:
         for stage in (0, 1, 2, 3):
-            engine = config.engine.model_copy(update={"kind": kind, "zero_stage": stage, "ds_config": None})
+            at = {"kind": kind, "zero_stage": stage, "ds_config": None, "precision": checked.engine.precision}
+            engine = config.engine.model_copy(update=at)
             if any(package(kind).mistakes(engine, engine_facts(config, checked.plan, checked.plan.world_size))):
                 continue
             fixed = estimate_memory(config, engine, one, checked.architecture, None)

@@ -25,7 +25,7 @@ from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import MicroBatch, Tower, tower_of
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked, no_limit
-from launcher.engines import on_this_machine, package
+from launcher.engines import package
 from launcher.engines.config import EngineConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,9 +109,9 @@ def _profile(
     return total
 
 
-def predicted_profile(config: RunConfig, architecture: AnyArchitecture, checkpointing: bool) -> Profile:
+def predicted_profile(config: RunConfig, checked: Checked, checkpointing: bool) -> Profile:
     """From fake tensors; with a teacher, its forward too."""
-    precision = on_this_machine(config.engine).precision
+    architecture, precision = checked.architecture, checked.engine.precision
     frozen = frozen_towers(config.model, architecture)
     own = _profile(architecture, precision, config.model.dropout, checkpointing, frozen)
     teacher = config.model.teacher_architecture()
@@ -148,7 +148,7 @@ def decide(
         plan.global_size,
         plan.world_size,
         room,
-        {on: measured or predicted_profile(config, architecture, on) for on in options},
+        {on: measured or predicted_profile(config, checked, on) for on in options},
         micro_size=None if batch.micro_size == "auto" else batch.micro_size,
         kept_graphs=kept if isinstance(kept, int) else None,
     )

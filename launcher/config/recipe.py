@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
@@ -144,6 +138,12 @@ class RunConfig(Settings):
             return self.run.steps
         assert self.run.epochs is not None and self.data.num_samples is not None
         return self.batch.sizes.steps_for(self.run.epochs * self.data.num_samples)
+
+    @property
+    def evaluated_on(self) -> dict[str, str]:
+        """What is evaluated on, by key; a linear probe is trained on the last."""
+        places = {"data.val": self.data.val, **self.evaluate.labelled()}
+        return {key: place for key, place in places.items() if place is not None}
 
     @property
     def run_dir(self) -> Path:
@@ -284,13 +284,17 @@ def changed_keys(config: RunConfig) -> dict[str, Any]:
     values, found = config.model_dump(mode="json"), {}
     for path, field in known_keys():
         section, key = path.split(".")
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        if field.is_required() or getattr(getattr(config, section), key) != default:
+        if field.is_required() or getattr(getattr(config, section), key) != default_of(field):
             found[path] = values[section][key]
     return found
 
 
-def known_keys() -> Iterator[tuple[str, Any]]:
+def default_of(field: FieldInfo) -> Any:
+    """None where there is none."""
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def known_keys() -> Iterator[tuple[str, FieldInfo]]:
     """Every `section.key` of a recipe with its pydantic field."""
     for section, info in RunConfig.model_fields.items():
         kinds = [info.annotation, *get_args(info.annotation)]

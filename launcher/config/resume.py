@@ -9,16 +9,8 @@ from typing import Any
 from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from clip_train.settings import AtResume
-from launcher.config.recipe import RunConfig, known_keys
+from launcher.config.recipe import RunConfig, default_of, known_keys
 from launcher.engines import describe
-
-# That the data and its order continue is also the loader's to check: a folder may move.
-DATA = {
-    "data.aug_scale": "refused", "data.aug_ratio": "refused", "data.aug_color_jitter": "refused",
-    "data.aug_color_jitter_prob": "refused", "data.aug_gray_scale_prob": "refused", "data.verify": "silent",
-    "data.workers": "silent", "data.prefetch": "silent", "data.val": "silent", "data.allow_changed_shards": "silent",
-    "data.bad_sample_limit": "silent",
-}  # fmt: skip
 
 
 def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
@@ -28,8 +20,7 @@ def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
     if path == "batch.micro_size" and config.batch.accumulation == "local":
         return "refused"  # it decides which samples are each other's negatives
     section = RunConfig.model_fields[path.split(".", maxsplit=1)[0]].metadata
-    marked = next((each.change for each in [*metadata, *section] if isinstance(each, AtResume)), "reported")
-    return DATA.get(path, marked)
+    return next((each.change for each in [*metadata, *section] if isinstance(each, AtResume)), "reported")
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ def changes(config: RunConfig, state: Mapping[str, Any]) -> list[Change]:
     found = []
     for path, field in known_keys():
         section, key = path.split(".")
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = default_of(field)
         default = list(default) if isinstance(default, tuple) else default  # as JSON has it
         before, after = then.get(section, {}).get(key, default), now[section][key]
         if path == "model.name":  # a file may move; what is in it is compared instead

@@ -33,7 +33,7 @@ class Checked:
     plan: BatchPlan
     architecture: AnyArchitecture
     streams: int
-    engine: EngineConfig  # the recipe's with its precision; without `auto` after a look at memory (`config.memory`)
+    engine: EngineConfig  # the recipe's with this machine's precision; after a look at memory without `auto`
     layout: Layout | None = None  # where something is `auto`: what it has become
     source: SourceSummary | None = None  # on the rank that has looked at the shards
 
@@ -84,9 +84,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
             collect(partial(expand_braces, config.data.val, "data.val"))
     if read_data and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
-    for key, place in config.evaluate.labelled().items() if read_data else ():
-        if place is not None:
-            collect(partial(check_labelled, place, key))
+    for key, place in config.evaluated_on.items() if read_data else ():
+        collect(partial(check_place, key, place))
     if problems or plan is None:
         if len(problems) == 1:
             raise problems[0]
@@ -95,19 +94,10 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     return Checked(plan, architecture, streams, resolved, source=source)
 
 
-def check_labelled(place: str, key: str) -> None:
-    """UserError where there are no images."""
-    if ImageFolder.find(place, key) is None:
+def check_place(key: str, place: str) -> None:
+    """UserError, RankError where what is to be evaluated on is not there."""
+    if key == "data.val" or ImageFolder.find(place, key) is None:
         existing(place, key)
-
-
-def check_evaluated(config: RunConfig) -> None:
-    """UserError, RankError for what is to be evaluated on and is not there."""
-    if config.data.val is not None:
-        existing(config.data.val, "data.val")
-    for key, place in config.evaluate.labelled().items():
-        if place is not None:
-            check_labelled(place, key)
 
 
 def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:

@@ -25,7 +25,7 @@ import torch.distributed as torch_dist
 from clip_train import dist
 from launcher.doctor.findings import Check, Finding, error, ok, warning, warning_if
 from launcher.runtime.environment import backend, detect, launcher_pid, take_device
-from launcher.runtime.rendezvous import code_version
+from launcher.runtime.rendezvous import ROOT, code_version
 from launcher.slurm.scheduler import answer
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -75,7 +75,7 @@ def check_group() -> Iterator[Finding]:
     ranks = torch.cuda.device_count() or 2
     line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", __name__]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    environ["PYTHONPATH"] = f"{Path(__file__).resolve().parents[2]}:{environ.get('PYTHONPATH', '')}"
+    environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
     remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
     try:
         done = subprocess.run(

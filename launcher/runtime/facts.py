@@ -15,11 +15,9 @@ import torch
 
 from launcher.config.recipe import RunConfig, changed_keys
 from launcher.runtime.environment import RankEnv
-from launcher.runtime.rendezvous import versions
+from launcher.runtime.rendezvous import ROOT, versions
 from launcher.runtime.verdict import node_name
 from launcher.slurm.scheduler import answer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, Any]:

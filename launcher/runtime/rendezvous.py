@@ -33,6 +33,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
 ANSWER_SECONDS = 15.0  # of the store to one request
 OPEN_FILES = 65536
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("clip_train", "launcher")
 
 
@@ -106,10 +107,9 @@ def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> No
 def code_version() -> str:
     """Twelve hex digits over all sources of this project: a git commit does not know of changed files."""
     digest = hashlib.sha256()
-    root = Path(__file__).resolve().parents[2]
     for package in SOURCES:
-        for file in sorted((root / package).rglob("*.py")):
-            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+        for file in sorted((ROOT / package).rglob("*.py")):
+            digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
@@ -127,31 +127,23 @@ def versions() -> dict[str, str]:
 
 def check_same(store: Store, rank: int, recipe: dict[str, Any], seconds: float) -> None:
     """UserError on a rank that differs from rank 0. recipe: as resolved. seconds: to wait for rank 0."""
-    here = flat({"": versions(), **recipe})
+    keys = {f"{section}.{key}": value for section, values in recipe.items() for key, value in values.items()}
+    here = json.dumps(versions() | keys)
     if rank == 0:
         return store.set("recipe", json.dumps([node_name(), here]))
     store.wait(["recipe"], datetime.timedelta(seconds=seconds))
-    node, first = json.loads(store.get("recipe"))
-    found = differences(first, json.loads(json.dumps(here)))
+    node, there = json.loads(store.get("recipe"))
+    one, other = json.loads(there), json.loads(here)
+    found = [
+        f"{key}: {one.get(key)!r} against {other.get(key)!r}"
+        for key in sorted(one.keys() | other.keys())
+        if one.get(key) != other.get(key)
+    ]
     if found:
         raise UserError(
             f"this rank differs from rank 0 on {node}: {'; '.join(found)} here; start all with the same line, from "
             "the same folder"
         )
-
-
-def flat(sections: dict[str, Any]) -> dict[str, Any]:
-    """section -> key -> value as `section.key` -> value."""
-    return {f"{section}.{key}".lstrip("."): value for section, keys in sections.items() for key, value in keys.items()}
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """`key: a against b` for every key that is not the same."""
-    return [
-        f"{key}: {one.get(key)!r} against {other.get(key)!r}"
-        for key in sorted(one.keys() | other.keys())
-        if one.get(key) != other.get(key)
-    ]
 
 
 # -- the process group

@@ -28,7 +28,6 @@ STOP_FILE = "STOP"  # in the run directory, made by the user: save, stop, and do
 PROGRESS_FILE = "PROGRESS"  # in it too: the newest committed step
 ATTEMPT = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, by the batch script's controller: where the report goes
 REPORT = "error.json"  # there
-RESUMED = "resumed"  # there: the step that the ranks resumed from
 
 
 @dataclass(frozen=True)
@@ -101,20 +100,4 @@ def read_report(attempt: Path) -> Failure | None:
         extra = json.loads((attempt / REPORT).read_text())["message"]["extraInfo"]
         return Failure(**{name: extra[name] for name in Failure.__dataclass_fields__})
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_resumed(step: int) -> None:
-    """Rank 0: the step that this attempt resumes from, 0 for a fresh start; it may be older than PROGRESS says."""
-    attempt = os.environ.get(ATTEMPT)
-    if attempt:
-        with contextlib.suppress(OSError):
-            LocalStorage(attempt).put_bytes(RESUMED, f"{step}\n".encode())
-
-
-def read_step(file: Path) -> int | None:
-    """Of `RESUMED`, None where the ranks did not come so far; of `PROGRESS_FILE`."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
         return None

@@ -1,8 +1,8 @@
 """The history of a run's attempts, and what follows each: pure decisions over `attempts.jsonl`.
 
 Two lines per attempt: `begin` (job, nodes, step) and `end` (verdict, step, reason, blamed nodes, decision). An attempt
-without an `end` was lost with its node. Rank 0 adds a `start` (launcher/train.py), without a batch script too, which
-only the report reads. No torch here.
+without an `end` was lost with its node. Rank 0 adds a `start` (launcher/train.py), without a batch script too: for the
+report, and for the step from which the ranks went on. No torch here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 from clip_train.storage.local import LocalStorage
 
 FILE = "attempts.jsonl"
-NEEDED = {  # of each event's line, by those who read it here
+NEEDED: dict[str, dict[str, type]] = {  # of each event's line, by those who read it here
     "begin": {"attempt": int, "nodes": list, "step": int},
+    "start": {"step": int},
     "end": {"attempt": int, "blamed": list, "decision": str, "failures": int, "fruitless": int},
 }
 MOST_FAILURES = 3  # in a row, without a new checkpoint: then it gives up
@@ -106,6 +107,11 @@ class History:
         """The `begin` of an attempt that never ended: it runs, or its batch script was lost."""
         ended = {line["attempt"] for line in self.ends}
         return next((line for number, line in sorted(self.begun.items()) if number not in ended), None)
+
+    def resumed(self) -> int | None:
+        """The step after which the newest attempt went on, 0: it began anew; None: it did not come so far."""
+        begun = [line for line in self.lines if line["event"] in ("begin", "start")]
+        return begun[-1]["step"] if begun and begun[-1]["event"] == "start" else None
 
     def was_terminated(self, attempt: int) -> bool:
         return any(line["event"] == "terminated" and line.get("attempt") == attempt for line in self.lines)

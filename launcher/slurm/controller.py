@@ -30,12 +30,10 @@ from launcher.runtime.environment import END_TIME
 from launcher.runtime.verdict import (
     ATTEMPT,
     PROGRESS_FILE,
-    RESUMED,
     STOP_FILE,
     Failure,
     clear_verdict,
     read_report,
-    read_step,
     read_verdict,
     write_verdict,
 )
@@ -156,7 +154,7 @@ class Controller:
 
     def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
         decision = decide(outcome, *self.history.counts())
-        resumed = read_step(self._log(number).with_suffix("") / RESUMED)
+        resumed = History(self.run_dir).resumed()  # as rank 0 has noted it since
         self.history.append("end", attempt=number, resumed=resumed, **asdict(outcome), **asdict(decision), **more)
         say(f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}")
         for node, count in self.history.suspects().items():
@@ -288,7 +286,9 @@ def copy_lines(source: Iterable[bytes], log: IO[bytes]) -> None:
 def committed_step(run_dir: Path) -> int:
     """The newest committed step that is known here: PROGRESS, or the commits themselves, where a rank was killed
     before it could write it."""
-    steps = [read_step(run_dir / PROGRESS_FILE) or 0]
+    steps = [0]
+    with contextlib.suppress(OSError, ValueError):
+        steps.append(int((run_dir / PROGRESS_FILE).read_text()))
     numbers = (file.stem.rpartition("-s")[2] for file in (run_dir / "checkpoints" / "commit").glob("e*-s*.json"))
     return max(steps + [int(number) for number in numbers if number.isdigit()])
 

@@ -27,12 +27,11 @@ from launcher.config.validate import check
 from launcher.doctor.recipe import check_disk, check_places
 from launcher.runtime.facts import commit
 from launcher.runtime.log import warn
-from launcher.runtime.rendezvous import code_version
+from launcher.runtime.rendezvous import ROOT, SOURCES, code_version
 from launcher.slurm.profile import Site, load_site
 from launcher.slurm.scheduler import answer
 
-ROOT = Path(__file__).resolve().parents[2]
-FROZEN = ("clip_train", "launcher", "ds_configs")
+FROZEN = (*SOURCES, "ds_configs")
 
 
 # -- checks

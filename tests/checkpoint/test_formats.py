@@ -11,7 +11,7 @@ from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.restore import Places
 from clip_train.errors import CheckpointError
 from clip_train.storage.local import LocalStorage
-from launcher.cli.checkpoints import print_checkpoints
+from launcher.cli.main import main
 from tests.checkpoint.parts import bits, rewrite, whole
 from tests.checkpoint.runs import Run, assert_is, data_file, flip
 
@@ -42,7 +42,7 @@ def test_a_newer_format_names_version_and_remedy(tmp_path: Path, where: str, cap
     older = Run(tmp_path / "new", resume=str(next((tmp_path / "commit").glob("*-s0000000001.json"))))
     assert_is(older.resume(), 1)  # as the remedy says
     # the listing is not stopped by it, and an older program's retention leaves it alone
-    assert print_checkpoints(str(tmp_path), [], verify=False, as_json=True) == 1
+    assert main(["checkpoints", str(tmp_path), "--json"]) == 1
     newest, oldest = json.loads(capsys.readouterr().out)["checkpoints"]
     assert "format 4" in newest["problem"] and oldest["problem"] is None
     fresh = Run(tmp_path, resume="never", keep_last=1)
@@ -53,7 +53,7 @@ def test_a_newer_format_names_version_and_remedy(tmp_path: Path, where: str, cap
 
 def test_the_listing_tells_everything_apart(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def listed(*, verify: bool) -> tuple[int, dict[int, dict]]:
-        status = print_checkpoints(str(tmp_path), [], verify=verify, as_json=True)
+        status = main(["checkpoints", str(tmp_path), "--json", *["--verify"] * verify])
         told = json.loads(capsys.readouterr().out)["checkpoints"]
         return status, {line["step"]: line for line in told}
 
@@ -88,7 +88,7 @@ def test_the_listing_tells_everything_apart(tmp_path: Path, capsys: pytest.Captu
     status, lines = listed(verify=True)
     assert status == 1 and "does not have its sha256" in lines[1]["problem"]
     # as a table, too
-    assert print_checkpoints(str(tmp_path), [], verify=True) == 1
+    assert main(["checkpoints", str(tmp_path), "--verify"]) == 1
     out = capsys.readouterr().out
     assert "complete, every byte verified" in out and "never committed" in out
 

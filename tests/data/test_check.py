@@ -79,13 +79,6 @@ def test_first_sample_is_looked_at(tmp_path, members, settings, message):
     assert "data.train" in str(caught.value)
 
 
-def test_validation_shards_are_looked_for(tmp_path):
-    train = write_dataset(tmp_path, [1])
-    assert check(train, val=train).num_shards == 1
-    with pytest.raises(UserError, match=r"data\.val.*1 of 1 shards are not there"):
-        check(train, val=f"{tmp_path}/val.tar")
-
-
 def test_captions_from_json(tmp_path):
     write_shard(tmp_path / "a.tar", [("a.jpg", jpeg(0)), ("a.json", META)])
     assert check(tmp_path / "a.tar", caption_key="text").first_caption == "a cat"

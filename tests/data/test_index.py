@@ -231,7 +231,7 @@ def test_the_command(folder: Path, capsys) -> None:
     told = capsys.readouterr().err
     assert "2 of 3 shards" in told and "001.tar: differs in 1 blocks" in told and "002.tar: has 10240 bytes" in told
     assert main(["index", str(folder / "{000..007}.tar")]) == 2
-    assert "5 of 8 are not there" in capsys.readouterr().err
+    assert "5 of 8 shards are not there" in capsys.readouterr().err
 
 
 def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) -> None:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, read_step, write_report, write_resumed
+from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, write_report
 from launcher.slurm.attempts import History, Outcome, decide
 from launcher.slurm.controller import explain
 
@@ -150,13 +150,18 @@ def test_the_first_report_of_an_attempt_stays_and_is_torchelastics(tmp_path, mon
     assert read_report(tmp_path / "0002") is None
 
 
-def test_the_step_that_an_attempt_resumed_from(tmp_path, monkeypatch):
-    monkeypatch.delenv(ATTEMPT, raising=False)
-    write_resumed(5)  # without a batch script nobody wants to know
-    monkeypatch.setenv(ATTEMPT, str(tmp_path / "0002"))
-    write_resumed(20)
-    assert [read_step(tmp_path / name / "resumed") for name in ("0001", "0002")] == [None, 20]
-    assert [file.name for file in tmp_path.iterdir()] == ["0002"]
+def test_the_step_that_an_attempt_resumed_from(tmp_path):
+    def resumed(event: str, **values) -> int | None:
+        History(tmp_path).append(event, **values)
+        return History(tmp_path).resumed()
+
+    assert History(tmp_path).resumed() is None
+    assert resumed("start", step=7) == 7  # without a batch script
+    assert resumed("begin", attempt=1, nodes=["n1"], step=9) is None
+    assert resumed("start", step=5) == 5  # the newest checkpoint was damaged
+    assert resumed("start", step=8) == 8  # torchrun has restarted the ranks
+    assert resumed("terminated", attempt=1) == 8
+    assert resumed("begin", attempt=2, nodes=["n1"], step=9) is None
 
 
 def test_a_node_goes_by_the_name_that_slurm_knows(monkeypatch):

@@ -15,6 +15,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import needs
 from launcher.cli.plan import make_plan
 from launcher.config.recipe import check_config, load_config
+from launcher.config.validate import check
 from launcher.engines import Facts, package
 from launcher.engines.config import EngineConfig
 from tests.launcher.conftest import metrics, run
@@ -24,7 +25,8 @@ LOCKED = ("model.lock_image=true", "model.lock_image_unlocked_groups=1")
 
 def plan(engine, **model):
     base = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "batch": {"global_size": 64, "micro_size": 8}}
-    return make_plan(check_config({**base, "engine": engine, "model": {"name": "tiny", **model}}, "here"), 2, None)
+    config = check_config({**base, "engine": engine, "model": {"name": "tiny", **model}}, "here")
+    return make_plan(config, check(config, 2, read_data=False))
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])

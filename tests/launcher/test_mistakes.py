@@ -89,6 +89,7 @@ MISTAKES = {
         ["data.train=/nowhere/{0..3}.tar"],
         ["data.train", "4 of 4 shards", "/nowhere/0.tar", "correct"],
     ),
+    "missing validation shard": (["data.val=/nowhere/v.tar"], ["data.val (/nowhere/v.tar): 1 of 1 shards", "correct"]),
     "shell pipe": (["data.train='pipe:cat x.tar'"], ["data.train", "pipe:cat x.tar", "give a path or a URL"]),
     "missing captions": (
         ["data.train={tmp}/no_caption/*.tar"],

@@ -11,6 +11,7 @@ from clip_train.models.config import load_architecture
 from clip_train.models.export import export_openclip
 from launcher.cli.plan import make_plan
 from launcher.config.recipe import check_config
+from launcher.config.validate import check
 from tests.launcher.conftest import metrics, run
 from tests.launcher.test_resume import told
 
@@ -83,7 +84,8 @@ def test_what_does_not_fit_together_is_said(change, words):
 
 def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
     def plan(**model):
-        return make_plan(check_config(MINIMAL | {"model": {"name": "tiny", **model}}, "here"), 1, None)
+        config = check_config(MINIMAL | {"model": {"name": "tiny", **model}}, "here")
+        return make_plan(config, check(config, 1, read_data=False))
 
     with pytest.raises(Exception, match=r"model\.teacher \(nowhere\): no such file or folder; give"):
         plan(teacher="nowhere")

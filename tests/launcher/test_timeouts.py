@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 from clip_train import dist
 from clip_train.errors import UserError
 from launcher.runtime.outcome import is_lost_contact
-from launcher.runtime.rendezvous import check_same, differences, set_timeout
+from launcher.runtime.rendezvous import check_same, set_timeout
 from tests.launcher.conftest import until
 from tests.ranks import run_ranks
 
@@ -61,7 +61,5 @@ def test_a_rank_that_differs_learns_in_what(monkeypatch):
     check_same(store, 1, recipe, 1)
     with pytest.raises(UserError, match=r"differs from rank 0 on n0: optim\.lr: 0\.001 against 0\.002 here"):
         check_same(store, 2, {**recipe, "optim": {"lr": 2e-3}}, 1)
-
-
-def test_differences():
-    assert differences({"a.x": 1}, {"a.x": 1, "a.y": 2}) == ["a.y: None against 2"]
+    with pytest.raises(UserError, match=r"data\.aug_scale: \[0\.9, 1\.0\] against None; optim\.x: None against 2 here"):
+        check_same(store, 2, {**recipe, "data": {}, "optim": {"lr": 1e-3, "x": 2}}, 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from clip_train.errors import CheckpointError, UserError
@@ -16,6 +17,7 @@ from clip_train.models.config import ModelConfig
 from clip_train.models.export import export_openclip
 from clip_train.models.weights import initial_weights
 from clip_train.storage.config import StorageConfig
+from launcher.cli.main import main
 from launcher.weights import weights_here
 from tests.launcher.saved import save_run
 from tests.models.small import small_architecture, small_model
@@ -71,6 +73,21 @@ def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(tm
     second.unlink()
     with pytest.raises(UserError, match=r"model.init_from .*neither weights .* nor a run's checkpoint"):
         started_from(run / "checkpoints", model)
+
+
+def test_a_folder_that_has_moved_and_one_checkpoint_are_exported(tmp_path: Path, capsys):
+    run = tmp_path / "run"
+    saved = save_run(run, ARCHITECTURE, steps=(1, 2))
+    recipe = {"run": {"dir": "where it was trained", "steps": 5000}, "data": {"train": "x.tar"}}
+    (run / "recipe.yaml").write_text(json.dumps(recipe))
+    (first,) = (run / "checkpoints" / "commit").glob("*s0000000001.json")
+    for place, step in ((run, 2), (first, 1)):
+        assert main(["export", str(place), "--output", str(tmp_path / "export")]) == 0
+        found = load_file(tmp_path / "export" / "open_clip_model.safetensors")
+        assert all(torch.equal(found[name].flatten(), saved[step][name].flatten()) for name in found)
+    assert main(["checkpoints", str(run)]) == 0 and capsys.readouterr().out.count("complete") == 2
+    assert main(["export", str(run / "recipe.yaml")]) == 2
+    assert "train first" in capsys.readouterr().err
 
 
 def test_damage_is_seen_before_a_weight_is_used(tmp_path: Path, model: Path):

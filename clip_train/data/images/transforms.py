@@ -43,8 +43,6 @@ class TrainTransform:
         top, left, height, width = self.crop(image.shape[1], image.shape[2], rng)
         region = image[:, top : top + height, left : left + width]
         out = _resize(region, self.image_size, self.image_size).contiguous()
-        if self.color_jitter is None and not self.gray_scale_prob:
-            return out
         return augment_color(out, rng, self.color_jitter, self.color_jitter_prob, self.gray_scale_prob)
 
     def crop(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
