@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -62,6 +63,15 @@ def find_peer(wanted: str | None, module: str) -> str | None:
         if found.returncode == 0:
             return python
     return None
+
+
+def find_openclip() -> bool:
+    """Whether it can be imported: from here, or beside this environment's own packages from `.venv-peers`."""
+    if importlib.util.find_spec("open_clip") is None:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        sys.path.append(str(ROOT / ".venv-peers" / "lib" / version / "site-packages"))
+        importlib.invalidate_caches()
+    return importlib.util.find_spec("open_clip") is not None
 
 
 def environment() -> dict[str, str]:

@@ -50,6 +50,7 @@ def test_a_run_starts_without_what_only_some_runs_need():
         "deepspeed",
         "transformers",
         "open_clip",
+        "torchao",
         "pyarrow",
         "torch.utils.tensorboard",
         "sklearn",
