@@ -7,7 +7,7 @@ the model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
@@ -34,9 +34,8 @@ class Profile:
 
     def deeper(self, more: Profile, less: Profile, times: int) -> Profile:
         """This with `times` blocks more, where `more` is of one more than `less`; without a graph none is held."""
-        grown = ("graph", "building", "backward")
-        rest = (getattr(self, name) + times * (getattr(more, name) - getattr(less, name)) for name in grown)
-        return Profile(max(self.forward, more.forward), *rest)
+        each = zip(astuple(self)[1:], astuple(more)[1:], astuple(less)[1:], strict=True)
+        return Profile(max(self.forward, more.forward), *(here + times * (b - a) for here, b, a in each))
 
     def bytes_for(self, plan: BatchPlan) -> float:
         """At the highest point of a step: all retained graphs and one micro-batch at work."""

@@ -84,9 +84,6 @@ class BlockFile(io.BufferedIOBase):
             left -= len(piece)
         return b"".join(pieces)
 
-    def read1(self, count: int = -1, /) -> bytes:
-        return self.read(count)
-
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
         self._position = max(0, base + offset)

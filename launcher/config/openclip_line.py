@@ -1,7 +1,4 @@
-"""Reading how OpenCLIP was run: a command line or the script that it stands in, or its `params.txt` -> flags.
-
-CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 -m open_clip_train.main --lr=1e-3 --lock-image  # a try
-"""
+"""Reading how OpenCLIP was run: a command line or the script that it stands in, or its `params.txt` -> flags."""
 
 from __future__ import annotations
 
