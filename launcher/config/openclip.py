@@ -82,7 +82,7 @@ NOTES = {
     "torchscript": "`engine.compile` compiles", "trace": "for inference", "device": "GPUs where there are any",
     "dist-url": "of the launcher", "dist-backend": "nccl on GPUs, gloo on CPUs", "wandb-notes": "write them there",
     "debug": "`clip-train doctor` looks for what is wrong", "copy-codebase": "`clip-train submit` freezes the code",
-    "horovod": "torchrun, srun or mpirun", "ddp-static-graph": "of DDP, which is none of the engines here (`engine.kind`)",
+    "horovod": "torchrun, srun or mpirun", "ddp-static-graph": "of DDP, no engine here (`engine.kind`)",
     "no-set-device-rank": "seen by itself",
     "coca-caption-loss-weight": "CoCa's captioner is not trained: its contrastive loss alone",
     "coca-contrastive-loss-weight": "the only loss",
