@@ -38,14 +38,13 @@ test: $(READY) s3
 	@echo "== tests, but those of make test-all"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (full or slurm or hosts or peer or browser)"
 
-test-all: test test-rest
+test-all: test test-rest hour
 
 test-rest: $(READY) $(VENV)/.docs s3 browser
 	@echo "== the tests that make test leaves out: real Slurm, two hosts, a browser, all faults of S3, full products"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "full or slurm or hosts or browser"
 	@echo "== planted faults: each turns a test red"
 	$(BIN)/python scripts/mutations.py -j $(WORKERS)
-	@$(MAKE) --no-print-directory hour
 
 hour: $(READY)
 	@echo "== a newcomer's hour: the pages' commands on a fresh clone, from URLs to open_clip and transformers"

@@ -73,7 +73,7 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
 def as_tried(line: str, home: Path) -> list[str]:
     """Its arguments, with what another machine has left out: nothing is started, and data are those that are here."""
     verb, *rest = own_arguments(line) or []
-    here = [f"data.train={home}/shards/*.tar", "data.val=null", "engine.precision=fp32"]
+    here = [f"data.train={home}/shards/*.tar", "data.val=null", "engine.precision=fp32", "engine.linear=null"]
     if verb in ("train", "submit") and "--keys" not in rest:
         here += ["model.init_from=null", "model.init_image_from=null", "model.init_text_from=null"]
         more = ["--offline", "--site", "site.yaml"] if verb == "submit" else []

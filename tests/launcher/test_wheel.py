@@ -25,10 +25,15 @@ SHORT = ("run.steps=6", "schedule.warmup_steps=1")
 TYPED = ("clip-train demo", "clip-train checkpoints runs/demo-shapes", "clip-train export runs/demo-shapes")
 
 
+def alone() -> dict[str, str]:
+    """Without PYTHONPATH: pip takes what lies in the checkout, an egg-info too, for installed."""
+    return {name: value for name, value in clean_environment().items() if name != "PYTHONPATH"}
+
+
 def pip(python: Path | str, *line: str | Path) -> None:
     done = subprocess.run(
         [python, "-m", "pip", "--disable-pip-version-check", *line],
-        cwd="/", capture_output=True, text=True, check=False, timeout=1800,
+        cwd="/", env=alone(), capture_output=True, text=True, check=False, timeout=1800,
     )  # fmt: skip
     if done.returncode and any(each in done.stdout + done.stderr for each in NO_NETWORK):
         pytest.skip("pip's index cannot be reached from here")
@@ -45,7 +50,7 @@ def test_the_wheel_alone_goes_through_the_demo(tmp_path):
     pip(fresh / "bin" / "python", "install", *shlex.split(os.environ.get("TORCH", "torch==2.13.0")), wheel)
 
     outside.mkdir()
-    environ = {name: value for name, value in clean_environment().items() if name != "PYTHONPATH"}
+    environ = alone()
     environ["PATH"] = f"{fresh / 'bin'}{os.pathsep}{environ['PATH']}"  # as `activate` sets it
 
     def type_(line: str) -> str:
