@@ -28,11 +28,11 @@ def ours(recipe: str, images: list[Any], texts: list[str]) -> Features:
     """From the run's newest checkpoint, not from an export."""
     from clip_train.data.tokenizer import Tokenizer
     from clip_train.engine import PlainEngine
-    from clip_train.models.clip import build_model
-    from launcher.cli.inspect import architecture_of, run_at
+    from clip_train.models.clip import build_model, parse_saved
+    from launcher.cli.inspect import run_at
 
     _, found = run_at(recipe, [])
-    architecture = architecture_of(found)
+    architecture = parse_saved(found.state["architecture"])
     model = build_model(architecture)
     PlainEngine(model).load_fragments(found.reader, {})
     pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)  # uint8
