@@ -288,7 +288,7 @@ def evaluated(out: str, run: Path, steps: int) -> dict[str, float]:
     (told,) = [line for line in records(run, "eval.jsonl") if line["step"] == steps][-1:]
     found = {name: float(value) for name, value in re.findall(r"^([\w@]+): ([\d.e-]+)$", out, re.MULTILINE)}
     expect(found["num_samples"] == told["num_samples"] and abs(found["val_loss"] - told["val_loss"]) < 1e-4, out)
-    expect(all(abs(told[name] - value) <= 4e-3 * max(1, told[name]) for name, value in found.items()), out)
+    expect(all(abs(told[name] - value) <= 0.01 for name, value in found.items() if "@" in name), out)
     return {name: found[name] for name in ("num_samples", "val_loss", "dedup_image_to_text_R@5")}
 
 
