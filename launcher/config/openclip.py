@@ -87,7 +87,7 @@ NOTES = {
     "coca-caption-loss-weight": "CoCa's captioner is not trained: its contrastive loss alone",
     "coca-contrastive-loss-weight": "the only loss",
     "remote-sync-frequency": "each checkpoint is uploaded as it is saved", "remote-sync-protocol": "of the URL",
-    "use-bnb-linear": "engine.linear=int8 is its like, by torchao", "log-every-n-steps": "every step is recorded",
+    "use-bnb-linear": "`engine.linear=int8` is its like, by torchao", "log-every-n-steps": "every step is recorded",
     "lock-text-freeze-layer-norm": "a locked tower is locked whole",
 }  # fmt: skip
 _AUDIO = "models of images and texts alone are trained here"
