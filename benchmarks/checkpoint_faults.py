@@ -189,7 +189,6 @@ CASES: dict[str, tuple[Callable, Callable, str]] = {
     "reset: manifest": (fault(Fault("reset", times=2, method="PUT", key="_MANIFEST")), nothing, "fine"),
     "reset: commit": (fault(Fault("reset", times=2, method="PUT", key="run/commit")), nothing, "fine"),
     "reset: lease": (fault(Fault("reset", times=2, method="PUT", key="run/lease")), nothing, "fine"),
-    "reset: hint": (fault(Fault("reset", times=2, method="PUT", key="latest")), nothing, "fine"),
     "reset: removal": (fault(Fault("reset", times=4, method="DELETE", key="run/(ckpt|commit)")), nothing, "fine"),
     "reset: a part": (in_parts(Fault("reset", times=2, method="PUT", key="safetensors")), nothing, "fine"),
     "reset: completion": (in_parts(Fault("reset", skip=1, times=2, method="POST", key="safetensors")), nothing, "fine"),
@@ -218,7 +217,6 @@ CASES: dict[str, tuple[Callable, Callable, str]] = {
 AFTERWARDS: dict[str, tuple[Callable, str]] = {
     "stored bit flip": (spoil_newest("flipped"), "told"),
     "deleted object": (spoil_newest("deleted"), "told"),
-    "hidden listing": (fault(Fault("hide", key="", hidden="s0000000003")), "fine"),
     "slow drip": (fault(Fault("drip", times=2, key="safetensors")), "fine"),
     "reset: coming down": (fault(Fault("reset", times=2, key="safetensors|MANIFEST|commit")), "fine"),
     "bit flip: coming down": (fault(Fault("flip", times=2, key="safetensors|MANIFEST|commit")), "fine"),

@@ -52,7 +52,7 @@ IDLE_SECONDS = 0.3  # without a tick of any process: its queues are full
 
 
 def photographs() -> list[Any]:
-    """The three that come with this project's demo and test dependencies, as Pillow images."""
+    """The three that come with this project's `bench` dependencies, as Pillow images."""
     import matplotlib
     from PIL import Image
     from sklearn.datasets import load_sample_images

@@ -24,17 +24,7 @@ class BatchStage(Settings):
     until_step: PositiveInt
     """The first step, counted from 0, that this piece is not for."""
     global_size: PositiveInt
-    """Samples in each of its global batches; with ramp_to, in its first."""
-    ramp_to: PositiveInt | None = None
-    """The size moves linearly from global_size to this, which the step `until_step` would have."""
-    increment: PositiveInt = 1
-    """Of a ramp: the size moves by multiples of so many samples."""
-
-    @model_validator(mode="after")
-    def _increment_is_of_a_ramp(self) -> BatchStage:
-        if self.increment > 1 and self.ramp_to is None:
-            raise ValueError(f"batch.schedule: increment ({self.increment}) needs ramp_to; set it, or drop increment")
-        return self
+    """Samples in each of its global batches."""
 
 
 def parse_bytes(value: int | str) -> int:
@@ -64,7 +54,7 @@ class BatchConfig(Settings):
         Refused,
     ] = None
     """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...], behind which
-    global_size holds. With `ramp_to: 4096` a piece rises (or falls) linearly, in steps of its `increment`."""
+    global_size holds."""
     micro_size: Annotated[PositiveInt | Literal["auto"], Rounding] = 256
     """Samples that go through the model at once on a rank (less where a rank has fewer). It changes memory
     and speed, never the result; the last micro-batch may be shorter. auto: the fastest that fits, measured
@@ -104,45 +94,18 @@ class BatchConfig(Settings):
         """The global batch's size at every step."""
         pieces, begin = [], 0
         for stage in self.schedule or []:
-            rise = 0 if stage.ramp_to is None else stage.ramp_to - stage.global_size
-            pieces.append(Stretch(begin, stage.until_step - begin, stage.global_size, rise, stage.increment))
+            pieces.append(Stretch(begin, stage.until_step - begin, stage.global_size))
             begin = stage.until_step
         return BatchSizes((*pieces, Stretch(begin, LARGEST, self.global_size)))
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps whose sizes lie on one line: `size + rise i / steps` at the i-th, in whole multiples of `unit`."""
+    """Steps whose global batches are of one size."""
 
     begin: int  # its first step
     steps: int
     size: int
-    rise: int = 0
-    unit: int = 1
-
-    def at(self, i: int) -> int:
-        """Samples in the global batch of its i-th step."""
-        return self.size + self._moved(abs(self.rise) * i // (self.steps * self.unit))
-
-    def before(self, i: int) -> int:
-        """Samples in its first `i` steps, in closed form."""
-        return i * self.size + self._moved(floor_sum(i, abs(self.rise), self.steps * self.unit))
-
-    def _moved(self, units: int) -> int:
-        return units * self.unit * (-1 if self.rise < 0 else 1)
-
-
-def floor_sum(n: int, a: int, m: int, b: int = 0) -> int:
-    """`sum_{i < n} floor((a i + b) / m)`, all non-negative, in O(log m): Euclid's algorithm on the lattice points
-    under a line."""
-    total = 0
-    while n > 0:
-        total += (n - 1) * n // 2 * (a // m) + n * (b // m)
-        a, b = a % m, b % m
-        n, b, a, m = (a * n + b) // m, (a * n + b) % m, m, a
-        if m == 0:
-            break
-    return total
 
 
 @dataclass(frozen=True)
@@ -157,11 +120,11 @@ class BatchSizes:
 
     def before(self, step: int) -> int:
         """P: samples in all global batches before that of `step`, counted from 0."""
-        return sum(each.before(min(max(step - each.begin, 0), each.steps)) for each in self.stretches)
+        return sum(each.size * min(max(step - each.begin, 0), each.steps) for each in self.stretches)
 
     def at(self, step: int) -> int:
         """G: samples in the global batch of `step`."""
-        return self.before(step + 1) - self.before(step)
+        return next(each.size for each in reversed(self.stretches) if each.begin <= step)
 
     def whole_steps(self, samples: int) -> int:
         """The most steps that need no more than `samples`."""
@@ -174,20 +137,16 @@ class BatchSizes:
 
     def distinct(self) -> set[int]:
         """Every size."""
-        return {each.at(i) for each in self.stretches for i in (range(each.steps) if each.rise else (0,))}
+        return {each.size for each in self.stretches}
 
     def extremes(self) -> tuple[int, int]:
         """The smallest and the largest size."""
-        ends = [each.at(i) for each in self.stretches for i in (0, each.steps - 1)]
-        return min(ends), max(ends)
+        return min(self.distinct()), max(self.distinct())
 
     def __str__(self) -> str:
-        """Such as `256 to 1024 until step 1000, then 1024`."""
+        """Such as `256 until step 1000, then 1024`."""
         *pieces, last = self.stretches
-        rises = [f" to {each.size + each.rise}" if each.rise else "" for each in pieces]
-        texts = [
-            f"{each.size}{to} until step {each.begin + each.steps}" for each, to in zip(pieces, rises, strict=True)
-        ]
+        texts = [f"{each.size} until step {each.begin + each.steps}" for each in pieces]
         return ", ".join([*texts, f"then {last.size}" if texts else f"{last.size}"])
 
     def check_ranks(self, world_size: int) -> None:

@@ -22,8 +22,7 @@ from clip_train.engine import Engine
 from clip_train.memory import Profile
 from clip_train.protocols import MicroBatch
 
-# At small sizes the gradients of the weights would be the highest point of a backward, and hide the samples'.
-FAKE_SIZES = (2048, 4096)
+FAKE_SIZE = 2**30  # samples: what does not grow with them, such as the gradients of the weights, is nothing beside them
 REAL_SIZES = (2, 2, 6)  # the first only warms up: ZeRO-3 fetches parameters in another way then
 
 
@@ -66,10 +65,8 @@ def fake_profile(make_model: Callable[[], torch.nn.Module], micro_batch: Callabl
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with torch.random.fork_rng(devices=[]), FakeTensorMode(), _no_collections():
-        model = make_model().train()
-        small, large = (_fake_step(model, micro_batch(size)) for size in FAKE_SIZES)
-    more = FAKE_SIZES[1] - FAKE_SIZES[0]
-    return Profile(*((b - a) / more for a, b in zip(small, large, strict=True)))
+        points = _fake_step(make_model().train(), micro_batch(FAKE_SIZE))
+    return Profile(*(round(point / FAKE_SIZE) for point in points))
 
 
 @contextmanager
@@ -99,7 +96,6 @@ def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, in
         total = image.sum() + text.sum() + scale.sum() + (0 if bias is None else bias.sum())
         del image, text
         total.backward()
-    model.zero_grad(set_to_none=True)
     return forward, graph, building, count.highest
 
 

@@ -6,6 +6,7 @@ cannot differ from what is checked.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import shlex
@@ -104,6 +105,7 @@ class Allowed:
         return {**handler(core_schema), "words": self.words, "example": self.example}
 
 
+@functools.cache
 def schema_of(model: type[BaseModel]) -> Schema:
     """Its JSON schema, with what a reference refers to in its place."""
     schema = model.model_json_schema()

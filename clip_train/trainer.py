@@ -131,7 +131,7 @@ class Trainer:
             plan = fitting
         self.step += 1
         self.samples += plan.global_size
-        self.bad_samples.add(batch.bad_samples)
+        self.bad_samples.add(batch.bad_samples, batch.bad_pictures)
         self._record(result, lr, plan, timer.finish(), batch)
         summary = self.bad_samples.reached(self.epoch_at(self.step), self.step)
         if summary is not None:
@@ -204,7 +204,8 @@ class Trainer:
 
     def _report_invalid(self) -> None:
         if self.bad_samples.total:
-            self._on_this_rank(lambda: self.sinks.write({"step": self.step, **self.bad_samples.state()}, "invalid"))
+            record = {"step": self.step, **self.bad_samples.state(), "pictures": self.bad_samples.pictures}
+            self._on_this_rank(lambda: self.sinks.write(record, "invalid"))
 
     def _save(self, *, wait: bool = False) -> bool:
         self.phase("save")

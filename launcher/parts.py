@@ -29,7 +29,7 @@ from clip_train.models.config import AnyArchitecture, Architecture, TokenizerOpt
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer, moving_average
-from clip_train.protocols import Features, MicroBatch, text_lengths
+from clip_train.protocols import Features, text_lengths
 from launcher import engines
 from launcher.config.memory import DTYPES
 from launcher.config.recipe import RunConfig
@@ -37,6 +37,7 @@ from launcher.config.validate import Checked
 from launcher.runtime import environment as ranks
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
+from launcher.weights import weights_here
 
 
 def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | None = None) -> ShardIndex:
@@ -143,16 +144,20 @@ def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> E
     return engine
 
 
-def build_objective(config: RunConfig, device: torch.device) -> Objective:
-    """The loss; with its frozen teacher, in the engine's precision, where the recipe names one."""
-    teacher = load_teacher(config.model, device, DTYPES[config.engine.precision])
-
-    def teacher_features(micro_batch: MicroBatch) -> Features:
-        assert teacher is not None
-        return Features(*teacher(micro_batch.images, micro_batch.texts))
-
+def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective, str | None]:
+    """Collective: the loss; with its frozen teacher, in the engine's precision, where the recipe names one, and its
+    digest. RankError where the nodes see different ones."""
     local = config.batch.accumulation == "local"
-    return build_loss(config.loss, None if teacher is None else teacher_features, local=local)
+    with weights_here(config.model, config.storage, ["teacher"]) as here:
+        loaded = dist.agreed(partial(load_teacher, config.model, here.teacher, device, DTYPES[config.engine.precision]))
+    if loaded is None:
+        return build_loss(config.loss, local=local), None
+    teacher, digest = loaded
+    (first, own), *others = dist.gather_objects((node_name(), digest))
+    if other := next((node for node, each in others if each != own), None):
+        raise RankError(f"model.teacher ({config.model.teacher}) on {other} is not that of {first}; mount it on all")
+    features = lambda micro_batch: Features(*teacher(micro_batch.images, micro_batch.texts))  # noqa: E731
+    return build_loss(config.loss, features, local=local), digest
 
 
 def evaluation(

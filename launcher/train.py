@@ -133,7 +133,8 @@ def build_trainer(
     checkpoints.preflight()
     checkpoints.refuse_second_writer()
     resumed = checkpoints.resume()
-    notes = [] if resumed is None else compare_with(config, resumed, checked.plan.world_size)
+    objective, teacher = parts.build_objective(config, device)
+    notes = [] if resumed is None else compare_with(config, resumed, checked.plan.world_size, teacher)
     checkpoints.begin()
     start = resumed.state["step"] if resumed else 0
     dist.on_main(partial(describe_run_dir, config, checked, start, described))
@@ -156,7 +157,7 @@ def build_trainer(
     )
     trainer = Trainer(
         engine=engine,
-        objective=dist.agreed(partial(parts.build_objective, config, device)),
+        objective=objective,
         batches=Prefetcher(loader, device),
         plan=checked.plan,
         sizes=sizes,
@@ -177,6 +178,7 @@ def build_trainer(
         run_state={
             "recipe": config.model_dump(mode="json"),
             "architecture": checked.architecture.model_dump(mode="json"),  # for an export without the recipe's files
+            "teacher": teacher,
             **loader.state(),
         },
         epoch_at=loader.epoch,

@@ -11,9 +11,8 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,20 +41,24 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def weights_here(config: ModelConfig, storage: StorageConfig) -> Iterator[ModelConfig]:
+def weights_here(config: ModelConfig, storage: StorageConfig, keys: Sequence[str] = KEYS) -> Iterator[ModelConfig]:
     """Collective: `config` with places that this rank can open; what had to be fetched goes when the block is left.
 
     UserError, CheckpointError, on all ranks.
     """
-    first = ranks.detect(os.environ).local_rank == 0
-    folder = Path(tempfile.mkdtemp(prefix="clip-train-")) if first else None
-    try:
-        places = {key: place for key in KEYS if (place := getattr(config, key)) is not None}
+    places = {key: place for key in keys if (place := getattr(config, key)) is not None}
+    first = bool(places) and ranks.detect(os.environ).local_rank == 0
+    with contextlib.ExitStack() as stack:
+        folder = dist.agreed(lambda: temporary_folder(stack) if first else None)
         here = {k: _place_here(k, place, folder and folder / k, storage) for k, place in places.items()}
         yield config.model_copy(update=here)
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+def temporary_folder(stack: contextlib.ExitStack) -> Path:
+    try:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clip-train-", ignore_cleanup_errors=True)))
+    except OSError as e:
+        raise UserError(f"no temporary folder can be made: {e}; set TMPDIR to one with room for the weights") from e
 
 
 def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfig) -> str:

@@ -91,7 +91,7 @@ CONF
     if [ ! -x "$LAB/prolog" ]; then
         # not an epilog: of a node that comes back it would run after the next attempt has begun
         # shellcheck disable=SC2016  # for the prolog to expand
-        printf '#!/bin/sh\ncd "%s/disk" && rm -rf "$SLURM_JOB_ID" && mkdir "$SLURM_JOB_ID"\n' "$LAB" >"$LAB/prolog"
+        printf '#!/bin/sh\ncd "%s/disk" && rm -rf "$SLURM_JOB_ID" && mkdir -p "$SLURM_JOB_ID"\n' "$LAB" >"$LAB/prolog"
         chmod +x "$LAB/prolog"
     fi
     echo 'CgroupMountpoint=/sys/fs/cgroup' >"$LAB/cgroup.conf"

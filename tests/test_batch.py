@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import random
-from fractions import Fraction
 
 import pytest
 import torch
@@ -64,15 +62,14 @@ def test_every_rank_has_equally_many_chunks_and_none_is_empty(micro_size, world_
 def test_ranks_need_a_sample_each():
     with pytest.raises(UserError, match=r"batch.global_size \(3\).*ranks \(8\).*raise it to 8, or run on 3 ranks"):
         plan_batch(BatchConfig(global_size=3), 8)
-    schedule = [{"until_step": 5, "global_size": 16, "ramp_to": 3}]
-    with pytest.raises(UserError, match=r"batch.schedule: a size \(6\) .*\(7\)"):  # the 5th step's
+    schedule = [{"until_step": 5, "global_size": 6}]
+    with pytest.raises(UserError, match=r"batch.schedule: a size \(6\) .*\(7\)"):
         plan_batch(BatchConfig(global_size=32, schedule=schedule), 7)
 
 
 def random_schedule(draw: random.Random) -> BatchConfig:
     stages = [
         {"until_step": end, "global_size": draw.randint(1, 40)}
-        | ({"ramp_to": draw.randint(1, 90), "increment": draw.randint(1, 7)} if draw.random() < 0.6 else {})
         for end in sorted(draw.sample(range(1, 60), draw.randint(0, 4)))
     ]
     return BatchConfig(global_size=draw.randint(1, 50), schedule=stages)
@@ -81,11 +78,7 @@ def random_schedule(draw: random.Random) -> BatchConfig:
 def sizes_by_definition(config: BatchConfig, steps: int) -> list[int]:
     out: list[int] = []
     for stage in config.schedule:
-        begin, length = len(out), stage.until_step - len(out)
-        for step in range(begin, stage.until_step):
-            rise = (stage.ramp_to or stage.global_size) - stage.global_size
-            whole = math.trunc(Fraction(rise * (step - begin), length * stage.increment))
-            out.append(stage.global_size + whole * stage.increment)
+        out += [stage.global_size] * (stage.until_step - len(out))
     return (out + [config.global_size] * steps)[:steps]
 
 
@@ -103,9 +96,8 @@ def test_sizes_and_their_sums(seed):
 
 
 def test_sums_are_in_closed_form():
-    ramp = {"until_step": 10**12, "global_size": 1, "ramp_to": 10**12 + 1}
-    sizes = BatchConfig(schedule=[ramp]).sizes  # the i-th has 1 + i
-    assert sizes.before(10**12) == 10**12 * (10**12 + 1) // 2
+    sizes = BatchConfig(global_size=7, schedule=[{"until_step": 10**12, "global_size": 3}]).sizes
+    assert sizes.before(10**12 + 5) == 3 * 10**12 + 35
     assert sizes.whole_steps(sizes.before(123_456_789)) == 123_456_789
 
 
@@ -128,7 +120,6 @@ def test_a_plan_of_a_smaller_batch():
     "schedule, said",
     [
         ([{"until_step": 9, "global_size": 4}, {"until_step": 9, "global_size": 8}], r"until_step must rise.*\[9, 9\]"),
-        ([{"until_step": 9, "global_size": 4, "increment": 2}], r"increment \(2\) needs ramp_to"),
         ([{"until_step": 0, "global_size": 4}], "greater than 0"),
         ([{"until_step": 9, "global_size": 4, "until": 3}], "Extra inputs"),
     ],

@@ -141,8 +141,8 @@ def test_the_engines_own_forwards_take_what_fake_tensors_predict_and_change_noth
     ids=["class token", "average", "locked images", "locked texts"],
 )
 def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, vision, locked):
-    vision = {**MODEL["vision_cfg"], "layers": 7, **vision}
-    deep = Architecture.model_validate({**MODEL, "vision_cfg": vision, "text_cfg": {**MODEL["text_cfg"], "layers": 16}})
+    vision = {**MODEL["vision_cfg"], "layers": 5, **vision}
+    deep = Architecture.model_validate({**MODEL, "vision_cfg": vision, "text_cfg": {**MODEL["text_cfg"], "layers": 6}})
     recipe = {"run": {"steps": 1}, "data": {"train": "x.tar"}, "schedule": {"warmup_steps": 0}}
     lock = {f"lock_{locked}": True} if locked else {}
     config = RunConfig.model_validate({**recipe, "model": {"dropout": 0.1, **lock}})

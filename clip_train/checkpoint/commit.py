@@ -5,7 +5,6 @@ Ranks learn of each other's files through their manifests in the store, never th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ T = TypeVar("T")
 READS = 3  # of what does not have its sha256: the bit may have flipped on the way
 _PARALLEL_READS = 32  # of rank manifests
 _POLL_SECONDS = (0.05, 2.0)  # between looks for the other ranks' manifests: at first, at most
-_UNLISTED = 8  # ranks that are asked for in a look, in turn, though no listing shows their manifests
 LATE_SECONDS = 30.0  # for a manifest to show after all ranks have written it: NFS caches what is not there
 
 
@@ -101,7 +99,7 @@ def commit(
     token: str,
     end: Callable[[], float],
 ) -> None:
-    """Rank 0, when all ranks' manifests are there: layout, manifest, fence check, marker, latest pointer.
+    """Rank 0, when all ranks' manifests are there: layout, manifest, fence check, marker.
 
     check_fence: FencedError where another process has taken over. end: when to wait no longer (`time.monotonic`).
     FencedError, RefusedError; OSError or CheckpointError for what may go better the next time.
@@ -126,8 +124,6 @@ def commit(
         if there.token != token:
             raise FencedError(f"{store.url}/{request.ref.name} has been committed by another process")
         request.committed = there.prefix
-    with contextlib.suppress(OSError):  # nothing relies on it alone
-        store.put_bytes(manifest.LATEST, manifest.add_checksum({"commit": request.ref.name}))
 
 
 def _rank_manifests(store: Storage, request: SaveRequest, end: Callable[[], float]) -> list[dict[str, Any]]:
@@ -145,20 +141,18 @@ def _rank_manifests(store: Storage, request: SaveRequest, end: Callable[[], floa
             raise (SupersededError if body["superseded"] else RefusedError)(f"rank {rank}: {body['error']}")
         found[rank] = body
 
-    missing = list(range(request.world_size))
+    missing = {manifest.rank_manifest_name(request.prefix, rank): rank for rank in range(request.world_size)}
     pause, most = _POLL_SECONDS
     while True:
         late = time.monotonic() > end()
-        listed = {entry.name for entry in store.list(request.prefix)} if len(missing) > _UNLISTED else set()
-        shown = [rank for rank in missing if manifest.rank_manifest_name(request.prefix, rank) in listed]
-        hidden = [rank for rank in missing if rank not in shown]  # a listing may hide the newest
-        for _ in in_parallel(read, shown + hidden[:_UNLISTED], _PARALLEL_READS):
+        shown = [missing[entry.name] for entry in store.list(request.prefix) if entry.name in missing]
+        for _ in in_parallel(read, shown, _PARALLEL_READS):
             pass
-        missing = [rank for rank in hidden[_UNLISTED:] + shown + hidden[:_UNLISTED] if rank not in found]
+        missing = {name: rank for name, rank in missing.items() if rank not in found}
         if not missing:
             return [found[rank] for rank in range(request.world_size)]
         if late:
-            ranks = ", ".join(map(str, sorted(missing)[:8]))
+            ranks = ", ".join(map(str, [*missing.values()][:8]))
             raise RefusedError(
                 f"no manifest of ranks {ranks} under {store.url}/{request.prefix}: is it a place that all ranks share?"
             )
@@ -191,15 +185,8 @@ class Found:
 
 
 def list_commits(storage: Storage) -> list[CommitRef]:
-    """All commit markers, newest first; also the one that the latest pointer names, should the listing hide it.
-    OSError."""
+    """All commit markers, newest first. OSError."""
     refs = {CommitRef.parse(entry.name) for entry in storage.list("commit")}
-    try:
-        latest = CommitRef.parse(str(read_checked(storage, manifest.LATEST).get("commit")))
-    except (FileNotFoundError, ValueError, FormatError):
-        latest = None
-    if latest is not None and latest not in refs and storage.exists(latest.name):
-        refs.add(latest)
     return sorted((ref for ref in refs if ref is not None), reverse=True)
 
 
@@ -286,14 +273,9 @@ def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> No
     sizes = {entry.name: entry.size for entry in storage.list(prefix)}
     for entry in files:
         name = f"{prefix}/{entry.name}"
-        size = sizes.get(name)
-        if size is None:  # a listing may hide a file
-            try:
-                size = storage.size(name)
-            except FileNotFoundError:
-                raise DamagedError(f"{name} is missing") from None
-        if size != entry.size:
-            raise DamagedError(f"{name} has {size} bytes instead of {entry.size}")
+        if sizes.get(name) != entry.size:
+            there = f"has {sizes[name]} bytes instead of {entry.size}" if name in sizes else "is missing"
+            raise DamagedError(f"{name} {there}")
 
 
 def in_parallel(action: Callable[[T], object], jobs: Sequence[T], workers: int) -> Iterator[T]:

@@ -121,8 +121,6 @@ def resume_of(storage: Storage, epoch: int) -> str | None:
 def check(storage: Storage, held: Lease) -> None:
     """FencedError if somebody has taken a higher epoch, or, where a server ignores If-None-Match, the same; OSError."""
     epoch = max([held.epoch, *epochs(storage)])
-    if epoch == held.epoch and storage.exists(manifest.lease_name(epoch + 1)):  # a listing may hide the newest
-        epoch += 1
     who, token = "another process", held.token
     try:
         holder = read_checked(storage, manifest.lease_name(epoch))

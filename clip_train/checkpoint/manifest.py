@@ -7,7 +7,6 @@
                               /_MANIFEST.json           all ranks' files, and the trainer's state
     commit/e000007-s0000001200.json                     written last: without it there is no checkpoint
     metric/e000007-s0000001200.json                     the evaluation's results at that step
-    latest.json                                         a pointer for when a listing hides the newest
 
 The folder of an attempt follows from its step, the writer's epoch and the number of the snapshot of that step, so a
 checkpoint writer that died is replaced by one that repeats the same attempt, byte by byte. Every process that is going
@@ -36,7 +35,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 MANIFEST = "_MANIFEST.json"
 LAYOUT = "_LAYOUT.bin"
-LATEST = "latest.json"
 
 # -- names
 

@@ -153,8 +153,9 @@ def _remove_orphans(
         if ref in named and named[ref] in (attempt, None):
             continue
         grace = 0.0 if ref.epoch == policy.epoch else policy.orphan_grace_seconds
-        # a listing may hide the marker: it is asked for by its name as well
-        if ref in removed or (now - modified >= grace and not _is_named(storage, ref, attempt)):
+        # its marker may have come since they were listed
+        late = now - modified >= grace and not (storage.exists(ref.name) and prefix_of(storage, ref) in (attempt, None))
+        if late or ref in removed:
             storage.delete_tree(attempt)
             for entry in entries if local else []:
                 _delete(storage, entry.name)
@@ -163,10 +164,6 @@ def _remove_orphans(
         over = old or (ref is not None and ref.epoch == policy.epoch)
         if over and not _under_way(ref, policy, newest) and not (ref is not None and storage.exists(ref.name)):
             storage.delete(entry.name)
-
-
-def _is_named(storage: Storage, ref: CommitRef, attempt: str) -> bool:
-    return storage.exists(ref.name) and prefix_of(storage, ref) in (attempt, None)
 
 
 def _delete(storage: Storage, name: str) -> None:

@@ -5,6 +5,7 @@ JPEG is decoded by simplejpeg, the rest by Pillow.
 
 from __future__ import annotations
 
+import base64
 import bisect
 import functools
 import io
@@ -29,6 +30,7 @@ FORMATS = ("PNG", "WEBP", "JPEG", "GIF", "BMP", "TIFF", "PPM", "DIB", "MPO", "JP
 MAX_SCANS = 100  # of a progressive JPEG; each goes over the whole image, and a small file can hold thousands
 MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): what is larger is taken for a bomb
 STRIP_PIXELS = 1 << 22
+PICTURE = 160  # pixels of the longest side
 DRAWS = 1 << 63  # a sample's seed is below it
 
 CaptionKey = str | Sequence[str] | Mapping[str, float] | None
@@ -162,13 +164,16 @@ def decode_image(data: bytes) -> Tensor:
     Raises:
         InvalidSample: damaged, cut off, of an unknown kind, or of more than MAX_PIXELS.
     """
-    pixels = _decode_jpeg(data) if data[:2] == b"\xff\xd8" else None
-    if pixels is None:
-        pixels = _decode_other(data)
-    return torch.from_numpy(pixels).permute(2, 0, 1)  # memory stays [H, W, 3]: interpolate is fastest on that
+    return torch.from_numpy(_pixels(data)).permute(2, 0, 1)  # memory stays [H, W, 3]: interpolate is fastest on that
 
 
-def _decode_jpeg(data: bytes) -> np.ndarray | None:
+def _pixels(data: bytes, strict: bool = True) -> np.ndarray:
+    """uint8 [H, W, 3]. strict: not of a JPEG that is cut off."""
+    pixels = _decode_jpeg(data, strict) if data[:2] == b"\xff\xd8" else None
+    return _decode_other(data) if pixels is None else pixels
+
+
+def _decode_jpeg(data: bytes, strict: bool) -> np.ndarray | None:
     """uint8 [H, W, 3]; None for the colour spaces that simplejpeg leaves to Pillow."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
@@ -177,7 +182,7 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
             raise InvalidSample("image has too many scans")
         if colorspace not in ("YCbCr", "Gray", "GRAY", "RGB"):
             return None
-        return simplejpeg.decode_jpeg(data, strict=True)  # strict=False accepts files that are cut off
+        return simplejpeg.decode_jpeg(data, strict=strict)
     except ValueError as e:
         raise InvalidSample("image does not decode") from e
 
@@ -226,6 +231,23 @@ def _strip_to_rgb(image: Image.Image) -> np.ndarray:
         image = Image.new("RGB", over.size, "white")
         image.paste(over, mask=over)
     return np.array(image.convert("RGB"))  # a writable copy
+
+
+def picture_of(members: Mapping[str, Any]) -> str:
+    """`picture` of a sample's image, a cut-off one too; "" where nothing can be seen."""
+    try:
+        return picture(_pixels(image_bytes(members), strict=False))
+    except InvalidSample:
+        return ""
+
+
+def picture(pixels: np.ndarray) -> str:
+    """uint8 [H, W, 3] as a small JPEG in a data URI."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((PICTURE, PICTURE))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _check_size(width: int, height: int) -> None:

@@ -17,6 +17,7 @@ MIN_INVALID = 20  # before the limit may stop a run: one of the first ten means 
 KEYS_SHOWN = 3
 KEY_LENGTH = 60  # characters of a key that are shown
 ROWS_SHOWN = 20
+PICTURES = 3  # of a reason, which are kept
 
 
 class InvalidSample(Exception):
@@ -33,11 +34,17 @@ class Invalid(NamedTuple):
     reason: str
     shard: str  # path or URL
     key: str
+    members: Mapping[str, Any] | None = None  # the sample's, until it is known whether a picture of it is wanted
+    picture: str = ""  # a data URI, where something of the image can be seen
 
     @property
     def place(self) -> str:
         """As `Batch.bad_samples` counts them."""
         return f"{self.reason}\t{self.shard}"
+
+    def shown(self) -> dict[str, str]:
+        """As `Batch.bad_pictures` has them."""
+        return {"reason": self.reason, "shard": self.shard, "key": self.key[:KEY_LENGTH], "picture": self.picture}
 
 
 def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -96,10 +103,14 @@ class InvalidLog:
     total: Counter[str] = field(default_factory=Counter)  # of all ranks, when they last summed
     epoch: int = 0  # that has been reached
     epochs: list[dict[str, int]] = field(default_factory=list)  # of each that has ended: epoch, step, bad_samples
+    pictures: list[dict[str, str]] = field(default_factory=list)  # the first of each reason here, since the last start
 
-    def add(self, counts: Mapping[str, int]) -> None:
+    def add(self, counts: Mapping[str, int], pictures: Iterable[dict[str, str]] = ()) -> None:
         """Those of one batch."""
         self.mine.update(counts)
+        for each in pictures:
+            if sum(each["reason"] == other["reason"] for other in self.pictures) < PICTURES:
+                self.pictures.append(each)
 
     def sum(self) -> None:
         """Collective: `total` is up to date then."""

@@ -228,6 +228,7 @@ class TrainLoader:
             sample_seeds=torch.cat([p.seeds for p in pieces]),
             keys=[key for p in pieces for key in p.keys],
             bad_samples=dict(Counter(each.place for each in invalid)),
+            bad_pictures=[each.shown() for each in invalid if each.picture],
             shares=tuple(shares(self._sizes.at(self.step), self._world_size)),
             text_lengths=None if self._lengths is None else self._lengths(texts),
         )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from clip_train import batch
-from clip_train.batch import BatchSizes, floor_sum
+from clip_train.batch import BatchSizes
 
 WORD = 1 << 64
 # 2^64 / golden ratio, odd: its multiples, in any stride, fill [0, 2^64) more evenly than random numbers would
@@ -206,6 +206,19 @@ class Order:
         whole = floor_sum(n, a, WORD, b)
         below = [whole - floor_sum(n, a, WORD, b + WORD - edge) + n for edge in self._edges]
         return [stop - start for start, stop in itertools.pairwise([0, *below, n])]
+
+
+def floor_sum(n: int, a: int, m: int, b: int) -> int:
+    """`sum_{i < n} floor((a i + b) / m)`, all non-negative, in O(log m): Euclid's algorithm on the lattice points
+    under a line."""
+    total = 0
+    while n > 0:
+        total += (n - 1) * n // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        n, b, a, m = (a * n + b) // m, (a * n + b) % m, m, a
+        if m == 0:
+            break
+    return total
 
 
 class StreamShare(NamedTuple):

@@ -82,7 +82,7 @@ def undecoded(found: TarSample | Invalid, url: str, files: Files) -> Item:
         return found
     reason = why_invalid(found, files.caption_key, files.needs_caption)
     if reason is not None:
-        return Invalid(reason, url, found.key)
+        return Invalid(reason, url, found.key, found.members)
     return {**found.members, "__key__": found.key, "__url__": url}
 
 

@@ -184,7 +184,7 @@ class ValLoader:
             for start in range(max(begin, 0), min(end, count), self.batch_size):
                 for item in segments.read(Segment(shard, start, min(start + self.batch_size, end, count))):
                     if isinstance(item, Invalid):
-                        self.invalid.append(item)
+                        self.invalid.append(item._replace(members=None))
                     else:
                         usable = True
                         yield item

@@ -12,8 +12,9 @@ import pickle
 import signal
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -25,7 +26,7 @@ from clip_train.data import decode
 from clip_train.data.decode import CaptionKey
 from clip_train.data.images.synthetic import synthetic_caption, synthetic_image
 from clip_train.data.images.transforms import TrainTransform
-from clip_train.data.invalid import Invalid, InvalidSample, table_of
+from clip_train.data.invalid import PICTURES, Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Fields, Files, Item, StreamReader
 from clip_train.data.shards import synthetic_size
@@ -96,6 +97,7 @@ class PieceStream(IterableDataset):
     caption_key: CaptionKey
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers
+    pictures: Counter[str] = field(default_factory=Counter)  # that were made, by reason
     closing: Any = None  # from the first piece on: a byte that the trainer sets once it wants no more
 
     def __iter__(self) -> Iterator[Any]:
@@ -160,7 +162,7 @@ class PieceStream(IterableDataset):
         tried: list[Invalid] = []
         for item in itertools.islice(candidates, MAX_TRIED):
             if isinstance(item, Invalid):
-                tried.append(item)
+                tried.append(item._replace(members=None) if tried else item)
                 continue
             if synthetic_size(item["__url__"]) is not None:
                 return synthetic_image(seed, self.transform.image_size), synthetic_caption(seed), item["__key__"]
@@ -169,11 +171,18 @@ class PieceStream(IterableDataset):
                 image = self.transform(decode.decode_image(decode.image_bytes(fields)), seed)
                 caption = decode.caption(fields, self.caption_key, draw=seed)
             except InvalidSample as e:
-                tried.append(Invalid(e.reason, item["__url__"], item["__key__"]))
+                tried.append(Invalid(e.reason, item["__url__"], item["__key__"], None if tried else item))
                 continue
-            invalid += tried[:1]
+            invalid += map(self._pictured, tried[:1])
             return image, caption, item["__key__"]
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
+
+    def _pictured(self, found: Invalid) -> Invalid:
+        """Without its members; with a picture, if it is one of the first of its reason here."""
+        wanted = self.pictures[found.reason] < PICTURES
+        picture = decode.picture_of(found.members) if wanted and found.members is not None else ""
+        self.pictures[found.reason] += bool(picture)
+        return found._replace(members=None, picture=picture)
 
     def _staged(self, fields: Fields) -> Fields:
         """What the user's stages make of a sample."""

@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from clip_train.data.decode import picture
 from clip_train.data.validation import ValBatch
 from clip_train.evaluate.features import Encoded
 from clip_train.storage.local import LocalStorage
 
 FILE = "nearest.json"
-SHOWN, NEAREST, PIXELS = 8, 3, 160  # images; captions of each; the longest side of a picture
+SHOWN, NEAREST = 8, 3  # images; captions of each
 
 
 class Examples:
@@ -61,18 +59,11 @@ class Examples:
                 best.setdefault(self.captions[place], float(row[place]))
                 if len(best) == NEAREST:
                     break
-            found.append({"picture": picture(pixels), "caption": caption, "nearest": [*best.items()]})
+            found.append(
+                {"picture": picture(pixels.permute(1, 2, 0).numpy()), "caption": caption, "nearest": [*best.items()]}
+            )
         return found
 
     def write(self, folder: Path) -> None:
         """`nearest.json` in the run's folder, for its report. OSError."""
         LocalStorage(folder).put_bytes(FILE, json.dumps({"examples": self.nearest()}).encode())
-
-
-def picture(pixels: Tensor) -> str:
-    """uint8 [3, H, W] as a small JPEG in a data URI."""
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    image.thumbnail((PIXELS, PIXELS))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

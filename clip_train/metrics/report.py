@@ -101,7 +101,8 @@ def _template() -> Any:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds, "date": _date}
+    environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds}
+    environment.filters["date"] = lambda seconds: time.strftime("%a %d %b %Y %H:%M", time.localtime(seconds))
     return environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
 
 
@@ -138,6 +139,7 @@ def _shown(run: Run) -> dict[str, Any]:
         "evaluations": evaluations, "at": [each["step"] for each in reversed(run.evaluations)],
         "invalid": _invalid(run.invalid.get("bad_samples", {})), "epochs": _epochs(run.invalid.get("bad_epochs", [])),
         "recipe": _flat(run.recipe), "examples": run.examples, "folder": str(run.folder),
+        "pictures": run.invalid.get("pictures", []),
         "more_invalid": len(run.invalid.get("bad_samples", {})) - ROWS,
     }  # fmt: skip
 
@@ -277,7 +279,3 @@ def number(value: Any) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
     return f"{value:.4g}" if abs(value) < 1e4 and value != int(value) else f"{value:,.0f}"
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%a %d %b %Y %H:%M", time.localtime(seconds))

@@ -3,7 +3,8 @@
 metrics.jsonl, eval.jsonl      the curves
 attempts.jsonl, VERDICT        each start with what it ran on (event `start`), and how it ended
 recipe.yaml                    every key
-invalid.json, nearest.json     samples that could not be used; images with the captions nearest to them
+invalid.json                   samples that could not be used, with pictures of some
+nearest.json                   images with the captions nearest to them
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from clip_train.storage.local import LocalStorage
 logger = logging.getLogger(__name__)
 
 Kind = Literal["train", "eval", "invalid"]
-"""Of a record: a step, an evaluation, the samples that could not be used so far (`InvalidLog.state`)."""
+"""Of a record: a step, an evaluation, the samples that could not be used so far (`InvalidLog.state`, `pictures`)."""
 
 
 class Chart(Protocol):

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import os
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from pydantic import (
 from clip_train.errors import UserError
 from clip_train.models.openclip.config import PREFIX, OpenCLIPArchitecture, load_openclip_architecture
 from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
+from clip_train.storage.urls import is_remote, local_path
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -221,11 +223,11 @@ class ModelConfig(Settings):
     """The image tower alone from there, of a whole model or of an image tower; the rest is drawn, or `init_from`'s."""
     init_text_from: str | None = None
     """The text tower alone from there, of a whole model or of a text tower; the rest is drawn, or `init_from`'s."""
-    teacher: Annotated[str | None, Refused] = None
-    """Learn from this frozen model as well (OpenCLIP's distillation loss): an export folder, or weights. It
+    teacher: str | None = None
+    """Learn from this frozen model as well (OpenCLIP's distillation loss): weights from any place of `init_from`. It
     sees the same images and texts, once per step; every rank holds all of it."""
-    teacher_name: Annotated[str | None, Refused] = None
-    """The teacher's architecture, as in `name`; none: its folder's own open_clip_config.json."""
+    teacher_name: str | None = None
+    """The teacher's architecture, as in `name`; none: by its tag, or its folder's own open_clip_config.json."""
     init_logit_scale: Annotated[
         float | None, Field(ge=0, le=math.log(100)), Allowed("a number from 0 to 4.6 (ln 100), or null")
     ] = None
@@ -262,29 +264,26 @@ class ModelConfig(Settings):
 
     def teacher_architecture(self) -> AnyArchitecture | None:
         """The teacher's, or None without one. Raises UserError, also where it cannot see what the student sees."""
-        if self.teacher is None:
+        if (place := self.teacher) is None:
             return None
-        folder = Path(self.teacher).expanduser()
-        if not os.path.exists(folder):
+        name = self.teacher_name
+        if not (is_remote(place) or place.startswith((PREFIX, "hf-hub:")) or os.path.exists(local_path(place))):
+            raise UserError(f"model.teacher ({clipped(place)}): no such file or folder; give an export or weights")
+        if name is None and place.startswith(PREFIX):
+            tagged = place.removeprefix(PREFIX).partition("/")[0]
+            name = tagged if tagged in preset_names() else PREFIX + tagged
+        if name is None and (is_remote(place) or not os.path.isfile(local_path(place) / "open_clip_config.json")):
             raise UserError(
-                f"model.teacher ({clipped(self.teacher)}): no such file or folder; give an export folder or weights"
-            )
-        if self.teacher_name is None and not os.path.isfile(folder / "open_clip_config.json"):
-            raise UserError(
-                f"model.teacher ({self.teacher}) has no open_clip_config.json beside it that says what model it is; "
+                f"model.teacher ({place}) is no folder with an open_clip_config.json that says what model it is; "
                 "set model.teacher_name to a preset or to the path of a JSON"
             )
-        theirs = load_architecture(self.teacher_name or self.teacher)
-        ours = self.architecture()
-        for what, own, other in (
-            ("vision_cfg.image_size", ours.vision_cfg.image_size, theirs.vision_cfg.image_size),
-            ("text_cfg.context_length", ours.text_cfg.context_length, theirs.text_cfg.context_length),
-            ("text_cfg.hf_tokenizer_name", ours.text_cfg.hf_tokenizer_name, theirs.text_cfg.hf_tokenizer_name),
-        ):
+        ours, theirs = self.architecture(), load_architecture(name or str(local_path(place)))
+        for what in ("vision_cfg.image_size", "text_cfg.context_length", "text_cfg.hf_tokenizer_name"):
+            own, other = map(attrgetter(what), (ours, theirs))
             if own != other:
                 raise UserError(
-                    f"model.teacher ({self.teacher}) has {what} {other}, the student {own}: both see the same "
-                    "samples; choose another teacher or student"
+                    f"model.teacher ({place}) has {what} {other}, the student {own}: both see the same samples; "
+                    "choose another teacher or student"
                 )
         return theirs
 

@@ -117,13 +117,9 @@ def _verified(hub: Any, place: str, repository: str, name: str, revision: str | 
         except Exception as e:  # of its HTTP library too, which it changes from one release to the next
             raise CheckpointError(f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}") from e
         blob = path.resolve()
-        if blob.name == (sha256_of(blob) if len(blob.name) == 64 else _git_sum(blob)):
+        known = sha256_of(blob) if len(blob.name) == 64 else ""
+        if blob.name == (known or hashlib.sha1(b"blob %d\0" % blob.stat().st_size + blob.read_bytes()).hexdigest()):
             return path
     raise CheckpointError(
         f"{place}: {name} does not have the checksum that the hub states ({blob.name}); try again later"
     )
-
-
-def _git_sum(file: Path) -> str:
-    data = file.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -24,11 +24,12 @@ _DTYPES = {
 
 
 def is_torchscript(file: Path) -> bool:
-    """As torch tells it from what `torch.save` writes. OSError; zipfile.BadZipFile."""
-    if not zipfile.is_zipfile(file):
+    """As torch tells it from what `torch.save` writes."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
         return False
-    with zipfile.ZipFile(file) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def read_torchscript(file: Path) -> dict[str, Tensor]:

@@ -14,7 +14,9 @@ import textwrap
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
@@ -77,17 +79,23 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     return WholeState(state)
 
 
-def load_teacher(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
-    """`model.teacher`, frozen and in eval mode; None where the recipe names none. UserError, CheckpointError."""
+def load_teacher(
+    config: ModelConfig, place: str | None, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, str] | None:
+    """`model.teacher`, which lies at `place` here, frozen, in eval mode, and a digest of what it is; None without one.
+    UserError, CheckpointError."""
     architecture = config.teacher_architecture()
-    if config.teacher is None or architecture is None:
+    if place is None or architecture is None:
         return None
-    state = load_openclip(config.teacher, architecture)
+    file = file_at(place, "model.teacher")
+    architecture = architecture.model_copy(update=trained_with(file))
+    state = load_openclip(file, architecture)
     teacher = build_model(architecture, patch_dropout=0.0)
     teacher.load_state_dict(state)
     teacher.to(device, dtype)
     teacher.logit_scale.data = state["logit_scale"].to(device)  # rounded to bf16 the factor would be off by up to 1.6%
-    return teacher.eval().requires_grad_(False)
+    named = f"{sha256_of(file)} {architecture.model_dump_json(exclude={'open_clip'})}"
+    return teacher.eval().requires_grad_(False), hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
 def check_state(state: dict[str, Tensor], architecture: AnyArchitecture, source: str) -> None:
@@ -99,7 +107,8 @@ def check_state(state: dict[str, Tensor], architecture: AnyArchitecture, source:
     except RuntimeError as e:
         reasons = textwrap.shorten(str(e), 1000)
         raise CheckpointError(
-            f"{source} does not fit the model (model.name, model.init_logit_bias): {reasons}"
+            f"{source} does not fit the model (model.name, model.init_logit_bias; of a teacher model.teacher_name): "
+            f"{reasons}"
         ) from None
 
 
@@ -141,7 +150,7 @@ def load_openclip(path: str | os.PathLike, architecture: AnyArchitecture, log: L
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
     file = file_at(path, "model.init_from")
-    state = _read(file, architecture)
+    state = _read(file, architecture, log)
     resize_positions(state, architecture, log)
     check_state(state, architecture, str(file))
     return state
@@ -155,7 +164,7 @@ def load_tower(
     path: also of weights that are such a tower alone, with or without `visual.` or `text.` before their names.
     """
     file = file_at(path, f"model.init_{tower}_from")
-    state = _read(file, architecture)
+    state = _read(file, architecture, log if tower == "image" else silent)
     if tower == "image" and not any(name.startswith("visual.") for name in state):
         state = {f"visual.{name}": tensor for name, tensor in state.items()}
     prefix = "text." if not getattr(architecture, "custom_text", False) else ""
@@ -190,7 +199,7 @@ def sha256_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path, architecture: AnyArchitecture) -> dict[str, Tensor]:
+def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tensor]:
     """Names as in OpenCLIP, float32. CheckpointError; UserError for weights of another activation function."""
     try:
         if file.suffix == ".safetensors":
@@ -223,17 +232,27 @@ def _read(file: Path, architecture: AnyArchitecture) -> dict[str, Tensor]:
             continue
         tensor = value.float().contiguous() if value.is_floating_point() else value
         state[name] = tensor.reshape(1) if name in SCALARS and tensor.numel() == 1 else tensor
-    _check_activation(file, True if openai else _described_quick_gelu(file), architecture)
+    said = trained_with(file)
+    _check_activation(file, True if openai else said.get("quick_gelu"), architecture)
+    if not openai and architecture.model_copy(update=said) != architecture:
+        log(
+            f"note: {file} was trained with {said}, the model's pixels are of mean {architecture.image_mean} and "
+            f"deviation {architecture.image_std}; a JSON as model.name can have the former"
+        )
     return state
 
 
-def _described_quick_gelu(file: Path) -> bool | None:
-    """As the description beside the file says; None: there is none."""
+def trained_with(file: Path) -> dict[str, Any]:
+    """What fits by every name and shape: `quick_gelu`, `image_mean` and `image_std`, as the description beside weights
+    says, of OpenAI's archives the first; {} where there is none."""
     try:
-        content = json.loads((file.parent / CONFIG_NAME).read_text())
-        return bool(content.get("model_cfg", content).get("quick_gelu", False))
-    except (OSError, ValueError, AttributeError):
-        return None
+        content = json.loads(file.with_name(CONFIG_NAME).read_text())
+        own, seen = content.get("model_cfg", content), content.get("preprocess_cfg") or {}
+        given = {key: np.broadcast_to(seen[key], 3) for key in ("mean", "std") if seen.get(key)}
+        pixels = {f"image_{key}": tuple(map(float, value)) for key, value in given.items()}
+        return {"quick_gelu": bool(own.get("quick_gelu", False)), **pixels}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {"quick_gelu": True} if is_torchscript(file) else {}
 
 
 def _check_activation(file: Path, quick_gelu: bool | None, architecture: AnyArchitecture) -> None:
@@ -245,5 +264,5 @@ def _check_activation(file: Path, quick_gelu: bool | None, architecture: AnyArch
     word = "true" if quick_gelu else "false"
     raise UserError(
         f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model has the other: set "
-        f'model.name to {" or ".join([*presets, "a JSON"])} with "quick_gelu": {word}'
+        f'model.name to {" or ".join([*presets, "a JSON"])} with "quick_gelu": {word}; of a teacher model.teacher_name'
     )

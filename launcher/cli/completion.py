@@ -6,7 +6,6 @@ The script holds all of it, so that a Tab starts no Python.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 from launcher.cli.keys import all_keys
 from launcher.cli.options import SHELLS, VERBS, Verb
@@ -35,7 +34,7 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def run(args: argparse.Namespace) -> int:
-    print(fish() if args.shell == "fish" else bash(ZSH if args.shell == "zsh" else BASH), end="")
+    print(bash(ZSH if args.shell == "zsh" else BASH), end="")
     return 0
 
 
@@ -51,29 +50,6 @@ def bash(script: str) -> str:
         cases.append(f'"{name} "*) {file}words="{" ".join(words)}" ;;')
     keys = " ".join(f"{key.name}=" for _, _, keys in all_keys("") for key in keys)
     return script.format(keys=keys, verbs=" ".join(VERBS), cases="\n".join(f"            {case}" for case in cases))
-
-
-def fish() -> str:
-    return "".join(f"complete -c clip-train {line}\n" for line in _fish_lines())
-
-
-def _fish_lines() -> Iterator[str]:
-    def quoted(text: str) -> str:
-        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-    for name, verb in VERBS.items():
-        yield f"-n __fish_use_subcommand -f -a {name} -d {quoted(verb.help)}"
-        of_verb = f"-n '__fish_seen_subcommand_from {name}'"
-        for option, metavar, text, *_ in verb.options:
-            takes = "" if metavar is None else f"-x -a '{' '.join(metavar)}'" if isinstance(metavar, list) else "-r"
-            yield " ".join(filter(None, (of_verb, "-l", option, takes, "-d", quoted(text))))
-        for word in positions(verb):
-            yield f"{of_verb} -f -a {word}"
-    with_keys = " ".join(name for name, verb in VERBS.items() if takes_keys(verb))
-    for _, _, keys in all_keys(""):
-        for key in keys:
-            meaning = quoted(key.meaning.partition(". ")[0])
-            yield f"-n '__fish_seen_subcommand_from {with_keys}' -a '{key.name}=' -d {meaning}"
 
 
 def takes_keys(verb: Verb) -> bool:

@@ -30,7 +30,7 @@ ALWAYS = (
 PER_SHARD = 10_000  # samples that img2dataset puts into one
 ASSUMED = 10_000_000  # samples, where not even the number of shards is known
 SCHEDULES = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
-TEXTS = {"train-data", "val-data", "imagenet-val", "distill-model", "distill-pretrained", "wandb-project-name"}
+TEXTS = {"train-data", "val-data", "imagenet-val", "wandb-project-name"}
 CLIPA = re.compile(r"(ViT-\w+-\d+)-CL(\d+)\b.*")  # names that its scripts have and OpenCLIP no longer
 
 Keys = dict[str, Any]  # of a recipe, flat
@@ -103,20 +103,27 @@ def _model(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
         for key, value in (("optim.beta2", 0.999), ("optim.eps", 1e-8)):
             keys.setdefault(key, value)
     if "pretrained" in given:
-        tag = str(given["pretrained"])
-        is_place = "/" in tag or "." in tag or ":" in tag
-        keys["model.init_from"] = tag if is_place else f"open_clip:{name.replace('/', '-')}/{tag}"
+        keys["model.init_from"] = weights_of(name, str(given["pretrained"]))
         if "train-data" not in given:
             notes.append(("--pretrained", "without --train-data OpenCLIP evaluates these weights alone; so does: "
                           f"clip-train evaluate THIS.yaml --weights {keys['model.init_from']}"))  # fmt: skip
+    if "distill-model" in given and "distill-pretrained" in given:
+        name = str(given["distill-model"])
+        keys["model.teacher_name"] = model_name(name, quick_gelu=False, flag="distill-")
+        keys["model.teacher"] = weights_of(name, str(given["distill-pretrained"]))
 
 
-def model_name(name: str, quick_gelu: bool) -> str:
+def weights_of(name: str, tag: str) -> str:
+    """A tag is one of OpenCLIP's for that model."""
+    return tag if set("/.:") & set(tag) else f"open_clip:{name.replace('/', '-')}/{tag}"
+
+
+def model_name(name: str, quick_gelu: bool, flag: str = "") -> str:
     """Ours, or by OpenCLIP's own. UserError for one that no name of a recipe can stand for."""
     if name.startswith(("hf-hub:", "local-dir:")):
         raise UserError(
-            f"--model {name}: a recipe has architecture and weights apart; give --model the architecture's name, and "
-            f"--pretrained {name.removeprefix('local-dir:')}"
+            f"--{flag}model {name}: a recipe has architecture and weights apart; give --{flag}model the architecture's "
+            f"name, and --{flag}pretrained {name.removeprefix('local-dir:')}"
         )
     name = name.replace("/", "-")
     name += "-quickgelu" if quick_gelu and not name.endswith("-quickgelu") else ""

@@ -20,7 +20,7 @@ from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture, preset_names
 from clip_train.models.export import export_openclip, save_texts
 from clip_train.models.transformers import check_transformers, export_transformers
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, WholeState, initial_weights
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, WholeState, initial_weights, silent
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
 from launcher.cli.import_args import model_name
@@ -87,21 +87,19 @@ def to_evaluate(
         config = check_config(apply_overrides(raw, overrides), place)
     weights = weights or place
     given = {"init_from": weights, "init_image_from": None, "init_text_from": None}
+    say = log if dist.is_main() else silent
     with weights_here(config.model.model_copy(update=given), config.storage) as model:
         if raw is not None and "name" not in config.model.model_fields_set:
             name = dist.agreed(partial(described, model.init_from or "", place))
             model = model.model_copy(update={"name": name})  # noqa: PLW2901
-        return config, model.architecture(), dist.agreed(partial(initial_weights, model, config.run.seed)), weights
+        return config, model.architecture(), dist.agreed(partial(initial_weights, model, config.run.seed, say)), weights
 
 
 def recipe_of_model(place: str, weights: str | None) -> dict[str, Any] | None:
     """A recipe with what `place` says of the model, if it is a model's name or weights; None where it is a run's."""
-    name = place.removeprefix("open_clip:")
     if weights is not None:
-        known = name != place or place in preset_names()
+        known = place.startswith("open_clip:") or place in preset_names()
         model: dict[str, Any] | None = {"name": place} if known else None
-    elif name != place:
-        model = {"name": model_name(name.rpartition("/")[0], quick_gelu=False)}
     else:
         model = {} if hub.is_on_hub(place) or holds_weights(place) else None
     unused = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train": "none.tar"}}
@@ -109,9 +107,11 @@ def recipe_of_model(place: str, weights: str | None) -> dict[str, Any] | None:
 
 
 def described(weights: str, place: str) -> str:
-    """The `model.name` of weights that lie here beside their description. UserError where there is none."""
+    """The `model.name` of weights that lie here, by the description beside them, else their tag. UserError without."""
     folder = path if (path := local_path(weights)).is_dir() else path.parent
     if not (folder / CONFIG_NAME).is_file():
+        if place.startswith("open_clip:"):
+            return model_name(place.removeprefix("open_clip:").rpartition("/")[0], quick_gelu=False)
         raise UserError(
             f"{place} has no {CONFIG_NAME} beside it that says what model it is: give its name, as in clip-train "
             f"evaluate ViT-B-32 --weights {place}"

@@ -21,7 +21,7 @@ examples:
   clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
 """
 
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = ("bash", "zsh")
 POSITIONS: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
@@ -287,10 +287,9 @@ VERBS = {
     "completion": Verb(
         "launcher.cli.completion:run",
         "completion of this command by your shell",
-        "Print a script by which bash, zsh or fish completes verbs, options and the keys of a recipe.",
+        "Print a script by which bash or zsh completes verbs, options and the keys of a recipe.",
         """\
         clip-train completion bash > ~/.local/share/bash-completion/completions/clip-train
-        clip-train completion fish > ~/.config/fish/completions/clip-train.fish
         clip-train completion zsh > ~/.clip-train.zsh           and in .zshrc: source ~/.clip-train.zsh""",
         positions=("shell",),
     ),

@@ -115,7 +115,7 @@ def show(config: RunConfig, plan: dict[str, Any]) -> None:
     table = Table(title=f"{config.run.name}: {plan['model']}", box=None, show_header=False)
     for name, value in describe(plan):
         table.add_row(name, value)
-    console = Console()
+    console = Console(width=None if os.isatty(1) else 160)
     console.print(table)
     if plan["gpu"] is not None:
         for each in gpu_tables(plan["gpu"]):

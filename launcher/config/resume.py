@@ -73,10 +73,12 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
     ]
 
 
-def compare_with(config: RunConfig, resumed: Resumed, world_size: int) -> list[str]:
+def compare_with(config: RunConfig, resumed: Resumed, world_size: int, teacher: str | None = None) -> list[str]:
     """What to report about resuming from this checkpoint, below where it is from. UserError where it is another run's,
     but with `checkpoint.allow_changed_recipe`, and where it has all steps and the change would train nothing."""
     found = changes(config, resumed.state)
+    if (before := resumed.state.get("teacher")) != teacher:  # its digest: what lies at a place may change
+        found.append(Change(f"model.teacher ({config.model.teacher}): its digest", before, teacher, "refused"))
     another = [change for change in found if change.kind == "refused"]
     if another and not config.checkpoint.allow_changed_recipe:
         raise UserError(

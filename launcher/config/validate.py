@@ -16,6 +16,7 @@ from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
+from clip_train.models import hub
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture
 from clip_train.models.freeze import trained_parameters
@@ -57,6 +58,9 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
         if (config.loss.kind == "sigmoid") != (architecture.init_logit_bias is not None):
             problems.append(UserError(bias_mistake(config, architecture.init_logit_bias)))
         collect(config.model.teacher_architecture)
+        model = config.model
+        given = (model.init_from, model.init_image_from, model.init_text_from, model.teacher)
+        collect(lambda: [hub.resolve(place) for place in given if place is not None and hub.is_on_hub(place)])
         collect(partial(trained_parameters, config.model, architecture))
         if (
             isinstance(architecture, OpenCLIPArchitecture)

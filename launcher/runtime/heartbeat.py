@@ -106,15 +106,16 @@ class Heartbeat:
             time.sleep(0.1)
 
     def leave(self) -> None:
-        """This rank ends; whoever holds the store waits for the others. Again does nothing."""
+        """This rank ends; whoever holds the store waits for the others that live. Again does nothing."""
         if self._closed.is_set():
             return
         self._closed.set()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT)
             left = self._store.add("left", 1)
+            lost = sum(looks >= SILENT_BEATS - 1 and value != LEFT.encode() for value, looks in self._seen.values())
             end = time.monotonic() + (LEAVE_SECONDS if self._all_came else LEAVE_EARLY_SECONDS)
-            while self._server is not None and left < self.env.world_size and time.monotonic() < end:
+            while self._server is not None and left < self.env.world_size - lost and time.monotonic() < end:
                 time.sleep(0.05)
                 left = self._store.add("left", 0)
 

@@ -6,6 +6,7 @@ python -m tests.browser.test_page RUN    docs/images/report-*.png, of a run that
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from PIL import Image
 
 from clip_train.metrics.report import write_report
 from tests.browser.chromium import Chromium, find
-from tests.metrics.pages import write_run
+from tests.metrics.pages import PIXEL, write_run
 
 pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280, 1920)
@@ -25,7 +26,7 @@ def check(browser: Chromium, page: Path, width: int, *, dark: bool, fragment: st
     """Its first screen, uint8 [height, width, 3]."""
     browser.show(page, width, dark=dark, fragment=fragment)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    cut = "[...document.querySelectorAll('h1, h2, .tile, figcaption, .notes li, .plot span')].filter(each =>"
+    cut = "[...document.querySelectorAll('h1, h2, .tile, figcaption, figure p, .notes li, .plot span')].filter(each =>"
     cut += f" {{ const box = each.getBoundingClientRect(); return box.left < 0 || box.right > {width} }}).length"
     assert browser.evaluate(cut) == 0
     png = browser.screenshot(width, 900)
@@ -39,7 +40,11 @@ def check(browser: Chromium, page: Path, width: int, *, dark: bool, fragment: st
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_shows_without_errors_and_requests(browser, tmp_path, width, dark):
-    page = write_report([write_run(tmp_path / "a-run-with-a-name-that-is-as-long-as-people-make-them-who-sweep-rates")])
+    run = write_run(tmp_path / "a-run-with-a-name-that-is-as-long-as-people-make-them-who-sweep-rates")
+    invalid = {"reason": "caption is empty", "shard": "s3://bucket/00001.tar", "key": "k" * 60, "picture": PIXEL}
+    found = {"bad_samples": {"caption is empty\ts3://bucket/00001.tar": 3}, "pictures": [invalid] * 3}
+    (run / "invalid.json").write_text(json.dumps(found))
+    page = write_report([run])
     pixels = check(browser, page, width, dark=dark)
     assert (pixels[:4].mean() < 64) == dark and (pixels[:4].mean() > 192) != dark
     other = write_run(tmp_path / "b", lr=3e-3)

@@ -91,7 +91,7 @@ def orphans_in(names: list[str], markers: list[bytes]) -> list[str]:
     body = [json.loads(marker) for marker in markers]
     folders = tuple(f"{each['prefix']}/" for each in body)
     refs = {f"e{each['epoch']:06d}-s{each['step']:010d}.json" for each in body}
-    known = {f"{kind}/{ref}" for kind in ("commit", "metric") for ref in refs} | {"latest.json"}
+    known = {f"{kind}/{ref}" for kind in ("commit", "metric") for ref in refs}
     return [name for name in names if not name.startswith(("lease/", *folders)) and name not in known]
 
 

@@ -317,7 +317,6 @@ def test_a_long_fetch_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 def newest_on_one_disk(root: Path) -> None:
     saved_apart(root, [0, 0], BANK, 1, 2)
     if dist.is_main():
-        (root / "store" / "latest.json").unlink()
         (root / "store" / "commit" / "e000000-s0000000002.json").unlink()
         shutil.rmtree(root / "store" / "ckpt" / "s0000000002")
     dist.barrier()

@@ -38,6 +38,14 @@ def test_an_epoch_without_any_is_reported_too():
     assert InvalidLog().reached(1, 7) == "epoch 1 is done (step 7): no invalid samples"
 
 
+def test_a_few_pictures_of_each_reason_are_kept():
+    log = InvalidLog()
+    for number in range(9):
+        log.add({}, [{"reason": reason, "key": f"{reason}{number}"} for reason in "ab"[: 1 + number % 2]])
+    assert [each["key"] for each in log.pictures] == ["a0", "a1", "b1", "a2", "b3", "b5"]
+    assert "picture" not in json.dumps(log.state())  # a checkpoint goes without
+
+
 def test_keys_cannot_write_to_the_terminal():
     table = table_of([Invalid("no image", "a.tar", "x\x1b[2J" + "y" * 500)])
     assert "\x1b" not in table and "x\\x1b[2J" in table and len(table) < 200

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import functools
+import io
 import multiprocessing
 import os
 import pickle
@@ -18,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import webdataset
+from PIL import Image
 from torch.utils.data import get_worker_info
 
 from clip_train.data.config import DataConfig
@@ -303,6 +306,46 @@ def test_too_many_bad_samples_stop_the_run_with_a_table(tmp_path):
     assert "image does not decode" in str(caught.value) and "a.tar" in str(caught.value) and "k0" in str(caught.value)
     patient = loader_of(config_of(tmp_path, lanes=1, bad_sample_limit=0.2))
     assert sum(sum(next(patient).bad_samples.values()) for _ in range(30)) > 50
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_can_be_seen_of_invalid_samples_comes_with_the_batch(tmp_path, workers):
+    """An image that is cut off down to there, one without a caption whole, no image not at all."""
+    members = [m for i in range(6) for m in sample(f"good{i}", i)]
+    picture = Image.new("RGB", (320, 200), "white")
+    picture.paste("red", (0, 0, 320, 50))
+    whole = io.BytesIO()
+    picture.save(whole, "JPEG", quality=95)
+    cut = whole.getvalue()[: len(whole.getvalue()) * 2 // 3]
+    members += [("cut.jpg", cut), ("cut.txt", b"x"), ("silent.jpg", whole.getvalue()), ("silent.txt", b" ")]
+    write_shard(tmp_path / "a.tar", [*members, ("none.jpg", b"\xff\xd8 none"), ("none.txt", b"x")])
+    batch = next(loader_of(config_of(tmp_path, lanes=1, shuffle_block=9, workers=workers), global_size=9))
+    assert sum(batch.bad_samples.values()) == 3
+    found = {each["key"]: each for each in batch.bad_pictures}
+    reasons = {key: each["reason"] for key, each in found.items()}
+    assert reasons == {"cut": "image does not decode", "silent": "caption is empty"}
+    below = {}
+    for key, each in found.items():
+        kind, data = each["picture"].split(",")
+        shown = Image.open(io.BytesIO(base64.b64decode(data)))
+        assert kind == "data:image/jpeg;base64" and shown.size == (160, 100) and each["shard"].endswith("a.tar")
+        red, green, blue = shown.getpixel((80, 10))
+        assert red > 200 and max(green, blue) < 60
+        below[key] = shown.getpixel((80, 90))
+    assert min(below["silent"]) > 240 and max(below["cut"]) < 140  # white, and the grey of what did not come
+
+
+def test_a_worker_makes_a_few_pictures_of_each_reason(tmp_path):
+    """However many there are, and however long their keys."""
+    members = [m for i in range(20) for m in sample(f"good{i}", i)]
+    for i in range(20):
+        members += [(f"{i}{'k' * 90}.jpg", members[0][1]), (f"{i}{'k' * 90}.txt", b" ")]
+    write_shard(tmp_path / "a.tar", members)
+    loader = loader_of(config_of(tmp_path, lanes=1, shuffle_block=40, bad_sample_limit=1.0), global_size=20)
+    batches = [next(loader) for _ in range(4)]
+    assert sum(sum(batch.bad_samples.values()) for batch in batches) == 40
+    found = [each for batch in batches for each in batch.bad_pictures]
+    assert len(found) == 3 and all(len(each["key"]) <= 60 for each in found)
 
 
 def test_decoding_cannot_move_the_order(tmp_path):

@@ -299,7 +299,8 @@ def test_auto_streams_of_a_schedule_divide_all_sizes_where_they_can():
         return resolve_streams("auto", BatchConfig(global_size=last, schedule=stages).sizes)
 
     assert streams({"until_step": 9, "global_size": 96}, last=128) == 32
-    assert streams({"until_step": 9, "global_size": 96, "ramp_to": 480, "increment": 48}, last=480) == 48
+    rising = [{"until_step": 1 + i, "global_size": 96 + 48 * i} for i in range(8)]
+    assert streams(*rising, last=480) == 48
     assert streams({"until_step": 9, "global_size": 96}, last=127) == 24  # a quarter of the smallest
     assert streams({"until_step": 9, "global_size": 2}, last=4096) == 2
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 SCHEDULE = [
     {"until_step": 3, "global_size": 7},
-    {"until_step": 9, "global_size": 10, "ramp_to": 29, "increment": 3},
+    *({"until_step": 4 + i, "global_size": 10 + 3 * i} for i in range(6)),
     {"until_step": 11, "global_size": 5},
 ]
 SIZES = BatchConfig(global_size=23, schedule=SCHEDULE).sizes
@@ -82,7 +82,7 @@ def test_ranks_and_workers_change_nothing(folder: Path, reference, lanes, world_
 
 @pytest.mark.parametrize("lanes, stop, first, second", pairwise(LANES, (1, 6, 13), (1, 2, 4), ((1, 3), (3, 1), (5, 0))))
 def test_resume_anywhere_on_another_layout(folder: Path, reference, lanes, stop, first, second):  # noqa: F811
-    """In a stage of its own: of one size, within a ramp, after the last."""
+    """In a stage of its own: of several steps, of one, after the last."""
     (ranks, workers), whole = second, reference[lanes][0]
     begun, _ = steps_of(config_of(folder, lanes=lanes), stop, first)
     assert begun == whole[:stop]
@@ -115,7 +115,7 @@ def test_more_ranks_than_samples_are_refused(folder: Path):  # noqa: F811
 
 @pytest.mark.parametrize("lanes, world_size", [(64, 8), (7, 3), (30, 4), (1, 5), (64, 5), (50, 50)])
 def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
-    stages = [{"until_step": 40, "global_size": 60, "ramp_to": 640}]
+    stages = [{"until_step": 1 + i, "global_size": 60 + 580 * i // 40} for i in range(40)]
     sizes = BatchConfig(global_size=640, schedule=stages).sizes
     shares = [Partition.of(sizes, lanes, rank, world_size) for rank in range(world_size)]
     met = [set() for _ in range(world_size)]
@@ -129,7 +129,7 @@ def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
                 met[rank] |= {part.stream} if step > 40 else set()
         assert set(taken.values()) == {1} and len(taken) == sizes.at(step)
     if lanes == 64 and world_size == 8:
-        assert met[3] == set(range(24, 32))  # of the steps behind the ramp
+        assert met[3] == set(range(24, 32))  # of the steps behind the schedule
 
 
 @pytest.mark.parametrize("num, expected", [(1, [160]), (3, [50, 60, 50]), (4, [40] * 4), (40, [10] * 16)])

@@ -57,6 +57,7 @@ def test_a_resume_on_the_same_layout_is_bitwise(recipe, tmp_path):
     assert curves[0] == curves[1]
 
 
+@pytest.mark.full
 def test_a_signal_is_a_commit(recipe, tmp_path):
     process = start(recipe, *ENDLESS, FSDP, ranks=2)
     wait_for_step(tmp_path / "run", 5, process)
@@ -68,6 +69,7 @@ def test_a_signal_is_a_commit(recipe, tmp_path):
     assert status == 0 and f"resuming from step {why['step']}" in out, out
 
 
+@pytest.mark.full
 def test_a_dead_rank_ends_the_other(recipe, tmp_path):
     process = start(recipe, *ENDLESS, FSDP, "engine.zero_stage=3", ranks=2)
     wait_for_step(tmp_path / "run", 3, process)
@@ -77,6 +79,7 @@ def test_a_dead_rank_ends_the_other(recipe, tmp_path):
     assert read_verdict(tmp_path / "run")[0] == "FAILED"
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_finite_stops_all_ranks(recipe, tmp_path):
     far = ("optim.lr=1e17", "optim.grad_clip_norm=null", "checkpoint.every_steps=1")
     status, out = run(recipe, FSDP, *far, ranks=2)
@@ -85,6 +88,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(recipe, tmp_path):
     assert read_verdict(tmp_path / "run")[0] == "FATAL"
 
 
+@pytest.mark.full
 def test_out_of_memory_on_one_rank(recipe, tmp_path):
     """Others wait within the forward: all end, with the remedy. Alone it goes on with smaller micro-batches."""
     status, out = finish(start(recipe, FSDP, "run.steps=8", ranks=2, fault="memory:1"))

@@ -55,6 +55,7 @@ BESIDES = {
     "lock-image-unlocked-groups": "--lock-image", "lock-image-freeze-bn-stats": "--lock-image",
     "lock-text-unlocked-layers": "--lock-text", "zeroshot-frequency": "--val-frequency 2",
     "train-data-upsampling-factors": "--dataset-resampled",
+    "distill-model": "--distill-pretrained laion2b", "distill-pretrained": "--distill-model ViT-L-14",
 }  # fmt: skip
 VALUES = {
     "accum-freq": "2", "aug-cfg": "scale='(0.4, 1.0)'", "beta1": "0.5", "beta2": "0.5", "dataset-type": "synthetic",
@@ -123,6 +124,9 @@ def test_what_differs_is_said(capsys):
     recipe, _ = imported(capsys, f"torchrun -m main {VIT} --siglip --loss-dist-impl gather --lr 5e-4")
     assert recipe["loss"] == {"kind": "sigmoid", "exchange": "gather"}
     assert recipe["model"] == {"name": "ViT-B-32", "init_logit_bias": -10.0, "init_logit_scale": math.log(10)}
+    taught, _ = imported(capsys, f"main.py {VIT} --distill-model ViT-L/14 --distill-pretrained laion2b_s32b_b82k")
+    assert taught["model"]["teacher"] == "open_clip:ViT-L-14/laion2b_s32b_b82k"
+    assert taught["model"]["teacher_name"] == "ViT-L-14"
     two = "--train-data 'a/{0..9}.tar::pipe:aws s3 cp s3://b/{0..9}.tar -' --dataset-resampled"
     recipe, _ = imported(capsys, f"main.py --train-num-samples 9e9 {two} --train_data_upsampling_factors=1::2")
     assert recipe["data"]["train_weights"] == [1, 2] and recipe["data"]["num_samples"] == 9_000_000_000

@@ -145,10 +145,12 @@ def test_what_a_place_says_of_the_model(tmp_path):
         raw = recipe_of_model(place, weights)
         return raw and raw["model"]
 
-    assert model("open_clip:ViT-B-32/laion2b_s34b_b79k") == model("ViT-B-32", "x.pt") == {"name": "ViT-B-32"}
-    assert model("open_clip:ViT-B-16-SigLIP/webli") == {"name": "open_clip:ViT-B-16-SigLIP"}
+    assert model("ViT-B-32", "x.pt") == {"name": "ViT-B-32"}
     assert model("open_clip:ViT-B-16-SigLIP", "x.pt") == {"name": "open_clip:ViT-B-16-SigLIP"}
-    assert model("hf-hub:org/name") == model(str(tmp_path / "weights.safetensors")) == {}  # their description says it
+    known = ("hf-hub:org/name", "open_clip:ViT-B-32/laion2b_s34b_b79k", str(tmp_path / "weights.safetensors"))
+    assert [model(place) for place in known] == [{}, {}, {}]  # their description says it
+    assert described(str(tmp_path / "x.pt"), "open_clip:ViT-B-32/laion2b_s34b_b79k") == "ViT-B-32"
+    assert described(str(tmp_path / "x.pt"), "open_clip:ViT-B-16-SigLIP/webli") == "open_clip:ViT-B-16-SigLIP"
     assert model("my.yaml", "x.pt") is model("my.yaml") is model(str(tmp_path)) is None
     with pytest.raises(UserError, match=r"x\.pt has no open_clip_config\.json beside it .* ViT-B-32 --weights x\.pt"):
         described(str(tmp_path / "x.pt"), "x.pt")

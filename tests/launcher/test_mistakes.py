@@ -72,7 +72,7 @@ MISTAKES = {
     ),
     "unknown key in the batch schedule": (
         ["batch.schedule=[{until: 9, until_step: 9, global_size: 8}]"],
-        ["batch.schedule.0.until (9)", "known ones are until_step, global_size, ramp_to, increment"],
+        ["batch.schedule.0.until (9)", "known ones are until_step, global_size"],
     ),
     "half a piece of the batch schedule": (
         ["batch.schedule=[{until_step: 9}]"],

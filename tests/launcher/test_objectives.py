@@ -53,6 +53,19 @@ def test_a_teacher_from_an_export_folder(recipe, tmp_path, model):
     one, two = ([x for line in curve for x in line] for curve in curves)
     assert one == pytest.approx(two, rel=1e-5)
     assert one[0] == pytest.approx(one[1] + one[2], rel=1e-6)
+    # another one in its place is not learnt from
+    export_openclip(CLIP(architecture).state_dict(), architecture, teacher)
+    status, out = run(recipe, "run.steps=4", *short[1:], "run.dir=one")
+    assert status != 0 and "belongs to another run: model.teacher (" in out and "its digest was" in out, out
+    status, out = run(recipe, "run.steps=4", *short[1:2], short[3], "run.dir=one")
+    assert status != 0 and "belongs to another run: model.teacher (None): its digest was" in out, out
+    status, out = run(recipe, "run.steps=4", *short[1:], "run.dir=one", "checkpoint.allow_changed_recipe=true")
+    assert status == 0 and "WARNING        this is another run now: model.teacher" in out, out
+    # a run as the teacher: its newest checkpoint, of which each node's first rank makes an export that all of it read
+    named = (*short[:2], f"model.teacher={tmp_path / 'one'}", f"model.teacher_name={model}", "data.lanes=2")
+    status, out = run(recipe, *named, "run.dir=three", ranks=2)
+    assert status == 0 and "model.teacher: step 4 of" in out, out
+    assert metrics(tmp_path / "three")[0]["distill_loss"] > 0
 
 
 @pytest.mark.engine
@@ -91,8 +104,12 @@ def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
         plan(teacher="nowhere")
     with pytest.raises(Exception, match=r"model\.teacher_name"):
         plan(teacher=str(tmp_path))
-    with pytest.raises(Exception, match=r"image_size 224, the student 32"):
-        plan(teacher=str(tmp_path), teacher_name="ViT-B-32")
+    for elsewhere in ("hf-hub:me/clip", "s3://bucket/export"):
+        with pytest.raises(Exception, match=r"says what model it is; set model\.teacher_name"):
+            plan(teacher=elsewhere)
+    for place, name in ((str(tmp_path), "ViT-B-32"), ("open_clip:ViT-B-32/laion2b_s34b_b79k", None)):
+        with pytest.raises(Exception, match=r"image_size 224, the student 32"):
+            plan(teacher=place, teacher_name=name)
     alone, taught = plan(), plan(teacher=str(tmp_path), teacher_name="tiny")
     assert taught["flops_per_step"] > alone["flops_per_step"]
     assert taught["memory_bytes"]["parameters"] == 2 * alone["memory_bytes"]["parameters"]

@@ -10,9 +10,10 @@ from launcher.cli.main import main
 from launcher.config.recipe import load_config
 from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit
 
-SCHEDULE = "batch.schedule=[{until_step: 4, global_size: 7}, {until_step: 14, global_size: 9, ramp_to: 29}]"
+STAGES = ((4, 7), (9, 18), (14, 27))
+SCHEDULE = f"batch.schedule=[{', '.join(f'{{until_step: {end}, global_size: {size}}}' for end, size in STAGES)}]"
 VARYING = (SCHEDULE, "batch.global_size=23", "run.steps=24", "optim.lr_scaling=sqrt", "optim.reference_batch=16")
-SIZES = [7] * 4 + list(range(9, 29, 2)) + [23] * 10
+SIZES = [7] * 4 + [18] * 5 + [27] * 5 + [23] * 10
 OURS = ("step", "samples", "loss", "grad_norm", "batch_digest", "lr", "logit_scale", "micro_size", "accum_steps")
 
 
@@ -25,7 +26,7 @@ def uninterrupted(tmp_path_factory, data, model):
     recipe.write_text(RECIPE.format(run_dir=folder / "run", train=data.train, model=model))
     status, out = run(recipe, *VARYING)
     assert status == 0, out
-    assert "global batch 7 until step 4, 9 to 29 until step 14, then 23; the largest, 27 = 1 ranks" in out
+    assert "global batch 7 until step 4, 18 until step 9, 27 until step 14, then 23; the largest, 27 = 1 ranks" in out
     return metrics(folder / "run")
 
 
@@ -74,7 +75,7 @@ def test_another_schedule_is_another_run(recipe, tmp_path, uninterrupted):
 def test_a_plan_tells_the_schedule(recipe, capsys):
     assert main(["plan", str(recipe), *VARYING, "--world-size", "2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["schedule"] == "7 until step 4, 9 to 29 until step 14, then 23"
+    assert plan["schedule"] == "7 until step 4, 18 until step 9, 27 until step 14, then 23"
     assert (plan["global_size"], plan["per_rank"], plan["accum_steps"], plan["samples"]) == (27, 14, 2, sum(SIZES))
     assert main(["plan", str(recipe), *VARYING, "--world-size", "2"]) == 0
     out = capsys.readouterr().out

@@ -57,14 +57,36 @@ def test_buffers_are_exported_and_come_back(tmp_path: Path):
             assert loaded[name].dtype == buffer.dtype and torch.equal(loaded[name], buffer), name
 
 
+def test_what_fits_by_every_name_and_shape_is_as_the_weights_description_says(tmp_path: Path):
+    """Activation and statistics of pixels, of a teacher whose architecture is named; a line is logged of others."""
+    theirs = ARCHITECTURE.model_copy(update={"quick_gelu": True, "image_mean": (0.5,) * 3, "image_std": (0.25,) * 3})
+    model = small_model(architecture=theirs).eval()
+    folder = export_openclip(model.state_dict(), theirs, tmp_path / "export")
+    (tmp_path / "plain.json").write_text(json.dumps({"model_cfg": ARCHITECTURE.model_cfg()}))
+    name = str(tmp_path / "plain.json")
+    plain = ModelConfig(name=name, teacher=str(folder), teacher_name=name)
+    loaded = load_teacher(plain, str(folder), torch.device("cpu"), torch.float32)
+    assert loaded is not None
+    images, texts, _ = inputs(2)
+    for ours, other in zip(loaded[0](images, texts), model(images, texts), strict=True):
+        assert torch.equal(ours, other)
+    lines: list[str] = []
+    load_openclip(folder, theirs.model_copy(update={"image_mean": (0.4,) * 3}), lines.append)
+    assert len(lines) == 1 and "'image_mean': (0.5, 0.5, 0.5)" in lines[0] and "(0.4, 0.4, 0.4)" in lines[0], lines
+    load_openclip(folder, theirs, lines.append)
+    assert len(lines) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_teachers_temperature_keeps_its_digits_in_every_precision(tmp_path: Path, dtype: torch.dtype):
     model = small_model(architecture=ARCHITECTURE)
     model.logit_scale.data.fill_(math.log(100))
     folder = export_openclip(model.state_dict(), ARCHITECTURE, tmp_path / "export")
     config = ModelConfig(name=str(folder / "open_clip_config.json"), teacher=str(folder))
-    teacher = load_teacher(config, torch.device("cpu"), dtype)
-    assert teacher is not None and teacher.visual.proj.dtype == dtype
+    loaded = load_teacher(config, str(folder), torch.device("cpu"), dtype)
+    assert loaded is not None
+    teacher = loaded[0]
+    assert teacher.visual.proj.dtype == dtype
     images, texts, _ = inputs(2)
     assert teacher(images, texts)[2].item() == pytest.approx(100, abs=1e-3)
 

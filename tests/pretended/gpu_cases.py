@@ -25,4 +25,9 @@ CASES = {
     "evaluation": (1, 190, 0),
     "export": (62, 0, 0),  # a read for each tensor
 }
+# Of stages that launch what others do as well: make test-all.
+FULL = (
+    "info_nce all retained", "fsdp 2, fp32, 2 ranks", "deepspeed 0, fp32, 2 ranks", "deepspeed 1, bf16, 1 rank",
+    "deepspeed 1, fp16, 2 ranks", "deepspeed 2, bf16, 2 ranks",
+)  # fmt: skip
 PLANTED = ("planted: a mixture of devices", "planted: a read")

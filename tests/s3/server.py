@@ -176,6 +176,7 @@ class Server(ABC):
     def sign(self, method: str, url: str, target: str, data: bytes, headers: dict[str, str]) -> dict[str, str]:
         """The headers of a request to `url`, with these among them; target: the path, and the query if any."""
         path, _, query = target.partition("?")
+        query = "&".join(each if "=" in each else f"{each}=" for each in query.split("&") if each)
         return signature(method, url, path, query, data, headers, self.access_key, self.secret_key)
 
 

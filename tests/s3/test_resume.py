@@ -79,16 +79,6 @@ def test_a_bit_that_flips_on_the_way_is_read_again(tmp_path: Path, url: str, pro
         assert proxy.fired == 1
 
 
-def test_a_marker_that_the_listing_hides_is_found_by_the_hint(tmp_path: Path, url: str, proxy: FaultyProxy) -> None:
-    run = Run(tmp_path / "a", url)
-    assert run.save(1) and run.save(2)
-    run.manager.close()
-    hide = Fault("hide", key="", hidden="s0000000002")
-    proxy.faults = [hide]
-    assert_is(Run(tmp_path / "b", url).resume(), 2)
-    assert hide.fired
-
-
 def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path, url: str, proxy) -> None:
     assert Run(tmp_path / "a", url).save(1)
     for key in ("", "MANIFEST", "safetensors"):

@@ -72,7 +72,7 @@ def test_power_loss_of_a_node(submit, cluster, undisturbed):
     job.let_go()
     try:
         job.wait(lambda: job.state() == "PENDING", "requeued by Slurm")
-        cluster.repair()
+        cluster.repair(job.number)
         finished_like(job, undisturbed)
     finally:
         cluster.repair()
@@ -88,7 +88,7 @@ def test_power_loss_of_the_node_with_the_batch_script(submit, cluster, undisturb
     job.let_go()
     try:
         job.wait(lambda: job.state() == "PENDING", "requeued by Slurm")
-        cluster.repair()
+        cluster.repair(job.number)
         finished_like(job, undisturbed)
     finally:
         cluster.repair()
