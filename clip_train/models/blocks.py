@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from clip_train.models.config import TextConfig, TowerConfig
 from clip_train.models.dropout import SampleDropout
 
+_FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
 Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # of a model: see `CLIP.forward`
 
 
@@ -37,6 +41,43 @@ def at(x: Tensor, token: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device), token].unsqueeze(1)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., in], [out, in], [out] -> [..., out], as `F.linear`. That has MKL for float32 on a CPU, which leaves half of
+    AVX-512 unused where the processor is not Intel's; oneDNN does not (docs/performance.md)."""
+    plain = torch.compiler.is_compiling() or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
+    if plain or not x.dtype == weight.dtype == torch.float32 or x.numel() * len(weight) < _FEWEST or not _has_onednn():
+        return F.linear(x, weight, bias)
+    return _OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+@cache
+def _has_onednn() -> bool:
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return avx512 and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[r, c], [n, c], [n] -> a b^T + bias, [r, n]; a and b may be transposed."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+class _OneDNN(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            _product(gradient, weight.t()) if of_x else None,
+            _product(gradient.t(), x.t()) if of_weight else None,
+            gradient.sum(0) if of_bias else None,
+        )
+
+
 class Linear(nn.Linear):
     """Draws its weight from a normal distribution with `std`, and its bias, unless zero; where None as torch does."""
 
@@ -49,6 +90,9 @@ class Linear(nn.Linear):
         bound = self.in_features**-0.5  # torch's, for weight and bias
         self.weight.uniform_(-bound, bound) if self.std is None else self.weight.normal_(std=self.std)
         self.bias.zero_() if self.zero_bias else self.bias.uniform_(-bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -68,12 +112,12 @@ class Attention(nn.Module):
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b], [b, 1, width]: the result at that token alone."""
         seen = None
         if token is None:
-            q, k, v = self._heads(F.linear(x, self.in_proj_weight, self.in_proj_bias), 3)
+            q, k, v = self._heads(linear(x, self.in_proj_weight, self.in_proj_bias), 3)
         else:  # all tokens are keys and values; split, not slices: its backward writes the packed gradient once
             query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
             query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
-            (q,) = self._heads(F.linear(at(x, token), query, query_bias), 1)
-            k, v = self._heads(F.linear(x, key_value, key_value_bias), 2)
+            (q,) = self._heads(linear(at(x, token), query, query_bias), 1)
+            k, v = self._heads(linear(x, key_value, key_value_bias), 2)
             if causal:
                 seen = (torch.arange(x.shape[1], device=x.device) <= token[:, None])[:, None, None]  # [b, 1, 1, L]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal and token is None)

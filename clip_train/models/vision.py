@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clip_train.models.blocks import Block, Transformer, normal_parameter
+from clip_train.models.blocks import Block, Transformer, linear, normal_parameter
 from clip_train.models.config import Architecture
 from clip_train.models.dropout import PATCH_DROPOUT_ID, VISION_DROPOUT_ID, PatchDropout
 
@@ -46,7 +46,7 @@ class PatchEmbedding(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8, or already normalised float, [b, 3, H, W] -> [b, T, width]"""
-        return F.linear(self.patches(images), self.weight.flatten(1))
+        return linear(self.patches(images), self.weight.flatten(1))
 
     def patches(self, images: Tensor) -> Tensor:
         """[b, 3, H, W] -> [b, T, 3 * side * side], in the order of the kernel's weights"""
