@@ -61,6 +61,7 @@ def address_space() -> int:
 def curve(kind: str, spare_mib: int | None, steps: int = STEPS) -> dict[str, Any]:
     """Losses, micro-batch sizes and what was said of them; the limit stays."""
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # it takes address space for each new shape, and does not stand its end
     engine = make(kind)
     plan = BatchPlan(N, 1, 4, 1)  # the first step is small: libraries load what they need
     losses, sizes, log = [], [], []

@@ -42,10 +42,12 @@ def at(x: Tensor, token: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., in], [out, in], [out] -> [..., out], as `F.linear`. That has MKL for float32 on a CPU, which leaves half of
+    """[..., in], [out, in], [out] -> [..., out], as `F.linear`. For float32 on a CPU that has MKL, which leaves half of
     AVX-512 unused where the processor is not Intel's; oneDNN does not (docs/performance.md)."""
     plain = torch.compiler.is_compiling() or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
-    if plain or not x.dtype == weight.dtype == torch.float32 or x.numel() * len(weight) < _FEWEST or not _has_onednn():
+    if plain or not x.dtype == weight.dtype == torch.float32 or x.numel() * len(weight) < _FEWEST:
+        return F.linear(x, weight, bias)
+    if not torch.backends.mkldnn.enabled or not _has_onednn():
         return F.linear(x, weight, bias)
     return _OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
