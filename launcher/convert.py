@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_train.data.index import STATS_SUFFIX
-from clip_train.errors import DataError, UserError
+from clip_train.errors import UserError
 
 IMAGE_KEYS = ("filepath", "file_name", "image_path", "image", "path", "file", "img", "jpg")
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
@@ -173,32 +173,17 @@ def _beside(image: Path) -> Path | None:
     return next((side for suffix in SIDECARS if (side := image.with_suffix(suffix)).is_file()), None)
 
 
-def make_shards(
-    rows: Iterable[Row],
-    folder: Path,
-    root: Path,
-    *,
-    per_shard: int,
-    workers: int,
-    progress: Callable[[Written], None] = lambda written: None,
-) -> list[Written]:
-    """Write every shard that is not there yet. root: where relative paths of images begin. DataError, OSError."""
+def make_shards(rows: Iterable[Row], folder: Path, root: Path, *, per_shard: int, workers: int) -> Iterator[Written]:
+    """Write every shard that is not there yet. root: where relative paths of images begin. OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     groups = iter(partial(lambda rows: list(itertools.islice(rows, per_shard)), iter(rows)), [])
     write = partial(write_shard, folder, root, per_shard)
     context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
     context.set_forkserver_preload([__name__])
-    done: list[Written] = []
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         numbered = enumerate(groups)
         while some := list(itertools.islice(numbered, 2 * workers)):  # no more rows in memory than these
-            for written in pool.map(write, *zip(*some, strict=True)):
-                done.append(written)
-                progress(written)
-    if not any(each.samples for each in done):
-        reasons = sorted({reason for each in done for _, reason in each.left_out})
-        raise DataError(f"no sample could be made: {', '.join(reasons)}")
-    return done
+            yield from pool.map(write, *zip(*some, strict=True))
 
 
 def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: list[Row]) -> Written:

@@ -65,7 +65,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         on_first_step=first_step,
     )
     watchdog.start()
-    engines.load(config.engine.kind)  # its imports, which are counted apart from what follows
+    engines.package(f"{config.engine.kind}.engine")  # its imports, which are counted apart from what follows
     startup.done("imports")
     # what can be wrong without the other ranks; one of them looks at the shards
     checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)

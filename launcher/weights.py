@@ -7,10 +7,10 @@ a run (recipe, folder, URL, ...)     its newest committed checkpoint: its parame
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,13 +19,13 @@ from typing import TypeVar
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Places, Resumed
+from clip_train.checkpoint.restore import Places
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import ModelConfig
 from clip_train.models.export import export_openclip
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
 from clip_train.protocols import Wanted
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
@@ -79,7 +79,13 @@ def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfi
         return str(on_node(lambda to: hub.fetch(place)))
     if dist.on_main(lambda: readable(lambda: _is_weights(place))):
         return str(on_node(lambda to: _fetch(place, to, storage)) if is_remote(place) else local_path(place))
-    found = _checkpoint(key, place)
+    try:  # collective: the newest whole checkpoint, or the one that is named
+        _, places, only = find_run(place, [])
+        found = open_to_look(places, only=only)
+    except UserError as e:
+        raise UserError(
+            f"model.{key} ({place}) holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's checkpoint: {e}"
+        ) from e
     names = found.reader.names() if folder is not None else {}  # the node's other ranks read nothing
     wanted = {name: Wanted(name, "param", 0, math.prod(shape)) for name, shape in names.items()}
     found.reader.prepare(wanted.values())
@@ -114,17 +120,6 @@ def holds_weights(place: str) -> bool:
     return path.is_dir() and not (path / "recipe.yaml").exists() and _is_weights(place)
 
 
-def _checkpoint(key: str, place: str) -> Resumed:
-    """Collective: the newest whole checkpoint, or the one that is named. UserError, CheckpointError."""
-    try:
-        _, places, only = find_run(place, [])
-        return open_to_look(places, only=only)
-    except UserError as e:
-        raise UserError(
-            f"model.{key} ({place}) holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's checkpoint: {e}"
-        ) from e
-
-
 def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
     """A weights file, or an export's folder, from a URL. UserError, CheckpointError, OSError."""
     folder.mkdir()
@@ -133,18 +128,15 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
     if there.exists(CONFIG_NAME):
         (folder / CONFIG_NAME).write_bytes(there.read_bytes(CONFIG_NAME))
     file = folder / (name or next(each for each in WEIGHTS_NAMES if there.exists(each)))
-    digest = hashlib.sha256()
     try:
         with open_read(f"{url}/{file.name}", storage) as source, file.open("wb") as out:
-            while data := source.read(storage.range_bytes):
-                digest.update(data)
-                out.write(data)
+            shutil.copyfileobj(source, out, storage.range_bytes)
     except FileNotFoundError as e:
         raise UserError(f"{place}: there is no such file; correct it") from e
     known = known_sha256(folder, file.name)
     if known is None:
         warn(f"{url}/{file.name} has no sha256 in a {CONFIG_NAME} beside it: it is taken as it has come")
-    elif known != digest.hexdigest():
+    elif known != sha256_of(file):
         raise CheckpointError(
             f"{url}/{file.name} does not have its sha256 ({CONFIG_NAME}): it has changed; export again"
         )

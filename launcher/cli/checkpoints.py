@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.inspect import Line, list_checkpoints
+from clip_train.checkpoint.inspect import list_checkpoints
 from launcher.engines import describe
 from launcher.weights import find_run
 
@@ -29,12 +29,6 @@ def run(args: argparse.Namespace) -> int:
     if not lines:
         console.print("no checkpoints")
         return status
-    console.print(_table(lines, args.verify))
-    console.print(" ".join(["in", *(each.url for each in places[:2] if each is not None)]), soft_wrap=True)
-    return status
-
-
-def _table(lines: list[Line], verify: bool) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state", "retention"):
         table.add_column(column, justify="right" if column in ("step", "MB") else "left", overflow="fold")
@@ -47,7 +41,9 @@ def _table(lines: list[Line], verify: bool) -> Table:
             f"{line.num_bytes / 1e6:,.1f}",
             held,
             line.where,
-            line.problem or ("complete, every byte verified" if verify else "complete"),
+            line.problem or ("complete, every byte verified" if args.verify else "complete"),
             line.future,
         )
-    return table
+    console.print(table)
+    console.print(" ".join(["in", *(each.url for each in places[:2] if each is not None)]), soft_wrap=True)
+    return status

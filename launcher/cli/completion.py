@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from launcher.cli.keys import all_keys
-from launcher.cli.options import SHELLS, VERBS, Verb
+from launcher.cli.options import SHELLS, VERBS
 
 BASH = """\
 # clip-train's completion: verbs, options, keys of a recipe
@@ -39,25 +39,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bash(script: str) -> str:
+    # what stands where no file does
+    offered = {"overrides": ["$keys"], "shell": [*SHELLS], "prefix?": [f"{name}." for name, _, _ in all_keys("")]}
     cases = []
     for name, verb in VERBS.items():
         for option, metavar, *_ in verb.options:
             if isinstance(metavar, list):
                 cases.append(f'"{name} --{option}") words="{" ".join(metavar)}" ;;')
         words = [f"--{option}" for option, *_ in verb.options] + ["--help"]
-        words += ["$keys"] * takes_keys(verb) + positions(verb)
-        file = "" if {"shell", "prefix?"} & set(verb.positions) or verb.positions == ("overrides",) else "file=1 "
+        words += [word for position in verb.positions for word in offered.get(position, [])]
+        file = "" if set(verb.positions) <= offered.keys() else "file=1 "
         cases.append(f'"{name} "*) {file}words="{" ".join(words)}" ;;')
     keys = " ".join(f"{key.name}=" for _, _, keys in all_keys("") for key in keys)
     return script.format(keys=keys, verbs=" ".join(VERBS), cases="\n".join(f"            {case}" for case in cases))
-
-
-def takes_keys(verb: Verb) -> bool:
-    return "overrides" in verb.positions
-
-
-def positions(verb: Verb) -> list[str]:
-    """Words that stand where no file does."""
-    if "shell" in verb.positions:
-        return list(SHELLS)
-    return [f"{section}." for section, _, _ in all_keys("")] if "prefix?" in verb.positions else []

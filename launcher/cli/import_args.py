@@ -18,9 +18,9 @@ from clip_train.data.config import SYNTHETIC_SAMPLES
 from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
 from clip_train.models.config import preset_names
-from launcher.config.openclip import DEFAULTS, SAME, note
+from launcher.config.openclip import DEFAULTS, REASONS, SAME
 from launcher.config.openclip_line import literal, read, unset
-from launcher.config.recipe import check_config
+from launcher.config.recipe import RunConfig, check_config
 
 ALWAYS = (
     "batch.global_size is what one optimizer step sees over all ranks; OpenCLIP's --batch-size is of one GPU",
@@ -43,15 +43,22 @@ def run(args: argparse.Namespace) -> int:
     keys, notes = translate(flags, world_size or 1)
     if world_size is None:
         notes.insert(0, ("--world-size", "how many GPUs is not in this command: 1 is assumed; say --world-size N"))
-    check_config(nested(keys), "the recipe made of this command")
-    print(as_recipe(keys, notes), end="")
+    sections: dict[str, Any] = {}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    check_config(sections, "the recipe made of this command")
+    text = [f"# {line}" for line in ("From an OpenCLIP command line. What is another's meaning here:", *ALWAYS)]
+    text += [f"# {flag}: {what}" for flag, what in dict.fromkeys(notes)]
+    ordered = {name: sections[name] for name in RunConfig.model_fields if name in sections}
+    print(*text, yaml.safe_dump(ordered, sort_keys=False), sep="\n", end="")
     return 0
 
 
 def translate(flags: dict[str, Any], world_size: int) -> tuple[Keys, Notes]:
     """Keys of the recipe, and what to know about each flag: it is another's meaning, or not needed here."""
     keys: Keys = {}
-    notes = [(f"--{flag}", text.replace("`", "")) for flag in flags if (text := note(flag))]
+    notes = [(f"--{flag}", text.replace("`", "")) for flag in flags if (text := REASONS.get(flag))]
     notes += [(f"--{flag}", f"{name} is not set in this text: put its value in")
               for flag, value in flags.items() if (name := unset(value))]  # fmt: skip
     given = {**DEFAULTS, **flags}
@@ -279,21 +286,3 @@ def _loss(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     if as_value(str(flags.get("coca-contrastive-loss-weight", 1))) == 0:
         notes.append(("--coca-contrastive-loss-weight", "0 trains the captioner ALONE, which nothing here does: this "
                       "recipe trains the towers instead"))  # fmt: skip
-
-
-def nested(keys: Keys) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        out.setdefault(section, {})[name] = value
-    return out
-
-
-def as_recipe(keys: Keys, notes: Notes) -> str:
-    """YAML, with the notes in comments above."""
-    order = ("run", "model", "data", "batch", "loss", "engine", "optim", "schedule", "checkpoint", "evaluate", "log")
-    sections = nested(keys)
-    text = [f"# {line}" for line in ("From an OpenCLIP command line. What is another's meaning here:", *ALWAYS)]
-    text += [f"# {flag}: {text_of}" for flag, text_of in dict.fromkeys(notes)]
-    text += [yaml.safe_dump({name: sections[name]}, sort_keys=False).rstrip() for name in order if name in sections]
-    return "\n".join(text) + "\n"

@@ -58,29 +58,22 @@ def run_index(
     print(f"{summary}; wrote {', '.join(written)}{'' if left else ' and sizes.json'}")
     if left:
         print(f"left as another tool has written it: {', '.join(left)}; --overwrite-sizes writes these counts into it")
-    unusable = report_invalid(found)
+    invalid = sum((each.invalid for each in found.values()), Counter[str]())  # to be replaced by other samples
+    if invalid:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
+        print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
+    if invalid[OUT_OF_ORDER]:
+        print("the files of a sample must be neighbours in the tar: write it again with `tar --sort=name`")
     damaged = {url: each.entry.damage for url, each in found.items() if each.entry.damage is not None}
     if damaged:
         raise DataError(listing(f"{len(damaged)} shards are damaged, and were counted up to there", damaged))
-    if unusable == samples:
+    if invalid.total() == samples:
         names = next((", ".join(each.names) for each in found.values() if each.names), "nothing")
         raise DataError(
             f"no sample of {len(found)} shards can be used; the first has {names}: name the caption's with "
             "--caption-key NAME here, and with data.caption_key=NAME in the recipe, or write the shards again"
         )
     return 0
-
-
-def report_invalid(found: Mapping[str, Indexed]) -> int:
-    """What will be replaced by other samples, and how many these are."""
-    invalid = sum((each.invalid for each in found.values()), Counter[str]())
-    if invalid:
-        samples = sum(each.entry.samples for each in found.values())
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
-        print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
-    if invalid[OUT_OF_ORDER]:
-        print("the files of a sample must be neighbours in the tar: write it again with `tar --sort=name`")
-    return invalid.total()
 
 
 @contextmanager

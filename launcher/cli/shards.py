@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from clip_train.errors import UserError
+from clip_train.errors import DataError, UserError
 from launcher.cli.index import run_index
 from launcher.convert import Written, make_shards, read_rows, same_settings
 
@@ -27,30 +27,23 @@ def run(args: argparse.Namespace) -> int:
     settings = {"source": str(source.absolute()), "bytes": size, "per_shard": per_shard}
     same_settings(folder, settings | {"image_key": args.image_key, "caption_key": args.caption_key})
     columns = (SpinnerColumn(), TextColumn("{task.fields[samples]:,} samples in {task.completed:,.0f} shards"))
-    samples = 0
+    samples, done = 0, list[Written]()
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=None, samples=0)
-
-        def progress(written: Written) -> None:
-            nonlocal samples
+        for written in make_shards(rows, folder, root, per_shard=per_shard, workers=workers):
+            done.append(written)
             samples += written.samples
             bar.update(task, advance=1, samples=samples)
-
-        done = make_shards(rows, folder, root, per_shard=per_shard, workers=workers, progress=progress)
-    report(done)
+    reasons = Counter(reason for each in done for _, reason in each.left_out)
+    if not samples:
+        raise DataError(f"no sample could be made: {', '.join(sorted(reasons))}")
+    if reasons:
+        print(f"{reasons.total():,} rows were left out:")
+        for reason, count in reasons.most_common():
+            example = next(image for each in done for image, why in each.left_out if why == reason)
+            print(f"  {count:,} {reason}, such as {example}")
+        print("all of them are in the NNNNN_stats.json beside the shards")
     pattern = f"{folder}/{{{done[0].path.stem}..{done[-1].path.stem}}}.tar" if len(done) > 1 else str(done[0].path)
     status = run_index([str(each.path) for each in done], caption_key=None, workers=workers, check=False)
     print(f"next: clip-train train recipes/vit_b32.yaml data.train='{pattern}'")
     return status
-
-
-def report(done: list[Written]) -> None:
-    """What was left out, and why."""
-    reasons = Counter(reason for each in done for _, reason in each.left_out)
-    if not reasons:
-        return
-    print(f"{reasons.total():,} rows were left out:")
-    for reason, count in reasons.most_common():
-        example = next(image for each in done for image, why in each.left_out if why == reason)
-        print(f"  {count:,} {reason}, such as {example}")
-    print("all of them are in the NNNNN_stats.json beside the shards")

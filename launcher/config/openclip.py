@@ -133,17 +133,13 @@ DEFAULTS = {
     "seed": 0,
 }  # fmt: skip
 """Of OpenCLIP, where ours differ or a recipe needs them."""
-FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | NOTES.keys() | NEWER.keys() | OLDER.keys()
-
-
-def note(flag: str) -> str | None:
-    """Why a recipe has nothing of it; None where it has."""
-    return NOTES.get(flag) or NEWER.get(flag) or OLDER.get(flag)
+REASONS = OLDER | NEWER | NOTES  # flag: why a recipe has nothing of it
+FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | REASONS.keys()
 
 
 def meaning(flag: str) -> str:
     """Of a known flag, in Markdown: its key or keys, or why there is none."""
-    return f"`{SAME[flag]}`" if flag in SAME else OWN.get(flag) or note(flag) or ""
+    return f"`{SAME[flag]}`" if flag in SAME else OWN.get(flag) or REASONS.get(flag, "")
 
 
 def suggest(unknown: Sequence[str], line: Sequence[str]) -> str:

@@ -279,21 +279,6 @@ def nearest(path: str) -> str:
     return f"did you mean {names[near[0]]}?" if near else f"known ones are {', '.join(own.values() or sections)}"
 
 
-def changed_keys(config: RunConfig) -> dict[str, Any]:
-    """Every key that is not at its default, with its value as JSON has it."""
-    values, found = config.model_dump(mode="json"), {}
-    for path, field in known_keys():
-        section, key = path.split(".")
-        if field.is_required() or getattr(getattr(config, section), key) != default_of(field):
-            found[path] = values[section][key]
-    return found
-
-
-def default_of(field: FieldInfo) -> Any:
-    """None where there is none."""
-    return None if field.is_required() else field.get_default(call_default_factory=True)
-
-
 def known_keys() -> Iterator[tuple[str, FieldInfo]]:
     """Every `section.key` of a recipe with its pydantic field."""
     for section, info in RunConfig.model_fields.items():

@@ -9,7 +9,7 @@ from typing import Any
 from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from clip_train.settings import AtResume
-from launcher.config.recipe import RunConfig, default_of, known_keys
+from launcher.config.recipe import RunConfig, known_keys
 from launcher.engines import describe
 
 
@@ -43,7 +43,7 @@ def changes(config: RunConfig, state: Mapping[str, Any]) -> list[Change]:
     found = []
     for path, field in known_keys():
         section, key = path.split(".")
-        default = default_of(field)
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
         default = list(default) if isinstance(default, tuple) else default  # as JSON has it
         before, after = then.get(section, {}).get(key, default), now[section][key]
         if path == "model.name":  # a file may move; what is in it is compared instead

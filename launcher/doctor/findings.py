@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 
@@ -12,29 +13,16 @@ class Finding:
     """One line of the report."""
 
     check: str
-    level: Literal["ok", "warning", "error"]
+    level: Literal["ok", "warning", "error"] = field(kw_only=True)
     message: str
     remedy: str = ""
 
 
-def ok(check: str, message: str) -> Finding:
-    return Finding(check, "ok", message)
-
-
-def warning(check: str, message: str, remedy: str) -> Finding:
-    return Finding(check, "warning", message, remedy)
-
-
-def error(check: str, message: str, remedy: str) -> Finding:
-    return Finding(check, "error", message, remedy)
+Check = Callable[[], Iterator[Finding]]
+ok = partial(Finding, level="ok")
+warning = partial(Finding, level="warning")
+error = partial(Finding, level="error")
 
 
 def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
     return warning(check, message, remedy) if wrong else ok(check, message)
-
-
-def error_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
-    return error(check, message, remedy) if wrong else ok(check, message)
-
-
-Check = Callable[[], Iterator[Finding]]

@@ -60,14 +60,9 @@ def check_devices() -> Iterator[Finding]:
 def check_ranks() -> Iterator[Finding]:
     env = detect(os.environ)
     left = [name for name in LAUNCHERS if name in os.environ]
-    if left and launcher_pid(os.environ) is None and "SLURM_STEP_ID" not in os.environ:
-        yield warning(
-            "ranks",
-            f"{', '.join(left)} are set in this shell, and sbatch and srun would hand them to every task",
-            f"unset {' '.join(left)}",
-        )
-    else:
-        yield ok("ranks", env.describe())
+    wrong = bool(left) and launcher_pid(os.environ) is None and "SLURM_STEP_ID" not in os.environ
+    message = f"{', '.join(left)} are set in this shell, and sbatch and srun would hand them to every task"
+    yield warning_if(wrong, "ranks", message if wrong else env.describe(), f"unset {' '.join(left)}")
 
 
 def check_group() -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import check
-from launcher.doctor.findings import Finding, error, error_if, ok, warning, warning_if
+from launcher.doctor.findings import Finding, error, ok, warning, warning_if
 from launcher.engines import on_this_machine, package
 from launcher.runtime.environment import detect
 from launcher.runtime.verdict import STOP_FILE
@@ -111,12 +111,10 @@ def check_captions(
     rate = size / max(time.monotonic() - began, 1e-6) / 1e6
     why = ", ".join(f"{reason} {count}" for reason, count in (+bad).items())
     message = f"{name}: {seen - bad.total()} of the first {seen} samples have one, read at {rate:.0f} MB/s"
-    yield error_if(
-        bad.total() > data.bad_sample_limit * seen,
-        "captions",
-        f"{message}{why and f' ({why})'}",
-        "data.caption_key names the member or the key of the .json; or write the shards again",
-    )
+    message += f" ({why})" if why else ""
+    remedy = "data.caption_key names the member or the key of the .json; or write the shards again"
+    wrong = bad.total() > data.bad_sample_limit * seen
+    yield error("captions", message, remedy) if wrong else ok("captions", message)
 
 
 def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Finding]:
@@ -169,7 +167,7 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     message = f"{free / 1e9:.1f} GB free for run.dir ({run_dir}), {needed / 1e9:.1f} needed by checkpoints"
     remedy = "make room, choose another run.dir, or lower checkpoint.keep_last"
-    yield error_if(needed > free, "disk", message, remedy)
+    yield error("disk", message, remedy) if needed > free else ok("disk", message)
 
 
 def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:

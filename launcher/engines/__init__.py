@@ -57,11 +57,6 @@ def describe(config: EngineConfig | Mapping[str, Any]) -> str:
     return f"{package(section.get('kind', EngineConfig().kind)).NAME} {section.get('zero_stage')}{groups}"
 
 
-def load(kind: str) -> Any:
-    """Import what the engine needs, which takes seconds; its module."""
-    return importlib.import_module(f"launcher.engines.{kind}.engine")
-
-
 def on_this_machine(config: EngineConfig) -> EngineConfig:
     """With the precision that `auto` is on the devices seen here."""
     import torch
@@ -90,4 +85,4 @@ def build(
     torch.set_float32_matmul_precision("high" if config.matmul == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = config.matmul == "tf32"  # convolutions: torch would, whatever is said of products
     facts = Facts(dist.world_size(), micro_size, grad_clip_norm)
-    return load(config.kind).build_engine(config, make_model, make_optimizer, device, facts)
+    return package(f"{config.kind}.engine").build_engine(config, make_model, make_optimizer, device, facts)

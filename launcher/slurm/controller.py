@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from launcher.runtime.environment import END_TIME
@@ -81,10 +80,7 @@ RECIPE_WAITS = (15.0, 60.0, 240.0)  # seconds, where what it names, such as a sh
 
 
 def listen(terminated: threading.Event) -> None:
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        terminated.set()
-
-    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
     signal.signal(signal.SIGUSR1, lambda number, frame: None)  # --signal=B:USR1, to this script alone: see END_TIME
 
 

@@ -32,9 +32,8 @@ def check_extensions() -> Iterator[Finding]:
     folder = Path(place) if place else Path("~/.cache/torch_extensions").expanduser()
     locks = [file for file in folder.glob("**/lock") if time.time() - file.stat().st_mtime > 600]
     if locks:
-        yield error(
-            "extensions", f"a killed build has left {locks[0]}: later runs wait for it without a word", f"rm {locks[0]}"
-        )
+        message = f"a killed build has left {locks[0]}: later runs wait for it without a word"
+        yield error("extensions", message, f"rm {locks[0]}")
     else:
         yield ok("extensions", "no lock of a killed build")
 
