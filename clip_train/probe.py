@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,21 +64,15 @@ def fake_profile(make_model: Callable[[], torch.nn.Module], micro_batch: Callabl
     """Of `make_model()` in training, on fake tensors: forward, and backward as well. Allocates nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(), _no_collections():
-        points = _fake_step(make_model().train(), micro_batch(FAKE_SIZE))
-    return Profile(*(round(point / FAKE_SIZE) for point in points))
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Of garbage: so many small objects set them off that they took a fifth of the time, and found nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
+    collects = gc.isenabled()
+    gc.disable()  # so many small objects set collections off that they took a fifth of the time, and found nothing
     try:
-        yield
+        with torch.random.fork_rng(devices=[]), FakeTensorMode():
+            points = _fake_step(make_model().train(), micro_batch(FAKE_SIZE))
     finally:
-        if enabled:
+        if collects:
             gc.enable()
+    return Profile(*(round(point / FAKE_SIZE) for point in points))
 
 
 def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, int, int]:

@@ -19,7 +19,7 @@ import grimp  # of import-linter
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher")
-LINES, FILES, MODULE = 24_000, 14, 350
+LINES, FILES, MODULE = 23_900, 14, 350
 
 WORDS = (
     "lifeline", "liveness", "meeting", "house", "rooms", "seam", "told", "last words", "hand over", "overtaken",

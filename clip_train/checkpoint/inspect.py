@@ -80,21 +80,14 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> lis
     kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
     lines = []
     for ref in commits:
-        manifest = found[ref].manifest if ref in found else None
-        lines.append(
-            Line(
-                step=ref.step,
-                epoch=ref.epoch,
-                where=name,
-                created=manifest.created if manifest else "",
-                num_bytes=sum(entry.size for entry in manifest.files) if manifest else 0,
-                ranks=manifest.world_size if manifest else None,
-                engine=manifest.state.get("recipe", {}).get("engine", {}) if manifest else {},
-                committed=True,
-                problem=problems.get(ref),
-                future=f"stays: {kept[ref]}" if ref in kept else "goes at the next save",
-            )
-        )
+        future = f"stays: {kept[ref]}" if ref in kept else "goes at the next save"
+        line = Line(ref.step, ref.epoch, name, "", 0, None, {}, True, problems.get(ref), future)
+        if ref in found:
+            manifest = found[ref].manifest
+            size = sum(entry.size for entry in manifest.files)
+            engine = manifest.state.get("recipe", {}).get("engine", {})
+            line = replace(line, created=manifest.created, num_bytes=size, ranks=manifest.world_size, engine=engine)
+        lines.append(line)
     return lines + _orphans(storage, name, {ref: prefix_of(storage, ref) for ref in commits}, policy)
 
 

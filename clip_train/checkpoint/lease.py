@@ -20,8 +20,8 @@ from clip_train.storage.base import Storage
 
 def epochs(storage: Storage) -> list[int]:
     """Of all leases, ascending. OSError."""
-    found = (manifest.parse_lease(entry.name) for entry in storage.list("lease"))
-    return sorted(epoch for epoch in found if epoch is not None)
+    found = (manifest.LEASE_NAME.fullmatch(entry.name) for entry in storage.list("lease"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 ENDING_SECONDS = 10.0  # that the process of the last run on this machine may take to be gone

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 FORMAT_VERSION = 3  # 1 and 2 were clip-train 0.1's: a file named its fragments in its own header only
 BLOCK_BYTES = 16 << 20  # what is fetched and verified at once
 
-_LEASE_NAME = re.compile(r"lease/e(\d{6,})\.json")
+LEASE_NAME = re.compile(r"lease/e(\d{6,})\.json")
 _COMMIT_NAME = re.compile(r"commit/e(\d{6,})-s(\d{10,})\.json")
 _PREFIX = re.compile(r"ckpt/s(\d{10,})/e(\d{6,})-[0-9a-f]+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -88,12 +88,6 @@ def staged_name(prefix: str, file: str) -> str:
 
 def lease_name(epoch: int) -> str:
     return f"lease/e{epoch:06d}.json"
-
-
-def parse_lease(name: str) -> int | None:
-    """The epoch; None for a file that is no lease."""
-    match = _LEASE_NAME.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def rank_file(rank: int) -> str:

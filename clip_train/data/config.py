@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.index import ShardIndex, look_up
@@ -48,7 +48,9 @@ class DataConfig(Settings):
     """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several sources joined by `::`."""
 
     train_weights: Annotated[
-        list[Annotated[float, Field(gt=0)]] | None, Allowed("a list of numbers greater than 0, such as [3, 1], or null")
+        list[Annotated[float, Field(gt=0)]] | None,
+        BeforeValidator(lambda value: value.split("::") if isinstance(value, str) else value),  # as OpenCLIP has 1::2
+        Allowed("a list of numbers greater than 0, such as [3, 1], or null"),
     ] = None
     """How much of the stream each of the sources joined by `::` gives, as [3, 1] or 3::1; each then has epochs of
     its own. null: they are one list of shards, in whose epochs each sample comes once."""
@@ -133,12 +135,6 @@ class DataConfig(Settings):
         number = raw.get("num_samples")
         train = f"{SYNTHETIC}{SYNTHETIC_SAMPLES if number is None else number}"
         return {**raw, "train": train, "train_weights": None, "resampled": False}
-
-    @field_validator("train_weights", mode="before")
-    @classmethod
-    def _as_openclip_writes_them(cls, value: Any) -> Any:
-        """1::2 is how OpenCLIP writes its upsampling factors."""
-        return value.split("::") if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class WorkerTraceback(Exception):
     """Where in the worker it happened."""
 
 
-class TrainLoader:
+class TrainLoader(Iterator[Batch]):
     """Batches without end; the first is that of step `step`.
 
     Args:
@@ -122,9 +122,6 @@ class TrainLoader:
     def epoch(self, step: int) -> int:
         """Whole epochs that are done before a step, since the data began."""
         return self.order.epoch(self._sizes.before(step) - self._sizes.before(self._began))
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         if self._closed:
@@ -254,29 +251,20 @@ class TrainLoader:
         return out
 
 
-class Source(Protocol):
-    def __next__(self) -> Batch: ...
-    def stop(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Prefetcher:
+class Prefetcher(Iterator[Batch]):
     """Batches of `source` on `device`, in its order, one ahead. Closing it closes the source.
 
     A thread takes them from the source and, on a GPU, copies them from pinned memory on a stream of its own; the
     stream that computes waits for the copy, and the host for nothing. What the source raises is raised here.
     """
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: TrainLoader, device: torch.device) -> None:
         self.source, self.device = source, device
         self._ready: queue.SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = queue.SimpleQueue()
         self._wanted = threading.Semaphore(0)  # batches that the thread may take from the source
         self._closed = False
         self._thread: threading.Thread | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         if self._closed:

@@ -193,13 +193,7 @@ def _merged(word: bytes) -> list[str]:
         first, second = min(itertools.pairwise(parts), key=lambda p: ranks.get(p, 1 << 30))
         if (first, second) not in ranks:
             break
-        merged, i = [], 0
-        while i < len(parts):
-            if parts[i] == first and parts[i + 1 : i + 2] == [second]:
-                merged.append(first + second)
-                i += 2
-            else:
-                merged.append(parts[i])
-                i += 1
-        parts = merged
+        for i, part in enumerate(parts):  # which become fewer on the way
+            if part == first and parts[i + 1 : i + 2] == [second]:
+                parts[i : i + 2] = [first + second]
     return parts

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from clip_train import dist
 from clip_train.errors import UserError
@@ -21,14 +21,6 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["train", "eval", "invalid"]
 """Of a record: a step, an evaluation, the samples that could not be used so far (`InvalidLog.state`, `pictures`)."""
-
-
-class Chart(Protocol):
-    """What shows records somewhere. It may raise: it is dropped then, and training goes on."""
-
-    def write(self, record: dict[str, Any], kind: Kind = "train") -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoardSink:
@@ -86,6 +78,9 @@ class TrackerSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+Chart = TensorBoardSink | TrackerSink | ReportSink  # it may raise: it is dropped then, and training goes on
 
 
 class Sinks:

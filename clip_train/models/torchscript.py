@@ -60,7 +60,7 @@ class _TreeUnpickler(pickle.Unpickler):
         if module.split(".", maxsplit=1)[0] == "__torch__":
             return _Module
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _tensor
+            return lambda storage, offset, size, stride, *_: storage.as_strided(size, stride, offset)
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         if (module, name) == ("collections", "OrderedDict"):
@@ -81,10 +81,6 @@ class _TreeUnpickler(pickle.Unpickler):
             data = bytearray(self._archive.read(info))  # the zip's checksum is compared on the way
             self._storages[key] = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return self._storages[key]
-
-
-def _tensor(storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Tensor:
-    return storage.as_strided(size, stride, offset)
 
 
 def _tensors(tree: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -54,22 +54,14 @@ class OptimConfig(Settings):
     """The global batch that `lr` was chosen for; needed where lr_scaling is not none."""
 
     @model_validator(mode="after")
-    def _scaling_needs_a_reference(self) -> OptimConfig:
+    def _fits_together(self) -> OptimConfig:
         if (self.lr_scaling == "none") != (self.reference_batch is None):
             raise ValueError(
                 f"optim.lr_scaling ({self.lr_scaling}) and optim.reference_batch ({self.reference_batch}) go together: "
                 "set both, or leave lr_scaling=none and reference_batch=null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _warmup_needs_an_average(self) -> OptimConfig:
         if self.ema_warmup and self.ema_decay is None:
             raise ValueError("optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well")
-        return self
-
-    @model_validator(mode="after")
-    def _options_have_an_owner(self) -> OptimConfig:
         if self.options and not self.is_imported:
             raise ValueError(
                 f"optim.options ({shown(self.options)}) go with an optim.name that is an import path (it is "

@@ -138,13 +138,9 @@ def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool 
                 )
             each.__class__ = OURS[type(each)]
         elif isinstance(each, nn.Conv2d) and name.startswith("visual.") and each.in_channels == 3:
-            each.register_forward_pre_hook(_cast)
+            # pixels are fp32 up to here, whatever the precision
+            each.register_forward_pre_hook(lambda conv, inputs: (inputs[0].to(conv.weight.dtype), *inputs[1:]))
     return model
-
-
-def _cast(conv: nn.Conv2d, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Pixels are fp32 up to here, whatever the precision."""
-    return (inputs[0].to(conv.weight.dtype), *inputs[1:])
 
 
 def count_flops(architecture: OpenCLIPArchitecture, patch_dropout: float) -> float:
