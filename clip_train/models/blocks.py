@@ -44,12 +44,16 @@ def at(x: Tensor, token: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[..., in], [out, in], [out] -> [..., out], as `F.linear`. For float32 on a CPU that has MKL, which leaves half of
     AVX-512 unused where the processor is not Intel's; oneDNN does not (docs/performance.md)."""
-    plain = torch.compiler.is_compiling() or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
-    if plain or not x.dtype == weight.dtype == torch.float32 or x.numel() * len(weight) < _FEWEST:
-        return F.linear(x, weight, bias)
-    if not torch.backends.mkldnn.enabled or not _has_onednn():
+    if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     return _OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> bool:
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32:
+        return False
+    asked = torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
+    return bool(asked) and x.numel() * len(weight) >= _FEWEST and _has_onednn()
 
 
 @cache
