@@ -119,7 +119,7 @@ def main() -> int:
     missed += [
         f"{limit}: not what plan predicts" for limit, run in zip(LIMITS, runs, strict=True) if not run.get("planned")
     ]
-    for kind, what, spare in (("plain", "plain torch", 150), ("zero 1", "ZeRO 1", 400)):
+    for kind, what, spare in (("plain", "plain torch", 150), ("zero 1", "ZeRO 1", 320)):
         first, cut = limited(kind, None), limited(kind, spare)
         table += [
             row(f"address space, {what}", place, run, first, missed) for place, run in (("free", first), ("ends", cut))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 
@@ -26,6 +27,15 @@ def unreadable(error: OSError, message: str) -> UserError:
     if isinstance(error, (FileNotFoundError, PermissionError)):
         return UserError(message)
     return RankError(f"{message} (on {socket.gethostname()})")
+
+
+def missing(path: str | os.PathLike, what: str, remedy: str) -> UserError:
+    """What is not there: the recipe's mistake. Where its folder is not there either it may be a mount that this node
+    lacks, so that another attempt may find it."""
+    folder = os.path.dirname(os.fspath(path))
+    if not folder or os.path.isdir(folder):
+        return UserError(f"{what}; {remedy}")
+    return RankError(f"{what}, nor is there a folder {folder}: correct the path, or mount it on {socket.gethostname()}")
 
 
 class DataError(ClipTrainError):

@@ -21,7 +21,7 @@ from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.data.invalid import InvalidLog
 from clip_train.engine import Engine
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
-from clip_train.metrics.meters import StepRecord, StepTimer, StepTimes, batch_digest, peak_memory_bytes
+from clip_train.metrics.meters import StepTimer, StepTimes, batch_digest, peak_memory_bytes
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.protocols import Batch
@@ -173,25 +173,24 @@ class Trainer:
             self.failure = self.failure or e
 
     def _record(self, result: StepResult, lr: float, plan: BatchPlan, times: StepTimes, batch: Batch) -> None:
-        digest = None
+        """One optimizer step, as `metrics.jsonl` has it."""
+        record: dict[str, Any] = {
+            "step": self.step,  # counted from 1
+            "samples": self.samples,  # seen since the run began
+            "loss": result.loss,  # of the global batch
+            "grad_norm": result.grad_norm,  # global, before the clip
+            "logit_scale": result.logit_scale,  # its exp: the factor itself
+            "lr": lr,
+            "samples_per_second": plan.global_size / times.step,  # over all ranks
+            "step_seconds": times.step,  # waiting for data included
+            "data_wait_seconds": times.data_wait,
+            "micro_size": plan.micro_size,
+            "accum_steps": plan.accum_steps,
+            "kept_graphs": plan.kept_graphs,
+            "peak_memory_bytes": peak_memory_bytes(self.engine.device),
+        }
         if self.digest:
-            digest = batch_digest(key for keys in dist.gather_objects(batch.keys) for key in keys)
-        record = StepRecord(
-            step=self.step,
-            samples=self.samples,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            logit_scale=result.logit_scale,
-            lr=lr,
-            samples_per_second=plan.global_size / times.step,
-            step_seconds=times.step,
-            data_wait_seconds=times.data_wait,
-            micro_size=plan.micro_size,
-            accum_steps=plan.accum_steps,
-            kept_graphs=plan.kept_graphs,
-            peak_memory_bytes=peak_memory_bytes(self.engine.device),
-            batch_digest=digest,
-        ).to_dict()
+            record["batch_digest"] = batch_digest(key for keys in dist.gather_objects(batch.keys) for key in keys)
         record |= result.metrics
         self._on_this_rank(lambda: record.update(self.checkpoints.poll()))  # what became of earlier saves
         self._on_this_rank(lambda: self.sinks.write(record))

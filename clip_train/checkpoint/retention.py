@@ -66,18 +66,13 @@ def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, 
 def read_metrics(storage: Storage, commits: Collection[CommitRef], name: str | None) -> dict[CommitRef, float]:
     """What the evaluation `name` came to, of the checkpoints that have one. OSError."""
     out: dict[CommitRef, float] = {}
-    if name is None:
-        return out
-    there = {entry.name for entry in storage.list("metric")}
+    there = {entry.name for entry in storage.list("metric")} if name is not None else set()
     for ref in commits:
-        if ref.metric_name not in there:
-            continue
-        try:
-            value = read_checked(storage, ref.metric_name)["values"].get(name.removeprefix("-"))
-        except (FileNotFoundError, ValueError):
-            continue
-        if value is not None:
-            out[ref] = float(value)
+        if name is not None and ref.metric_name in there:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                value = read_checked(storage, ref.metric_name)["values"].get(name.removeprefix("-"))
+                if value is not None:
+                    out[ref] = float(value)
     return out
 
 

@@ -168,12 +168,10 @@ class Writer:
             timeout = request.since + self.settings.timeout_seconds
             return min(timeout, since + commit.LATE_SECONDS) if newer else timeout
 
-        commit.commit(store, request, lambda: self._check_fence(store), self.settings.policy.token, end)
-
-    def _check_fence(self, store: Storage) -> None:
-        """FencedError, OSError. A local commit does not ask the remote store: it is wanted most when that is down, and
-        one that comes too late sorts below the successor's."""
-        lease.check(store, self.settings.policy.lease)
+        # A local commit does not ask the remote store: it is wanted most when that is down, and one that comes too late
+        # sorts below the successor's.
+        fence = lambda: lease.check(store, self.settings.policy.lease)  # noqa: E731
+        commit.commit(store, request, fence, self.settings.policy.token, end)
 
     # -- the remote store
 

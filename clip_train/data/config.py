@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,7 +13,7 @@ from clip_train.batch import BatchSizes
 from clip_train.data.index import ShardIndex, look_up
 from clip_train.data.shards import SYNTHETIC, Reading, expand, open_shard, split_sources, synthetic_size
 from clip_train.data.tar import TarError, iter_samples
-from clip_train.errors import RankError, UserError, unreadable
+from clip_train.errors import UserError, missing, unreadable
 from clip_train.settings import Allowed, Refused, Settings, Silent, as_yaml
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
@@ -285,18 +283,15 @@ def existing(spec: str, field: str) -> list[list[str]]:
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]
     # of remote ones one learns it when they are opened
-    missing = [shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))]
-    if missing:
-        if local_path(missing[0]).is_dir():
+    lost = [shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))]
+    if lost:
+        if local_path(lost[0]).is_dir():
             raise UserError(
-                f"{field} ({missing[0]}) is a folder, not shards: give '{missing[0].rstrip('/')}/*.tar' for those in "
-                f"it; of images, `clip-train shards {missing[0]} OUT` makes them: give 'OUT/*.tar' then"
+                f"{field} ({lost[0]}) is a folder, not shards: give '{lost[0].rstrip('/')}/*.tar' for those in "
+                f"it; of images, `clip-train shards {lost[0]} OUT` makes them: give 'OUT/*.tar' then"
             )
-        what = f"{field} ({spec}): {len(missing)} of {len(shards)} shards are not there, the first is {missing[0]}"
-        if Path(local_path(missing[0])).parent.is_dir():
-            raise UserError(f"{what}; correct the path or the range in braces")
-        # a mount that one node lacks is no mistake of the recipe: another attempt may go elsewhere
-        raise RankError(f"{what}, nor is their folder: correct the path, or mount it on {socket.gethostname()}")
+        what = f"{field} ({spec}): {len(lost)} of {len(shards)} shards are not there, the first is {lost[0]}"
+        raise missing(local_path(lost[0]), what, "correct the path or the range in braces")
     return sources
 
 

@@ -9,7 +9,6 @@ import base64
 import io
 import os
 import re
-import socket
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import BinaryIO
 
 from braceexpand import braceexpand
 
-from clip_train.errors import RankError, UserError, unreadable
+from clip_train.errors import UserError, missing, unreadable
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
@@ -86,14 +85,9 @@ def _listed(pattern: str, field: str) -> list[str]:
         numbered = is_folder(pattern) and (is_remote(pattern) or (local_path(pattern) / NSHARDS).exists())
         return _numbered(pattern.rstrip("/")) if numbered else expand_glob(pattern)
     except UserError as e:
-        message = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}: {e}"
-        if is_remote(pattern):
-            raise UserError(message) from e
-        folder = re.split(r"[*?\[]", local_path(pattern).as_posix())[0].rpartition("/")[0]
-        if os.path.isdir(folder or "."):
-            raise UserError(message) from e
-        host = socket.gethostname()
-        raise RankError(f"{message}; {folder} is no folder on {host}: correct the path, or mount it there") from e
+        what = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}"
+        before = "" if is_remote(pattern) else re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
+        raise missing(before, what, str(e)) from e
     except ImportError as e:
         raise UserError(f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
     except OSError as e:

@@ -19,10 +19,10 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.data.shards import is_folder
 from clip_train.engine import Engine
-from clip_train.errors import UserError
+from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import IMAGENET
 from clip_train.evaluate.features import Encoded, Labeller
-from clip_train.storage.urls import open_read
+from clip_train.storage.urls import is_remote, local_path, open_read
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions -> int64 [b, context_length]
 CLIP_BENCHMARKS = "zeroshot_classification_templates"  # its file beside classnames.txt, with {c} for the name
@@ -66,9 +66,8 @@ class ZeroShotClasses(BaseModel):
         try:
             content = _read(place)
         except FileNotFoundError as e:
-            raise UserError(
-                f"{field} does not exist ({e}); give imagenet, a JSON file or clip_benchmark's folder"
-            ) from None
+            path, what = "" if is_remote(place) else local_path(place), f"{field} does not exist ({e})"
+            raise missing(path, what, "give imagenet, a JSON file or clip_benchmark's folder") from None
         except ValueError as e:
             raise UserError(f"{field} is not JSON: {e}") from e
         if templates is not None and isinstance(content, dict):

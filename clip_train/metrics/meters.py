@@ -8,36 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step, as `metrics.jsonl` has it."""
-
-    step: int  # counted from 1
-    samples: int  # seen since the run began
-    loss: float  # of the global batch
-    grad_norm: float  # global, before the clip
-    logit_scale: float  # its exp: the factor itself
-    lr: float
-    samples_per_second: float  # over all ranks
-    step_seconds: float  # the whole step, waiting for data included
-    data_wait_seconds: float
-    micro_size: int
-    accum_steps: int
-    kept_graphs: int
-    peak_memory_bytes: int
-    batch_digest: str | None = None  # left out unless `log.batch_digest`
-
-    def to_dict(self) -> dict[str, Any]:
-        record = asdict(self)
-        if self.batch_digest is None:
-            del record["batch_digest"]
-        return record
 
 
 class StepTimes(NamedTuple):

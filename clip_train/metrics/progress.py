@@ -60,7 +60,7 @@ class ProgressLine:
         self._bar.start()
 
     def update(self, record: dict[str, Any]) -> None:
-        """After each step, with its record (see `StepRecord`)."""
+        """After each step, with its record, as `metrics.jsonl` has it."""
         if not self._enabled:
             return
         step, seconds = record["step"], record["step_seconds"]

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from clip_train.errors import UserError
+from clip_train.errors import UserError, missing
 from clip_train.models.openclip.config import PREFIX, OpenCLIPArchitecture, load_openclip_architecture
 from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
 from clip_train.storage.urls import is_remote, local_path
@@ -268,7 +268,8 @@ class ModelConfig(Settings):
             return None
         name = self.teacher_name
         if not (is_remote(place) or place.startswith((PREFIX, "hf-hub:")) or os.path.exists(local_path(place))):
-            raise UserError(f"model.teacher ({clipped(place)}): no such file or folder; give an export or weights")
+            what = f"model.teacher ({clipped(place)}): no such file or folder"
+            raise missing(local_path(place), what, "give an export or weights")
         if name is None and place.startswith(PREFIX):
             tagged = place.removeprefix(PREFIX).partition("/")[0]
             name = tagged if tagged in preset_names() else PREFIX + tagged
@@ -308,7 +309,8 @@ def load_architecture(name: str) -> AnyArchitecture:
         except (json.JSONDecodeError, UnicodeDecodeError) as e:
             raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
     by_lower = {k.lower(): k for k in known}
-    near = [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+    near = [PREFIX + name] * any(name.startswith(f"{k}-") for k in known)  # ViT-B-16-SigLIP
+    near += [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
         f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's ViTs and "
@@ -337,8 +339,7 @@ def parse_architecture(content: Any, source: str) -> Architecture:
 
 def _without_neutral(section: dict[str, Any], schema: type[_Schema]) -> dict[str, Any]:
     """A silently ignored key would be another model than was asked for: the others are left, to be refused."""
-    known = schema.model_fields
-    return {key: v for key, v in section.items() if key in known or (v and v not in NEUTRAL.get(key, ()))}
+    return {k: v for k, v in section.items() if k in schema.model_fields or (v and v not in NEUTRAL.get(k, ()))}
 
 
 def _nearest(where: str) -> str:

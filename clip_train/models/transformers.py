@@ -30,7 +30,8 @@ _BLOCK = {
 def check_transformers(architecture: Architecture) -> None:
     """UserError with the reason where `CLIPModel` cannot hold such a model."""
     parts = {"": architecture, "vision_cfg.": architecture.vision_cfg, "text_cfg.": architecture.text_cfg}
-    foreign = [f"{at}{key}" for at, part in parts.items() for key in _changed(part) if key not in _HELD[at]]
+    changed = {at: part.model_dump(exclude_defaults=True) for at, part in parts.items()}
+    foreign = [f"{at}{key}" for at, keys in changed.items() for key in keys if key not in _HELD[at]]
     if architecture.vision_cfg.stages:
         foreign.append("vision_cfg.layers (a list: a ResNet)")
     if architecture.text_cfg.vocab_size <= END:
@@ -40,10 +41,6 @@ def check_transformers(architecture: Architecture) -> None:
             f"--format transformers: transformers' CLIPModel is a ViT with a class token and a causal text tower, and "
             f"has no {', '.join(foreign)}: export with --format open_clip"
         )
-
-
-def _changed(part: Any) -> set[str]:
-    return set(part.model_dump(exclude_defaults=True))
 
 
 def export_transformers(state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike) -> Path:

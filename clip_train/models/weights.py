@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from clip_train.errors import CheckpointError, UserError
+from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, load_architecture, preset_names
 from clip_train.models.torchscript import is_torchscript, read_torchscript
@@ -187,7 +187,8 @@ def file_at(path: str | os.PathLike, key: str) -> Path:
     if file.is_dir():
         file = next((each for name in WEIGHTS_NAMES if (each := file / name).is_file()), file)
     if not file.is_file():
-        raise UserError(f"{key}: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}; correct the path")
+        what = f"{key}: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}"
+        raise missing(file, what, "correct the path")
     return file
 
 

@@ -59,15 +59,10 @@ class Retry:
                     bucket.worked = True
                 return done
             renewed = renewed or renew
-            pause = backoff(attempt, self.backoff_seconds)
+            longest = min(LONGEST_BACKOFF_SECONDS, self.backoff_seconds * 2.0 ** min(attempt - 1, 64))
+            pause = _random.uniform(longest / 2, longest)  # so that workers do not march
             await asyncio.sleep(min(pause, left) if left > 0 else pause)  # the last one is at the end of the patience
         raise AssertionError("unreachable")
-
-
-def backoff(attempt: int, first_seconds: float) -> float:
-    """Seconds to wait after a failed attempt (from 1): doubling, half of it random, so that workers do not march."""
-    longest = min(LONGEST_BACKOFF_SECONDS, first_seconds * 2.0 ** min(attempt - 1, 64))
-    return _random.uniform(longest / 2, longest)
 
 
 async def within(seconds: float | None, answer: Awaitable[T], reason: str = "") -> T:

@@ -19,6 +19,7 @@ from clip_train.models import hub
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture, preset_names
 from clip_train.models.export import export_openclip, save_texts
+from clip_train.models.openclip.config import PREFIX
 from clip_train.models.transformers import check_transformers, export_transformers
 from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, WholeState, initial_weights, silent
 from clip_train.protocols import FragmentSource
@@ -134,14 +135,35 @@ def run_at(place: str, overrides: list[str]) -> tuple[RunConfig, Resumed]:
     for name in LOOKED_AT if is_remote(place) else ():
         section, key = name.split(".")
         url = recipe_there[section].get(key)
-        if (
-            url not in (None, IMAGENET) and name not in said
-        ):  # whoever may write there must not choose what is opened here
+        # whoever may write there must not choose what is opened here
+        if url not in (None, IMAGENET) and name not in said:
             raise UserError(
                 f"the recipe in {found.path} names {name}={url}, which is opened only if you say so: add {name}={url}, "
                 f"another, or {name}=null"
             )
-    return check_config(apply_overrides(recipe_there, overrides), f"the recipe in {found.path}"), found
+    config = check_config(apply_overrides(recipe_there, overrides), f"the recipe in {found.path}")
+    if is_remote(place):
+        check_names(found, config.model.name, said="model.name" in said)
+    return config, found
+
+
+def check_names(found: Resumed, model: str, *, said: bool) -> None:
+    """UserError where the model of a checkpoint behind a URL names a tokenizer or model of the hub's, or a folder here,
+    that neither OpenCLIP's model of this name has, nor one of which the command line has said that it is it."""
+
+    def names(architecture: dict[str, Any]) -> set[str]:
+        text, trunk = architecture["text_cfg"], architecture["vision_cfg"].get("timm_model_name") or ""
+        return {text.get("hf_tokenizer_name"), text.get("hf_model_name"), trunk if ":" in trunk else None} - {None}
+
+    if foreign := names(found.state["architecture"]):
+        openclips = model.startswith(PREFIX) and not os.path.exists(model.removeprefix(PREFIX))
+        if said or openclips or model in preset_names():
+            foreign -= names(load_architecture(model).model_dump())
+    if foreign:
+        raise UserError(
+            f"the model in {found.path} names {', '.join(sorted(foreign))}, which is opened only if you say so: add "
+            "model.name=<OpenCLIP's model, or a JSON, that names it as well>"
+        )
 
 
 def export_run(args: argparse.Namespace) -> int:

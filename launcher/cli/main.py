@@ -14,7 +14,7 @@ from typing import NoReturn
 from clip_train.stop import StopRequest
 from launcher.cli.options import VERBS, build_parser
 from launcher.config.openclip import suggest
-from launcher.runtime.log import Startup, configure
+from launcher.runtime.log import Startup, Unfailing, configure
 from launcher.runtime.outcome import Outcome
 
 
@@ -26,6 +26,7 @@ def entry() -> NoReturn:
     status 0, or a preempted one's 75, into a crash.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stacks whenever another rank has gone
+    sys.stderr = Unfailing(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     stop = StopRequest()
     if sys.argv[1:2] == ["train"]:
         stop.listen()  # before the imports, during which a signal would otherwise kill the rank

@@ -18,9 +18,9 @@ from pydantic.fields import FieldInfo
 from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
-from clip_train.data.config import DataConfig
-from clip_train.data.index import index_of
-from clip_train.errors import UserError
+from clip_train.data.config import DataConfig, existing
+from clip_train.data.index import look_up
+from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import ModelConfig
@@ -190,7 +190,7 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as e:
         remedy = "examples lie in recipes/" if what == "recipe" else "correct the path"
-        raise UserError(f"cannot read the {what} {path}: {e.strerror}; {remedy}") from None
+        raise missing(path, f"cannot read the {what} {path}: {e.strerror}", remedy) from None
     try:
         raw = yaml.load(text, Loader=RecipeLoader)
     except yaml.YAMLError as e:
@@ -232,7 +232,7 @@ def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
         return raw  # to be explained with all other mistakes
     if run.epochs is None or data.num_samples is not None or data.train_weights is not None or data.resampled:
         return raw  # nobody asks, or there is no epoch in which each sample comes once
-    counted = index_of(data.train, data.verify, storage).num_samples
+    counted = look_up(existing(data.train, "data.train"), data.verify, storage).num_samples
     return raw if counted is None else {**raw, "data": {**raw["data"], "num_samples": counted}}
 
 

@@ -36,10 +36,11 @@ class Change:
         return f"{self.path} was {self.before!r}, is {self.after!r}"
 
 
-def changes(config: RunConfig, state: Mapping[str, Any]) -> list[Change]:
-    """Every key that differs, and all of the model that does. state: the checkpoint's, which may lack newer keys."""
-    now, then = config.model_dump(mode="json"), state["recipe"]
-    architecture = other_architecture(config, state["architecture"])
+def changes(config: RunConfig, then: Mapping[str, Any], architecture: Mapping[str, Any] | None = None) -> list[Change]:
+    """Every key that differs from a recipe as resolved then, which may lack newer keys; with the architecture of then
+    also all of the model that does."""
+    now = config.model_dump(mode="json")
+    others = [] if architecture is None else other_architecture(config, architecture)
     found = []
     for path, field in known_keys():
         section, key = path.split(".")
@@ -47,12 +48,22 @@ def changes(config: RunConfig, state: Mapping[str, Any]) -> list[Change]:
         default = list(default) if isinstance(default, tuple) else default  # as JSON has it
         before, after = then.get(section, {}).get(key, default), now[section][key]
         if path == "model.name":  # a file may move; what is in it is compared instead
-            kind, after = "reported", before if architecture else after
+            kind, after = "reported", before if others else after
         else:
             kind = at_resume(path, field.metadata, config)
         if before != after:
             found.append(Change(path, before, after, kind))
-    return found + architecture
+    return found + others
+
+
+def in_vain(config: RunConfig, found: list[Change], where: str) -> str:
+    """Of what differs after the last step, that it would train nothing, though it was to make another run; or ""."""
+    kinds = ("refused", "reported")
+    vain = "; ".join(str(each) for each in found if each.kind in kinds and not each.path.startswith("run."))
+    return vain and (
+        f"all {config.steps} steps are trained ({where}), so that {vain} would train nothing: "
+        "raise run.steps, or choose another run.name"
+    )
 
 
 def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Change]:
@@ -76,7 +87,7 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
 def compare_with(config: RunConfig, resumed: Resumed, world_size: int, teacher: str | None = None) -> list[str]:
     """What to report about resuming from this checkpoint, below where it is from. UserError where it is another run's,
     but with `checkpoint.allow_changed_recipe`, and where it has all steps and the change would train nothing."""
-    found = changes(config, resumed.state)
+    found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
     if (before := resumed.state.get("teacher")) != teacher:  # its digest: what lies at a place may change
         found.append(Change(f"model.teacher ({config.model.teacher}): its digest", before, teacher, "refused"))
     another = [change for change in found if change.kind == "refused"]
@@ -87,12 +98,8 @@ def compare_with(config: RunConfig, resumed: Resumed, world_size: int, teacher: 
             "checkpoint.resume=never; or resume all the same with checkpoint.allow_changed_recipe=true"
         )
     reported = [change for change in found if change.kind == "reported"]
-    vain = [change for change in [*another, *reported] if not change.path.startswith("run.")]
-    if resumed.step >= config.steps and vain:
-        raise UserError(
-            f"all {config.steps} steps are trained (step {resumed.step}, {resumed.path}), so that "
-            f"{'; '.join(map(str, vain))} would train nothing: raise run.steps, or choose another run.name"
-        )
+    if resumed.step >= config.steps and (vain := in_vain(config, found, f"step {resumed.step}, {resumed.path}")):
+        raise UserError(vain)
     rounds = [change.path for change in found if change.kind == "rounding"]
     before = layout(resumed.world_size, resumed.state["recipe"].get("engine", {}))
     after = layout(world_size, config.engine.model_dump())

@@ -83,9 +83,8 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     if read_data:
         source = collect(lambda: check_source(config.data, config.storage))
     else:
-        collect(partial(expand_braces, config.data.train))
-        if config.data.val is not None:
-            collect(partial(expand_braces, config.data.val, "data.val"))
+        for key, place in {"data.train": config.data.train, **config.evaluated_on}.items():
+            collect(partial(expand_braces, place, key))
     if read_data and config.evaluate.zero_shot_classes is not None:
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     for key, place in config.evaluated_on.items() if read_data else ():

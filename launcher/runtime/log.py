@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import sys
@@ -22,15 +24,27 @@ def warn(message: str) -> None:
     log(message, logging.WARNING)
 
 
+class Unfailing(io.TextIOWrapper):
+    """A stream that takes everything, also when its disk is full or its terminal has gone: no run is to end by it."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 class Lines(logging.Handler):
     """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to what is stderr at the moment."""
 
     def __init__(self) -> None:
         super().__init__()
-        try:
+        self.rank = 0
+        with contextlib.suppress(RankError):  # is explained later, by the verb
             self.rank = detect(os.environ).rank
-        except RankError:  # is explained later, by the verb
-            self.rank = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from launcher.runtime.environment import END_TIME
 from launcher.runtime.verdict import (
@@ -38,6 +38,9 @@ from launcher.runtime.verdict import (
 )
 from launcher.slurm.attempts import Decision, History, Outcome, decide
 from launcher.slurm.scheduler import answer, end_time, node_names, slurm
+
+if TYPE_CHECKING:
+    from launcher.config.recipe import RunConfig
 
 USAGE = "[--chain] RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
                 return 2
             say(f"the recipe is read again after {wait:g} s")
     try:
-        return Controller(config.run_dir, config.steps, terminated, chain=args.chain).run(command)
+        return Controller(config, terminated, chain=args.chain).run(command)
     except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
         say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
         return 1
@@ -91,8 +94,8 @@ def say(message: str) -> None:
 class Controller:
     """One attempt of one run."""
 
-    def __init__(self, run_dir: Path, steps: int, terminated: threading.Event, *, chain: bool = False) -> None:
-        self.run_dir, self.steps, self.terminated, self.chain = run_dir, steps, terminated, chain
+    def __init__(self, config: RunConfig, terminated: threading.Event, *, chain: bool = False) -> None:
+        self.config, self.run_dir, self.terminated, self.chain = config, config.run_dir, terminated, chain
         self.job = os.environ["SLURM_JOB_ID"]
         self.nodes = node_names()
 
@@ -131,11 +134,23 @@ class Controller:
             if decision.decision == "give up":
                 return self._give_up(decision)
         verdict = read_verdict(self.run_dir)
-        if verdict is not None and verdict[0] == "DONE" and verdict[1]["step"] >= self.steps:
-            say(f"{self.run_dir} is done already")
-            self._end_chain()
-            return 0
-        return None
+        if verdict is None or verdict[0] != "DONE" or verdict[1]["step"] < self.config.steps:
+            return None
+        self._end_chain()
+        vain = self._changed_in_vain()
+        say(f"error: {vain}" if vain else f"{self.run_dir} is done already")
+        return 2 if vain else 0
+
+    def _changed_in_vain(self) -> str:
+        """That the recipe has been changed since the run was finished, of which nothing would come."""
+        from clip_train.errors import UserError
+        from launcher.config.recipe import read_recipe
+        from launcher.config.resume import changes, in_vain
+
+        path = str(self.run_dir / "recipe.yaml")  # as the ranks have resolved it
+        with contextlib.suppress(UserError):
+            return in_vain(self.config, changes(self.config, read_recipe(path)), path)
+        return ""  # it cannot be read
 
     def _settle_lost_attempt(self, number: int, before: int, first_node: str) -> Decision:
         """An attempt whose batch script never came to its end: the node under it was lost, or Slurm killed it."""

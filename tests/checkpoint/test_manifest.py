@@ -83,7 +83,7 @@ def test_a_manifest_cannot_point_elsewhere() -> None:
         Commit.from_bytes(Commit(0, 3, "../ckpt", "ff").to_bytes())
 
 
-@pytest.mark.parametrize("wrong", [{"name": 3}, {"size": "9"}, {"size": 9, "blocks": ["a", "b"]}])
+@pytest.mark.parametrize("wrong", [{"name": 3}, {"size": "9"}, {"size": 9, "blocks": ["a", "b"]}, {"size": 1 << 40}])
 def test_a_manifest_with_a_wrong_file_is_stepped_over(wrong: dict) -> None:
     entry = {"name": "rank00000.safetensors", "size": 9, "blocks": ["a"], "rank": 0} | wrong
     body = json.loads(Manifest(1, 0, 1, [FileEntry(**entry)], "", {}).to_bytes())

@@ -32,7 +32,7 @@ from tests.launcher.conftest import (
     wait_for,
     wait_for_step,
 )
-from tests.processes import running
+from tests.processes import family, running
 
 pytestmark = pytest.mark.engine
 
@@ -218,3 +218,32 @@ def test_an_installed_package_trains_from_any_folder(recipe, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_verdict(tmp_path / "run")[0] == "DONE"
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(recipe, tmp_path):
+    """A full disk under it, or a terminal that has gone: each line is an error. A mistake keeps its status."""
+    for line, status in ((["train", recipe, "run.steps=8"], 0), (["train", recipe, "run.stepz=8"], 2)):
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "launcher", *line],
+                env=clean_environment(), cwd=tmp_path, stdout=full, stderr=full, check=False, timeout=PATIENCE,
+            )  # fmt: skip
+        assert done.returncode == status
+    assert read_verdict(tmp_path / "run")[0] == "DONE" and len(metrics(tmp_path / "run")) == 8
+
+
+def test_a_run_alone_has_no_door(recipe, tmp_path):
+    """No port but on loopback, no name of a socket that another user could take."""
+    process = start_cold(recipe, *ENDLESS)
+    try:
+        wait_for_step(tmp_path / "run", 8, process)  # one is saved
+        links = [link for pid in family(process) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        held = {os.readlink(link).partition("[")[2].rstrip("]") for link in links if link.is_symlink()}
+        sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        assert [line for line in sockets if line[6] in held and len(line) > 7] == []
+        for table, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
+            lines = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+            listening = [line[1] for line in lines if line[3] == "0A" and line[9] in held]
+            assert [address for address in listening if not address.startswith(loopback)] == []
+    finally:
+        kill(process)

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import launcher.slurm.controller
+from launcher.config.recipe import load_config
 from launcher.runtime.verdict import Failure, read_verdict, write_verdict
 from launcher.slurm.attempts import History
 from launcher.slurm.controller import copy_lines
@@ -44,13 +46,15 @@ def control() -> None:
     sys.exit(launcher.slurm.controller.main(sys.argv[1:]))
 
 
-def start(recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7") -> Command:
+def start(
+    recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7", overrides: Sequence[str] = ()
+) -> Command:
     """The ranks are `command`; state: of every job, as Slurm has it."""
     environ = {
         **os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": job,
         "SLURM_JOB_NODELIST": "n1", "STATE": state, "SAID": str(bin / "said"),
     }  # fmt: skip
-    line = [str(recipe), "--", *command]
+    line = [str(recipe), *overrides, "--", *command]
     return Command(line, env=environ, cwd=Path.cwd(), target=control)
 
 
@@ -244,3 +248,19 @@ def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_pat
 def test_a_damaged_verdict_says_nothing(tmp_path, text):
     (tmp_path / "VERDICT").write_bytes(text.encode("latin-1"))
     assert read_verdict(tmp_path) is None
+
+
+def test_a_finished_run_trains_nothing_of_a_changed_recipe(recipe, bin, tmp_path):
+    """It would end with `done already`, and the change would be forgotten."""
+    config = load_config(str(recipe))
+    config.run_dir.mkdir()
+    (config.run_dir / "recipe.yaml").write_text(config.to_yaml())
+    write_verdict(config.run_dir, "DONE", config.steps, "trained to the last step")
+    for change, status, said in (
+        ("log.every_steps=7", 0, "is done already"),
+        ("optim.lr=0.5", 2, "would train nothing"),
+    ):
+        process = start(recipe, bin, "touch", str(tmp_path / "ran"), overrides=[change])
+        out, _ = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, said in out) == (status, True), out
+    assert not (tmp_path / "ran").exists() and read_verdict(config.run_dir)[0] == "DONE"

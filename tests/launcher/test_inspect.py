@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import load_openclip
-from launcher.cli.inspect import described, recipe_of_model
+from launcher.cli.inspect import check_names, described, recipe_of_model
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import clean_environment, finish, metrics, run, start
 from tests.warm import Command
@@ -154,3 +155,22 @@ def test_what_a_place_says_of_the_model(tmp_path):
     assert model("my.yaml", "x.pt") is model("my.yaml") is model(str(tmp_path)) is None
     with pytest.raises(UserError, match=r"x\.pt has no open_clip_config\.json beside it .* ViT-B-32 --weights x\.pt"):
         described(str(tmp_path / "x.pt"), "x.pt")
+
+
+def test_a_checkpoint_from_elsewhere_does_not_choose_a_tokenizer(tmp_path):
+    """But the one that OpenCLIP's model of this name has, or a model that the command line names."""
+
+    def check(tokenizer: str | None, name: str, *, said: bool = False) -> None:
+        text = {**architecture["text_cfg"], "hf_tokenizer_name": tokenizer}
+        state = {"architecture": {**architecture, "text_cfg": text}}
+        check_names(SimpleNamespace(state=state, path="s3://bucket/run"), name, said=said)  # type: ignore[arg-type]
+
+    known = load_architecture("ViT-L-14-CLIPA")
+    architecture, own = known.model_dump(mode="json"), str(tmp_path / "own.json")
+    (tmp_path / "own.json").write_text(json.dumps(known.model_cfg()).replace("bert-base-uncased", "org/other"))
+    check(None, "any")
+    check("bert-base-uncased", "ViT-L-14-CLIPA")
+    check("org/other", own, said=True)
+    for name, said in (("ViT-L-14-CLIPA", False), ("ViT-L-14-CLIPA", True), (own, False)):
+        with pytest.raises(UserError, match=r"s3://bucket/run names org/other, which is opened only if you say so"):
+            check("org/other", name, said=said)

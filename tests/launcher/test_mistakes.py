@@ -11,6 +11,8 @@ import torch.distributed as torch_dist
 from PIL import Image
 
 from clip_train.data.tar import write_shards
+from clip_train.errors import RankError, UserError
+from clip_train.models.weights import initial_weights
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
 from launcher.config.validate import check
@@ -175,6 +177,7 @@ def test_every_rank_needs_a_sample(overrides, said, recipe, capsys):
     [
         (["data.train='pipe:cat x.tar'"], {}, "give a path or a URL"),
         (["data.val=val.csv"], {}, "data.val (val.csv) is a table"),
+        (["evaluate.linear_probe=x.csv"], {}, "evaluate.linear_probe (x.csv) is a table"),
         ([], {"WORLD_SIZE": "abc"}, "WORLD_SIZE (abc) must be a whole number"),
         (["--world-size=0"], {}, "--world-size (0) must be at least 1"),
     ],
@@ -184,6 +187,25 @@ def test_a_plan_refuses_what_training_would(line, environ, said, recipe, capsys,
         monkeypatch.setenv(name, value)
     assert main(["plan", str(recipe), *line]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["model.teacher", "model.init_from", "evaluate.zero_shot_classes"])
+def test_what_lies_in_a_folder_that_is_not_there_may_be_a_mount_of_another_node(key, recipe, tmp_path):
+    """So a job tries again, perhaps elsewhere; what is missing from its folder is a mistake."""
+    for folder, kind in ((tmp_path / "unmounted", RankError), (tmp_path, UserError)):
+        config = load_config(str(recipe), [f"{key}={folder}/x.json"])
+        with pytest.raises(UserError, match=key.replace(".", r"\.")) as e:
+            check(config, 1)
+            initial_weights(config.model, 0, print)
+        assert type(e.value) is kind
+
+
+def test_samples_are_not_counted_on_a_mount_that_is_not_there(recipe, tmp_path):
+    overrides = ["run.steps=null", "run.epochs=1", f"data.train={tmp_path}/unmounted/{{000..003}}.tar"]
+    with pytest.raises(RankError, match=r"4 of 4 shards are not there.* mount it on"):
+        load_config(str(recipe), overrides)
+    with pytest.raises(RankError, match=r"cannot read the recipe .* mount it on"):
+        load_config(str(tmp_path / "unmounted" / "recipe.yaml"))
 
 
 def test_the_demo_looks_at_its_overrides_before_it_draws(tmp_path, capsys):

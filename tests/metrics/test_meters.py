@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from clip_train.metrics.meters import StepRecord, StepTimer, batch_digest, peak_memory_bytes
+from clip_train.metrics.meters import StepTimer, batch_digest, peak_memory_bytes
 
 
 def test_batch_digest_is_of_the_set() -> None:
@@ -35,14 +35,6 @@ def test_step_timer_by_the_real_clock() -> None:
         sum(range(1000))
     times = timer.finish()
     assert 0 < times.data_wait <= times.step <= time.perf_counter() - before
-
-
-def test_record_without_digest() -> None:
-    record = StepRecord(1, 8, 2.0, 1.0, 14.0, 1e-3, 10.0, 0.8, 0.1, 4, 2, 1, 100)
-    assert list(record.to_dict()) == [
-        "step", "samples", "loss", "grad_norm", "logit_scale", "lr", "samples_per_second", "step_seconds",
-        "data_wait_seconds", "micro_size", "accum_steps", "kept_graphs", "peak_memory_bytes",
-    ]  # fmt: skip
 
 
 def test_peak_memory_on_a_cpu_is_in_bytes() -> None:

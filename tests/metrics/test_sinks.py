@@ -152,6 +152,14 @@ def test_a_package_that_is_missing_says_how_to_get_it(
         Sinks.open(config, tmp_path)
 
 
+def test_a_package_of_which_an_import_fails_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match=r"wandb cannot be imported \(No module named 'no_such_module'\)"):
+        Sinks.open(LogConfig(tensorboard=False, wandb=True), tmp_path)
+
+
 def test_trackio_goes_on_in_the_same_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, logged = [], []
 

@@ -26,6 +26,19 @@ def test_without_the_package_the_remedy_is_named(monkeypatch):
             ask()
 
 
+def test_a_tokenizer_brings_no_code_of_its_own():
+    """Whoever wrote the description, perhaps in a bucket: transformers would run what lies on the hub."""
+    options = {"clean": "canonicalize", "strip_sep_token": True}
+    text = {**SMALL["text_cfg"], "hf_tokenizer_name": "org/name", "tokenizer_kwargs": options}
+    taken = parse_openclip({**SMALL, "text_cfg": text}, {}, "here")
+    assert parse_saved(taken.model_dump(mode="json")) == taken
+    options["trust_remote_code"] = True
+    with pytest.raises(UserError, match=r"text_cfg\.tokenizer_kwargs: .*trust_remote_code: known are .*clean, .*leave"):
+        parse_openclip({**SMALL, "text_cfg": text}, {}, "here")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        parse_saved({**taken.model_dump(mode="json"), "text_cfg": text})
+
+
 def test_it_is_not_imported_for_other_models():
     ModelConfig(name="tiny").architecture()
     assert "clip_train.models.openclip.model" not in sys.modules

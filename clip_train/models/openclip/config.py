@@ -17,6 +17,7 @@ from clip_train.settings import clipped
 
 PREFIX = "open_clip:"
 RESIZED = ("bicubic", "shortest")  # as every image is here: interpolation, and the side that is made to fit
+TOKENIZER_OPTIONS = {"additional_special_tokens", "clean", "language", "reduction_mask", "strip_sep_token"}
 Channels = tuple[float, float, float]
 
 
@@ -52,14 +53,23 @@ class TextKeys(_Described):
     end_id: ClassVar[None] = None
     context_length: PositiveInt = 77  # tokens
     hf_tokenizer_name: str | None = None  # None: CLIP's own
+    tokenizer_kwargs: dict[str, Any] | None = None
+
+    @field_validator("tokenizer_kwargs")
+    @classmethod
+    def _runs_no_code(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What is not OpenCLIP's goes on to transformers, which may run code from the hub (trust_remote_code)."""
+        if foreign := sorted(set(options or ()) - TOKENIZER_OPTIONS):
+            raise ValueError(f"{', '.join(foreign)}: known are {', '.join(sorted(TOKENIZER_OPTIONS))}; leave it out")
+        return options
 
     def own_tokenizer(self) -> dict[str, Any] | None:
         """What OpenCLIP's tokenizer is made with; None: it is CLIP's."""
-        more = self.model_dump()
-        kwargs = more.get("tokenizer_kwargs") or {}
+        kwargs = self.tokenizer_kwargs or {}
         if self.hf_tokenizer_name is None:
             return kwargs or None
-        return {"tokenizer_name": self.hf_tokenizer_name, "tokenizer_mode": more.get("tokenizer_mode"), **kwargs}
+        mode = self.model_dump().get("tokenizer_mode")
+        return {"tokenizer_name": self.hf_tokenizer_name, "tokenizer_mode": mode, **kwargs}
 
 
 class OpenCLIPArchitecture(_Described):

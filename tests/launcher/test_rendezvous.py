@@ -1,0 +1,38 @@
+"""The store in which ranks meet: who reaches it, and what strangers make of it."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from launcher.runtime.rendezvous import serve
+
+HELLO = bytes.fromhex("16030100a8010000a40303") + bytes(160)  # of TLS
+
+
+def listeners(port: int) -> list[str]:
+    """Addresses, as the kernel writes them, on which somebody listens at this port."""
+    tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    sockets = [line.split() for table in tables for line in table]
+    return [line[1].partition(":")[0] for line in sockets if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
+
+
+def test_on_one_machine_it_listens_on_loopback_alone() -> None:
+    for host in ("127.0.0.1", "localhost"):
+        assert listeners(serve(host, 0, 5.0).port) == ["0100007F"]
+
+
+def test_strangers_do_not_disturb_it() -> None:
+    """One speaks TLS, one HTTP, one says nothing."""
+    store = serve("127.0.0.1", 0, 5.0)
+    strangers = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(3)]
+    for stranger, said in zip(strangers, (HELLO, b"GET / HTTP/1.0\r\n\r\n", b""), strict=True):
+        stranger.sendall(said)
+    rank = TCPStore("127.0.0.1", store.port, timeout=datetime.timedelta(seconds=60), wait_for_workers=False)
+    rank.set("here", "1")
+    assert store.get("here") == b"1"
+    for stranger in strangers:
+        stranger.close()
