@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,3 +61,23 @@ def test_a_run_starts_without_what_only_some_runs_need():
     code = f"import sys, launcher.cli.main, launcher.train; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+BROUGHT_BY = {"pydantic_core": "pydantic", "open_clip": "open_clip_torch", "timm": "open_clip_torch"}
+
+
+def test_every_package_that_is_imported_is_declared():
+    """Not come by with another one, which may leave it out some day."""
+    declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in requires("clip-train") or ()}
+    names = set()
+    for file in [*(ROOT / "launcher").rglob("*.py"), *(ROOT / "clip_train").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+    others = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"clip_train", "launcher"}
+    known = packages_distributions()
+    packages = {name: BROUGHT_BY.get(name, known.get(name, [name])[0]).lower().replace("-", "_") for name in others}
+    assert {name for name, package in packages.items() if package not in declared} == set()
+    assert len(packages) > 15

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from clip_train.data.config import resolve_workers
 from launcher.cli.main import main
 from launcher.config.recipe import check_config
 from launcher.engines import Facts, package
@@ -68,3 +69,29 @@ def test_what_is_right_is_not_refused(section):
     recipe = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "engine": section}
     config = check_config(recipe, "here").engine
     assert list(package(config.kind).mistakes(config, Facts(world_size=4, several_graphs=True))) == []
+
+
+def test_what_a_gpu_is_given():
+    """Where the recipe leaves it open: bf16, and a rank's cores but two as loader workers."""
+    assert [EngineConfig().on(bf16=gpu).precision for gpu in (True, False)] == ["bf16", "fp32"]
+    assert EngineConfig(precision="fp16").on(bf16=True).precision == "fp16"
+    assert [resolve_workers(cores, "cuda") for cores in (1, 4, 12, 64)] == [1, 2, 10, 16]
+    assert [resolve_workers(cores, "cpu") for cores in (1, 2, 8, 64)] == [1, 1, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "parameters", "gradients", "optimizer"),
+    [
+        (1, "bf16", 2, 4 + 2, 12 / 4),  # beside the fp32 sum what a backward leaves
+        (1, "fp16", 2, 2, 12 / 4),
+        (2, "bf16", 2, 4 / 4, 12 / 4),
+        (3, "bf16", 2 / 4, 4 / 4, 12 / 4),
+    ],
+)
+def test_what_four_ranks_of_deepspeed_hold(stage, precision, parameters, gradients, optimizer):
+    """Bytes of a parameter: its own, its gradient's, of the fp32 copy and two moments."""
+    config = EngineConfig(zero_stage=stage, precision=precision)
+    needed = package("deepspeed").memory(config, 1000, 1000, 8, 4)
+    assert (needed.parameters, needed.gradients, needed.optimizer) == (
+        1000 * parameters, 1000 * gradients, 1000 * optimizer,
+    )  # fmt: skip
