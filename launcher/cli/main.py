@@ -26,7 +26,8 @@ def entry() -> NoReturn:
     status 0, or a preempted one's 75, into a crash.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stacks whenever another rank has gone
-    sys.stderr = Unfailing(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
+    stderr = sys.stderr.buffer if sys.stderr else open(os.devnull, "wb")  # noqa: SIM115
+    sys.stderr = Unfailing(stderr, errors="backslashreplace", line_buffering=True)
     stop = StopRequest()
     if sys.argv[1:2] == ["train"]:
         stop.listen()  # before the imports, during which a signal would otherwise kill the rank
