@@ -147,7 +147,7 @@ class CheckpointManager:
         """On this rank, after `begin` and the first step: what `save` will be given. Its memory is allocated and
         touched while training goes on, so that the first save costs no more than the others."""
         if self._memory is not None:
-            self._memory.reserve_beside(plan_file(dist.rank(), fragments, rank_tensors, shared_tensors))
+            self._memory.reserve(plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), wait=False)
 
     # -- save
 

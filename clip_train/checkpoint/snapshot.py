@@ -141,13 +141,11 @@ class SharedMemory:
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._thread = ThreadPoolExecutor(1, initializer=lambda: torch.cuda.set_device(gpu))  # -1: as it is
 
-    def reserve_beside(self, plan: Plan) -> None:
-        """`reserve` while training goes on; what goes wrong there it will report itself."""
-        self._thread.submit(self._reserve, plan)
-
-    def reserve(self, plan: Plan) -> None:
-        """Allocate, touch and pin. OSError or MemoryError where the machine does not have it."""
-        self._thread.submit(self._reserve, plan).result()
+    def reserve(self, plan: Plan, *, wait: bool = True) -> None:
+        """Allocate, touch and pin, beside what goes on if not to `wait`. OSError or MemoryError where it waits."""
+        reserved = self._thread.submit(self._reserve, plan)
+        if wait:
+            reserved.result()
 
     def _reserve(self, plan: Plan) -> None:
         if plan.num_bytes <= self.capacity:

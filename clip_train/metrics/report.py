@@ -135,19 +135,13 @@ def _shown(run: Run) -> dict[str, Any]:
     return {
         "name": run.name, "state": run.state, "step": run.step, "steps": run.steps, "eta": run.eta_seconds,
         "done": 100 * min(run.step / run.steps, 1) if run.steps else None, "reason": (run.verdict or ("", ""))[1],
-        "notes": run.notes(), "tiles": tiles, "starts": _attempts(run), "now": run.starts[-1] if run.starts else {},
+        "notes": run.notes(), "tiles": tiles, "starts": run.starts, "now": run.starts[-1] if run.starts else {},
         "evaluations": evaluations, "at": [each["step"] for each in reversed(run.evaluations)],
         "invalid": _invalid(run.invalid.get("bad_samples", {})), "epochs": _epochs(run.invalid.get("bad_epochs", [])),
         "recipe": _flat(run.recipe), "examples": run.examples, "folder": str(run.folder),
         "pictures": run.invalid.get("pictures", []),
         "more_invalid": len(run.invalid.get("bad_samples", {})) - ROWS,
     }  # fmt: skip
-
-
-def _attempts(run: Run) -> list[dict[str, Any]]:
-    """Each start with how it ended: that stands in the next one's."""
-    ends = [each.get("previous") for each in run.starts[1:]] + [run.verdict]
-    return [start | {"ended": end} for start, end in zip(run.starts, ends, strict=False)]
 
 
 def _invalid(counts: Mapping[str, int]) -> list[tuple[str, str, int]]:

@@ -10,6 +10,7 @@ nearest.json                   images with the captions nearest to them
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import statistics
@@ -115,7 +116,7 @@ class Run:
         self.eval_curves: dict[str, Curve] = {}
         self.evaluations: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVALUATIONS)
         self.saves = Curve()  # steps of the checkpoints
-        self.starts: list[dict[str, Any]] = []  # of each attempt
+        self.starts: list[dict[str, Any]] = []  # of each attempt; `ended`: how, None where nobody knows
         self._start_steps = {0}  # after which they began
         self.clock: list[tuple[int, Curve]] = []  # of each attempt: the step before it, seconds since 1970 over steps
         self.last: dict[str, Any] = {}  # record
@@ -128,6 +129,8 @@ class Run:
             self._forget()
             self._look()
         self.verdict = self._read_verdict()
+        for start, following in itertools.zip_longest(self.starts, self.starts[1:]):
+            start["ended"] = following.get("previous") if following else self.verdict
         self.recipe = self._load("recipe.yaml", yaml.safe_load)
         self.invalid = self._load("invalid.json", json.loads)
         self.examples = self._load("nearest.json", json.loads).get("examples", [])

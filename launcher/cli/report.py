@@ -85,8 +85,7 @@ def _lines(run: Run, width: int) -> Iterator[RenderableType]:
             table.add_row(title, *values, spark)
     yield table
     for which, each in enumerate(run.starts, 1):
-        ended = run.starts[which].get("previous") if which < len(run.starts) else run.verdict
-        how = f": {ended[0]}, {ended[1]}" if ended else ""
+        how = f": {each['ended'][0]}, {each['ended'][1]}" if each["ended"] else ""
         yield Text(f"attempt {which} from step {each['step']:,}, {each.get('time', '')}{how}", style="dim")
     if run.evaluations:
         found = "  ".join(f"{name} {number(value)}" for name, value in run.evaluations[-1].items())

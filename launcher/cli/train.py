@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return dry_run(config, ranks)
     if ranks > 1:
-        return launch_local(ranks, args.arguments, args.stop)
+        return launch_local(ranks, [*args.arguments, *config.counted], args.stop)
     from launcher.train import train
 
     return train(config, args.outcome, args.stop, args.startup)

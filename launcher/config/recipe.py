@@ -149,6 +149,11 @@ class RunConfig(Settings):
     def run_dir(self) -> Path:
         return Path(self.run.dir) if self.run.dir is not None else Path("runs") / self.run.name
 
+    @property
+    def counted(self) -> list[str]:
+        """Overrides for the ranks of this recipe, lest each of them asks the storage for them."""
+        return [f"data.num_samples={self.data.num_samples}"] if self.data.num_samples else []
+
     def to_yaml(self) -> str:
         """The recipe as resolved: every key, defaults included."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -78,7 +78,8 @@ class Heartbeat:
         first = failure
         with contextlib.suppress(RuntimeError):  # gone: every rank for itself
             first = Failure.parse(self._store.compare_set("abort", "", failure.to_json()))
-            self._store.set("all", "1")  # wakes the ranks that wait for the others to come
+            for awaited in ("recipe", "all"):  # wakes the ranks that wait for the others
+                self._store.compare_set(awaited, "", "null")
         self._learn(first)
         with self._lock:  # not who learned of it: this rank's other threads may have read it in the store by now
             is_mine = first == failure and not self._claimed

@@ -132,7 +132,7 @@ def check_same(store: Store, rank: int, recipe: dict[str, Any], seconds: float) 
     if rank == 0:
         return store.set("recipe", json.dumps([node_name(), here]))
     store.wait(["recipe"], datetime.timedelta(seconds=seconds))
-    node, there = json.loads(store.get("recipe"))
+    node, there = json.loads(store.get("recipe")) or ("", here)  # none: a rank has failed, as `meet` will find
     one, other = json.loads(there), json.loads(here)
     found = [
         f"{key}: {one.get(key)!r} against {other.get(key)!r}"

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
                 return 2
             say(f"the recipe is read again after {wait:g} s")
     try:
-        return Controller(config, terminated, chain=args.chain).run(command)
+        return Controller(config, terminated, chain=args.chain).run([*command, *config.counted])
     except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
         say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
         return 1

@@ -56,7 +56,7 @@ def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(monkeypatch: pyt
 def test_it_is_there_before_the_first_save_and_only_grows() -> None:
     memory = SharedMemory()
     plan = plan_file(0, [], {"rng": torch.arange(70_000)})
-    memory.reserve_beside(plan)
+    memory.reserve(plan, wait=False)
     memory.reserve(plan)
     held, blocks = memory.capacity, os.fstat(memory.fd).st_blocks
     assert held >= plan.num_bytes and 512 * blocks >= held, "its pages are allocated"

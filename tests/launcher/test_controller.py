@@ -202,6 +202,15 @@ def test_a_node_that_slurm_has_lost_is_to_blame_after_a_term_too(recipe, bin, tm
     assert (end["verdict"], end["blamed"], end["failures"]) == ("LOST", ["n3"], 1)
 
 
+def test_the_ranks_are_told_what_an_epoch_has(recipe, bin, tmp_path):
+    """Else each of them would list the shards for it."""
+    (tmp_path / "0.tar").touch()
+    (tmp_path / "sizes.json").write_text('{"0.tar": 600}')
+    epochs = ["run.steps=null", "run.epochs=2", f"data.train={tmp_path}/0.tar"]
+    process = start(recipe, bin, "echo", "ranks:", overrides=epochs)
+    assert process.communicate(timeout=PATIENCE)[0].count("ranks: data.num_samples=600\n") == 1
+
+
 def test_a_command_that_cannot_be_started_is_an_attempt_that_failed(recipe, bin, tmp_path):
     status, out = supervise(recipe, bin, "/nowhere/srun")
     assert status == 0 and requeued(bin), out

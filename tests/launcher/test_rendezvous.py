@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import datetime
 import socket
+import threading
 from pathlib import Path
 
+import pytest
 from torch.distributed import TCPStore
 
-from launcher.runtime.rendezvous import serve
+from clip_train.errors import RemoteRankError
+from launcher.runtime.environment import RankEnv
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.rendezvous import check_same, connect, meet, serve
+from launcher.runtime.verdict import Failure
+from tests.launcher.conftest import PATIENCE
 
 HELLO = bytes.fromhex("16030100a8010000a40303") + bytes(160)  # of TLS
 
@@ -36,3 +43,28 @@ def test_strangers_do_not_disturb_it() -> None:
     assert store.get("here") == b"1"
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.parametrize("waits_for", ["the recipe", "all ranks"])
+def test_who_waits_is_woken_by_a_failure(waits_for: str) -> None:
+    """Of rank 0, before it has said what its recipe is; the others are told to wait for it for hours."""
+    served = serve("127.0.0.1", 0, 5.0)
+    envs = [RankEnv(rank, 2, rank, 2, "127.0.0.1", served.port, "this test", agent_store=True) for rank in range(2)]
+    beats = [Heartbeat(env, lambda failure, trace: None) for env in envs]
+    stores = [connect(env, beat, 9999.0) for env, beat in zip(envs, beats, strict=True)]
+    ended = []
+
+    def wait() -> None:
+        if waits_for == "the recipe":
+            check_same(stores[1], 1, {"run": {"steps": 1}}, 9999.0)
+        with pytest.raises(RemoteRankError):
+            meet(envs[1], beats[1], stores[1], 9999.0)
+        ended.append(True)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    beats[0].claim(Failure(0, "n", "no such shard", "FATAL", 2))
+    waiting.join(PATIENCE)
+    assert ended
+    for beat in beats:
+        beat.leave()

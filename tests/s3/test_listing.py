@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from clip_train.data.shards import expand
 from clip_train.errors import UserError
 from clip_train.storage.urls import expand_glob
+from tests.launcher.conftest import clean_environment, finish
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
+from tests.warm import Command
 
 KEYS = [
     "set/x/000.tar", "set/x/001.tar", "set/y/000.tar", "set/y/001.tar", "set/y/deep/000.tar", "set/z/a b+c.tar",
@@ -46,6 +49,17 @@ def test_a_pattern_matches_objects(proxy: FaultyProxy, tree: Bucket) -> None:
 def test_a_pattern_is_one_listing_of_its_last_plain_folder(proxy: FaultyProxy, tree: Bucket) -> None:
     expand_glob(f"{tree.url}/set/[xz]/0*.tar")
     assert [re.findall("prefix=([^&]*)", request) for request in proxy.requests] == [["set%2F"]]
+
+
+def test_ranks_do_not_ask_what_an_epoch_has(proxy: FaultyProxy, view: Bucket, tmp_path: Path) -> None:
+    """Who starts them has asked; beside it the one rank asks that looks at the shards."""
+    view.put("set/0.tar", b"x")
+    view.put("set/sizes.json", b'{"0.tar": 8}')
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{{run: {{epochs: 1}}, schedule: {{warmup_steps: 0}}, data: {{train: '{view.url}/set/*.tar'}}}}")
+    status, out = finish(Command(["train", str(recipe), "--ranks", "3"], env=clean_environment(), cwd=tmp_path))
+    assert status == 2 and "is no readable tar file" in out, out
+    assert len([each for each in proxy.requests if "GET" in each and "sizes.json" in each]) == 2, proxy.requests
 
 
 def test_more_than_a_page(proxy: FaultyProxy, tree: Bucket) -> None:
