@@ -151,10 +151,8 @@ def _invalid(counts: Mapping[str, int]) -> list[tuple[str, str, int]]:
 
 def _epochs(epochs: Sequence[Mapping[str, int]]) -> list[tuple[int, int, int]]:
     before = [0, *(each["bad_samples"] for each in epochs)]
-    return [
-        (each["epoch"], each["step"], each["bad_samples"] - so_far)
-        for each, so_far in zip(epochs, before, strict=False)
-    ]
+    pairs = zip(epochs, before, strict=False)
+    return [(each["epoch"], each["step"], each["bad_samples"] - so_far) for each, so_far in pairs]
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:

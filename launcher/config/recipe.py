@@ -19,7 +19,7 @@ from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
 from clip_train.data.config import DataConfig, existing
-from clip_train.data.index import look_up
+from clip_train.data.index import index_of
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.metrics.config import LogConfig
@@ -237,7 +237,9 @@ def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
         return raw  # to be explained with all other mistakes
     if run.epochs is None or data.num_samples is not None or data.train_weights is not None or data.resampled:
         return raw  # nobody asks, or there is no epoch in which each sample comes once
-    counted = look_up(existing(data.train, "data.train"), data.verify, storage).num_samples
+    counted = index_of(data.train, data.verify, storage).num_samples
+    if counted is None:
+        existing(data.train, "data.train")  # what is not there is not counted either: the clearer error
     return raw if counted is None else {**raw, "data": {**raw["data"], "num_samples": counted}}
 
 
