@@ -6,7 +6,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "clip_train" / "__init__.py").read_text())[1]
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "clip_train" / "__init__.py").read_text())[
+    1
+]
 
 # Why each one is here, and what it replaced: docs/dependencies.md.
 INSTALL = [
@@ -53,7 +55,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(
-        include=["clip_train", "clip_train.*", "launcher", "launcher.*", "ds_configs", "recipes", "slurm"]
+        include=[
+            "clip_train",
+            "clip_train.*",
+            "launcher",
+            "launcher.*",
+            "ds_configs",
+            "recipes",
+            "slurm",
+        ]
     ),
     package_data={
         "clip_train": [
@@ -80,7 +90,10 @@ setup(
         "bench": ["s3fs>=2026.2", "matplotlib"],
         "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
         "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
-        "openclip": ["open_clip_torch==3.3.0", "transformers"],  # model.name=open_clip:NAME; the second for tokenizers
+        "openclip": [
+            "open_clip_torch==3.3.0",
+            "transformers",
+        ],  # model.name=open_clip:NAME; the second for tokenizers
         "torchao": ["torchao>=0.18"],  # engine.linear
         "wandb": ["wandb"],
         "trackio": ["trackio"],

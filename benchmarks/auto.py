@@ -22,7 +22,11 @@ TARGETS = {
     "sizes": "another micro-batch size under each limit, and smaller ones after memory has ended",
     "crashes": "none",
 }
-LIMITS = ("225MiB", "228MiB", "400MiB")  # of which 223 MiB are fixed (191 of them DeepSpeed's bucket)
+LIMITS = (
+    "225MiB",
+    "228MiB",
+    "400MiB",
+)  # of which 223 MiB are fixed (191 of them DeepSpeed's bucket)
 MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
@@ -34,9 +38,17 @@ def command(*line: str) -> subprocess.CompletedProcess[str]:
     hidden = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {k: v for k, v in os.environ.items() if k not in hidden}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environ["MALLOC_MMAP_THRESHOLD_"] = "131072"  # fixed: a heap with holes would fill the limited address space
+    environ["MALLOC_MMAP_THRESHOLD_"] = (
+        "131072"  # fixed: a heap with holes would fill the limited address space
+    )
     return subprocess.run(
-        [sys.executable, *line], env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900
+        [sys.executable, *line],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
     )
 
 
@@ -55,7 +67,9 @@ def trained(folder: Path, name: str, data: str, steps: int, *overrides: str) -> 
     done = command("-m", "launcher", "train", str(file), *overrides)
     if done.returncode:
         return {"crash": (done.stdout + done.stderr)[-400:]}
-    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+    ]
     plan = json.loads(command("-m", "launcher", "plan", "--json", str(file), *overrides).stdout)
     keys = ("micro_size", "accum_steps", "kept_graphs")
     return {
@@ -70,7 +84,11 @@ def limited(kind: str, spare_mib: int | None) -> dict[str, Any]:
     """tests/real_limit.py: the address space ends after the first step."""
     spare = [] if spare_mib is None else [str(spare_mib)]
     done = command("-m", "tests.real_limit", kind, *spare)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"crash": done.stderr[-400:]}
+    return (
+        json.loads(done.stdout.splitlines()[-1])
+        if done.returncode == 0
+        else {"crash": done.stderr[-400:]}
+    )
 
 
 def artificial(steps: int) -> list[tuple[str, dict[str, Any]]]:
@@ -82,10 +100,18 @@ def artificial(steps: int) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(["undisturbed", *PLACES], run_ranks(curves, 2, steps)[0], strict=True))
 
 
-def row(group: str, name: str, run: dict[str, Any], first: dict[str, Any], missed: list[str]) -> dict[str, Any]:
+def row(
+    group: str, name: str, run: dict[str, Any], first: dict[str, Any], missed: list[str]
+) -> dict[str, Any]:
     if "crash" in run or "crash" in first:
         missed.append(f"{group}, {name}: crashed: {run.get('crash', first.get('crash'))}")
-        return {"group": group, "run": name, "micro-batch": "-", "kept": "-", "loss differs by": "-"}
+        return {
+            "group": group,
+            "run": name,
+            "micro-batch": "-",
+            "kept": "-",
+            "loss differs by": "-",
+        }
     worst = max(abs(a - b) for a, b in zip(run["losses"], first["losses"], strict=True))
     if worst > 1e-5:
         missed.append(f"{group}, {name}: the loss differs by {worst:.1e}")
@@ -109,26 +135,42 @@ def main() -> int:
 
         data = shapes(folder / "shapes", 600, per_shard=150).train
         runs = [
-            trained(folder, f"limit-{limit}", data, steps, "batch.micro_size=auto", f"batch.memory_limit={limit}")
+            trained(
+                folder,
+                f"limit-{limit}",
+                data,
+                steps,
+                "batch.micro_size=auto",
+                f"batch.memory_limit={limit}",
+            )
             for limit in LIMITS
         ]
-    table += [row("auto", limit, run, runs[0], missed) for limit, run in zip(LIMITS, runs, strict=True)]
+    table += [
+        row("auto", limit, run, runs[0], missed) for limit, run in zip(LIMITS, runs, strict=True)
+    ]
     chosen = [run.get("sizes", [None])[0] for run in runs]
     if len(set(chosen)) < len(chosen):
         missed.append(f"the limits gave the sizes {chosen}")
     missed += [
-        f"{limit}: not what plan predicts" for limit, run in zip(LIMITS, runs, strict=True) if not run.get("planned")
+        f"{limit}: not what plan predicts"
+        for limit, run in zip(LIMITS, runs, strict=True)
+        if not run.get("planned")
     ]
     for kind, what, spare in (("plain", "plain torch", 150), ("zero 1", "ZeRO 1", 320)):
         first, cut = limited(kind, None), limited(kind, spare)
         table += [
-            row(f"address space, {what}", place, run, first, missed) for place, run in (("free", first), ("ends", cut))
+            row(f"address space, {what}", place, run, first, missed)
+            for place, run in (("free", first), ("ends", cut))
         ]
         if not cut.get("log"):
             missed.append(f"{what}: the limited run never ran out of memory")
     told = artificial(max(steps, 8))
     table += [row("step 7", place, run, told[0][1], missed) for place, run in told]
-    missed += [f"step 7, {place}: nothing was halved" for place, run in told[1:] if len(set(run["sizes"])) < 2]
+    missed += [
+        f"step 7, {place}: nothing was halved"
+        for place, run in told[1:]
+        if len(set(run["sizes"])) < 2
+    ]
     return finish("auto", table, TARGETS, missed, args)
 
 

@@ -49,7 +49,9 @@ def state(num_bytes: int) -> list[Fragment]:
     numel = num_bytes // 4 // len(SLOTS) // TENSORS
     generator = torch.Generator().manual_seed(0)
     return [
-        Fragment(f"w{i}", (numel,), 0, {slot: torch.randn(numel, generator=generator) for slot in SLOTS})
+        Fragment(
+            f"w{i}", (numel,), 0, {slot: torch.randn(numel, generator=generator) for slot in SLOTS}
+        )
         for i in range(TENSORS)
     ]
 
@@ -121,7 +123,11 @@ def measure_stalls(folder: Path, fragments: list[Fragment], repeats: int) -> dic
 
 
 def children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
 
 
 def command_line(pid: int) -> bytes:
@@ -156,11 +162,17 @@ def first_edition(folder: Path, num_bytes: int) -> float:
     return spent
 
 
-def measure_memory(folder: Path, url: str, fragments: list[Fragment]) -> tuple[dict[str, Any], Path]:
+def measure_memory(
+    folder: Path, url: str, fragments: list[Fragment]
+) -> tuple[dict[str, Any], Path]:
     """The checkpoint writer's memory over a whole save, and the file that it has uploaded."""
     manager = CheckpointManager(CheckpointConfig(remote=url, grace_seconds=600), folder)
     manager.begin()
-    while (writer := next((p for p in children() if b"clip_train.checkpoint.writer" in command_line(p)), None)) is None:
+    while (
+        writer := next(
+            (p for p in children() if b"clip_train.checkpoint.writer" in command_line(p)), None
+        )
+    ) is None:
         time.sleep(0.05)  # it has been forked, and is not that program yet
     memory = Memory(writer)
     assert manager.save(1, fragments, {}, {"step": 1}, wait=True)
@@ -177,16 +189,22 @@ def clients(path: Path, bucket: str) -> dict[str, Callable[[], Any]]:
     ours = ObjectStorage(f"s3://{bucket}/ours")
     endpoint = os.environ["AWS_ENDPOINT_URL"]
     client = {"allow_http": True}
-    store = obstore.store.S3Store(bucket, endpoint=endpoint, client_options=client, checksum_algorithm="sha256")
+    store = obstore.store.S3Store(
+        bucket, endpoint=endpoint, client_options=client, checksum_algorithm="sha256"
+    )
     out: dict[str, Callable[[], Any]] = {
         "clip_train": lambda: ours.put_file(path, "file"),
-        "obstore": lambda: obstore.put(store, "obstore", path, chunk_size=16 << 20, max_concurrency=8),
+        "obstore": lambda: obstore.put(
+            store, "obstore", path, chunk_size=16 << 20, max_concurrency=8
+        ),
     }
     if find_spec("s3fs"):
         import s3fs
 
         fs = s3fs.S3FileSystem(skip_instance_cache=True)
-        out["s3fs"] = lambda: fs.put_file(str(path), f"{bucket}/s3fs", chunksize=16 << 20, max_concurrency=4)
+        out["s3fs"] = lambda: fs.put_file(
+            str(path), f"{bucket}/s3fs", chunksize=16 << 20, max_concurrency=4
+        )
     return out
 
 

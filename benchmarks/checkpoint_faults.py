@@ -56,7 +56,10 @@ class Life:
 
     def new(self, folder: Path, grace_seconds: float = 4) -> CheckpointManager:
         config = CheckpointConfig(
-            remote=f"{self.bucket.url}/run", grace_seconds=grace_seconds, max_failed_saves=2, orphan_grace_minutes=0
+            remote=f"{self.bucket.url}/run",
+            grace_seconds=grace_seconds,
+            max_failed_saves=2,
+            orphan_grace_minutes=0,
         )
         return CheckpointManager(config, folder, log=self.said.append)
 
@@ -109,7 +112,9 @@ def spoil_newest(how: str) -> Callable[[Life], None]:
     """The newest checkpoint's data, where it is stored."""
 
     def spoil(life: Life) -> None:
-        (key,) = [key for key in life.bucket.keys("run/ckpt/s0000000003") if key.endswith(".safetensors")]
+        (key,) = [
+            key for key in life.bucket.keys("run/ckpt/s0000000003") if key.endswith(".safetensors")
+        ]
         content = life.bucket.get(key)
         if how == "deleted":
             life.bucket.delete(key)
@@ -218,8 +223,14 @@ AFTERWARDS: dict[str, tuple[Callable, str]] = {
     "stored bit flip": (spoil_newest("flipped"), "told"),
     "deleted object": (spoil_newest("deleted"), "told"),
     "slow drip": (fault(Fault("drip", times=2, key="safetensors")), "fine"),
-    "reset: coming down": (fault(Fault("reset", times=2, key="safetensors|MANIFEST|commit")), "fine"),
-    "bit flip: coming down": (fault(Fault("flip", times=2, key="safetensors|MANIFEST|commit")), "fine"),
+    "reset: coming down": (
+        fault(Fault("reset", times=2, key="safetensors|MANIFEST|commit")),
+        "fine",
+    ),
+    "bit flip: coming down": (
+        fault(Fault("flip", times=2, key="safetensors|MANIFEST|commit")),
+        "fine",
+    ),
     "cut: coming down": (fault(Fault("cut", times=2, key="safetensors|MANIFEST|commit")), "fine"),
 }
 
@@ -233,15 +244,35 @@ def main() -> int:
     missed: list[str] = []
     server = chosen()().start()
     try:
-        with tempfile.TemporaryDirectory() as temporary, FaultyProxy(server.port, server.sign) as proxy:
+        with (
+            tempfile.TemporaryDirectory() as temporary,
+            FaultyProxy(server.port, server.sign) as proxy,
+        ):
             os.environ |= server.environment(proxy.url)
 
-            def run(name: str, before: Callable, between: Callable, expected: str, after: Callable = nothing) -> None:
+            def run(
+                name: str,
+                before: Callable,
+                between: Callable,
+                expected: str,
+                after: Callable = nothing,
+            ) -> None:
                 os.environ["CLIP_TRAIN_S3_PATIENCE_SECONDS"] = "1"
-                life = Life(Path(temporary, name.replace(" ", "-").replace(":", "")), server, proxy, f"row{len(rows)}")
+                life = Life(
+                    Path(temporary, name.replace(" ", "-").replace(":", "")),
+                    server,
+                    proxy,
+                    f"row{len(rows)}",
+                )
                 life.live(before, between)
                 after(life)
-                row = judge(life, name, expected, spoiled=name in ("stored bit flip", "deleted object"), missed=missed)
+                row = judge(
+                    life,
+                    name,
+                    expected,
+                    spoiled=name in ("stored bit flip", "deleted object"),
+                    missed=missed,
+                )
                 rows.append(row)
                 print(" | ".join(str(value) for value in row.values()), flush=True)
 
@@ -261,7 +292,9 @@ def main() -> int:
     return finish("checkpoint_faults", rows, TARGETS, missed, args, brief(rows))
 
 
-def judge(life: Life, name: str, expected: str, *, spoiled: bool, missed: list[str]) -> dict[str, Any]:
+def judge(
+    life: Life, name: str, expected: str, *, spoiled: bool, missed: list[str]
+) -> dict[str, Any]:
     told = [line for line in life.said if not line.startswith(("waiting up to", "finishing"))]
     saved = sorted(step for _, step in newest_in(life.folder / "own"))
     in_store = [marker["step"] for marker in life.bucket.commits("run").values()]
@@ -276,13 +309,18 @@ def judge(life: Life, name: str, expected: str, *, spoiled: bool, missed: list[s
         missed.append(f"{name}: only {saved} saved on the disk")
     if not own.startswith(str(saved[-1]) if saved else "nothing") or "differs" in own:
         missed.append(f"{name}: own disk resumed from {own}, saved {saved}")
-    if not elsewhere.startswith(str(whole_in_store[-1]) if whole_in_store else "nothing") or "differs" in elsewhere:
+    if (
+        not elsewhere.startswith(str(whole_in_store[-1]) if whole_in_store else "nothing")
+        or "differs" in elsewhere
+    ):
         missed.append(f"{name}: empty disk resumed from {elsewhere}, in the store {in_store}")
     outcome = "refused" if life.refused else "told" if told else "fine"
     if expected not in (outcome, "any"):
         missed.append(f"{name}: {outcome} instead of {expected}: {life.refused or told}")
     missed += [f"{name}: {each}" for each in wrong]
-    saw = life.refused or next((each for each in told if each.startswith("checkpoint of")), (told or [PASSED])[0])
+    saw = life.refused or next(
+        (each for each in told if each.startswith("checkpoint of")), (told or [PASSED])[0]
+    )
     return {
         "fault": name, "on the disk": str(saved), "in the store": str(in_store), "the user saw": shortened(saw),
         "resumes on its disk from": shortened(own), "on an empty disk from": shortened(elsewhere),
@@ -318,10 +356,16 @@ def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def what_happened(row: dict[str, Any]) -> str:
     disk, store = len(json.loads(row["on the disk"])), len(json.loads(row["in the store"]))
-    own, elsewhere = (row[key].partition(" ")[0] for key in ("resumes on its disk from", "on an empty disk from"))
+    own, elsewhere = (
+        row[key].partition(" ")[0] for key in ("resumes on its disk from", "on an empty disk from")
+    )
     if own == "nothing":
         return "refused before the model is built"
-    saves = "all saves in both places" if disk == store == 3 else f"{disk} of 3 saves on the disk, {store} in the store"
+    saves = (
+        "all saves in both places"
+        if disk == store == 3
+        else f"{disk} of 3 saves on the disk, {store} in the store"
+    )
     if own == elsewhere:
         return saves if own == "3" else f"{saves}; goes on from {own}"
     return f"{saves}; goes on from {own}, elsewhere from {elsewhere}"

@@ -44,7 +44,17 @@ TARGETS = {
     "orphans": "nothing in the bucket or on the disk but what a commit names, when the grace has passed",
     "writer alone": "the run goes on and commits again; rank 1 alone: the run ends by itself",
 }
-LAYOUTS = [(2, 3), (1, 3), (2, 1), (1, 0), (2, 2), (1, 1), (2, 3), (1, 2), (2, 0)]  # (ranks, ZeRO stage)
+LAYOUTS = [
+    (2, 3),
+    (1, 3),
+    (2, 1),
+    (1, 0),
+    (2, 2),
+    (1, 1),
+    (2, 3),
+    (1, 2),
+    (2, 0),
+]  # (ranks, ZeRO stage)
 GRACE_MINUTES = 0.05
 MOMENTS = {  # what the run asks of the server then: (weight, expression); None: see Storm.is_at
     "writing": (3, None),
@@ -76,7 +86,9 @@ log: {{batch_digest: true, tensorboard: false}}
 class Storm:
     """One run's lives on one server."""
 
-    def __init__(self, folder: Path, server: Server, proxy: FaultyProxy, name: str, steps: int, seed: str) -> None:
+    def __init__(
+        self, folder: Path, server: Server, proxy: FaultyProxy, name: str, steps: int, seed: str
+    ) -> None:
         self.folder, self.name, self.steps, self.proxy = folder, name, steps, proxy
         self.run_dir, self.rng = folder / name, random.Random(seed)
         self.checkpoints = self.run_dir / "checkpoints"
@@ -91,10 +103,19 @@ class Storm:
                 f"run.steps={self.steps}", f"engine.zero_stage={stage}",
                 f"checkpoint.remote=s3://{self.bucket.name}/run"]  # fmt: skip
         if ranks > 1:
-            line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *line]
+            line = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(ranks),
+                *line,
+            ]
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.proxy.requests.clear()
-        self.log_begins = (self.run_dir / "log").stat().st_size if (self.run_dir / "log").exists() else 0
+        self.log_begins = (
+            (self.run_dir / "log").stat().st_size if (self.run_dir / "log").exists() else 0
+        )
         with (self.run_dir / "log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, *line], cwd=self.folder, stdout=log, stderr=log, start_new_session=True,
@@ -119,13 +140,17 @@ class Storm:
                 self.wait(process, lambda: self.asked(MOMENTS["fetching"][1]) > 0)
                 time.sleep(self.rng.uniform(0, 0.2))
                 return
-            self.wait(process, lambda: self.asked(MOMENTS["committing"][1]) >= commits and self.begun())
+            self.wait(
+                process, lambda: self.asked(MOMENTS["committing"][1]) >= commits and self.begun()
+            )
             done = {name: self.asked(expression) for name, (_, expression) in MOMENTS.items()}
             if moment == "any":
                 time.sleep(self.rng.uniform(0, 3))
             else:
                 self.wait(process, lambda: self.is_at(moment, done[moment]))
-                time.sleep(0.5 * self.rng.uniform(0, 1) ** 3)  # mostly at once, before the server has answered
+                time.sleep(
+                    0.5 * self.rng.uniform(0, 1) ** 3
+                )  # mostly at once, before the server has answered
             self.strike(process, victim)
         finally:
             kill_tree(process)
@@ -152,7 +177,9 @@ class Storm:
         else:
             self.wait(process, lambda: False)
             if process.poll() in (None, 0):
-                self.wrong.append(f"{self.name}: rank 1 was killed, and the run ended with {process.poll()}")
+                self.wrong.append(
+                    f"{self.name}: rank 1 was killed, and the run ended with {process.poll()}"
+                )
 
     @staticmethod
     def is_a(pid: int, victim: str) -> bool:
@@ -171,10 +198,16 @@ class Storm:
 
     def asked(self, expression: str | None) -> int:
         """How many such requests this life has made."""
-        return sum(bool(re.match(expression, each)) for each in list(self.proxy.requests)) if expression else 0
+        return (
+            sum(bool(re.match(expression, each)) for each in list(self.proxy.requests))
+            if expression
+            else 0
+        )
 
     @staticmethod
-    def wait(process: subprocess.Popen, condition: Callable[[], bool], seconds: float = 180) -> None:
+    def wait(
+        process: subprocess.Popen, condition: Callable[[], bool], seconds: float = 180
+    ) -> None:
         end = time.monotonic() + seconds
         while not condition() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.005)
@@ -183,7 +216,10 @@ class Storm:
 
     def newest(self) -> int | None:
         """The step to go on from, by the markers of disk and bucket."""
-        refs = [*newest_in(self.checkpoints), *((m["epoch"], m["step"]) for m in self.bucket.commits("run").values())]
+        refs = [
+            *newest_in(self.checkpoints),
+            *((m["epoch"], m["step"]) for m in self.bucket.commits("run").values()),
+        ]
         return max(refs)[1] if refs else None
 
     def check_resumed(self, expected: int | None, started: bool = True) -> None:
@@ -192,7 +228,9 @@ class Storm:
         self.lives += started
         self.resumed += bool(told)
         if told != ([] if expected is None else [str(expected)]) and (told or started):
-            self.wrong.append(f"{self.name}: resumed from {told} instead of {expected}: {log[-600:]}")
+            self.wrong.append(
+                f"{self.name}: resumed from {told} instead of {expected}: {log[-600:]}"
+            )
         if re.search(r"passed over +step", log):
             self.wrong.append(f"{self.name}: passed over a checkpoint: {log[-600:]}")
 
@@ -213,13 +251,18 @@ class Storm:
         here = self.checkpoints
         names = [path.relative_to(here).as_posix() for path in here.rglob("*") if path.is_file()]
         markers = [path.read_bytes() for path in here.glob("commit/e*.json")]
-        return self.bucket.orphans("run") + [f"{here}/{name}" for name in orphans_in(names, markers)]
+        return self.bucket.orphans("run") + [
+            f"{here}/{name}" for name in orphans_in(names, markers)
+        ]
 
     def last_files(self) -> list[str]:
         """sha256 of the data of the newest commit in the bucket."""
         (*_, marker) = self.bucket.commits("run").values()
         manifest = json.loads(self.bucket.get(f"run/{marker['prefix']}/_MANIFEST.json"))
-        return [f"{marker['step']}", *(digest for entry in manifest["files"] for digest in entry["blocks"])]
+        return [
+            f"{marker['step']}",
+            *(digest for entry in manifest["files"] for digest in entry["blocks"]),
+        ]
 
     # -- all of it
 
@@ -239,9 +282,14 @@ class Storm:
                 counted[each] = counted.get(each, 0) + 1
             told = f"{self.name}: kill {i + 1}/{kills}, {ranks} ranks, ZeRO {stage}, {moment}, {victim}"
             at = max(self.metrics(), default=0)
-            print(f"{told}; at step {at}, newest commit {self.newest()}; wrong: {self.wrong}", flush=True)
+            print(
+                f"{told}; at step {at}, newest commit {self.newest()}; wrong: {self.wrong}",
+                flush=True,
+            )
             if at >= self.steps - 40:
-                self.wrong.append(f"{self.name}: only {i + 1} kills before the run's end: raise --steps")
+                self.wrong.append(
+                    f"{self.name}: only {i + 1} kills before the run's end: raise --steps"
+                )
                 break
         time.sleep(60 * GRACE_MINUTES + 1)
         self.to_the_end(*layouts[kills % len(layouts)])
@@ -253,13 +301,19 @@ class Storm:
 
 def compare(found: dict[int, tuple], expected: dict[int, tuple]) -> tuple[float, float, bool]:
     """(largest relative difference of a loss, that of the last, same batches)"""
-    same = set(found) == set(expected) and all(found[step][1] == expected[step][1] for step in expected)
+    same = set(found) == set(expected) and all(
+        found[step][1] == expected[step][1] for step in expected
+    )
     both = sorted(set(found) & set(expected))
-    differences = [abs(found[step][0] - expected[step][0]) / abs(expected[step][0]) for step in both]
+    differences = [
+        abs(found[step][0] - expected[step][0]) / abs(expected[step][0]) for step in both
+    ]
     return max(differences), differences[-1], same
 
 
-def judge(run: Storm, whole: Storm, counted: dict[str, int], name: str) -> tuple[dict[str, Any], list[str]]:
+def judge(
+    run: Storm, whole: Storm, counted: dict[str, int], name: str
+) -> tuple[dict[str, Any], list[str]]:
     """The row, and what it falls short of."""
     worst, last, same = compare(run.metrics(), whole.metrics())
     same_files = run.last_files() == whole.last_files()
@@ -274,7 +328,9 @@ def judge(run: Storm, whole: Storm, counted: dict[str, int], name: str) -> tuple
     }  # fmt: skip
     missed = [*run.wrong, *(f"{name}: orphan: {each}" for each in orphans)]
     if not same or (worst > 0 or not same_files if name == "same" else last > 1e-5):
-        missed.append(f"{name} layout: losses differ by {worst:.1e}, the last by {last:.1e}, batches: {same}")
+        missed.append(
+            f"{name} layout: losses differ by {worst:.1e}, the last by {last:.1e}, batches: {same}"
+        )
     if run.resumed < 0.9 * (run.lives - 1):
         missed.append(f"{name}: only {run.resumed} of {run.lives} lives had a commit to go on from")
     return row, missed
@@ -283,7 +339,9 @@ def judge(run: Storm, whole: Storm, counted: dict[str, int], name: str) -> tuple
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--kills", type=int, default=30, help="in all (default: 30)")
-    arguments.add_argument("--steps", type=int, help="of each run (default: by the number of kills)")
+    arguments.add_argument(
+        "--steps", type=int, help="of each run (default: by the number of kills)"
+    )
     arguments.add_argument("--seed", type=int, default=0)
     args = arguments.parse_args()
     if missing := chosen().missing():
@@ -295,17 +353,25 @@ def main() -> int:
     missed: list[str] = []
     server = chosen()().start()
     try:
-        with tempfile.TemporaryDirectory() as temporary, FaultyProxy(server.port, server.sign) as proxy:
+        with (
+            tempfile.TemporaryDirectory() as temporary,
+            FaultyProxy(server.port, server.sign) as proxy,
+        ):
             folder = Path(temporary)
             os.environ |= server.environment(proxy.url)
             data = shapes(folder / "shapes", 600, per_shard=150)
             (folder / "model.json").write_text(json.dumps(MODEL))
             steps = args.steps or 100 + 25 * (kills - same_kills)
-            recipe = RECIPE.format(steps=steps, train=data.train, model=folder / "model.json", grace=GRACE_MINUTES)
+            recipe = RECIPE.format(
+                steps=steps, train=data.train, model=folder / "model.json", grace=GRACE_MINUTES
+            )
             (folder / "recipe.yaml").write_text(recipe)
             whole = Storm(folder, server, proxy, "uninterrupted", steps, "")
             whole.to_the_end(2, 3)
-            for name, count, layouts in (("same", same_kills, [(2, 3)]), ("other", kills - same_kills, LAYOUTS)):
+            for name, count, layouts in (
+                ("same", same_kills, [(2, 3)]),
+                ("other", kills - same_kills, LAYOUTS),
+            ):
                 run = Storm(folder, server, proxy, name, steps, f"{args.seed} {name}")
                 row, short = judge(run, whole, run.storm(count, layouts), name)
                 rows.append(row)

@@ -25,7 +25,9 @@ from common import ROOT, find_peer, finish, parser
 from data import write_dataset
 from step import MODEL
 
-TARGETS = {"CPU seconds": "ours with all graphs retained at most 0.5 of OpenCLIP's, whole command on the same shards"}
+TARGETS = {
+    "CPU seconds": "ours with all graphs retained at most 0.5 of OpenCLIP's, whole command on the same shards"
+}
 GLOBAL, K = 256, 8
 SIDE = 256  # pixels of the images in the shards
 OPENCLIP = (
@@ -61,7 +63,9 @@ def cpu_seconds(command: list[str]) -> float:
     """Of it and all that it starts."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != 0:
         raise RuntimeError(
@@ -72,7 +76,9 @@ def cpu_seconds(command: list[str]) -> float:
 
 def main() -> int:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)")
+    arguments.add_argument(
+        "--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)"
+    )
     arguments.add_argument("--rounds", type=int, default=3)
     args = arguments.parse_args()
     steps, rounds = (4, 1) if args.quick else (24, args.rounds)
@@ -81,22 +87,38 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "small.json").write_text(
-            json.dumps({**MODEL, "text_cfg": {**MODEL["text_cfg"], "vocab_size": 49408, "context_length": 77}})
+            json.dumps(
+                {
+                    **MODEL,
+                    "text_cfg": {**MODEL["text_cfg"], "vocab_size": 49408, "context_length": 77},
+                }
+            )
         )
         write_dataset(folder / "shards", SIDE, count=steps * GLOBAL, different=256)
         for i in range(rounds):
-            commands = {f"ours, m = {m}": ours(folder, steps, m, f"ours-{m}-{i}") for m in (1, "all")}
+            commands = {
+                f"ours, m = {m}": ours(folder, steps, m, f"ours-{m}-{i}") for m in (1, "all")
+            }
             if peer is not None:
                 commands["OpenCLIP"] = openclip(peer, folder, steps, f"theirs-{i}")
             for trainer, command in commands.items():
                 seconds.setdefault(trainer, []).append(cpu_seconds(command))
     rows: list[dict[str, Any]] = []
     for trainer, measured in seconds.items():
-        row: dict[str, Any] = {"command": trainer, "ms/sample": 1e3 * statistics.median(measured) / (steps * GLOBAL)}
+        row: dict[str, Any] = {
+            "command": trainer,
+            "ms/sample": 1e3 * statistics.median(measured) / (steps * GLOBAL),
+        }
         if peer is not None:
-            row["x OpenCLIP"] = statistics.median(a / b for a, b in zip(measured, seconds["OpenCLIP"], strict=True))
+            row["x OpenCLIP"] = statistics.median(
+                a / b for a, b in zip(measured, seconds["OpenCLIP"], strict=True)
+            )
         rows.append(row)
-    missed = [] if peer is not None else ["CPU seconds: open_clip not installed: run scripts/setup_peers.sh"]
+    missed = (
+        []
+        if peer is not None
+        else ["CPU seconds: open_clip not installed: run scripts/setup_peers.sh"]
+    )
     if peer is not None and not args.quick and rows[1]["x OpenCLIP"] > 0.5:
         missed.append(f"CPU seconds: {rows[1]['x OpenCLIP']:.3f} of OpenCLIP's")
     return finish("command", rows, TARGETS, missed, args)

@@ -30,8 +30,20 @@ def small_clip() -> Any:
     return Architecture.model_validate(
         {
             "embed_dim": 32,
-            "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
-            "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
+            "vision_cfg": {
+                "image_size": 32,
+                "layers": 2,
+                "width": 64,
+                "head_width": 32,
+                "patch_size": 8,
+            },
+            "text_cfg": {
+                "context_length": 12,
+                "vocab_size": 64,
+                "width": 48,
+                "heads": 2,
+                "layers": 2,
+            },
         }
     )
 
@@ -44,7 +56,9 @@ def base_ds_config(**sections: dict[str, Any]) -> str:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     out.add_argument("--json", metavar="FILE", help="write rows, targets and environment there")
     out.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     out.add_argument("--quick", action="store_true", help="end within a minute, with fewer rows")
@@ -89,14 +103,20 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "deepspeed": package("deepspeed"),
-        "device": torch.cuda.get_device_name() if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores",
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"CPU, {len(os.sched_getaffinity(0))} cores",
         "command": " ".join(["python", *sys.argv]),
     }
 
 
 def commit() -> str:
     out = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return out.stdout.strip() or "unknown"
 
@@ -132,7 +152,9 @@ def finish(
 
 
 def print_table(name: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{name} ({commit()}, {environment()['device']}, torch {torch.__version__})")
+    table = Table(
+        title=f"{name} ({commit()}, {environment()['device']}, torch {torch.__version__})"
+    )
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
@@ -148,5 +170,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def format_cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.1e}" if value != 0 and (abs(value) < 1e-2 or abs(value) >= 1e4) else f"{value:.3g}"
+        return (
+            f"{value:.1e}"
+            if value != 0 and (abs(value) < 1e-2 or abs(value) >= 1e4)
+            else f"{value:.3g}"
+        )
     return str(value)

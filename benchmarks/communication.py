@@ -47,8 +47,19 @@ TARGETS = {
 }
 
 # The collectives by how many bytes a call moves; what the newest torch calls *_single stands beside its old name.
-GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather_coalesced")
-SCATTERS = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base")
+GATHERS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "_all_gather_base",
+    "all_gather_coalesced",
+)
+SCATTERS = (
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+)
 OTHERS = ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_to_all", "all_to_all_single", "gather",
           "scatter", "send", "isend")  # fmt: skip
 
@@ -141,16 +152,22 @@ class Case:
     @property
     def engine(self) -> EngineConfig:
         base = None
-        if self.kind == "deepspeed" and self.stage == 3:  # all of so small a model would stay gathered
+        if (
+            self.kind == "deepspeed" and self.stage == 3
+        ):  # all of so small a model would stay gathered
             base = base_ds_config(zero_optimization={"stage3_param_persistence_threshold": 0})
         reduction: Any = "once" if self.once else "each_backward"
-        return EngineConfig(kind=self.kind, zero_stage=self.stage, reduce_gradients=reduction, ds_config=base)
+        return EngineConfig(
+            kind=self.kind, zero_stage=self.stage, reduce_gradients=reduction, ds_config=base
+        )
 
     @property
     def where(self) -> str:
         if not self.kind:
             return "plain torch"
-        return describe({"kind": self.kind, "zero_stage": self.stage}) + ("" if self.once else ", each backward")
+        return describe({"kind": self.kind, "zero_stage": self.stage}) + (
+            "" if self.once else ", each backward"
+        )
 
     @property
     def reductions(self) -> int:
@@ -175,11 +192,19 @@ def build(case: Case, micro: int) -> Any:
         return PlainEngine(model, build_optimizer(optim, model.named_parameters()))
     cpu = torch.device("cpu")
     return engines.build(
-        case.engine, make_model, lambda named: build_optimizer(optim, named), device=cpu, micro_size=micro
+        case.engine,
+        make_model,
+        lambda named: build_optimizer(optim, named),
+        device=cpu,
+        micro_size=micro,
     )
 
 
-LAYOUTS = [("", 0), *(("deepspeed", stage) for stage in (0, 1, 2, 3)), *(("fsdp", stage) for stage in (0, 1, 2, 3))]
+LAYOUTS = [
+    ("", 0),
+    *(("deepspeed", stage) for stage in (0, 1, 2, 3)),
+    *(("fsdp", stage) for stage in (0, 1, 2, 3)),
+]
 CASES = [Case(*layout, k, m) for layout in LAYOUTS for k, m in ((1, 1), (8, 1), (8, 8))]
 CASES += [Case(kind, stage, 8, 1, once=False) for kind in ("deepspeed", "fsdp") for stage in (2, 3)]
 
@@ -204,7 +229,9 @@ def count(cases: list[Case]) -> list[tuple[Counter, Counter]]:
 def communication(missed: list[str], cases: list[Case]) -> list[dict[str, Any]]:
     counted = run_ranks(count, W, cases)[0]
     P = 4 * sum(p.numel() for p in make_model().parameters())  # bytes
-    print(f"{W} ranks, N = {N}, D = {D}: features {4 * 2 * N * D} bytes, {2 * N} sums, P = {P} bytes")
+    print(
+        f"{W} ranks, N = {N}, D = {D}: features {4 * 2 * N * D} bytes, {2 * N} sums, P = {P} bytes"
+    )
     table = []
     for case, (moved, calls) in zip(cases, counted, strict=True):
         where = f"{case.where}, k = {case.k}, m = {case.m}"
@@ -237,7 +264,9 @@ def communication(missed: list[str], cases: list[Case]) -> list[dict[str, Any]]:
 def main() -> int:
     args = parser(__doc__ or "").parse_args()
     missed: list[str] = []
-    cases = [case for case in CASES if case.m == 1 and case.stage in (1, 3)] if args.quick else CASES
+    cases = (
+        [case for case in CASES if case.m == 1 and case.stage in (1, 3)] if args.quick else CASES
+    )
     table = communication(missed, cases)
     return finish("communication", table, TARGETS, missed, args)
 

@@ -71,7 +71,9 @@ def jpegs(size: int, count: int) -> Iterator[bytes]:
         picture = pictures[i % len(pictures)]
         side = rng.randint(max(256, 3 * min(picture.size) // 4), min(picture.size))
         left, top = rng.randint(0, picture.width - side), rng.randint(0, picture.height - side)
-        crop = picture.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+        crop = picture.crop((left, top, left + side, top + side)).resize(
+            (size, size), Image.Resampling.BICUBIC
+        )
         if i // len(pictures) % 2:
             crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         buffer = io.BytesIO()
@@ -84,7 +86,11 @@ def captions(count: int) -> Iterator[str]:
     from clip_train.data.tokenizer import Tokenizer
 
     rng, tokenizer = random.Random(0), Tokenizer()
-    words = [w for i in range(320, 12_000) if (w := tokenizer.decode([i]).strip()).isalpha() and w.isascii()]
+    words = [
+        w
+        for i in range(320, 12_000)
+        if (w := tokenizer.decode([i]).strip()).isalpha() and w.isascii()
+    ]
     weights = [1 / (i + 10) for i in range(len(words))]
     for i in range(count):
         yield f"{' '.join(rng.choices(words, weights, k=rng.randint(5, 20))).capitalize()} no{i}."
@@ -111,7 +117,12 @@ def our_batches(folder: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     device = the_device()
     config = DataConfig(train=f"{folder}/*.tar", workers=1, lanes=SHARDS, shuffle_block=128)
     loader = TrainLoader(
-        config, image_size=S, context_length=77, global_size=BATCH, seed=0, pin_memory=device.type == "cuda"
+        config,
+        image_size=S,
+        context_length=77,
+        global_size=BATCH,
+        seed=0,
+        pin_memory=device.type == "cuda",
     )
     for batch in loader:
         there = batch.to(device)
@@ -132,7 +143,10 @@ def openclip_batches(folder: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     transform = open_clip.transform.image_transform(S, is_train=True)
     data = get_wds_dataset(args, transform, is_train=True, tokenizer=open_clip.SimpleTokenizer())
     for images, texts in data.dataloader:  # as its train_one_epoch moves them
-        yield images.to(device, dtype=torch.float32, non_blocking=True), texts.to(device, non_blocking=True)
+        yield (
+            images.to(device, dtype=torch.float32, non_blocking=True),
+            texts.to(device, non_blocking=True),
+        )
 
 
 def model_input() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -164,7 +178,11 @@ def serve(kind: str, folder: str) -> int:
                 start = time.process_time()
                 images = normalise(images)
                 device_seconds += time.process_time() - start
-            assert images.dtype == torch.float32 and images.numel() == floats and texts.shape == (BATCH, 77)
+            assert (
+                images.dtype == torch.float32
+                and images.numel() == floats
+                and texts.shape == (BATCH, 77)
+            )
             taken += len(images)
         if images.is_cuda:
             torch.cuda.synchronize()
@@ -194,7 +212,9 @@ class Server:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a loader ended with status {self.process.wait()}; its error is above")
+            raise RuntimeError(
+                f"a loader ended with status {self.process.wait()}; its error is above"
+            )
         after = self.cpu_seconds()
         while True:
             time.sleep(IDLE_SECONDS)
@@ -231,12 +251,17 @@ def process_tree(root: int) -> list[tuple[int, int]]:
     return [(pid, ticks.get(pid, 0)) for pid in tree]
 
 
-def speed(folder: Path, size: int, count: int, rounds: int, peer: str | None) -> list[dict[str, Any]]:
+def speed(
+    folder: Path, size: int, count: int, rounds: int, peer: str | None
+) -> list[dict[str, Any]]:
     """Images per second and core of both loaders, and the ratio: the median over rounds of that within a round."""
     data = folder / str(size)
     write_dataset(data, size, count, different=min(count, 256))
     python = {"ours": sys.executable} | ({"OpenCLIP": peer} if peer else {})
-    servers = {name: Server("openclip" if name == "OpenCLIP" else "ours", path, data) for name, path in python.items()}
+    servers = {
+        name: Server("openclip" if name == "OpenCLIP" else "ours", path, data)
+        for name, path in python.items()
+    }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
     try:
         for server in servers.values():
@@ -255,7 +280,8 @@ def speed(folder: Path, size: int, count: int, rounds: int, peer: str | None) ->
                 "loader": name,
                 "px": size,
                 "kB each": kilobytes,
-                "images/s per core": count / statistics.median(total - device for total, device in each),
+                "images/s per core": count
+                / statistics.median(total - device for total, device in each),
                 "x OpenCLIP": faster(seconds, name, device=0),
                 "normalised too": faster(seconds, name, device=1),
                 "PSNR mean": "",
@@ -289,7 +315,9 @@ def pixels(size: int, count: int) -> tuple[float, float]:
         ours = transform(decode_image(data), seed).permute(1, 2, 0).numpy().astype(float)
         top, left, h, w = transform.crop(size, size, random.Random(seed))
         region = Image.open(io.BytesIO(data)).convert("RGB").crop((left, top, left + w, top + h))
-        error = np.mean((ours - np.asarray(region.resize((S, S), Image.Resampling.BICUBIC)).astype(float)) ** 2)
+        error = np.mean(
+            (ours - np.asarray(region.resize((S, S), Image.Resampling.BICUBIC)).astype(float)) ** 2
+        )
         decibels.append(float(10 * np.log10(255**2 / error)) if error else SAME_DB)
     return statistics.mean(decibels), min(decibels)
 
@@ -307,7 +335,9 @@ def memory(folder: Path, samples: int) -> float:
         for taken in range(0, samples, BATCH * 20):
             server.deliver(BATCH * 20)
             if taken >= samples // 5:
-                resident.append(max(rss_bytes(pid) for pid, _ in process_tree(server.process.pid)[1:]))
+                resident.append(
+                    max(rss_bytes(pid) for pid, _ in process_tree(server.process.pid)[1:])
+                )
     finally:
         server.stop()
     print(f"a worker's resident memory, MiB: {', '.join(f'{r / 2**20:.0f}' for r in resident)}")
@@ -322,9 +352,15 @@ def main() -> int:
     from common import find_peer, finish, parser
 
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)")
-    arguments.add_argument("--rounds", type=int, default=5, help="timed epochs of each loader (2 with --quick)")
-    arguments.add_argument("--memory", action="store_true", help="a worker's memory over 50,000 samples, nothing else")
+    arguments.add_argument(
+        "--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)"
+    )
+    arguments.add_argument(
+        "--rounds", type=int, default=5, help="timed epochs of each loader (2 with --quick)"
+    )
+    arguments.add_argument(
+        "--memory", action="store_true", help="a worker's memory over 50,000 samples, nothing else"
+    )
     args = arguments.parse_args()
     peer = find_peer(args.peer_python, "open_clip_train.data")
     rows: list[dict[str, Any]] = []
@@ -332,7 +368,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         if args.memory:
             drift = memory(Path(name), 5_000 if args.quick else 50_000)
-            rows.append({"loader": "ours", "samples": 5_000 if args.quick else 50_000, "RSS drift": drift})
+            rows.append(
+                {"loader": "ours", "samples": 5_000 if args.quick else 50_000, "RSS drift": drift}
+            )
             if drift > DRIFT:
                 missed.append(f"a worker's memory moved by {drift:.1%}, not at most {DRIFT:.0%}")
             return finish("data", rows, TARGETS, missed, args)
@@ -342,11 +380,20 @@ def main() -> int:
             mean, worst = pixels(size, 24 if args.quick else 200)
             rows += [{**ours, "PSNR mean": mean, "PSNR worst": worst}, *theirs]
             if worst < WORST_DB or mean < MEAN_DB:
-                missed.append(f"{size} px: PSNR {mean:.1f} dB in the mean, {worst:.1f} dB at the worst")
+                missed.append(
+                    f"{size} px: PSNR {mean:.1f} dB in the mean, {worst:.1f} dB at the worst"
+                )
             if not theirs:
-                rows.append({**dict.fromkeys(ours, ""), "loader": "OpenCLIP: not installed (scripts/setup_peers.sh)"})
+                rows.append(
+                    {
+                        **dict.fromkeys(ours, ""),
+                        "loader": "OpenCLIP: not installed (scripts/setup_peers.sh)",
+                    }
+                )
             elif ours["x OpenCLIP"] < least:
-                missed.append(f"{size} px: {ours['x OpenCLIP']:.2f}x OpenCLIP's images/s per core, not {least}x")
+                missed.append(
+                    f"{size} px: {ours['x OpenCLIP']:.2f}x OpenCLIP's images/s per core, not {least}x"
+                )
     return finish("data", rows, TARGETS, missed, args)
 
 

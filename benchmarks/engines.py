@@ -26,7 +26,9 @@ from launcher.engines.config import EngineConfig
 from tests.ranks import run_ranks
 
 W, N, K = 2, 64, 4
-LAYOUTS = [("deepspeed", stage) for stage in (0, 1, 2, 3)] + [("fsdp", stage) for stage in (0, 2, 3)]
+LAYOUTS = [("deepspeed", stage) for stage in (0, 1, 2, 3)] + [
+    ("fsdp", stage) for stage in (0, 2, 3)
+]
 DEFAULT = LAYOUTS.index(("deepspeed", 1))
 KEPT = (1, K)
 TARGETS = {"loss": "the same on every engine, to 1e-5"}
@@ -57,7 +59,9 @@ def one_round(steps: int) -> list[list[tuple[float, float]]]:
             train_step(engine, batch, InfoNCE(), micro_size=micro, kept_graphs=kept, lr=1e-4)
             start = time.process_time()
             for _ in range(steps):
-                loss = train_step(engine, batch, InfoNCE(), micro_size=micro, kept_graphs=kept, lr=1e-4).loss
+                loss = train_step(
+                    engine, batch, InfoNCE(), micro_size=micro, kept_graphs=kept, lr=1e-4
+                ).loss
             of_layout.append(((time.process_time() - start) / steps, loss))
         engine.close()
         out.append(of_layout)
@@ -87,8 +91,13 @@ def main() -> int:
     for i, (kind, stage) in enumerate(LAYOUTS):
         cells = {"engine": describe({"kind": kind, "zero_stage": stage})}
         for j, kept in enumerate(KEPT):
-            ratio = statistics.median(a / b for a, b in zip(seconds[i][j], seconds[DEFAULT][j], strict=True))
-            cells |= {f"CPU s, {kept} of {K} kept": statistics.median(seconds[i][j]), f"x ZeRO 1, {kept} kept": ratio}
+            ratio = statistics.median(
+                a / b for a, b in zip(seconds[i][j], seconds[DEFAULT][j], strict=True)
+            )
+            cells |= {
+                f"CPU s, {kept} of {K} kept": statistics.median(seconds[i][j]),
+                f"x ZeRO 1, {kept} kept": ratio,
+            }
         table.append(cells)
     return finish("engines", table, TARGETS, missed, args)
 

@@ -48,7 +48,11 @@ from tests.toy import oracle_loss
 N, LR, TILE = 64, 0.1, 23
 SIZES = (64, 40, 47, 33, 64)  # of the batch schedule's steps
 BANK, WARMUP = 100, 1  # past pairs; steps before they count
-PER_SHARE = {1: (64, 22, 8), 2: (32, 11, 4), 3: (22, 8, 3)}  # W -> micro-batches of so many samples: 1, 3 and 8
+PER_SHARE = {
+    1: (64, 22, 8),
+    2: (32, 11, 4),
+    3: (22, 8, 3),
+}  # W -> micro-batches of so many samples: 1, 3 and 8
 KEPT = ((1, 1, 1), (1, 2, 4), (1, 3, 8))  # graphs, of 1, 3 and 8
 TARGETS = {
     "fp32 loss": "relative error at most 1e-6",
@@ -82,7 +86,10 @@ KINDS = ("sigmoid", "memory bank", "contaccum", "distillation", "batch schedule"
 
 def all_rows() -> list[Row]:
     rows: list[Row] = []
-    for engine, kinds, stages in (("deepspeed", KINDS, (0, 1, 2, 3)), ("fsdp", KINDS[:-1], (0, 2, 3))):
+    for engine, kinds, stages in (
+        ("deepspeed", KINDS, (0, 1, 2, 3)),
+        ("fsdp", KINDS[:-1], (0, 2, 3)),
+    ):
         of_engine: list[Row] = []
         for kind in kinds:
             for world, micro_sizes in PER_SHARE.items():
@@ -91,7 +98,9 @@ def all_rows() -> list[Row]:
                     if kind == "fp16":
                         stage = 1 + len(of_engine) % 3  # DeepSpeed does not scale the loss at 0
                     exchange = ("gather", "ring")[(world + i) % 2] if kind == "sigmoid" else ""
-                    of_engine.append(Row(kind, world, micro, KEPT[i][world - 1], stage, exchange, engine))
+                    of_engine.append(
+                        Row(kind, world, micro, KEPT[i][world - 1], stage, exchange, engine)
+                    )
         rows += of_engine
     return rows
 
@@ -105,7 +114,11 @@ def make_model(kind: str) -> CLIP:
     torch.manual_seed(7)
     if kind == "sigmoid":
         return CLIP(small_clip().model_copy(update={"init_logit_bias": -5.0}))
-    return CLIP(small_clip(), dropout=0.1, patch_dropout=0.25) if kind == "dropout" else CLIP(small_clip())
+    return (
+        CLIP(small_clip(), dropout=0.1, patch_dropout=0.25)
+        if kind == "dropout"
+        else CLIP(small_clip())
+    )
 
 
 def make_teacher() -> CLIP:
@@ -164,7 +177,10 @@ def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
     if kind in ("memory bank", "contaccum"):
         known = past[-BANK:] if step >= WARMUP else []
         names = sorted({*batch.keys, *(key for _, _, key in known)})
-        ids, past_ids = ([names.index(key) for key in keys] for keys in (batch.keys, [key for _, _, key in known]))
+        ids, past_ids = (
+            [names.index(key) for key in keys]
+            for keys in (batch.keys, [key for _, _, key in known])
+        )
         nothing = image.new_zeros((0, image.shape[1]))
         past_image = torch.stack([i for i, _, _ in known]) if known else nothing
         past_text = torch.stack([t for _, t, _ in known]) if known else nothing
@@ -183,7 +199,9 @@ class FrozenTeacher:
         self.model = make_teacher()
 
     def __call__(self, micro_batch: MicroBatch) -> Features:
-        return Features(*self.model(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds))
+        return Features(
+            *self.model(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds)
+        )
 
 
 def objective(row: Row) -> Objective:
@@ -205,7 +223,9 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
     if row.precision == "fp16":
         answer(True, "fp16")  # slow on a processor without it, but the numbers are the same
         # DeepSpeed starts at 2^16, which overflows, and the first steps would be skipped.
-        config = config.model_copy(update={"ds_config": base_ds_config(fp16={"initial_scale_power": 10})})
+        config = config.model_copy(
+            update={"ds_config": base_ds_config(fp16={"initial_scale_power": 10})}
+        )
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
     engine = build(
         config,
@@ -218,10 +238,19 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
     loss, results = objective(row), []
     for step in range(len(SIZES)):
         batch = own_share(global_batch(row.kind, step))
-        results.append(train_step(engine, batch, loss, micro_size=row.micro, kept_graphs=row.kept, lr=LR))
-    fragments = [(f.name, f.shape, f.start, f.tensors["param"].clone()) for f in engine.state_fragments()]
+        results.append(
+            train_step(engine, batch, loss, micro_size=row.micro, kept_graphs=row.kept, lr=LR)
+        )
+    fragments = [
+        (f.name, f.shape, f.start, f.tensors["param"].clone()) for f in engine.state_fragments()
+    ]
     engine.close()
-    return [r.loss for r in results], [r.grad_norm for r in results], fragments, any(r.skipped for r in results)
+    return (
+        [r.loss for r in results],
+        [r.grad_norm for r in results],
+        fragments,
+        any(r.skipped for r in results),
+    )
 
 
 def run_rows(rows: list[Row]) -> list:
@@ -276,7 +305,11 @@ def main() -> int:
             if cells["update"] > 1.1 * plain:
                 missed.append(f"{row}: update {cells['update']:.1e} against {plain:.1e}")
         else:
-            over = {key: cells[key] for key in ("grad norm", "parameters", "update") if cells[key] > 1e-5}
+            over = {
+                key: cells[key]
+                for key in ("grad norm", "parameters", "update")
+                if cells[key] > 1e-5
+            }
             over |= {"loss": cells["loss"]} if cells["loss"] > 1e-6 else {}
             missed += [f"{row}: {key} {value:.1e}" for key, value in over.items()]
         table.append(cells)

@@ -38,18 +38,34 @@ TARGETS = {"cost": "a locked tower's step at most 0.95 of the full one's, and fe
 def clip_train(*arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "launcher", *arguments]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(arguments)} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"
+        )
     return done.stdout
 
 
-def fine_tune(folder: Path, name: str, keys: list[str], steps: int, seed: int) -> tuple[float, float]:
+def fine_tune(
+    folder: Path, name: str, keys: list[str], steps: int, seed: int
+) -> tuple[float, float]:
     """Zero-shot top-1 and the median step's milliseconds."""
-    clip_train("demo", "--data", "digits", "--dir", str(folder / name), f"run.steps={steps}", f"run.seed={seed}", *keys)
+    clip_train(
+        "demo",
+        "--data",
+        "digits",
+        "--dir",
+        str(folder / name),
+        f"run.steps={steps}",
+        f"run.seed={seed}",
+        *keys,
+    )
     run = folder / name / "demo-digits"
     steps_of, evaluated = (
-        [json.loads(line) for line in (run / file).read_text().splitlines()] for file in ("metrics.jsonl", "eval.jsonl")
+        [json.loads(line) for line in (run / file).read_text().splitlines()]
+        for file in ("metrics.jsonl", "eval.jsonl")
     )
     took = [record["step_seconds"] - record["data_wait_seconds"] for record in steps_of]
     return evaluated[-1]["zero_shot_top1"], 1e3 * statistics.median(took[len(took) // 4 :])
@@ -65,7 +81,9 @@ def main() -> int:
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        clip_train("demo", "--data", "shapes", "--dir", str(folder / "shapes"), f"run.steps={shapes_steps}")
+        clip_train(
+            "demo", "--data", "shapes", "--dir", str(folder / "shapes"), f"run.steps={shapes_steps}"
+        )
         shapes = folder / "shapes" / "demo-shapes"
         for seed in range(seeds):
             for i, (variant, keys) in enumerate(VARIANTS.items()):
@@ -86,7 +104,9 @@ def main() -> int:
             "top-1": statistics.mean(accuracy[variant]),
             "range": f"{min(accuracy[variant]):.3f} to {max(accuracy[variant]):.3f}",
             "ms/step": statistics.median(took[variant]),
-            "x full": statistics.median(a / b for a, b in zip(took[variant], took["full"], strict=True)),
+            "x full": statistics.median(
+                a / b for a, b in zip(took[variant], took["full"], strict=True)
+            ),
         }
         for variant in VARIANTS
     ]
@@ -98,7 +118,9 @@ def check(rows: dict[str, dict[str, Any]]) -> list[str]:
     out, full = [], rows["full"]
     for name in ("LiT (image tower locked)", "text tower locked"):
         if rows[name]["x full"] > 0.95 or rows[name]["MB"] >= full["MB"]:
-            out.append(f"cost: {name}: {rows[name]['x full']:.2f} of the full step, {rows[name]['MB']:.1f} MB")
+            out.append(
+                f"cost: {name}: {rows[name]['x full']:.2f} of the full step, {rows[name]['MB']:.1f} MB"
+            )
     return out
 
 

@@ -45,7 +45,9 @@ def forwards_per_sample(k: int, m: int, checkpointing: bool) -> float:
             seen[name] += len(args[0])
 
         tower.resblocks[0].register_forward_pre_hook(hook)
-    engine = PlainEngine(model, build_optimizer(OptimConfig(name="sgd", lr=0.1), model.named_parameters()))
+    engine = PlainEngine(
+        model, build_optimizer(OptimConfig(name="sgd", lr=0.1), model.named_parameters())
+    )
     images = torch.randint(0, 256, (N, 3, 32, 32), dtype=torch.uint8)
     batch = Batch(images, torch.randint(1, 64, (N, 12)), torch.arange(N))
     train_step(engine, batch, InfoNCE(), micro_size=math.ceil(N / k), kept_graphs=m, lr=0.1)

@@ -93,7 +93,9 @@ def model_of(
     device: torch.device = DEVICE,
 ) -> CLIP:  # fmt: skip
     if bias:
-        architecture = architecture.model_copy(update={"init_logit_bias": -10.0, "init_logit_scale": 2.3026})
+        architecture = architecture.model_copy(
+            update={"init_logit_bias": -10.0, "init_logit_scale": 2.3026}
+        )
     torch.manual_seed(0)
     return CLIP(architecture, dropout=dropout).to(dtype).to(device)
 
@@ -107,13 +109,18 @@ def batch_of(architecture: Architecture, n: int, device: torch.device = DEVICE) 
     return Batch(images, texts, torch.arange(n), [str(i) for i in range(n)]).to(device)
 
 
-def gradient(model: CLIP, batch: Batch, objective: Objective, micro: int, kept: int) -> tuple[Tensor, float]:
+def gradient(
+    model: CLIP, batch: Batch, objective: Objective, micro: int, kept: int
+) -> tuple[Tensor, float]:
     """Of one step, from the weights that SGD at a rate of 1 leaves; float64 on the CPU."""
     model = copy.deepcopy(model)
     before = [p.detach().clone() for p in model.parameters()]
     engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=1.0))
     loss = train_step(engine, batch, objective, micro_size=micro, kept_graphs=kept, lr=1.0).loss
-    change = [(x - p).detach().flatten().double().cpu() for x, p in zip(before, model.parameters(), strict=True)]
+    change = [
+        (x - p).detach().flatten().double().cpu()
+        for x, p in zip(before, model.parameters(), strict=True)
+    ]
     return torch.cat(change), loss
 
 
@@ -129,9 +136,19 @@ def adamw_engine(model: CLIP) -> PlainEngine:
 
 
 def facts() -> Iterator[Row]:
-    yield {"check": "versions", **environment(), "commit": commit(), "cuda": torch.version.cuda, "cpus": os.cpu_count()}
+    yield {
+        "check": "versions",
+        **environment(),
+        "commit": commit(),
+        "cuda": torch.version.cuda,
+        "cpus": os.cpu_count(),
+    }
     n = 256 if DRY else 8192
-    for name, dtype, tf32 in (("bf16", torch.bfloat16, 0), ("tf32", torch.float32, 1), ("fp32", torch.float32, 0)):
+    for name, dtype, tf32 in (
+        ("bf16", torch.bfloat16, 0),
+        ("tf32", torch.float32, 1),
+        ("fp32", torch.float32, 0),
+    ):
         torch.backends.cuda.matmul.allow_tf32 = bool(tf32)
         x, y = (torch.randn(n, n, device=DEVICE, dtype=dtype) for _ in range(2))
         rate = 2 * n**3 / seconds(lambda x=x, y=y: x @ y, 5)  # type: ignore[misc]
@@ -148,34 +165,54 @@ def exact() -> Iterator[Row]:
     def bits(device: torch.device) -> Tensor:
         return random_bits(torch.arange(64, device=device), 7, 1001).cpu()
 
-    yield {"check": "dropout's bits are the CPU's", "ok": torch.equal(bits(DEVICE), bits(torch.device("cpu")))}
+    yield {
+        "check": "dropout's bits are the CPU's",
+        "ok": torch.equal(bits(DEVICE), bits(torch.device("cpu"))),
+    }
     architecture, n = architecture_of("ViT-B-32"), 12 if DRY else 48
     batch, wide = batch_of(architecture, n), torch.float64
     full, loss = gradient(model_of(architecture, wide, dropout=0.1), batch, InfoNCE(), n, 1)
     for micro, kept in ((n // 3, 1), (n // 3, 2), (n // 3 + 1, 1)):
-        cut, other = gradient(model_of(architecture, wide, dropout=0.1), batch, InfoNCE(), micro, kept)
+        cut, other = gradient(
+            model_of(architecture, wide, dropout=0.1), batch, InfoNCE(), micro, kept
+        )
         good = off(cut, full) < 1e-10 and abs(other - loss) < 1e-10
         name = f"float64, dropout, micro {micro}, retained {kept}: as uncut"
         yield {"check": name, "ok": good, "error": off(cut, full)}
     cpu = torch.device("cpu")
     there, other = gradient(
-        model_of(architecture, wide, dropout=0.1, device=cpu), batch_of(architecture, n, cpu), InfoNCE(), n, 1
+        model_of(architecture, wide, dropout=0.1, device=cpu),
+        batch_of(architecture, n, cpu),
+        InfoNCE(),
+        n,
+        1,
     )
     good = off(full, there) < 1e-9 and abs(other - loss) < 1e-9
     yield {"check": "float64: as on the CPU", "ok": good, "error": off(full, there)}
     for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 0.2)):
         low, _ = gradient(model_of(architecture, dtype, dropout=0.1), batch, InfoNCE(), n // 3, 1)
-        yield {"check": f"{dtype} beside float64", "ok": off(low, full) < limit, "error": off(low, full)}
+        yield {
+            "check": f"{dtype} beside float64",
+            "ok": off(low, full) < limit,
+            "error": off(low, full),
+        }
     for name, make, bias in objectives(architecture):
         whole, _ = gradient(model_of(architecture, wide, bias=bias), batch, make(), n, 1)
         cut, _ = gradient(model_of(architecture, wide, bias=bias), batch, make(), n // 3, 1)
-        yield {"check": f"{name}, float64: as uncut", "ok": off(cut, whole) < 1e-10, "error": off(cut, whole)}
+        yield {
+            "check": f"{name}, float64: as uncut",
+            "ok": off(cut, whole) < 1e-10,
+            "error": off(cut, whole),
+        }
     torch.manual_seed(3)
     state = rng_state(DEVICE)
     ones = torch.ones(4096, device=DEVICE)
     drawn = F.dropout(ones, 0.5)
     restore_rng(state, DEVICE)
-    yield {"check": "the device's generator is replayed", "ok": torch.equal(drawn, F.dropout(ones, 0.5))}
+    yield {
+        "check": "the device's generator is replayed",
+        "ok": torch.equal(drawn, F.dropout(ones, 0.5)),
+    }
 
 
 def objectives(architecture: Architecture) -> list[tuple[str, Callable[[], Objective], bool]]:
@@ -186,7 +223,11 @@ def objectives(architecture: Architecture) -> list[tuple[str, Callable[[], Objec
         ("sigmoid", SigmoidLoss, True),
         ("memory bank", lambda: MemoryBank(64, 0), False),
         ("contaccum", lambda: MemoryBank(64, 0, "contaccum"), False),
-        ("distillation", lambda: Distillation(lambda m: Features(*teacher(m.images, m.texts))), False),
+        (
+            "distillation",
+            lambda: Distillation(lambda m: Features(*teacher(m.images, m.texts))),
+            False,
+        ),
     ]
 
 
@@ -203,7 +244,10 @@ def engines() -> Iterator[Row]:
             yield {"check": name, "ok": False, "error": "300 s"}
             continue
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        yield {"check": name, **(json.loads(lines[-1]) if lines else {"ok": False, "error": done.stderr[-800:]})}
+        yield {
+            "check": name,
+            **(json.loads(lines[-1]) if lines else {"ok": False, "error": done.stderr[-800:]}),
+        }
 
 
 def one_engine(kind: str, stage: str, precision: str) -> Row:
@@ -212,11 +256,15 @@ def one_engine(kind: str, stage: str, precision: str) -> Row:
     from launcher import engines as packages
     from launcher.engines.config import EngineConfig
 
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
     backend = "gloo" if DRY else "cpu:gloo,cuda:nccl"
     torch_dist.init_process_group(backend, store=torch_dist.HashStore(), rank=0, world_size=1)
     architecture, n = architecture_of("ViT-B-32"), 32
-    config = EngineConfig.model_validate({"kind": kind, "zero_stage": int(stage), "precision": precision})
+    config = EngineConfig.model_validate(
+        {"kind": kind, "zero_stage": int(stage), "precision": precision}
+    )
     device = DEVICE if DRY else torch.device("cuda", 0)
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
@@ -225,7 +273,9 @@ def one_engine(kind: str, stage: str, precision: str) -> Row:
     def build() -> CLIP:
         return CLIP(architecture)
 
-    engine = packages.build(config, build, optimizer, device=device, grad_clip_norm=1.0, micro_size=n // 4)
+    engine = packages.build(
+        config, build, optimizer, device=device, grad_clip_norm=1.0, micro_size=n // 4
+    )
     torch.manual_seed(0)
     reference = CLIP(architecture).to(device)
     engine.load_fragments(WholeState(dict(reference.named_parameters())), {})
@@ -233,9 +283,15 @@ def one_engine(kind: str, stage: str, precision: str) -> Row:
     batch, worst, seen, expected = batch_of(architecture, n, device), 0.0, [], []
     for _ in range(5):
         for each, losses in ((engine, seen), (plain, expected)):
-            losses.append(train_step(each, batch, InfoNCE(), micro_size=n // 4, kept_graphs=2, lr=1e-4).loss)
+            losses.append(
+                train_step(each, batch, InfoNCE(), micro_size=n // 4, kept_graphs=2, lr=1e-4).loss
+            )
         worst = max(worst, abs(seen[-1] - expected[-1]) / expected[-1])
-    return {"ok": worst < TOLERANCE[precision], "error": worst, "losses": [round(x, 5) for x in seen]}
+    return {
+        "ok": worst < TOLERANCE[precision],
+        "error": worst,
+        "losses": [round(x, 5) for x in seen],
+    }
 
 
 def memory() -> Iterator[Row]:
@@ -249,9 +305,15 @@ def memory() -> Iterator[Row]:
         model = model_of(architecture, torch.bfloat16)
         engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=0.0))
         messages: list[str] = []
-        result, plan = recovering_step(engine, batch, InfoNCE(), BatchPlan(n, 1, n, 1), lr=0.0, log=messages.append)
+        result, plan = recovering_step(
+            engine, batch, InfoNCE(), BatchPlan(n, 1, n, 1), lr=0.0, log=messages.append
+        )
         losses.append(result.loss)
-        yield {"check": f"a step in {fraction:.0%} of the memory", "micro_size": plan.micro_size, "said": messages[-1:]}
+        yield {
+            "check": f"a step in {fraction:.0%} of the memory",
+            "micro_size": plan.micro_size,
+            "said": messages[-1:],
+        }
         del model, engine
     if not DRY:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -267,7 +329,9 @@ def save() -> Iterator[Row]:
     architecture = architecture_of("ViT-L-14")
     model = model_of(architecture, torch.float32)
     engine = adamw_engine(model)
-    train_step(engine, batch_of(architecture, 8), InfoNCE(), micro_size=8, kept_graphs=1, lr=0.0)  # moments
+    train_step(
+        engine, batch_of(architecture, 8), InfoNCE(), micro_size=8, kept_graphs=1, lr=0.0
+    )  # moments
     size = sum(4 * 3 * p.numel() for p in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
         manager = CheckpointManager(CheckpointConfig(every_steps=1, resume="never"), folder)
@@ -275,7 +339,10 @@ def save() -> Iterator[Row]:
         manager.begin()
         start = time.perf_counter()
         manager.prepare(engine.state_fragments(), {})
-        yield {"check": "memory for the snapshot, made and pinned", "seconds": round(time.perf_counter() - start, 2)}
+        yield {
+            "check": "memory for the snapshot, made and pinned",
+            "seconds": round(time.perf_counter() - start, 2),
+        }
         for number in (1, 2, 3):
             synchronize()
             start = time.perf_counter()
@@ -321,15 +388,24 @@ def speed() -> Iterator[Row]:
         for compiled in (False, True):
             for k, kept in ((1, 1), (8, 1), (8, 8)):
                 b = micro // (8 if kept == 8 else 1)
-                row: Row = {"check": f"{name} {'compiled' if compiled else 'eager'}", "b": b, "k": k, "m": kept}
+                row: Row = {
+                    "check": f"{name} {'compiled' if compiled else 'eager'}",
+                    "b": b,
+                    "k": k,
+                    "m": kept,
+                }
                 try:
-                    yield row | _speed(architecture, b, k, kept, compiled, TARGETS.get(name) if k == 1 else None)
+                    yield row | _speed(
+                        architecture, b, k, kept, compiled, TARGETS.get(name) if k == 1 else None
+                    )
                 except torch.OutOfMemoryError as e:
                     yield row | {"error": str(e)[:200]}
                 torch.compiler.reset()
 
 
-def _speed(architecture: Architecture, micro: int, k: int, kept: int, compiled: bool, target: float | None) -> Row:
+def _speed(
+    architecture: Architecture, micro: int, k: int, kept: int, compiled: bool, target: float | None
+) -> Row:
     from launcher.engines.compile import compile_units
 
     if not DRY:
@@ -339,10 +415,18 @@ def _speed(architecture: Architecture, micro: int, k: int, kept: int, compiled: 
     if compiled and not DRY:
         compile_units(model)
     engine, batch = adamw_engine(model), batch_of(architecture, micro * k)
-    taken = seconds(lambda: train_step(engine, batch, InfoNCE(), micro_size=micro, kept_graphs=kept, lr=1e-4), 5, 2)
+    taken = seconds(
+        lambda: train_step(engine, batch, InfoNCE(), micro_size=micro, kept_graphs=kept, lr=1e-4),
+        5,
+        2,
+    )
     flops = 3 * len(batch) * flops_per_sample(architecture)
     mfu = flops / taken / peak()
-    row: Row = {"ms": round(1e3 * taken, 1), "samples/s": round(len(batch) / taken), "MFU": round(mfu, 3)}
+    row: Row = {
+        "ms": round(1e3 * taken, 1),
+        "samples/s": round(len(batch) / taken),
+        "MFU": round(mfu, 3),
+    }
     if not DRY:
         row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
         if compiled and target is not None:
@@ -360,7 +444,9 @@ def peak() -> float:
 def loss() -> Iterator[Row]:
     for N, D in ((256, 32),) if DRY else ((8192, 512), (32768, 512), (32768, 1024)):
         generator = torch.Generator().manual_seed(0)
-        image, text = (F.normalize(torch.randn(N, D, generator=generator), dim=1).to(DEVICE) for _ in range(2))
+        image, text = (
+            F.normalize(torch.randn(N, D, generator=generator), dim=1).to(DEVICE) for _ in range(2)
+        )
         features = Features(image, text, torch.tensor([100.0], device=DEVICE))
         wide = Features(image.double(), text.double(), features.logit_scale.double())
         reference = InfoNCE()(wide).d_image if N <= 8192 else None
@@ -369,7 +455,11 @@ def loss() -> Iterator[Row]:
                 torch.backends.cuda.matmul.allow_tf32 = tf32
                 objective = InfoNCE(tile=side)
                 taken = seconds(partial(objective, features), 3, 1)
-                row: Row = {"check": f"InfoNCE, N {N}, D {D}, tile {side}", "tf32": tf32, "ms": round(1e3 * taken, 2)}
+                row: Row = {
+                    "check": f"InfoNCE, N {N}, D {D}, tile {side}",
+                    "tf32": tf32,
+                    "ms": round(1e3 * taken, 2),
+                }
                 row["TFLOP/s"] = round(8 * N * N * D / taken / 1e12, 1)
                 if reference is not None:
                     error = off(objective(features).d_image.double(), reference)
@@ -402,7 +492,12 @@ def peer() -> Iterator[Row]:
     def our_step() -> None:
         train_step(ours, batch, InfoNCE(), micro_size=n, kept_graphs=1, lr=1e-4)
 
-    for name, action in (("OpenCLIP", their_step), ("ours", our_step), ("OpenCLIP", their_step), ("ours", our_step)):
+    for name, action in (
+        ("OpenCLIP", their_step),
+        ("ours", our_step),
+        ("OpenCLIP", their_step),
+        ("ours", our_step),
+    ):
         yield {"check": f"{name}, eager", "samples/s": round(n / seconds(action, 5, 2))}
 
 
@@ -421,19 +516,26 @@ def profile() -> Iterator[Row]:
     events = recorded.key_averages()
     busy = sum(e.self_device_time_total for e in events) / 1e6
     top = sorted(events, key=lambda e: -e.self_device_time_total)[:12]
-    yield {"check": "the GPU is busy", **({} if DRY else {"ok": busy / wall > 0.9}), "share": round(busy / wall, 3)}
+    yield {
+        "check": "the GPU is busy",
+        **({} if DRY else {"ok": busy / wall > 0.9}),
+        "share": round(busy / wall, 3),
+    }
     for event in top if not DRY else ():
         yield {"check": event.key[:70], "ms": round(event.self_device_time_total / 1e3, 2)}
 
 
 STAGES: dict[str, Callable[[], Iterator[Row]]] = {
-    stage.__name__: stage for stage in (facts, exact, engines, memory, save, waits, speed, loss, peer, profile)
+    stage.__name__: stage
+    for stage in (facts, exact, engines, memory, save, waits, speed, loss, peer, profile)
 }
 
 
 def main() -> int:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {' '.join(STAGES)}; default: all")
+    arguments.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=f"of {' '.join(STAGES)}; default: all"
+    )
     arguments.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny models")
     arguments.add_argument("--engine", nargs=3, help="used by itself")
     args = arguments.parse_args()
@@ -454,7 +556,14 @@ def main() -> int:
                 print(json.dumps(rows[-1]), flush=True)
         except Exception as e:  # the other stages may still be worth the hour
             traceback.print_exc()
-            rows.append({"stage": name, "check": name, "ok": False, "error": f"{type(e).__name__}: {e}"[:500]})
+            rows.append(
+                {
+                    "stage": name,
+                    "check": name,
+                    "ok": False,
+                    "error": f"{type(e).__name__}: {e}"[:500],
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
         print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
     if args.json:

@@ -129,7 +129,13 @@ QUICK += [BF16[i] for i in (0, 4)] + [FSDP_BF16[i] for i in (0, 5)]
 
 def small_resnet() -> Any:
     """RN50's tower with one block a stage."""
-    vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 32, "norm": "group"}
+    vision = {
+        "image_size": 32,
+        "layers": [1, 1, 1, 1],
+        "width": 8,
+        "head_width": 32,
+        "norm": "group",
+    }
     return type(SMALL_CLIP).model_validate({**SMALL_CLIP.model_dump(), "vision_cfg": vision})
 
 
@@ -137,15 +143,33 @@ def small_siglip() -> Any:
     """OpenCLIP's, as ViT-B-16-SigLIP but for its sizes."""
     import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 
-    text = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2, "no_causal_mask": True}
+    text = {
+        "context_length": 12,
+        "vocab_size": 64,
+        "width": 32,
+        "heads": 2,
+        "layers": 2,
+        "no_causal_mask": True,
+    }
     text |= {
         "proj_bias": True,
         "pool_type": "last",
         "norm_kwargs": {"eps": 1e-6},
         "act_kwargs": {"approximate": "tanh"},
     }
-    vision = {"image_size": 160, "timm_model_name": "test_vit", "timm_pool": "map", "timm_proj": "none"}
-    model = {"embed_dim": 64, "init_logit_bias": -10, "custom_text": True, "vision_cfg": vision, "text_cfg": text}
+    vision = {
+        "image_size": 160,
+        "timm_model_name": "test_vit",
+        "timm_pool": "map",
+        "timm_proj": "none",
+    }
+    model = {
+        "embed_dim": 64,
+        "init_logit_bias": -10,
+        "custom_text": True,
+        "vision_cfg": vision,
+        "text_cfg": text,
+    }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "siglip.json").write_text(json.dumps(model))
         return load_architecture(f"open_clip:{folder}/siglip.json")
@@ -177,7 +201,9 @@ class Variant:
 VARIANTS = {
     "dropout": Variant(dropout=0.1, patch_dropout=0.25),
     "RN50, small, group norm": Variant(small_resnet),
-    "open_clip: SigLIP, small": Variant(small_siglip, lr=0.01),  # beyond it logit_scale comes to where engines clamp it
+    "open_clip: SigLIP, small": Variant(
+        small_siglip, lr=0.01
+    ),  # beyond it logit_scale comes to where engines clamp it
     "locked image tower, one group unlocked": Variant(
         model={"lock_image": True, "lock_image_unlocked_groups": 1},
         rate=lambda name: float(not name.startswith("visual.") or name == "visual.proj"),
@@ -204,7 +230,10 @@ def make_model(checkpointing: bool = False, variant: str = "dropout") -> torch.n
     torch.manual_seed(7)
     its = VARIANTS[variant]
     return build_model(
-        its.architecture(), dropout=its.dropout, patch_dropout=its.patch_dropout, activation_checkpointing=checkpointing
+        its.architecture(),
+        dropout=its.dropout,
+        patch_dropout=its.patch_dropout,
+        activation_checkpointing=checkpointing,
     )
 
 
@@ -236,8 +265,14 @@ class Truth:
 def oracle(variant: str = "dropout") -> Truth:
     """In float64: no step, no engine, no loss of ours."""
     its, model = VARIANTS[variant], make_model(variant=variant).double()
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad_(its.rate(name) > 0).requires_grad}
-    optimizer = torch.optim.SGD([{"params": [p], "lr": its.lr * its.rate(name)} for name, p in named.items()])
+    named = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad_(its.rate(name) > 0).requires_grad
+    }
+    optimizer = torch.optim.SGD(
+        [{"params": [p], "lr": its.lr * its.rate(name)} for name, p in named.items()]
+    )
     truth = Truth([], [], [], flatten(dict(model.named_parameters())), torch.empty(0), None)
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
@@ -254,10 +289,18 @@ def oracle(variant: str = "dropout") -> Truth:
         truth.losses.append(loss.item())
         towers: dict[str, list[torch.Tensor]] = {}
         for name, p in named.items():
-            tower = "scalars" if name.startswith("logit_") else "image" if name.startswith("visual.") else "text"
+            tower = (
+                "scalars"
+                if name.startswith("logit_")
+                else "image"
+                if name.startswith("visual.")
+                else "text"
+            )
             towers.setdefault(tower, []).append(p.grad.flatten())
         truth.norms.append(torch.cat([g for parts in towers.values() for g in parts]).norm().item())
-        truth.towers.append({f"grad_norm_{t}": torch.cat(towers[t]).norm().item() for t in ("image", "text")})
+        truth.towers.append(
+            {f"grad_norm_{t}": torch.cat(towers[t]).norm().item() for t in ("image", "text")}
+        )
         optimizer.step()
         for name, p in named.items() if its.decay is not None else ():
             average[name] = its.decay * average[name] + (1 - its.decay) * p.detach()
@@ -298,12 +341,18 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, list, list]:
     losses, norms, towers = [], [], []
     for step in range(STEPS):
         batch = own_share(global_batch(step, architecture.vision_cfg.image_size))
-        result = train_step(engine, batch, objective, micro_size=row.micro, kept_graphs=row.kept, lr=lr)
+        result = train_step(
+            engine, batch, objective, micro_size=row.micro, kept_graphs=row.kept, lr=lr
+        )
         losses.append(result.loss)
         norms.append(result.grad_norm)
         towers.append(result.metrics)
     parameters, averages = (
-        [(f.name, f.shape, f.start, f.tensors[slot].clone()) for f in engine.state_fragments() if slot in f.tensors]
+        [
+            (f.name, f.shape, f.start, f.tensors[slot].clone())
+            for f in engine.state_fragments()
+            if slot in f.tensors
+        ]
         for slot in ("param", "param_ema")
     )
     engine.close()
@@ -359,7 +408,9 @@ def main() -> int:
                 "grad norm": norm_error,
                 "parameters": error,
                 "update": update,
-                "x un-accumulated bf16": update / plain_bf16[row.kind] if row.precision == "bf16" else "",
+                "x un-accumulated bf16": update / plain_bf16[row.kind]
+                if row.precision == "bf16"
+                else "",
             }
         )
         if row.precision == "fp32" and (error > 1e-5 or loss_error > 1e-6):
@@ -384,7 +435,13 @@ def compare_variants(args: Any) -> int:
         for world in (1, 2):
             chosen = [row for row in rows if (row.variant, row.world) == (variant, world)]
             # each compiled one in processes of its own: torch compiles the same code anew so many times only
-            batches = [[row] for row in chosen] if VARIANTS[variant].compile else [chosen] if chosen else []
+            batches = (
+                [[row] for row in chosen]
+                if VARIANTS[variant].compile
+                else [chosen]
+                if chosen
+                else []
+            )
             for batch in batches:
                 per_rank = run_ranks(run_rows, world, batch)
                 for i, row in enumerate(batch):
@@ -395,7 +452,9 @@ def compare_variants(args: Any) -> int:
     brief = []
     for variant in truths:
         its = [cells for cells in table if cells["what"] == variant]
-        worst = {column: max(cells[column] for cells in its) for column in columns}  # "" in all or in none
+        worst = {
+            column: max(cells[column] for cells in its) for column in columns
+        }  # "" in all or in none
         brief.append({"what": variant, "layouts": len(its), **worst})
     return finish("invariance of variants", table, TARGETS, missed, args, brief)
 
@@ -419,7 +478,9 @@ def judge(row: Row, ours: list, truth: Truth) -> tuple[dict[str, Any], list[str]
         ),
         "parameters": apart(parameters, truth.final),
         "update": ((parameters - truth.final).norm() / (truth.final - truth.start).norm()).item(),
-        "average": "" if truth.average is None else apart(assemble([r[3] for r in ours]), truth.average),
+        "average": ""
+        if truth.average is None
+        else apart(assemble([r[3] for r in ours]), truth.average),
     }
     missed = [f"{row}: loss {cells['loss']:.1e}"] if cells["loss"] > 1e-6 else []
     over = [key for key in ("parameters", "average") if cells[key] != "" and cells[key] > 1e-5]

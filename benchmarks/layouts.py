@@ -52,7 +52,9 @@ TARGETS = {
     "after them": "every weight matrix within 1e-5 (norms) of the uninterrupted run's; bitwise on the same layout",
     "oracle": "what the layouts save is plain torch's state (1 rank, stage 0) to 1e-5 (norms), after 3 steps each",
 }
-ENGINES = [("deepspeed", stage) for stage in (0, 1, 2, 3)] + [("fsdp", stage) for stage in (0, 2, 3)]
+ENGINES = [("deepspeed", stage) for stage in (0, 1, 2, 3)] + [
+    ("fsdp", stage) for stage in (0, 2, 3)
+]
 LAYOUTS = [Layout(world_size, *engine) for world_size in (1, 2) for engine in ENGINES]
 N, LR, BEFORE, AFTER = 32, 1e-3, 3, 5
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,7 +92,9 @@ def share(step: int) -> Batch:
 
 def train(engine: Any, first: int, last: int) -> list[float]:
     return [
-        train_step(engine, share(step), InfoNCE(), micro_size=8, kept_graphs=1, lr=LR / (step + 1)).loss
+        train_step(
+            engine, share(step), InfoNCE(), micro_size=8, kept_graphs=1, lr=LR / (step + 1)
+        ).loss
         for step in range(first, last)
     ]
 
@@ -107,15 +111,27 @@ def fsdp_state(engine: Any) -> tuple[State, dict[str, Any]]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     whole, optimizer = get_state_dict(
-        engine.module, engine.optimizer, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+        engine.module,
+        engine.optimizer,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False),
     )
     out: State = {}
     for name, value in whole.items():
-        out |= {f"{name}|model": value.clone(), f"{name}|param": value.clone()}  # fp32: the masters are the model
+        out |= {
+            f"{name}|model": value.clone(),
+            f"{name}|param": value.clone(),
+        }  # fp32: the masters are the model
         out |= {f"{name}|{slot}": optimizer["state"][name][slot].clone() for slot in MOMENTS}
     groups = optimizer["param_groups"]
-    used = {name: tuple(g[key] for key in ("weight_decay", "betas", "eps")) for g in groups for name in g["params"]}
-    return out, {"used": used, "steps": {float(each["step"]) for each in optimizer["state"].values()}}
+    used = {
+        name: tuple(g[key] for key in ("weight_decay", "betas", "eps"))
+        for g in groups
+        for name in g["params"]
+    }
+    return out, {
+        "used": used,
+        "steps": {float(each["step"]) for each in optimizer["state"].values()},
+    }
 
 
 def deepspeed_state(engine: Any) -> tuple[State, dict[str, Any]]:
@@ -182,7 +198,9 @@ def resume(layout: Layout, folders: list[str]) -> Any:
 
 def differences(saved: Any, found: Any) -> list[str]:
     (tensors, told), (again, told_again) = saved, found
-    wrong = [name for name in tensors if name not in again or not torch.equal(tensors[name], again[name])]
+    wrong = [
+        name for name in tensors if name not in again or not torch.equal(tensors[name], again[name])
+    ]
     wrong += [] if set(tensors) == set(again) else ["names"]
     return wrong + [key for key in told if told[key] != told_again[key]]
 
@@ -202,8 +220,12 @@ def check_oracle(layouts: list[Layout], saved: list[Any]) -> list[str]:
         if set(reference) != set(tensors) or off > 1e-5:
             missed.append(f"{where}: after {BEFORE} steps {off:.1e} from plain torch")
         if also_told["steps"] != {float(BEFORE)} or also_told["used"] != told["used"]:
-            missed.append(f"{where}: steps {also_told['steps']}, or other groups than plain torch's")
-        if {used[0] for used in also_told["used"].values()} != {0.0, 0.1} or len(also_told["used"]) * 4 != len(tensors):
+            missed.append(
+                f"{where}: steps {also_told['steps']}, or other groups than plain torch's"
+            )
+        if {used[0] for used in also_told["used"].values()} != {0.0, 0.1} or len(
+            also_told["used"]
+        ) * 4 != len(tensors):
             missed.append(f"{where}: not every parameter is in a group")
     return missed
 
@@ -214,13 +236,18 @@ def main() -> int:
     table = []
     with tempfile.TemporaryDirectory() as root:
         folders = [str(Path(root) / str(layout).replace(" ", "")) for layout in layouts]
-        saved = [run_ranks(save, each.world_size, each, to)[0] for each, to in zip(layouts, folders, strict=True)]
+        saved = [
+            run_ranks(save, each.world_size, each, to)[0]
+            for each, to in zip(layouts, folders, strict=True)
+        ]
         missed = check_oracle(layouts, saved)
         for here in layouts:
             row: dict[str, Any] = {"resumed at": str(here)}
             found = run_ranks(resume, here.world_size, here, folders)[0]
             furthest = 0.0
-            for layout, (then, losses, after), (now, again, after_again) in zip(layouts, saved, found, strict=True):
+            for layout, (then, losses, after), (now, again, after_again) in zip(
+                layouts, saved, found, strict=True
+            ):
                 wrong = differences(then, now)
                 off = max(abs(a - b) for a, b in zip(losses, again, strict=True))
                 row[str(layout)] = off if not wrong else f"{len(wrong)} differ"
@@ -230,13 +257,21 @@ def main() -> int:
                     missed.append(f"{where}: {', '.join(wrong[:4])} are not equal")
                 if off > 1e-6:
                     missed.append(f"{where}: the losses differ by {off:.2g}")
-                if layout == here and any(not torch.equal(after[name], after_again[name]) for name in after):
-                    missed.append(f"{where}: after {AFTER} steps on the same layout not every bit is equal")
+                if layout == here and any(
+                    not torch.equal(after[name], after_again[name]) for name in after
+                ):
+                    missed.append(
+                        f"{where}: after {AFTER} steps on the same layout not every bit is equal"
+                    )
                 if distance(after, after_again, "param") > 1e-5:
-                    missed.append(f"{where}: after {AFTER} steps the weights are {furthest:.1e} apart")
+                    missed.append(
+                        f"{where}: after {AFTER} steps the weights are {furthest:.1e} apart"
+                    )
             row["weights after"] = furthest
             table.append(row)
-    print("each cell: state equal to the last bit, how far the next 5 losses are off; columns: saved at ranks x engine")
+    print(
+        "each cell: state equal to the last bit, how far the next 5 losses are off; columns: saved at ranks x engine"
+    )
     return finish("layouts", table, TARGETS, missed, args)
 
 

@@ -36,7 +36,10 @@ MODEL: dict[str, Any] = {
     "vision_cfg": {"image_size": 32, "layers": 4, "width": 128, "head_width": 32, "patch_size": 8},
     "text_cfg": {"context_length": 16, "vocab_size": 1000, "width": 128, "heads": 4, "layers": 4},
 }
-TARGETS = {"unlike": "fp32: at most 0.01 of the error", "error": "bf16: at most 10 times bf16's own"}
+TARGETS = {
+    "unlike": "fp32: at most 0.01 of the error",
+    "error": "bf16: at most 10 times bf16's own",
+}
 Convert = Callable[[nn.Module], None]
 
 
@@ -48,7 +51,9 @@ def tensorwise(model: nn.Module) -> None:
     """fp8, a scale for each matrix."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    convert_to_float8_training(model, module_filter_fn=blocks_only, config=Float8LinearConfig(emulate=True))
+    convert_to_float8_training(
+        model, module_filter_fn=blocks_only, config=Float8LinearConfig(emulate=True)
+    )
 
 
 def rounded_everywhere(model: nn.Module) -> None:
@@ -87,7 +92,9 @@ def gradients(dtype: torch.dtype, convert: Convert, k: int) -> dict[str, torch.T
     images = torch.randint(0, 256, (N, 3, 32, 32), dtype=torch.uint8, generator=g)
     texts = torch.randint(1, 999, (N, 16), generator=g)
     texts[:, -1] = 999
-    parts = zip(images.split(N // k), texts.split(N // k), torch.arange(N).split(N // k), strict=True)
+    parts = zip(
+        images.split(N // k), texts.split(N // k), torch.arange(N).split(N // k), strict=True
+    )
     # in bf16 each micro-batch's gradient is added up in fp32, as the engines do
     wide = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
@@ -100,7 +107,10 @@ def gradients(dtype: torch.dtype, convert: Convert, k: int) -> dict[str, torch.T
         p.register_post_accumulate_grad_hook(add)
     two_pass(PlainEngine(model), [MicroBatch(*part) for part in parts], InfoNCE(), Context(N))
     towers = ("image", "text")
-    return {t: torch.cat([grad.flatten() for name, grad in wide.items() if tower_of(name) == t]) for t in towers}
+    return {
+        t: torch.cat([grad.flatten() for name, grad in wide.items() if tower_of(name) == t])
+        for t in towers
+    }
 
 
 def main() -> int:
@@ -122,9 +132,13 @@ def main() -> int:
             for tower in truth:
                 error, unlike = row[f"error, {tower}"], row[f"unlike, {tower}"]
                 if offered and precision == "fp32" and unlike > 0.01 * error:
-                    missed.append(f"unlike: {precision}, {way}, {tower}: {unlike:.1e} of {error:.1e}")
+                    missed.append(
+                        f"unlike: {precision}, {way}, {tower}: {unlike:.1e} of {error:.1e}"
+                    )
                 if offered and precision == "bf16" and error > 10 * own[tower]:
-                    missed.append(f"error: {way}, {tower}: {error:.1e}, bf16 alone {own[tower]:.1e}")
+                    missed.append(
+                        f"error: {way}, {tower}: {error:.1e}, bf16 alone {own[tower]:.1e}"
+                    )
                 if way == "null":
                     own[tower] = error
     return finish("linear", rows, TARGETS, missed, args)

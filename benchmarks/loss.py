@@ -74,7 +74,11 @@ def ours_sigmoid(I: Tensor, T: Tensor) -> Outcome:
 def bare_products(I: Tensor, T: Tensor) -> Outcome:
     N = len(I)
     side = auto_side(N, N)
-    buffer, d_image, d_text = torch.empty(min(side, N) ** 2), torch.zeros_like(I), torch.zeros_like(T)
+    buffer, d_image, d_text = (
+        torch.empty(min(side, N) ** 2),
+        torch.zeros_like(I),
+        torch.zeros_like(T),
+    )
     for sweep in (1, 2):
         for rows, cols in tiles(N, N, side):
             a, b = I[rows], T[cols]
@@ -86,7 +90,9 @@ def bare_products(I: Tensor, T: Tensor) -> Outcome:
     return ()
 
 
-def with_autograd(loss: Callable[..., Tensor], scalars: list[float], I: Tensor, T: Tensor) -> Outcome:
+def with_autograd(
+    loss: Callable[..., Tensor], scalars: list[float], I: Tensor, T: Tensor
+) -> Outcome:
     leaves = [I, T, *(torch.tensor([x]) for x in scalars)]
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     value = loss(*leaves)
@@ -107,8 +113,14 @@ def openclip_accumulating(calls: int, I: Tensor, T: Tensor) -> Outcome:
     loss_fn = ClipLoss()
     for own in torch.arange(len(I)).tensor_split(CALLS)[:calls]:
         i, j = int(own[0]), int(own[-1]) + 1
-        a, b, scale = I[i:j].clone().requires_grad_(), T[i:j].clone().requires_grad_(), torch.tensor([SCALE])
-        value = loss_fn(torch.cat([I[:i], a, I[j:]]), torch.cat([T[:i], b, T[j:]]), scale.requires_grad_())
+        a, b, scale = (
+            I[i:j].clone().requires_grad_(),
+            T[i:j].clone().requires_grad_(),
+            torch.tensor([SCALE]),
+        )
+        value = loss_fn(
+            torch.cat([I[:i], a, I[j:]]), torch.cat([T[:i], b, T[j:]]), scale.requires_grad_()
+        )
         value.backward()
         d_image[i:j], d_text[i:j] = a.grad, b.grad
     return (value.detach(), d_image, d_text) if calls == CALLS else ()
@@ -147,7 +159,12 @@ def inf_cl(I: Tensor, T: Tensor, scale: Tensor) -> Tensor:
 
 OURS, SIGMOID, BARE = "clip_train InfoNCE", "clip_train sigmoid", "bare products"
 NAIVE, INF_CL = "autograd, full logits", "Inf-CL's schedule in torch"
-ONCE, PART, FULL, SIGLIP = "OpenCLIP ClipLoss", "2 calls of 8", f"OpenCLIP ClipLoss x {CALLS}", "OpenCLIP SigLipLoss"
+ONCE, PART, FULL, SIGLIP = (
+    "OpenCLIP ClipLoss",
+    "2 calls of 8",
+    f"OpenCLIP ClipLoss x {CALLS}",
+    "OpenCLIP SigLipLoss",
+)
 METHODS: dict[str, Callable[[Tensor, Tensor], Outcome]] = {
     BARE: bare_products,
     OURS: ours,
@@ -165,7 +182,9 @@ PEERS = (ONCE, FULL, PART, SIGLIP)
 def features(N: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(N)
     image = torch.randn(N, D, generator=g)
-    text = torch.randn(N, D, generator=g) + 0.3 * image  # pairs at a cosine of 0.29, like a trained CLIP's
+    text = (
+        torch.randn(N, D, generator=g) + 0.3 * image
+    )  # pairs at a cosine of 0.29, like a trained CLIP's
     return F.normalize(image, dim=1), F.normalize(text, dim=1)
 
 
@@ -187,7 +206,9 @@ def truth(N: int, sigmoid: bool) -> Outcome:
             part = -F.logsigmoid(labels * (scale * image[rows] @ text.T + leaves[3])).sum() / N
         else:
             sides = (image[rows], text), (text[rows], image)
-            part = sum(F.cross_entropy(scale * a @ b.T, rows, reduction="sum") for a, b in sides) / (2 * N)
+            part = sum(
+                F.cross_entropy(scale * a @ b.T, rows, reduction="sum") for a, b in sides
+            ) / (2 * N)
         part.backward()
         total += part.detach()
     return total, *(leaf.grad for leaf in leaves)  # type: ignore[misc]
@@ -195,7 +216,9 @@ def truth(N: int, sigmoid: bool) -> Outcome:
 
 def errors(outcome: Outcome, exact: Outcome) -> list[float]:
     """Of loss, d_image, d_text, d_scale[, d_bias]."""
-    return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(outcome, exact, strict=False)]
+    return [
+        ((x.double() - y).norm() / y.norm()).item() for x, y in zip(outcome, exact, strict=False)
+    ]
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -219,8 +242,12 @@ def take_turns(names: list[str], N: int, rounds: int) -> dict[str, list[float]]:
 
 def peak_memory(name: str, N: int) -> float:
     """MiB, in a fresh process (Linux)."""
-    script = f"import sys; sys.path.insert(0, 'benchmarks'); import loss; loss.print_peak({name!r}, {N})"
-    out = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    script = (
+        f"import sys; sys.path.insert(0, 'benchmarks'); import loss; loss.print_peak({name!r}, {N})"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if out.returncode != 0:
         raise RuntimeError(f"{name} at N = {N}: {out.stderr[-2000:]}")
     return float(out.stdout.split()[-1])
@@ -290,9 +317,13 @@ def check(rows: list[dict[str, Any]]) -> list[str]:
         missed.append(f"x bare: {at[OURS]['x bare']:.2f} at N = {N}")
     for name, least in ((ONCE, 2.0 if N >= 16384 else 1.5), (FULL, 8)):
         if name in at and "x ours" in at[name] and at[name]["x ours"] < least:
-            missed.append(f"x OpenCLIP: {name} takes {at[name]['x ours']:.2f} x ours at N = {N}, not {least}")
+            missed.append(
+                f"x OpenCLIP: {name} takes {at[name]['x ours']:.2f} x ours at N = {N}, not {least}"
+            )
     if N == 16384 and "peak MiB" in at[ONCE] and at[OURS]["peak MiB"] > 0.05 * at[ONCE]["peak MiB"]:
-        missed.append(f"peak: {at[OURS]['peak MiB']:.0f} MiB beside {at[ONCE]['peak MiB']:.0f} at N = {N}")
+        missed.append(
+            f"peak: {at[OURS]['peak MiB']:.0f} MiB beside {at[ONCE]['peak MiB']:.0f} at N = {N}"
+        )
     for row in rows:
         if row["method"] in (OURS, SIGMOID):
             missed += [
@@ -310,7 +341,9 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, *sys.argv])
     torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
     small = [BARE, OURS, SIGMOID, NAIVE, INF_CL, ONCE, FULL, SIGLIP]
-    large = [PART if name == FULL else name for name in small]  # 8 calls at 16,384 take two minutes: 2 are made
+    large = [
+        PART if name == FULL else name for name in small
+    ]  # 8 calls at 16,384 take two minutes: 2 are made
     plan = [(1024, small, 5), (4096, small, 3)]
     if not args.quick:
         plan += [(16384, large, 3), (32768, [BARE, OURS, SIGMOID], 1)]
@@ -319,9 +352,17 @@ def main() -> int:
         started = time.monotonic()
         rows += measure(N, names, rounds)
         print(f"N = {N}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    columns = sorted({key: None for row in rows for key in row}, key=lambda key: key == "note")  # the note is last
+    columns = sorted(
+        {key: None for row in rows for key in row}, key=lambda key: key == "note"
+    )  # the note is last
     rows = [{column: row.get(column, "") for column in columns} for row in rows]
-    return finish("loss", rows, TARGETS, check([{k: v for k, v in row.items() if v != ""} for row in rows]), args)
+    return finish(
+        "loss",
+        rows,
+        TARGETS,
+        check([{k: v for k, v in row.items() if v != ""} for row in rows]),
+        args,
+    )
 
 
 if __name__ == "__main__":

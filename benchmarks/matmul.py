@@ -28,7 +28,9 @@ from clip_train.protocols import Features
 
 D = 768
 LIMITS = {"highest": 5e-6, "bf16x3": 5e-5, "tf32": 5e-3}
-TARGETS = {"errors": "of each gradient: highest 5e-6, bf16x3 5e-5, tf32 5e-3; bf16 5 times as far off as tf32"}
+TARGETS = {
+    "errors": "of each gradient: highest 5e-6, bf16x3 5e-5, tf32 5e-3; bf16 5 times as far off as tf32"
+}
 LABELS = ("loss", "d image", "d text", "d scale", "d bias")
 
 
@@ -38,7 +40,9 @@ def features(N: int, cosine: float) -> tuple[Tensor, Tensor]:
     return image, F.normalize(cosine * image + (1 - cosine**2) ** 0.5 * noise, dim=1)
 
 
-def textbook(kind: str, image: Tensor, text: Tensor, scale: float, bias: float, dtype: torch.dtype) -> list[Tensor]:
+def textbook(
+    kind: str, image: Tensor, text: Tensor, scale: float, bias: float, dtype: torch.dtype
+) -> list[Tensor]:
     """autograd over the whole matrix; bfloat16: under autocast, with float32 inputs."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     leaves = [x.to(wide).requires_grad_() for x in (image, text)]
@@ -55,12 +59,18 @@ def textbook(kind: str, image: Tensor, text: Tensor, scale: float, bias: float, 
     return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def ours(kind: str, matmul: Matmul, image: Tensor, text: Tensor, scale: float, bias: float) -> list[Tensor]:
+def ours(
+    kind: str, matmul: Matmul, image: Tensor, text: Tensor, scale: float, bias: float
+) -> list[Tensor]:
     objective = build_loss(LossConfig(kind=kind, matmul=matmul))  # type: ignore[arg-type]
     given = torch.tensor([bias]) if kind == "sigmoid" else None
     with matmul_precision(objective.matmul):  # as the step does
         out = objective(Features(image, text, torch.tensor([scale]), given))
-    return [x for x in (out.loss, out.d_image, out.d_text, out.d_logit_scale, out.d_logit_bias) if x is not None]
+    return [
+        x
+        for x in (out.loss, out.d_image, out.d_text, out.d_logit_scale, out.d_logit_bias)
+        if x is not None
+    ]
 
 
 def main() -> int:
@@ -75,13 +85,33 @@ def main() -> int:
                 ways = {each: ours(kind, each, *pair, scale, -10.0) for each in get_args(Matmul)}
                 ways["bf16"] = textbook(kind, *pair, scale, -10.0, torch.bfloat16)
                 for way, found in ways.items():
-                    errors = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
-                    row: dict[str, Any] = {"loss": kind, "scale": scale, "cosine": cosine, "N": N, "matmul": way}
-                    rows.append(row | {f"err {name}": error for name, error in zip(LABELS, errors, strict=False)})
+                    errors = [
+                        ((x.double() - y).norm() / y.norm()).item()
+                        for x, y in zip(found, exact, strict=True)
+                    ]
+                    row: dict[str, Any] = {
+                        "loss": kind,
+                        "scale": scale,
+                        "cosine": cosine,
+                        "N": N,
+                        "matmul": way,
+                    }
+                    rows.append(
+                        row
+                        | {
+                            f"err {name}": error
+                            for name, error in zip(LABELS, errors, strict=False)
+                        }
+                    )
                     worst = max(errors[1:])
                     if worst > LIMITS.get(way, 1.0):
-                        missed.append(f"errors: {kind}, scale {scale}, cosine {cosine}, {way}: {worst:.1e}")
-    far = {way: sum(row["err d image"] for row in rows if row["matmul"] == way) for way in ("tf32", "bf16")}
+                        missed.append(
+                            f"errors: {kind}, scale {scale}, cosine {cosine}, {way}: {worst:.1e}"
+                        )
+    far = {
+        way: sum(row["err d image"] for row in rows if row["matmul"] == way)
+        for way in ("tf32", "bf16")
+    }
     if far["bf16"] < 5 * far["tf32"]:
         missed.append(f"errors: bf16 is {far['bf16'] / far['tf32']:.1f} times as far off as tf32")
     columns = list({key: None for row in rows for key in row})

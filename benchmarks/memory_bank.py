@@ -46,7 +46,9 @@ from clip_train.step import train_step
 
 SMALL, LARGE, MICRO = 32, 128, 16
 ARCHITECTURE = load_architecture("tiny")
-TARGETS = {"cached": "at the same global batch, zero-shot no lower than plain accumulation's, mean over the seeds"}
+TARGETS = {
+    "cached": "at the same global batch, zero-shot no lower than plain accumulation's, mean over the seeds"
+}
 
 
 @cache
@@ -96,7 +98,9 @@ def learn(
         result = train_step(engine, batch, contrastive, micro_size=size, kept_graphs=1, lr=rate)
     seconds = time.process_time() - started
     config = EvaluateConfig(retrieval=False, zero_shot_classes=str(data.classes))
-    scores = evaluate(engine, validation(data), config, Tokenizer(ARCHITECTURE.text_cfg.context_length))
+    scores = evaluate(
+        engine, validation(data), config, Tokenizer(ARCHITECTURE.text_cfg.context_length)
+    )
     state = {name: value.clone() for name, value in model.state_dict().items()}
     return scores["zero_shot_top1"], state, result.metrics, seconds
 
@@ -109,7 +113,11 @@ class Rows:
         self.scores: dict[tuple[str, str], list[float]] = {}
 
     def add(
-        self, block: str, name: str, steps: int, outcomes: list[tuple[float, dict, dict[str, float], float]]
+        self,
+        block: str,
+        name: str,
+        steps: int,
+        outcomes: list[tuple[float, dict, dict[str, float], float]],
     ) -> None:
         scores = [100 * outcome[0] for outcome in outcomes]
         self.scores[block, name] = scores
@@ -122,7 +130,9 @@ class Rows:
                 "steps": steps,
                 "zero-shot %": statistics.mean(scores),
                 "spread": max(scores) - min(scores),
-                "|banked| / |exact|": mean("feature_grad_norm") / mean("exact_feature_grad_norm") if extras else "",
+                "|banked| / |exact|": mean("feature_grad_norm") / mean("exact_feature_grad_norm")
+                if extras
+                else "",
                 "cosine": mean("feature_grad_cosine") if extras else "",
                 "CPU s": statistics.mean(outcome[3] for outcome in outcomes),
             }
@@ -143,7 +153,9 @@ def banks(steps: int) -> dict[str, Callable[[], Any]]:
 
 def verdict(rows: Rows, block: str) -> str:
     exact = rows.scores[block, "exact"]
-    rivals = {name: s for (where, name), s in rows.scores.items() if where == block and name != "exact"}
+    rivals = {
+        name: s for (where, name), s in rows.scores.items() if where == block and name != "exact"
+    }
     best = max(rivals, key=lambda name: statistics.mean(rivals[name]))
     # Paired: the same seed means the same start and the same samples.
     gains = [b - a for a, b in zip(exact, rivals[best], strict=True)]
@@ -154,31 +166,51 @@ def verdict(rows: Rows, block: str) -> str:
     )
     if len(gains) == 1:
         return f"{told}: one seed, which says nothing"
-    return f"{told}: " + ("better with every one" if min(gains) > 0 else "NOTHING GAINED beyond their spread")
+    return f"{told}: " + (
+        "better with every one" if min(gains) > 0 else "NOTHING GAINED beyond their spread"
+    )
 
 
 def main() -> int:
     args = parser(__doc__ or "").parse_args()
     seeds = (0,) if args.quick else (0, 1, 2)
     steps, more, large_steps = (40, 20, 10) if args.quick else (200, 100, 100)
-    folder = Path(tempfile.gettempdir()) / ("clip-train-shapes-quick" if args.quick else "clip-train-shapes")
+    folder = Path(tempfile.gettempdir()) / (
+        "clip-train-shapes-quick" if args.quick else "clip-train-shapes"
+    )
     data = shapes(folder, 4000 if args.quick else 20_000)
     rows = Rows()
     starts: dict[int, dict] = {}
     for name, make in banks(steps).items():
-        outcomes = [learn(data, stream(data.train, SMALL, steps, s), make(), seed=s, lr=1e-3) for s in seeds]
+        outcomes = [
+            learn(data, stream(data.train, SMALL, steps, s), make(), seed=s, lr=1e-3) for s in seeds
+        ]
         rows.add("scratch", name, steps, outcomes)
         if name == "exact":
             starts = {s: outcome[1] for s, outcome in zip(seeds, outcomes, strict=True)}
     for name, make in banks(more).items():
         outcomes = [
-            learn(data, stream(data.train, SMALL, more, 100 + s), make(), seed=s, lr=5e-4, start=starts[s])
+            learn(
+                data,
+                stream(data.train, SMALL, more, 100 + s),
+                make(),
+                seed=s,
+                lr=5e-4,
+                start=starts[s],
+            )
             for s in seeds
         ]
         rows.add("continued", name, more, outcomes)
     for name, make in {"cached": InfoNCE, "local": LocalInfoNCE}.items():
         outcomes = [
-            learn(data, stream(data.train, LARGE, large_steps, s), make(), seed=s, lr=2e-3, micro_size=MICRO)
+            learn(
+                data,
+                stream(data.train, LARGE, large_steps, s),
+                make(),
+                seed=s,
+                lr=2e-3,
+                micro_size=MICRO,
+            )
             for s in seeds
         ]
         rows.add("cut", name, large_steps, outcomes)
@@ -188,7 +220,9 @@ def main() -> int:
     if cached < local and not args.quick:  # in so few steps neither has learned anything
         missed.append(f"cached {cached:.1f}% against local {local:.1f}%")
     status = finish("memory_bank", rows.table, TARGETS, missed, args)
-    print(f"cut: a global batch of {LARGE} in micro-batches of {MICRO}: cached {cached:.1f}%, local {local:.1f}%")
+    print(
+        f"cut: a global batch of {LARGE} in micro-batches of {MICRO}: cached {cached:.1f}%, local {local:.1f}%"
+    )
     for block in ("scratch", "continued"):
         print(verdict(rows, block))
     return status

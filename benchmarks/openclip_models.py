@@ -41,7 +41,9 @@ TEXTS = {  # what Hugging Face's hub would say of a text tower, with few layers
     "roberta": transformers.RobertaConfig(vocab_size=50265, num_hidden_layers=2),
     "xlm-roberta": transformers.XLMRobertaConfig(vocab_size=50265, num_hidden_layers=2),
     "google/mt5": transformers.MT5Config(vocab_size=50265, num_layers=2, num_decoder_layers=1),
-    "facebook/nllb": transformers.M2M100Config(vocab_size=50265, encoder_layers=2, decoder_layers=1),
+    "facebook/nllb": transformers.M2M100Config(
+        vocab_size=50265, encoder_layers=2, decoder_layers=1
+    ),
 }
 
 
@@ -51,7 +53,13 @@ def text_config(name: str, **options: Any) -> Any:
 
 def shallow(name: str, **options: Any) -> torch.nn.Module:
     """timm.create_model with fewer blocks, in the words of whichever family takes them."""
-    for cut in ({"depth": 2}, {"depths": (1, 1, 1, 1)}, {"layers": (1, 1, 1, 1)}, {"layers": (1, 1, 1, 1, 1)}, {}):
+    for cut in (
+        {"depth": 2},
+        {"depths": (1, 1, 1, 1)},
+        {"layers": (1, 1, 1, 1)},
+        {"layers": (1, 1, 1, 1, 1)},
+        {},
+    ):
         try:
             return CREATE(name, **options, **cut)
         except (TypeError, IndexError, AssertionError, ValueError):
@@ -62,11 +70,23 @@ def shallow(name: str, **options: Any) -> torch.nn.Module:
 def family(name: str, config: dict[str, Any]) -> str:
     """Models of one family differ in sizes only."""
     vision, text = config["vision_cfg"], config["text_cfg"]
-    trunk = vision.get("timm_model_name", "resnet" if isinstance(vision.get("layers"), list) else "vit")
-    trunk = re.sub(r"_?\d+|_(base|large|small|tiny|medium|huge|giant|so400m|xlarge|xxlarge|enormous)\w*", "", trunk)
-    keys = sorted(set(vision) - {"layers", "width", "image_size", "patch_size", "head_width", "mlp_ratio"})
-    words = sorted(set(text) - {"layers", "width", "heads", "vocab_size", "context_length", "mlp_ratio"})
-    return json.dumps([trunk, keys, words, text.get("hf_model_name"), sorted(set(config) - {"init_logit_bias"})])
+    trunk = vision.get(
+        "timm_model_name", "resnet" if isinstance(vision.get("layers"), list) else "vit"
+    )
+    trunk = re.sub(
+        r"_?\d+|_(base|large|small|tiny|medium|huge|giant|so400m|xlarge|xxlarge|enormous)\w*",
+        "",
+        trunk,
+    )
+    keys = sorted(
+        set(vision) - {"layers", "width", "image_size", "patch_size", "head_width", "mlp_ratio"}
+    )
+    words = sorted(
+        set(text) - {"layers", "width", "heads", "vocab_size", "context_length", "mlp_ratio"}
+    )
+    return json.dumps(
+        [trunk, keys, words, text.get("hf_model_name"), sorted(set(config) - {"init_logit_bias"})]
+    )
 
 
 def row(name: str, create: Callable[..., torch.nn.Module] = shallow) -> str:
@@ -75,12 +95,18 @@ def row(name: str, create: Callable[..., torch.nn.Module] = shallow) -> str:
     try:
         count = count_parameters(load_architecture(prefix + name))
         config = open_clip.get_model_config(name)
-        config["text_cfg"] |= {"layers": 2, "vocab_size": min(config["text_cfg"].get("vocab_size", 49408), 49408)}
+        config["text_cfg"] |= {
+            "layers": 2,
+            "vocab_size": min(config["text_cfg"].get("vocab_size", 49408), 49408),
+        }
         if "timm_model_name" not in config["vision_cfg"]:
             deep = config["vision_cfg"]["layers"]
             config["vision_cfg"]["layers"] = [1, 1, 1, 1] if isinstance(deep, list) else 2
         if "multimodal_cfg" in config:
-            config["multimodal_cfg"] |= {"layers": 1, "vocab_size": config["text_cfg"]["vocab_size"]}
+            config["multimodal_cfg"] |= {
+                "layers": 1,
+                "vocab_size": config["text_cfg"]["vocab_size"],
+            }
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.json").write_text(json.dumps(config))
             architecture = load_architecture(f"{prefix}{folder}/model.json")
@@ -93,11 +119,19 @@ def row(name: str, create: Callable[..., torch.nn.Module] = shallow) -> str:
         timm.create_model = CREATE
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
     texts = torch.randint(1, 30000, (4, length))  # of which the least vocabulary has more
-    batch = Batch(torch.randint(0, 256, (4, 3, side, side), dtype=torch.uint8), texts, torch.arange(4), keys=[*"abcd"])
+    batch = Batch(
+        torch.randint(0, 256, (4, 3, side, side), dtype=torch.uint8),
+        texts,
+        torch.arange(4),
+        keys=[*"abcd"],
+    )
     engine = PlainEngine(model, torch.optim.SGD(model.parameters(), 1e-3))
     objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
     try:
-        two = [train_step(engine, batch, objective, micro_size=1, kept_graphs=1, lr=1e-3) for _ in range(2)]
+        two = [
+            train_step(engine, batch, objective, micro_size=1, kept_graphs=1, lr=1e-3)
+            for _ in range(2)
+        ]
     except RuntimeError:  # a trunk whose parts do not fit any more
         if create is CREATE:
             raise
@@ -112,7 +146,10 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         smallest: dict[str, str] = {}
         for each in names:
-            key, size = family(each, open_clip.get_model_config(each)), open_clip.get_model_config(each)["embed_dim"]
+            key, size = (
+                family(each, open_clip.get_model_config(each)),
+                open_clip.get_model_config(each)["embed_dim"],
+            )
             if key not in smallest or size < open_clip.get_model_config(smallest[key])["embed_dim"]:
                 smallest[key] = each
         names = sorted(smallest.values())

@@ -52,9 +52,16 @@ def write_source(folder: Path, name: str, sizes: list[int]) -> str:
 
     draw = np.random.default_rng(len(sizes))
     for shard, size in enumerate(sizes):
-        pixels = (np.kron(draw.integers(0, 256, (4, 4, 3)), np.ones((8, 8, 1))).astype(np.uint8) for _ in range(size))
+        pixels = (
+            np.kron(draw.integers(0, 256, (4, 4, 3)), np.ones((8, 8, 1))).astype(np.uint8)
+            for _ in range(size)
+        )
         samples = [
-            {"__key__": f"{name}-{shard}-{i}", "jpg": simplejpeg.encode_jpeg(each, 90), "txt": f"{name} {shard} {i}"}
+            {
+                "__key__": f"{name}-{shard}-{i}",
+                "jpg": simplejpeg.encode_jpeg(each, 90),
+                "txt": f"{name} {shard} {i}",
+            }
             for i, each in enumerate(pixels)
         ]
         write_shards(folder, samples, size, pattern=f"{shard:03d}.tar")
@@ -62,7 +69,9 @@ def write_source(folder: Path, name: str, sizes: list[int]) -> str:
     return f"{folder}/*.tar"
 
 
-def loader(config: dict[str, Any], rank: int = 0, world_size: int = 1, step: int = 0) -> TrainLoader:
+def loader(
+    config: dict[str, Any], rank: int = 0, world_size: int = 1, step: int = 0
+) -> TrainLoader:
     return TrainLoader(
         DataConfig(**config), image_size=16, context_length=16, global_size=GLOBAL, seed=SEED, rank=rank,
         world_size=world_size, step=step,
@@ -80,7 +89,9 @@ def one_rank(told: dict[str, Any]) -> None:
             seeds = batch.sample_seeds.tolist()
             parts = zip(batch.keys, seeds, batch.images.numpy(), batch.texts.numpy(), strict=True)
             hashes = [
-                hashlib.sha256(f"{key} {seed}".encode() + image.tobytes() + text.tobytes()).hexdigest()[:16]
+                hashlib.sha256(
+                    f"{key} {seed}".encode() + image.tobytes() + text.tobytes()
+                ).hexdigest()[:16]
                 for key, seed, image, text in parts
             ]
             print(json.dumps(hashes), flush=True)
@@ -96,7 +107,13 @@ def ranks(
     """(an iterator over the steps: what each rank said of it; the processes)."""
     processes = []
     for rank in range(world_size):
-        told = {"config": config, "rank": rank, "world_size": world_size, "steps": steps, "begin": begin}
+        told = {
+            "config": config,
+            "rank": rank,
+            "world_size": world_size,
+            "steps": steps,
+            "begin": begin,
+        }
         processes.append(
             subprocess.Popen(
                 [sys.executable, __file__, "--rank", json.dumps(told)],
@@ -106,7 +123,10 @@ def ranks(
             )
         )
     try:
-        yield zip(*(map(json.loads, process.stdout or []) for process in processes), strict=False), processes
+        yield (
+            zip(*(map(json.loads, process.stdout or []) for process in processes), strict=False),
+            processes,
+        )
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -117,14 +137,22 @@ def ranks(
 
 
 def digests(
-    config: dict[str, Any], layout: tuple[int, int], steps: int, begin: int = 0, kill_after: int | None = None
+    config: dict[str, Any],
+    layout: tuple[int, int],
+    steps: int,
+    begin: int = 0,
+    kill_after: int | None = None,
 ) -> list[str]:
     """Of each of `steps` steps from `begin` on, or until the ranks are killed."""
     world_size, workers = layout
     out: list[str] = []
     with ranks({**config, "workers": workers}, world_size, steps, begin) as (said, _):
         for step in itertools.islice(said, kill_after):
-            out.append(hashlib.sha256("".join(h for hashes in step for h in hashes).encode()).hexdigest()[:8])
+            out.append(
+                hashlib.sha256("".join(h for hashes in step for h in hashes).encode()).hexdigest()[
+                    :8
+                ]
+            )
     return out
 
 
@@ -185,7 +213,9 @@ def resume_row(config: dict[str, Any], step: int) -> dict[str, Any]:
 def main() -> int:
     args_parser = parser(__doc__ or "")
     args_parser.add_argument("--steps", type=int, default=200)
-    args_parser.add_argument("--kills", type=int, default=4, help="runs that are killed and resumed elsewhere")
+    args_parser.add_argument(
+        "--kills", type=int, default=4, help="runs that are killed and resumed elsewhere"
+    )
     args_parser.add_argument("--rank", help="for the benchmark's own processes")
     args = args_parser.parse_args()
     if args.rank:

@@ -54,8 +54,18 @@ def planned(name: str, kind: str, micro: int) -> tuple[dict[str, Any], float]:
         "--gpu",
         "H200",
     ]
-    line += ["--json", f"model.name={name}", f"engine.kind={kind}", "engine.precision=bf16", "engine.zero_stage=1"]
-    line += [f"batch.global_size={WORLD * micro}", f"batch.micro_size={micro}", "batch.kept_graphs=1"]
+    line += [
+        "--json",
+        f"model.name={name}",
+        f"engine.kind={kind}",
+        "engine.precision=bf16",
+        "engine.zero_stage=1",
+    ]
+    line += [
+        f"batch.global_size={WORLD * micro}",
+        f"batch.micro_size={micro}",
+        "batch.kept_graphs=1",
+    ]
     start = time.monotonic()
     out = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(out.stdout), time.monotonic() - start
@@ -74,7 +84,11 @@ def counted(architecture: Architecture) -> dict[str, float]:
     with FakeTensorMode():
         model, inputs = make(), micro_batch(architecture, torch.device("cpu"), SIZE)
         # the fused attention of a CPU is none that the counter knows: as the products that it is
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        with (
+            FlopCounterMode(display=False) as counter,
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+        ):
             model(inputs.images, inputs.texts, inputs.sample_seeds)
         parameters = sum(p.numel() for p in model.parameters())
     profile = fake_profile(make, partial(micro_batch, architecture, torch.device("cpu")))
@@ -97,11 +111,15 @@ def main() -> int:
             memory = plan["memory_bytes"]
             grown = (more["memory_bytes"]["activations"] - memory["activations"]) / SIZE
             flops = plan["flops_per_step"] / plan["global_size"] / 3
-            P, held = seen["parameters"], sum(memory[each] for each in ("parameters", "gradients", "optimizer"))
+            P, held = (
+                seen["parameters"],
+                sum(memory[each] for each in ("parameters", "gradients", "optimizer")),
+            )
             ratios = {
                 "FLOPs": flops / seen["flops"],
                 "activations": grown / seen["peak"],
-                "weights": held / (P * (6 + 12 / WORLD + (2 if kind == "deepspeed" else 4 / WORLD))),
+                "weights": held
+                / (P * (6 + 12 / WORLD + (2 if kind == "deepspeed" else 4 / WORLD))),
             }
             rows.append(
                 {"model": name, "engine": plan["engine"], "P": P, "GFLOP/sample": flops / 1e9}
@@ -109,7 +127,11 @@ def main() -> int:
                 | {f"{each} / counted": ratio for each, ratio in ratios.items()}
                 | {"seconds": seconds}
             )
-            missed += [f"counted: {name}, {kind}: {k} {v:.4f}" for k, v in ratios.items() if abs(v - 1) > 0.01]
+            missed += [
+                f"counted: {name}, {kind}: {k} {v:.4f}"
+                for k, v in ratios.items()
+                if abs(v - 1) > 0.01
+            ]
             missed += [f"seconds: {name}, {kind}: {seconds:.1f}"] if seconds > 6 else []
     return finish("plan", rows, TARGETS, missed, args)
 

@@ -17,7 +17,15 @@ from common import finish, parser
 
 from clip_train.errors import ClipTrainError
 from tests.s3.conftest import forget_buckets
-from tests.s3.epochs import FAST, NEED_AN_INDEX, SURVIVED, epoch_digests, make_shards, retries, upload
+from tests.s3.epochs import (
+    FAST,
+    NEED_AN_INDEX,
+    SURVIVED,
+    epoch_digests,
+    make_shards,
+    retries,
+    upload,
+)
 from tests.s3.proxy import Fault, FaultyProxy, fresh
 from tests.s3.server import Server, chosen
 
@@ -46,7 +54,9 @@ LASTING: dict[str, Fault | str] = {
     "one shard always stalls": Fault("hang", key=SHARD),
     "one shard always 503": Fault("status", key=SHARD),
     "one shard always flipped": Fault("flip", key=SHARD),
-    "one shard forbidden": Fault("status", key=SHARD, code=403, s3code="AccessDenied", method="GET|HEAD"),
+    "one shard forbidden": Fault(
+        "status", key=SHARD, code=403, s3code="AccessDenied", method="GET|HEAD"
+    ),
     "one shard deleted": "deleted",
     "one shard cut where it is stored": "cut",
     "one bit flipped where it is stored": "flipped",
@@ -113,7 +123,9 @@ class Bench:
         train = self.bucket(True)
         if isinstance(fault, str):
             spoil(self.server, train.split("/")[2], fault, (self.data / SHARD).read_bytes())
-        outcome, hits, attempts = self.run(train, fresh([fault]) if isinstance(fault, Fault) else [], True)
+        outcome, hits, attempts = self.run(
+            train, fresh([fault]) if isinstance(fault, Fault) else [], True
+        )
         if not outcome.startswith("error naming"):
             self.missed.append(f"{name}: {outcome}")
         self.add(name, True, outcome, hits, attempts)
@@ -131,11 +143,17 @@ class Bench:
                 found = epoch_digests(train, storage=FAST)
             except (ClipTrainError, OSError) as e:
                 told = f"{train.rpartition('/')[0]}/{SHARD}" in str(e)
-                outcome = f"error naming the shard: {e}" if told else f"error without the shard's name: {e}"
+                outcome = (
+                    f"error naming the shard: {e}"
+                    if told
+                    else f"error without the shard's name: {e}"
+                )
             else:
                 same = sum(a == b for a, b in zip(found, self.expected[index], strict=True))
                 outcome = (
-                    "same digests" if found == self.expected[index] else f"{same} of {len(found)} batches the same"
+                    "same digests"
+                    if found == self.expected[index]
+                    else f"{same} of {len(found)} batches the same"
                 )
         self.proxy.faults = []
         forget_buckets()
@@ -150,7 +168,10 @@ class Bench:
             "outcome": outcome,
         }
         self.rows.append(row)
-        print(f"{name}, index {row['index']}: {hits} faults, {attempts} retries: {outcome}", flush=True)
+        print(
+            f"{name}, index {row['index']}: {hits} faults, {attempts} retries: {outcome}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -84,7 +84,9 @@ class Counting(LocalStorage):
         return super().size(name)
 
 
-def measured(what: str, world_size: int, storage: Counting | None, action: Callable[[], Any]) -> tuple[dict, Any]:
+def measured(
+    what: str, world_size: int, storage: Counting | None, action: Callable[[], Any]
+) -> tuple[dict, Any]:
     """A row of the table, and what the action gave."""
     if storage is not None:
         storage.counts.clear()
@@ -94,11 +96,18 @@ def measured(what: str, world_size: int, storage: Counting | None, action: Calla
     tracemalloc.stop()
     counts = storage.counts if storage is not None else {}
     return row(
-        what, world_size, peak, counts.get("read", 0), counts.get("written", 0), counts.get("requests", 0)
+        what,
+        world_size,
+        peak,
+        counts.get("read", 0),
+        counts.get("written", 0),
+        counts.get("requests", 0),
     ), result
 
 
-def row(what: str, world_size: int, held: float, read: int, written: int, requests: int, files: Any = "") -> dict:
+def row(
+    what: str, world_size: int, held: float, read: int, written: int, requests: int, files: Any = ""
+) -> dict:
     return {
         "what": what, "ranks": world_size, "held, MiB": held / MIB, "read, MiB": read / MIB,
         "written, MiB": written / MIB, "requests": requests, "files": files,
@@ -111,7 +120,9 @@ def shapes() -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(p.shape)) for name, p in model.named_parameters()]
 
 
-def parts(params: list[tuple[str, tuple[int, ...]]], world_size: int) -> Iterator[list[tuple[str, tuple, int, int]]]:
+def parts(
+    params: list[tuple[str, tuple[int, ...]]], world_size: int
+) -> Iterator[list[tuple[str, tuple, int, int]]]:
     """(name, shape, start, numel) of what each rank holds: all parameters end to end, cut evenly."""
     flat, at = [], 0
     for name, shape in params:
@@ -126,11 +137,20 @@ def parts(params: list[tuple[str, tuple[int, ...]]], world_size: int) -> Iterato
         ]
 
 
-def request_of(rank: int, world_size: int, part: list[tuple[str, tuple, int, int]], storage: Counting) -> SaveRequest:
+def request_of(
+    rank: int, world_size: int, part: list[tuple[str, tuple, int, int]], storage: Counting
+) -> SaveRequest:
     """A rank's part of a save that is written: a file of the right size, without content."""
     rows, at = [], 4096
     for name, _, start, numel in part:
-        rows.append((name, start, numel, [(slot, "F32", at + i * 4 * numel) for i, slot in enumerate(SLOTS)]))
+        rows.append(
+            (
+                name,
+                start,
+                numel,
+                [(slot, "F32", at + i * 4 * numel) for i, slot in enumerate(SLOTS)],
+            )
+        )
         at += 4 * numel * len(SLOTS)
     fragments = {"shapes": {name: shape for name, shape, _, _ in part}, "rows": rows, "tensors": {}}
     path = storage.path(f"{PREFIX}/{manifest.rank_file(rank)}")
@@ -138,8 +158,12 @@ def request_of(rank: int, world_size: int, part: list[tuple[str, tuple, int, int
     with path.open("wb") as file:
         file.truncate(at)
     state = manifest.encode_state({"step": STEP}) if rank == 0 else None
-    request = SaveRequest(STEP, PREFIX, EPOCH, rank, world_size, at, fragments, state=state, created="now")
-    request.entry = FileEntry(manifest.rank_file(rank), at, ["0" * 64] * manifest.num_blocks(at), rank)
+    request = SaveRequest(
+        STEP, PREFIX, EPOCH, rank, world_size, at, fragments, state=state, created="now"
+    )
+    request.entry = FileEntry(
+        manifest.rank_file(rank), at, ["0" * 64] * manifest.num_blocks(at), rank
+    )
     return request
 
 
@@ -155,7 +179,9 @@ def saves(params: list, world_size: int, storage: Counting) -> list[dict]:
         "save, rank 0",
         world_size,
         storage,
-        lambda: commit.commit(storage, first, lambda: None, "token", lambda: time.monotonic() + 600),
+        lambda: commit.commit(
+            storage, first, lambda: None, "token", lambda: time.monotonic() + 600
+        ),
     )
     return [whole, own]
 
@@ -175,8 +201,14 @@ def resumes(params: list, world_size: int, storage: Counting) -> list[dict]:
         mine = pickle.loads(pickle.dumps((found, layout)))
         files = CheckpointFiles(mine[0], storage, None)
         reader = FragmentReader(mine[1], files)
-        wanted = [Wanted(name, slot, start, numel) for name, _, start, numel in part for slot in SLOTS]
-        return {piece[2] for w in wanted for piece in reader._pieces(w.name, w.slot, w.start, w.start + w.numel)}
+        wanted = [
+            Wanted(name, slot, start, numel) for name, _, start, numel in part for slot in SLOTS
+        ]
+        return {
+            piece[2]
+            for w in wanted
+            for piece in reader._pieces(w.name, w.slot, w.start, w.start + w.numel)
+        }
 
     other, opened = measured("resume, a rank", world_size, storage, open_own)
     other |= {"read, MiB": sent / MIB, "files": len(opened)}
@@ -212,7 +244,9 @@ class Store:
 
 def beats(rank: int, world_size: int) -> dict:
     store = Store(world_size)
-    heartbeat = Heartbeat(RankEnv(rank, world_size, 0, 1, "127.0.0.1", 0, "this benchmark"), beat_seconds=0.02)
+    heartbeat = Heartbeat(
+        RankEnv(rank, world_size, 0, 1, "127.0.0.1", 0, "this benchmark"), beat_seconds=0.02
+    )
 
     def run() -> None:
         heartbeat.open(store)  # type: ignore[arg-type]
@@ -223,12 +257,17 @@ def beats(rank: int, world_size: int) -> dict:
 
     what = f"heartbeat, {'rank 0' if rank == 0 else 'a rank'}"
     out, _ = measured(what, world_size, None, run)
-    return out | {"read, MiB": store.num_bytes / store.looks / MIB, "requests": round(store.requests / store.looks)}
+    return out | {
+        "read, MiB": store.num_bytes / store.looks / MIB,
+        "requests": round(store.requests / store.looks),
+    }
 
 
 def consistency(world_size: int) -> dict:
     one = pickle.dumps(("node000", {**versions(), "the recipe": "0" * 12}))
-    return row("consistency, a rank", world_size, len(one) * world_size, len(one) * world_size, len(one), 1)
+    return row(
+        "consistency, a rank", world_size, len(one) * world_size, len(one) * world_size, len(one), 1
+    )
 
 
 def shards() -> dict:
@@ -240,14 +279,23 @@ def shards() -> dict:
         offsets = array("Q", range(SAMPLES // OFFSET_EVERY))
         entries = {
             name: ShardEntry(
-                SAMPLES, f"{i:064x}", Checksums(SHARD_BYTES, SHARD_BLOCK, f"{i:016x}" * blocks), None, offsets[:]
+                SAMPLES,
+                f"{i:064x}",
+                Checksums(SHARD_BYTES, SHARD_BLOCK, f"{i:016x}" * blocks),
+                None,
+                offsets[:],
             )
             for i, name in enumerate(names)
         }
         return ShardIndex(names, entries)
 
     out, index = measured("shards, a rank", 0, None, make)
-    return out | {"written, MiB": len(json.dumps([list(name) for name in index.rows()[:1000]])) * SHARDS / 1000 / MIB}
+    return out | {
+        "written, MiB": len(json.dumps([list(name) for name in index.rows()[:1000]]))
+        * SHARDS
+        / 1000
+        / MIB
+    }
 
 
 def judge(rows: list[dict]) -> list[str]:
@@ -256,12 +304,18 @@ def judge(rows: list[dict]) -> list[str]:
     for (what, ranks), each in by_key.items():
         most = 256 if what.endswith("rank 0") else 64
         if ranks == WORLDS[-1] and each["held, MiB"] > most:
-            missed.append(f"{what} at {ranks} ranks holds {each['held, MiB']:.0f} MiB, at most {most}")
+            missed.append(
+                f"{what} at {ranks} ranks holds {each['held, MiB']:.0f} MiB, at most {most}"
+            )
         before = by_key.get((what, WORLDS[1]))
         if ranks == WORLDS[-1] and before is not None:
             for column in ("held, MiB", "read, MiB", "written, MiB", "requests"):
-                if each[column] > max(4.4 * before[column], 4):  # below it tables of Python grow in leaps
-                    missed.append(f"{what}: {column} grows from {before[column]:.3g} to {each[column]:.3g}")
+                if each[column] > max(
+                    4.4 * before[column], 4
+                ):  # below it tables of Python grow in leaps
+                    missed.append(
+                        f"{what}: {column} grows from {before[column]:.3g} to {each[column]:.3g}"
+                    )
         if what == "shards, a rank" and each["held, MiB"] * MIB > 4096 * SHARDS:
             missed.append(f"the index of {SHARDS:,} shards takes {each['held, MiB']:.0f} MiB")
         if what == "resume, a rank" and each["files"] > 4:

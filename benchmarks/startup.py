@@ -38,7 +38,9 @@ def cpu_seconds(code: str, root: Path = ROOT) -> float:
     """root: whose packages are imported."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environ = {**ENVIRON, "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", code], env=environ, cwd=root, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=root, check=True, capture_output=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -47,33 +49,57 @@ def phases(folder: Path, ranks: int) -> dict[str, float]:
     """Seconds of each phase of a small run."""
     data = shapes(folder / "data", 600, per_shard=150)
     recipe = ROOT / "recipes" / "demo_shapes.yaml"
-    line = [f"run.dir={folder / str(ranks)}", f"data.train={data.train}", "run.steps=41", "batch.global_size=32"]
+    line = [
+        f"run.dir={folder / str(ranks)}",
+        f"data.train={data.train}",
+        "run.steps=41",
+        "batch.global_size=32",
+    ]
     line += ["data.workers=0", "data.val=null", "evaluate.zero_shot_classes=null"]
     verb = ["-m", "launcher", "train", str(recipe), *line]
     done = subprocess.run(
-        [sys.executable, *verb, f"--ranks={ranks}"], env=ENVIRON, check=False, capture_output=True, text=True
+        [sys.executable, *verb, f"--ranks={ranks}"],
+        env=ENVIRON,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     told = re.search(r"first step after ([\d.]+) s: (.*)", done.stderr)
     assert told is not None, done.stdout + done.stderr
-    found = {name: float(value) for name, value in re.findall(r"([a-z][a-z, ]*?) ([\d.]+)(?:,|$)", told[2])}
+    found = {
+        name: float(value)
+        for name, value in re.findall(r"([a-z][a-z, ]*?) ([\d.]+)(?:,|$)", told[2])
+    }
     return {"first step after": float(told[1]), **found}
 
 
 def compare(before: Path, args: Any) -> int:
     rows, missed = [], []
     for what, code in PARTS.items():
-        pairs = [(cpu_seconds(code, before), cpu_seconds(code)) for _ in range(3 if args.quick else 5)]
+        pairs = [
+            (cpu_seconds(code, before), cpu_seconds(code)) for _ in range(3 if args.quick else 5)
+        ]
         ratio = median(now / then for then, now in pairs)
         then, now = (round(median(each), 2) for each in zip(*pairs, strict=True))
-        rows.append({"imports": what, "before, CPU s": then, "now, CPU s": now, "ratio": round(ratio, 3)})
+        rows.append(
+            {"imports": what, "before, CPU s": then, "now, CPU s": now, "ratio": round(ratio, 3)}
+        )
         if ratio > MOST_OF_BEFORE:
             missed.append(f"{what}: {ratio:.2f} times")
-    return finish("startup", rows, {"imports": f"at most {MOST_OF_BEFORE} times what they cost before"}, missed, args)
+    return finish(
+        "startup",
+        rows,
+        {"imports": f"at most {MOST_OF_BEFORE} times what they cost before"},
+        missed,
+        args,
+    )
 
 
 def main() -> int:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--before", type=Path, metavar="FOLDER", help="another checkout, whose imports to compare")
+    arguments.add_argument(
+        "--before", type=Path, metavar="FOLDER", help="another checkout, whose imports to compare"
+    )
     args = arguments.parse_args()
     if args.before is not None:
         return compare(args.before.resolve(), args)
@@ -81,13 +107,21 @@ def main() -> int:
     ratio = median(ours / theirs for theirs, ours in pairs)
     table = [
         {"what": THEIRS, "seconds": round(median(theirs for theirs, _ in pairs), 2), "ratio": 1.0},
-        {"what": OURS, "seconds": round(median(ours for _, ours in pairs), 2), "ratio": round(ratio, 3)},
+        {
+            "what": OURS,
+            "seconds": round(median(ours for _, ours in pairs), 2),
+            "ratio": round(ratio, 3),
+        },
     ]
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1, 2):
             for name, seconds in phases(Path(folder), ranks).items():
                 table.append(
-                    {"what": f"{ranks} rank{'s' if ranks > 1 else ''}: {name}", "seconds": seconds, "ratio": ""}
+                    {
+                        "what": f"{ranks} rank{'s' if ranks > 1 else ''}: {name}",
+                        "seconds": seconds,
+                        "ratio": "",
+                    }
                 )
     missed = [f"imports: {ratio:.2f} times"] if ratio > 1.2 else []
     return finish("startup", table, TARGETS, missed, args)

@@ -40,7 +40,11 @@ AT_M1, AT_MK, FASTER_AT_M1, FASTER_AT_MK = 1.34, 1.05, 1.15, 1.4
 SEED, LR, CLIP_NORM = 7, 1e-4, 1.0
 # glibc would give large tensors back to the kernel and fault them in again, most at k = 1: as on a GPU, memory is
 # kept while time is measured. The processes whose memory is measured run without this.
-KEEP_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(64 << 20)}
+KEEP_HEAP = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 TEXTS = "STEP_BENCHMARK_TEXTS"  # tells the workers
 MODEL = {
     "embed_dim": 256,
@@ -64,7 +68,9 @@ def global_batch(N: int):
         drawn = 20 * torch.exp(0.45 * torch.randn(N, generator=g)) * text["context_length"] / 77
         lengths = drawn.round().long().clamp(3, text["context_length"])
     place = torch.arange(text["context_length"])
-    texts[place == lengths[:, None] - 1] = text["vocab_size"] - 1  # the highest id is the end, in both trainers
+    texts[place == lengths[:, None] - 1] = (
+        text["vocab_size"] - 1
+    )  # the highest id is the end, in both trainers
     texts[place >= lengths[:, None]] = 0
     side = MODEL["vision_cfg"]["image_size"]
     images = torch.randint(0, 256, (N, 3, side, side), generator=g, dtype=torch.uint8)
@@ -107,7 +113,9 @@ class Ours:
 
         torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
         config, cpu = EngineConfig(zero_stage=1), torch.device("cpu")
-        return build(config, our_model, optimizer, device=cpu, grad_clip_norm=CLIP_NORM, micro_size=8)
+        return build(
+            config, our_model, optimizer, device=cpu, grad_clip_norm=CLIP_NORM, micro_size=8
+        )
 
     def prepare(self, N: int, k: int) -> Any:
         return global_batch(N)
@@ -116,7 +124,9 @@ class Ours:
         from clip_train.step import train_step
 
         micro = math.ceil(len(batch) / k)
-        return train_step(self.engine, batch, self.loss, micro_size=micro, kept_graphs=m, lr=LR).loss
+        return train_step(
+            self.engine, batch, self.loss, micro_size=micro, kept_graphs=m, lr=LR
+        ).loss
 
 
 class OpenCLIP:
@@ -129,12 +139,17 @@ class OpenCLIP:
 
         self.train_one_epoch = train_one_epoch
         self.mean, self.std = (
-            torch.tensor(v).view(3, 1, 1) for v in (open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
+            torch.tensor(v).view(3, 1, 1)
+            for v in (open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
         )
         self.model = open_clip.model.CLIP(**MODEL, output_dict=True)
         ours, theirs = our_model().state_dict(), self.model.state_dict()
-        self.model.load_state_dict({name: ours[name].reshape(t.shape) for name, t in theirs.items() if name in ours})
-        named = list(self.model.named_parameters())  # its own grouping: no decay for vectors and scalars
+        self.model.load_state_dict(
+            {name: ours[name].reshape(t.shape) for name, t in theirs.items() if name in ours}
+        )
+        named = list(
+            self.model.named_parameters()
+        )  # its own grouping: no decay for vectors and scalars
         groups = [
             {"params": [p for name, p in named if p.ndim < 2], "weight_decay": 0.0},
             {"params": [p for name, p in named if p.ndim >= 2], "weight_decay": 0.2},
@@ -160,14 +175,25 @@ class OpenCLIP:
         class Loader(list):
             num_batches, num_samples = k, sum(len(images) for images, _ in micro_batches)
 
-        data = {"train": SimpleNamespace(set_epoch=lambda epoch: None, dataloader=Loader(micro_batches))}
+        data = {
+            "train": SimpleNamespace(set_epoch=lambda epoch: None, dataloader=Loader(micro_batches))
+        }
         args = SimpleNamespace(
             device="cpu", precision="fp32", distill=False, accum_freq=k, skip_scheduler=False, horovod=False,
             grad_clip_norm=CLIP_NORM, rank=0, local_rank=0, log_local=False, log_every_n_steps=1, world_size=1,
             batch_size=Loader.num_samples // k, wandb=False,
         )  # fmt: skip
         self.train_one_epoch(
-            self.model, data, self.loss, 0, self.optimizer, None, lambda step: None, None, args, tb_writer=None
+            self.model,
+            data,
+            self.loss,
+            0,
+            self.optimizer,
+            None,
+            lambda step: None,
+            None,
+            args,
+            tb_writer=None,
         )
         return self.told
 
@@ -199,7 +225,10 @@ def serve(kind: str) -> int:
         start = time.process_time()
         loss = trainer.step(batch, k, m)
         seconds = time.process_time() - start
-        print(json.dumps({"seconds": seconds, "loss": loss, "memory": peak_bytes() - before}), file=answers)
+        print(
+            json.dumps({"seconds": seconds, "loss": loss, "memory": peak_bytes() - before}),
+            file=answers,
+        )
     return 0
 
 
@@ -222,7 +251,9 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a worker ended with status {self.process.wait()}; its error is above")
+            raise RuntimeError(
+                f"a worker ended with status {self.process.wait()}; its error is above"
+            )
         return line
 
     def wait_ready(self) -> None:
@@ -251,7 +282,10 @@ class Row:
 
 def rows_for(trainers: list[str], ks: list[int]) -> list[Row]:
     """In the order of timing: every trainer at one k before the next k."""
-    kept = {trainer: (lambda k: [1]) if trainer == "openclip" else (lambda k: sorted({1, k})) for trainer in trainers}
+    kept = {
+        trainer: (lambda k: [1]) if trainer == "openclip" else (lambda k: sorted({1, k}))
+        for trainer in trainers
+    }
     return [Row(trainer, k, m) for k in ks for trainer in trainers for m in kept[trainer](k)]
 
 
@@ -276,13 +310,17 @@ def check(seconds: dict[Row, list[float]]) -> list[str]:
         limit, name = (AT_MK, "m = k") if row.m == row.k else (AT_M1, "m = 1")
         ratio = compare(seconds, row, Row(row.trainer, 1, 1))
         if ratio > limit:
-            missed.append(f"{row.trainer}, k = {row.k}, {name}: {ratio:.3f}x of our full-batch step, not {limit}x")
+            missed.append(
+                f"{row.trainer}, k = {row.k}, {name}: {ratio:.3f}x of our full-batch step, not {limit}x"
+            )
         theirs = Row("openclip", row.k, 1)
         if row.k == 8 and theirs in seconds:
             least = FASTER_AT_MK if row.m == row.k else FASTER_AT_M1
             faster = compare(seconds, theirs, row)
             if faster < least:
-                missed.append(f"{row.trainer}, k = 8, {name}: {faster:.3f}x OpenCLIP's speed, not {least}x")
+                missed.append(
+                    f"{row.trainer}, k = 8, {name}: {faster:.3f}x OpenCLIP's speed, not {least}x"
+                )
     return missed
 
 
@@ -290,23 +328,36 @@ def main() -> int:
     from common import find_peer, finish, parser
 
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)")
-    arguments.add_argument("--threads", type=int, default=1, help="of each trainer (CPU seconds of 1 are all work)")
-    arguments.add_argument("--rounds", type=int, default=5, help="steps of each row that are timed (2 with --quick)")
+    arguments.add_argument(
+        "--peer-python", metavar="PYTHON", help="a Python that has open_clip (default: .venv-peers)"
+    )
+    arguments.add_argument(
+        "--threads", type=int, default=1, help="of each trainer (CPU seconds of 1 are all work)"
+    )
+    arguments.add_argument(
+        "--rounds", type=int, default=5, help="steps of each row that are timed (2 with --quick)"
+    )
     arguments.add_argument("--no-memory", action="store_true", help="time only")
-    arguments.add_argument("--texts", choices=["full", "captions"], default="full", help="how long the texts are")
+    arguments.add_argument(
+        "--texts", choices=["full", "captions"], default="full", help="how long the texts are"
+    )
     args = arguments.parse_args()
     os.environ[TEXTS] = args.texts
     N, ks, rounds = (128, [1, 8], 2) if args.quick else (256, [1, 4, 8, 32], args.rounds)
     peer = find_peer(args.peer_python, "open_clip_train.train")
-    python = {"plain": sys.executable, "deepspeed": sys.executable} | ({"openclip": peer} if peer else {})
+    python = {"plain": sys.executable, "deepspeed": sys.executable} | (
+        {"openclip": peer} if peer else {}
+    )
     rows = rows_for(list(python), ks)
     missed: list[str] = []
 
     def added_memory(row: Row) -> float:
         return peak_memory(row, python[row.trainer], args.threads, N) / 2**20
 
-    workers = {trainer: Worker(trainer, path, args.threads, keep_heap=True) for trainer, path in python.items()}
+    workers = {
+        trainer: Worker(trainer, path, args.threads, keep_heap=True)
+        for trainer, path in python.items()
+    }
     seconds: dict[Row, list[float]] = {row: [] for row in rows}
     try:
         losses = {}
@@ -323,13 +374,19 @@ def main() -> int:
             worker.__exit__()
 
     with ThreadPoolExecutor(2) as pool:  # two processes at once: memory is not time
-        memory = {} if args.quick or args.no_memory else dict(zip(rows, pool.map(added_memory, rows), strict=True))
+        memory = (
+            {}
+            if args.quick or args.no_memory
+            else dict(zip(rows, pool.map(added_memory, rows), strict=True))
+        )
     table = []
     for row in sorted(rows, key=lambda r: list(python).index(r.trainer)):
         ours = row.trainer != "openclip"
         theirs = Row("openclip", row.k, 1)
         cell: dict[str, Any] = {
-            "trainer": {"plain": "ours, plain torch", "deepspeed": "ours, ZeRO 1"}.get(row.trainer, "OpenCLIP"),
+            "trainer": {"plain": "ours, plain torch", "deepspeed": "ours, ZeRO 1"}.get(
+                row.trainer, "OpenCLIP"
+            ),
             "k": row.k,
             "retained graphs": row.m if ours else "-",
             "forwards": 2 - row.m / row.k if ours else (2.0 if row.k > 1 else 1.0),
@@ -340,7 +397,12 @@ def main() -> int:
         }
         table.append(cell)
     if peer is None:
-        table.append({**dict.fromkeys(table[0], ""), "trainer": "OpenCLIP: not installed (scripts/setup_peers.sh)"})
+        table.append(
+            {
+                **dict.fromkeys(table[0], ""),
+                "trainer": "OpenCLIP: not installed (scripts/setup_peers.sh)",
+            }
+        )
     missed += check(seconds)
     return finish("step", table, TARGETS, missed, args)
 

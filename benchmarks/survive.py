@@ -31,18 +31,35 @@ TELLING = {"time limits": "time_limits", "a bad node": "bad_node"}
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument(
-        "--keep", metavar="FOLDER", help="where the logs go (default: a new one under the temporary folder)"
+        "--keep",
+        metavar="FOLDER",
+        help="where the logs go (default: a new one under the temporary folder)",
     )
     arguments.add_argument("--preemptions", type=int, default=12)
-    arguments.add_argument("--docs", metavar="FILE", help="renew the table between <!-- survive --> marks there")
+    arguments.add_argument(
+        "--docs", metavar="FILE", help="renew the table between <!-- survive --> marks there"
+    )
     args = arguments.parse_args()
     if LocalStack.missing() is not None:
         print("no S3 server here: run scripts/setup_s3.sh")
         return 1
     folder = Path(args.keep or tempfile.mkdtemp(prefix="survive-")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    line = [sys.executable, "-m", "pytest", "tests/slurm", "-m", "slurm", *(["-k", QUICK] if args.quick else [])]
-    environ = {**os.environ, KEEP: str(folder), "PREEMPTIONS": str(args.preemptions), "PYTHONPATH": str(ROOT)}
+    line = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/slurm",
+        "-m",
+        "slurm",
+        *(["-k", QUICK] if args.quick else []),
+    ]
+    environ = {
+        **os.environ,
+        KEEP: str(folder),
+        "PREEMPTIONS": str(args.preemptions),
+        "PYTHONPATH": str(ROOT),
+    }
     status = subprocess.run(line, cwd=ROOT, env=environ, check=False).returncode
     rows = read_rows(folder)
     if not rows:
@@ -52,7 +69,11 @@ def main() -> int:
     if args.docs:
         renew(Path(args.docs), folder)
     missed = [] if status == 0 else [f"pytest ended with status {status}"]
-    missed += [f"{row['scenario']}: its checkpoints were not on S3" for row in rows if row["checkpoints"] == "disk"]
+    missed += [
+        f"{row['scenario']}: its checkpoints were not on S3"
+        for row in rows
+        if row["checkpoints"] == "disk"
+    ]
     shown = [{**row, "attempts": tell_attempts(row["attempts"])} for row in rows]
     return finish("survive", shown, TARGETS, missed, args)
 
@@ -60,7 +81,9 @@ def main() -> int:
 def renew(file: Path, folder: Path) -> None:
     """The table and two stories, from this run."""
     where = environment()
-    version = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=False).stdout.strip()
+    version = subprocess.run(
+        ["slurmctld", "-V"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     text = [
         f"{where['date']}, {version}, {where['device']}, Python {where['python']}, torch {where['torch']}, DeepSpeed "
         f"{where['deepspeed']}, commit {commit()}; all from one run:\n",
@@ -72,7 +95,9 @@ def renew(file: Path, folder: Path) -> None:
             text.append(f"`attempts.jsonl` of {what}, without times and job numbers:\n")
             text.append(f"```\n{excerpt(found.read_text())}\n```\n")
     block = f"<!-- survive -->\n{chr(10).join(text)}<!-- /survive -->"
-    content, count = re.subn(r"<!-- survive -->.*<!-- /survive -->", lambda _: block, file.read_text(), flags=re.DOTALL)
+    content, count = re.subn(
+        r"<!-- survive -->.*<!-- /survive -->", lambda _: block, file.read_text(), flags=re.DOTALL
+    )
     if count != 1:
         raise SystemExit(f"{file} has no <!-- survive --> ... <!-- /survive -->")
     file.write_text(content)

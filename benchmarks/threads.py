@@ -50,7 +50,9 @@ RUNS = {
 def cpu_seconds(groups: set[int]) -> tuple[float, float]:
     """Of all processes of this machine so far, and of those in these process groups."""
     tick = os.sysconf("SC_CLK_TCK")
-    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    user, nice, system, _, _, *interrupts = map(
+        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    )
     own = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -70,7 +72,9 @@ class Watch:
 
     def others(self) -> float:
         everyone, own = cpu_seconds(self.groups)
-        return (everyone - self.before[0] - (own - self.before[1])) / (time.monotonic() - self.began)
+        return (everyone - self.before[0] - (own - self.before[1])) / (
+            time.monotonic() - self.began
+        )
 
 
 class Demo:
@@ -79,7 +83,11 @@ class Demo:
     def __init__(self, folder: Path, name: str, environ: dict[str, str], overrides: list[str]):
         self.metrics = folder / name / "metrics.jsonl"
         self.output = folder / f"{name}.log"
-        clean = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
+        }
         line = ["demo", "--dir", str(folder), f"run.dir={folder / name}", *ENDLESS, *overrides]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
@@ -106,7 +114,9 @@ class Demo:
         end = time.monotonic() + PATIENCE
         while len(self.seconds()) < count:
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the demo does not get to step {count}:\n{self.output.read_text()}")
+                raise RuntimeError(
+                    f"the demo does not get to step {count}:\n{self.output.read_text()}"
+                )
             time.sleep(0.01)
 
     def window(self) -> float:
@@ -152,7 +162,9 @@ def quiet_window(demo: Demo, beside: int, end: float) -> tuple[float, bool]:
 
 def measure(rounds: int) -> tuple[dict[tuple[str, int], list[float]], int]:
     """Each run's windows (seconds per step), alone (0) and beside one busy process (1); how many were disturbed."""
-    windows: dict[tuple[str, int], list[float]] = {(name, beside): [] for name in RUNS for beside in (0, 1)}
+    windows: dict[tuple[str, int], list[float]] = {
+        (name, beside): [] for name in RUNS for beside in (0, 1)
+    }
     num_disturbed = 0
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         demos = {}
@@ -167,7 +179,10 @@ def measure(rounds: int) -> tuple[dict[tuple[str, int], list[float]], int]:
                 seconds, disturbed = quiet_window(demos[name], beside, end)
                 taken.append(seconds)
                 num_disturbed += disturbed
-                print(f"{name}, beside {beside}: {seconds:.3f} s per step{' (disturbed)' * disturbed}", file=sys.stderr)
+                print(
+                    f"{name}, beside {beside}: {seconds:.3f} s per step{' (disturbed)' * disturbed}",
+                    file=sys.stderr,
+                )
     return windows, num_disturbed
 
 
@@ -194,10 +209,20 @@ def main() -> int:
         for name in RUNS
     ]
     beside, alone = times((ours, 1), (ours, 0)), times((ours, 0), (theirs, 0))
-    missed = [f"beside a busy process: {beside:.2f} times its step alone, not {BESIDE}"] if beside > BESIDE else []
-    missed += [f"alone: {alone:.3f} times the step with a thread for each core, not {ALONE}"] if alone > ALONE else []
+    missed = (
+        [f"beside a busy process: {beside:.2f} times its step alone, not {BESIDE}"]
+        if beside > BESIDE
+        else []
+    )
+    missed += (
+        [f"alone: {alone:.3f} times the step with a thread for each core, not {ALONE}"]
+        if alone > ALONE
+        else []
+    )
     if num_disturbed:
-        print(f"the machine was busy: {num_disturbed} of {sum(map(len, windows.values()))} windows were disturbed")
+        print(
+            f"the machine was busy: {num_disturbed} of {sum(map(len, windows.values()))} windows were disturbed"
+        )
     return finish("threads", table, TARGETS, missed, args)
 
 

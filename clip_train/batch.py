@@ -29,9 +29,13 @@ class BatchStage(Settings):
 
 def parse_bytes(value: int | str) -> int:
     """Bytes, from a number or from "24GiB", "500 MB". ValueError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", str(value), re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", str(value), re.IGNORECASE
+    )
     if match is None or not float(match[1]):
-        raise ValueError(f"batch.memory_limit ({shown(value)}) must be bytes, or a size such as 24GiB or 500MB")
+        raise ValueError(
+            f"batch.memory_limit ({shown(value)}) must be bytes, or a size such as 24GiB or 500MB"
+        )
     number, unit, binary = match.groups()
     power = " KMGT".index(unit.upper()) if unit else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
@@ -64,7 +68,10 @@ class BatchConfig(Settings):
     micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto, or as many as
     fit beside a given micro_size."""
     memory_limit: Annotated[
-        int | str | None, AfterValidator(_size), Allowed("bytes, a size such as 24GiB or 500MB, or null"), Rounding
+        int | str | None,
+        AfterValidator(_size),
+        Allowed("bytes, a size such as 24GiB or 500MB, or null"),
+        Rounding,
     ] = None
     """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations and features,
     as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU needs it said (Python and its
@@ -86,7 +93,9 @@ class BatchConfig(Settings):
     def _pieces_follow_each_other(self) -> BatchConfig:
         ends = [stage.until_step for stage in self.schedule or []]
         if any(b <= a for a, b in itertools.pairwise(ends)):
-            raise ValueError(f"batch.schedule: until_step must rise from piece to piece, and is {ends}; sort them")
+            raise ValueError(
+                f"batch.schedule: until_step must rise from piece to piece, and is {ends}; sort them"
+            )
         return self
 
     @property
@@ -120,7 +129,9 @@ class BatchSizes:
 
     def before(self, step: int) -> int:
         """P: samples in all global batches before that of `step`, counted from 0."""
-        return sum(each.size * min(max(step - each.begin, 0), each.steps) for each in self.stretches)
+        return sum(
+            each.size * min(max(step - each.begin, 0), each.steps) for each in self.stretches
+        )
 
     def at(self, step: int) -> int:
         """G: samples in the global batch of `step`."""
@@ -153,7 +164,11 @@ class BatchSizes:
         """UserError where some global batch has fewer samples than there are ranks."""
         smallest, _ = self.extremes()
         if smallest < world_size:
-            key = "batch.global_size" if len(self.stretches) == 1 else "batch.global_size and batch.schedule: a size"
+            key = (
+                "batch.global_size"
+                if len(self.stretches) == 1
+                else "batch.global_size and batch.schedule: a size"
+            )
             raise UserError(
                 f"{key} ({smallest}) must be at least the number of ranks ({world_size}), each of which needs a "
                 f"sample; raise it to {world_size}, or run on {smallest} rank{'s' if smallest > 1 else ''}"
@@ -225,5 +240,11 @@ def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
     micro = 1 if config.micro_size == "auto" else config.micro_size
     plan = BatchPlan(largest, world_size, micro, 1).at(largest)
     wanted = config.kept_graphs
-    kept = plan.accum_steps if wanted == "all" else 1 if wanted == "auto" else min(wanted, plan.accum_steps)
+    kept = (
+        plan.accum_steps
+        if wanted == "all"
+        else 1
+        if wanted == "auto"
+        else min(wanted, plan.accum_steps)
+    )
     return replace(plan, kept_graphs=kept)

@@ -57,12 +57,16 @@ class MovingAverage:
 
     decay: float
     warmup: bool = False  # at step t at most 1 - t^(-2/3): that of timm's --model-ema-warmup
-    of: dict[Tensor, Tensor] = field(default_factory=dict)  # what an engine holds -> [numel] of this rank's part of it
+    of: dict[Tensor, Tensor] = field(
+        default_factory=dict
+    )  # what an engine holds -> [numel] of this rank's part of it
 
     def update(self, step: int) -> None:
         """After optimizer step `step`, from 1."""
         decay = min(self.decay, 1 - step ** (-2 / 3)) if self.warmup else self.decay
-        torch._foreach_lerp_([*self.of.values()], [local(each).view(-1) for each in self.of], 1 - decay)
+        torch._foreach_lerp_(
+            [*self.of.values()], [local(each).view(-1) for each in self.of], 1 - decay
+        )
 
     def exchange(self) -> None:
         """Weights for averages, and the other way round."""
@@ -89,12 +93,18 @@ class Piece:
         """[numel], of `held` or of what is laid out like it."""
         return local(of).view(-1).narrow(0, self.offset, self.numel)
 
-    def tensors(self, optimizer: torch.optim.Optimizer | None, ema: MovingAverage | None) -> dict[str, Tensor]:
+    def tensors(
+        self, optimizer: torch.optim.Optimizer | None, ema: MovingAverage | None
+    ) -> dict[str, Tensor]:
         """Views, each [numel]: "param", the optimizer's slots, and the moving average."""
         slots = dict(optimizer.state.get(self.held, {})) if optimizer is not None else {}
         if ema is not None and self.held in ema.of:
             slots[EMA] = ema.of[self.held]
-        held = {slot: self.view(value) for slot, value in slots.items() if slot != "step" and value is not None}
+        held = {
+            slot: self.view(value)
+            for slot, value in slots.items()
+            if slot != "step" and value is not None
+        }
         return {"param": self.view(self.held), **held}
 
 
@@ -129,11 +139,15 @@ class Engine(abc.ABC):
         ]
         self.grad_clip_norm = grad_clip_norm
         self.low_precision = low_precision
-        self.trained_towers = {tower_of(name) for name, p in module.named_parameters() if p.requires_grad}
+        self.trained_towers = {
+            tower_of(name) for name, p in module.named_parameters() if p.requires_grad
+        }
         self.optimizer_steps = 0
         self._masters: dict[str, Tensor] = {}  # of SCALARS, [1] each, in low precision only
         self._reduced = False  # the step's last backward has been seen
-        self._squares = torch.zeros(len(TOWERS) + 1, dtype=torch.float64, device=device)  # by tower; last: of neither
+        self._squares = torch.zeros(
+            len(TOWERS) + 1, dtype=torch.float64, device=device
+        )  # by tower; last: of neither
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._add_squares)
 
@@ -151,13 +165,18 @@ class Engine(abc.ABC):
         texts = micro_batch.texts if seen is None or "text" in self.trained_towers else None
         image, text, scale, bias = self.model(images, texts, micro_batch.sample_seeds)
         if seen is not None:
-            image, text = seen.image if image is None else image, seen.text if text is None else text
+            image, text = (
+                seen.image if image is None else image,
+                seen.text if text is None else text,
+            )
         out = Features(image, text, scale, bias)
         if self._masters:  # in place of a copy that moves in steps of 3% near 100, with the gradient still going to it
             copy = out.logit_scale
             out.logit_scale = copy * (self._masters["logit_scale"].exp() / copy.detach())
             if out.logit_bias is not None:
-                out.logit_bias = out.logit_bias + (self._masters["logit_bias"] - out.logit_bias.detach())
+                out.logit_bias = out.logit_bias + (
+                    self._masters["logit_bias"] - out.logit_bias.detach()
+                )
         return out
 
     def encode_image(self, images: Tensor) -> Tensor:
@@ -181,7 +200,9 @@ class Engine(abc.ABC):
     def step(self, lr: float) -> StepReport:
         """Sum over ranks, clip by global norm, update, clear, clamp `logit_scale`."""
         if not self._reduced:
-            raise RuntimeError("a gradient was not reduced: the step's last backward was not called with last=True")
+            raise RuntimeError(
+                "a gradient was not reduced: the step's last backward was not called with last=True"
+            )
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
@@ -204,11 +225,19 @@ class Engine(abc.ABC):
     @torch.no_grad()
     def _add_squares(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before the optimizer's own step, of which an engine may make one for each flat tensor of its own."""
-        stepped = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        stepped = {
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        }
         mine = [p for p in self.pieces if p.saved_here and p.numel and p.held in stepped]
-        parts = [[p.view(p.held.grad) for p in mine if tower_of(p.name) == t] for t in (*TOWERS, None)]  # type: ignore
+        parts = [
+            [p.view(p.held.grad) for p in mine if tower_of(p.name) == t] for t in (*TOWERS, None)
+        ]  # type: ignore
         if mine:
-            squares = torch.stack(torch._foreach_norm([g for part in parts for g in part])).double().square()
+            squares = (
+                torch.stack(torch._foreach_norm([g for part in parts for g in part]))
+                .double()
+                .square()
+            )
             sums = [part.sum() for part in squares.split([*map(len, parts)])]
             self._squares += torch.stack(sums).to(self.device)
 
@@ -216,9 +245,17 @@ class Engine(abc.ABC):
         """By one read. The optimizer's gradients are clipped, so what they tell is each tower's share of the norm."""
         squares = dist.all_reduce_sum(self._squares)
         whole = torch.as_tensor(norm, dtype=torch.float64, device=self.device).view(1)
-        total, *of_each = torch.cat([whole, whole * (squares / squares.sum().clamp(min=1e-300)).sqrt()]).cpu().tolist()
+        total, *of_each = (
+            torch.cat([whole, whole * (squares / squares.sum().clamp(min=1e-300)).sqrt()])
+            .cpu()
+            .tolist()
+        )
         squares.zero_()
-        towers = {f"grad_norm_{t}": n for t, n in zip(TOWERS, of_each, strict=False) if t in self.trained_towers}
+        towers = {
+            f"grad_norm_{t}": n
+            for t, n in zip(TOWERS, of_each, strict=False)
+            if t in self.trained_towers
+        }
         return StepReport(total, skipped, {} if skipped else towers)
 
     def _clamp_logit_scale(self) -> None:
@@ -232,8 +269,16 @@ class Engine(abc.ABC):
             return
         for name in SCALARS:
             if getattr(self.module, name, None) is not None:
-                own = [p.view(p.held) for p in self.pieces if p.name == name and p.numel and p.saved_here]
-                value = own[0].to(self.device, torch.float32, copy=True) if own else torch.zeros(1, device=self.device)
+                own = [
+                    p.view(p.held)
+                    for p in self.pieces
+                    if p.name == name and p.numel and p.saved_here
+                ]
+                value = (
+                    own[0].to(self.device, torch.float32, copy=True)
+                    if own
+                    else torch.zeros(1, device=self.device)
+                )
                 self._masters[name] = dist.all_reduce_sum(value)  # one rank has it
 
     # -- where memory ends
@@ -247,7 +292,9 @@ class Engine(abc.ABC):
         """What a user can do where a rank that fails in `phase` leaves others waiting within it.
 
         None: none waits, and `discard_gradients` makes it good."""
-        return LOSS_REMEDY if phase == "loss" and dist.world_size() > 1 else None  # the loss gathers features
+        return (
+            LOSS_REMEDY if phase == "loss" and dist.world_size() > 1 else None
+        )  # the loss gathers features
 
     # -- saving and loading
 
@@ -255,7 +302,9 @@ class Engine(abc.ABC):
         """What this rank has to save; over all ranks every element comes exactly once."""
         for piece in (*self.pieces, *self.buffers):
             if piece.saved_here and piece.numel:
-                yield Fragment(piece.name, piece.shape, piece.start, piece.tensors(self.optimizer, self.ema))
+                yield Fragment(
+                    piece.name, piece.shape, piece.start, piece.tensors(self.optimizer, self.ema)
+                )
 
     @torch.no_grad()
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
@@ -298,18 +347,32 @@ class Engine(abc.ABC):
         self.ema.exchange()
         self._masters_changed()
 
-    def _start_optimizer(self, optimizer: torch.optim.Optimizer, stored: dict[str, set[str]]) -> None:
+    def _start_optimizer(
+        self, optimizer: torch.optim.Optimizer, stored: dict[str, set[str]]
+    ) -> None:
         """The state that torch would have made at its first step. stored: the slots of each parameter, by its name."""
-        slots: dict[int, set[str]] = {}  # of what is held; the moments of a frozen parameter have gone
+        slots: dict[
+            int, set[str]
+        ] = {}  # of what is held; the moments of a frozen parameter have gone
         for piece in self.pieces:
             if piece.held.requires_grad:
                 slots.setdefault(id(piece.held), set()).update(stored[piece.name] - {"param", EMA})
-        for held in {id(piece.held): piece.held for piece in self.pieces if slots.get(id(piece.held))}.values():
-            state: dict[str, Any] = {slot: torch.zeros_like(held).detach() for slot in slots[id(held)]}
+        for held in {
+            id(piece.held): piece.held for piece in self.pieces if slots.get(id(piece.held))
+        }.values():
+            state: dict[str, Any] = {
+                slot: torch.zeros_like(held).detach() for slot in slots[id(held)]
+            }
             # One for each, or it would advance several times a step; and where the fused kernel reads it. Where a
             # stranger counts in Python, powers of it must be as exact as Python's.
-            dtype = torch.float32 if type(optimizer).__module__.startswith(("torch.", "clip_train.")) else torch.float64
-            state["step"] = torch.tensor(float(self.optimizer_steps), device=held.device, dtype=dtype)
+            dtype = (
+                torch.float32
+                if type(optimizer).__module__.startswith(("torch.", "clip_train."))
+                else torch.float64
+            )
+            state["step"] = torch.tensor(
+                float(self.optimizer_steps), device=held.device, dtype=dtype
+            )
             optimizer.state[held] = state
 
     def _copies(self) -> Iterator[tuple[str, Tensor]]:
@@ -328,16 +391,23 @@ class PlainEngine(Engine):
     """`model(images, texts, sample_seeds) -> (image, text, logit_scale, logit_bias)` with a torch optimizer."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, grad_clip_norm: float | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        grad_clip_norm: float | None = None,
     ):
         """optimizer None: to evaluate."""
         device = next(model.parameters()).device
         W, here = dist.world_size(), dist.rank()
         pieces = [
-            Piece(name, tuple(p.shape), 0, p.numel(), p, saved_here=i % W == here)  # every rank holds everything
+            Piece(
+                name, tuple(p.shape), 0, p.numel(), p, saved_here=i % W == here
+            )  # every rank holds everything
             for i, (name, p) in enumerate(model.named_parameters())
         ]
-        super().__init__(model, optimizer, device, pieces, module=model, grad_clip_norm=grad_clip_norm)
+        super().__init__(
+            model, optimizer, device, pieces, module=model, grad_clip_norm=grad_clip_norm
+        )
 
     def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
         parameters = [p for p in self.module.parameters() if p.grad is not None]

@@ -35,7 +35,9 @@ def missing(path: str | os.PathLike, what: str, remedy: str) -> UserError:
     folder = os.path.dirname(os.fspath(path))
     if not folder or os.path.isdir(folder):
         return UserError(f"{what}; {remedy}")
-    return RankError(f"{what}, nor is there a folder {folder}: correct the path, or mount it on {socket.gethostname()}")
+    return RankError(
+        f"{what}, nor is there a folder {folder}: correct the path, or mount it on {socket.gethostname()}"
+    )
 
 
 class DataError(ClipTrainError):

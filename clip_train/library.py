@@ -22,7 +22,12 @@ from clip_train.models.blocks import at_least_float32
 from clip_train.protocols import FeatureGradients, Features, MicroBatch
 from clip_train.step import two_pass
 
-NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")  # as OpenCLIP's dictionaries have them
+NAMES = (
+    "image_features",
+    "text_features",
+    "logit_scale",
+    "logit_bias",
+)  # as OpenCLIP's dictionaries have them
 
 
 def contrastive_step(
@@ -60,15 +65,22 @@ def contrastive_step(
     """
     objective = InfoNCE() if loss is None else loss
     if not isinstance(objective, (InfoNCE, SigmoidLoss)):
-        raise ValueError(f"loss must be InfoNCE or SigmoidLoss, not {type(objective).__name__}: others need a trainer")
+        raise ValueError(
+            f"loss must be InfoNCE or SigmoidLoss, not {type(objective).__name__}: others need a trainer"
+        )
     if micro_size < 1:
         raise ValueError(f"micro_size ({micro_size}) must be at least 1")
     n, num_texts = num_samples("images", images), num_samples("texts", texts)
     if n != num_texts or n == 0:
-        raise ValueError(f"images are {n} samples and texts {num_texts}: give equally many, at least one")
+        raise ValueError(
+            f"images are {n} samples and texts {num_texts}: give equally many, at least one"
+        )
     starts = range(0, n, micro_size)
     no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
-    micro_batches = [Inputs(cut(images, i, i + micro_size), cut(texts, i, i + micro_size), no_seeds) for i in starts]
+    micro_batches = [
+        Inputs(cut(images, i, i + micro_size), cut(texts, i, i + micro_size), no_seeds)
+        for i in starts
+    ]
     engine = ModuleEngine(model, images, texts, len(micro_batches), scaler)
     kept = min(kept_graphs, engine.most_graphs)
     output, _ = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
@@ -125,7 +137,12 @@ class ModuleEngine:
     """
 
     def __init__(
-        self, model: Callable[..., Any], images: Any, texts: Any, k: int, scaler: torch.amp.GradScaler | None = None
+        self,
+        model: Callable[..., Any],
+        images: Any,
+        texts: Any,
+        k: int,
+        scaler: torch.amp.GradScaler | None = None,
     ):
         self.model = model
         self.scaler = scaler
@@ -135,7 +152,9 @@ class ModuleEngine:
         self.device = next((x.device for x in held), torch.device("cpu"))
         self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
         inside = {p for m in self.ddp for p in m.parameters()}
-        self.outside = [p for p in parameters if p.requires_grad and p not in inside] if self.ddp else []
+        self.outside = (
+            [p for p in parameters if p.requires_grad and p not in inside] if self.ddp else []
+        )
         self.held_before = [p.grad for p in self.outside]  # of earlier steps
         for p in self.outside:
             p.grad = None
@@ -163,13 +182,17 @@ class ModuleEngine:
         if self.scaler is not None:
             total = self.scaler.scale(total)
         if self.ddp:
-            total = total * dist.world_size()  # DDP averages over ranks, and these are shares of a sum
+            total = (
+                total * dist.world_size()
+            )  # DDP averages over ranks, and these are shares of a sum
         with self._quiet():
             total.backward()
         self.backwards_left -= 1
         if self.backwards_left > 0:
             return
-        for p, before in zip(self.outside, self.held_before, strict=True):  # as DDP does with what is inside of it
+        for p, before in zip(
+            self.outside, self.held_before, strict=True
+        ):  # as DDP does with what is inside of it
             own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
             if before is not None:
@@ -200,7 +223,11 @@ def _looking_for_ddp(model: Callable[..., Any]) -> Iterator[None]:
 def as_features(out: Any) -> Features:
     """What a model returned, a tuple or OpenCLIP's dictionary, as Features in at least float32."""
     values: Sequence[Any] = [out.get(name) for name in NAMES] if isinstance(out, Mapping) else out
-    if not isinstance(values, (tuple, list)) or not 3 <= len(values) <= 4 or any(v is None for v in values[:3]):
+    if (
+        not isinstance(values, (tuple, list))
+        or not 3 <= len(values) <= 4
+        or any(v is None for v in values[:3])
+    ):
         raise ValueError(
             "the model must return (image_features, text_features, logit_scale[, logit_bias]), or a dict with these "
             f"names, not {type(out).__name__}; logit_scale is the factor itself: exp of the parameter"

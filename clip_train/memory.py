@@ -14,9 +14,13 @@ from clip_train.errors import UserError
 
 GIB = 2**30
 BACKWARD = 2.0  # forwards that a backward costs
-RECOMPUTED = 0.7  # of a forward, by activation checkpointing: each block's last product is not needed again
+RECOMPUTED = (
+    0.7  # of a forward, by activation checkpointing: each block's last product is not needed again
+)
 CALL = 1.0  # a call of the model costs about as much as one more sample: launches, small products
-REDUCTION = 16.0  # and one more reduction of the gradients over ranks, partly hidden, about as 16 samples
+REDUCTION = (
+    16.0  # and one more reduction of the gradients over ranks, partly hidden, about as 16 samples
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,9 @@ class Profile:
     def deeper(self, more: Profile, less: Profile, times: int) -> Profile:
         """This with `times` blocks more, where `more` is of one more than `less`; without a graph none is held."""
         each = zip(astuple(self)[1:], astuple(more)[1:], astuple(less)[1:], strict=True)
-        return Profile(max(self.forward, more.forward), *(here + times * (b - a) for here, b, a in each))
+        return Profile(
+            max(self.forward, more.forward), *(here + times * (b - a) for here, b, a in each)
+        )
 
     def bytes_for(self, plan: BatchPlan) -> float:
         """At the highest point of a step: all retained graphs and one micro-batch at work."""
@@ -56,7 +62,14 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.features + self.activations
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.buffers
+            + self.features
+            + self.activations
+        )
 
 
 @dataclass(frozen=True)
@@ -65,9 +78,13 @@ class Room:
 
     limit: float  # bytes
     fixed: float  # what does not depend on the micro-batch; with reductions in each backward where there is a choice
-    whole_gradient: float = 0.0  # what a reduction once per step needs beyond that; see `reductions`
+    whole_gradient: float = (
+        0.0  # what a reduction once per step needs beyond that; see `reductions`
+    )
     reductions: tuple[bool, ...] = (True,)  # allowed values of `reduce_once`
-    each_backward_costs: bool = False  # k reductions instead of one: stages 2 and 3 on several ranks
+    each_backward_costs: bool = (
+        False  # k reductions instead of one: stages 2 and 3 on several ranks
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +114,9 @@ class Layout:
     def cost(self) -> float:
         """In forwards of one sample on one rank."""
         n, k = self.plan.per_rank, self.plan.accum_steps
-        calls = k + k + (k - min(self.plan.kept_graphs, k))  # forwards, backwards, and forwards again
+        calls = (
+            k + k + (k - min(self.plan.kept_graphs, k))
+        )  # forwards, backwards, and forwards again
         reductions = k - 1 if self.room.each_backward_costs and not self.reduce_once else 0
         return n * (self.forwards_per_sample + BACKWARD) + CALL * calls + REDUCTION * reductions
 
@@ -130,8 +149,14 @@ def candidates(
     """
     n = -(-global_size // world_size)
     layouts = []
-    sizes = sorted({-(-n // k) for k in range(1, n + 1)}) if micro_size is None else [min(micro_size, n)]
-    for b, (checkpointing, profile), once in itertools.product(sizes, profiles.items(), room.reductions):
+    sizes = (
+        sorted({-(-n // k) for k in range(1, n + 1)})
+        if micro_size is None
+        else [min(micro_size, n)]
+    )
+    for b, (checkpointing, profile), once in itertools.product(
+        sizes, profiles.items(), room.reductions
+    ):
         one = Layout(BatchPlan(global_size, world_size, b, 1), checkpointing, once, profile, room)
         k = one.plan.accum_steps
         if checkpointing:  # all graphs: it and the cache would pay for the same forward twice
@@ -145,7 +170,13 @@ def candidates(
     return layouts
 
 
-def choose(global_size: int, world_size: int, room: Room, profiles: dict[bool, Profile], **given: int | None) -> Layout:
+def choose(
+    global_size: int,
+    world_size: int,
+    room: Room,
+    profiles: dict[bool, Profile],
+    **given: int | None,
+) -> Layout:
     """Of `candidates` the cheapest that fits; of equally cheap ones the smallest. UserError where none fits."""
     layouts = candidates(global_size, world_size, room, profiles, **given)
     fitting = [layout for layout in layouts if layout.bytes <= room.limit]

@@ -22,7 +22,9 @@ from clip_train.engine import Engine
 from clip_train.memory import Profile
 from clip_train.protocols import MicroBatch
 
-FAKE_SIZE = 2**30  # samples: what does not grow with them, such as the gradients of the weights, is nothing beside them
+FAKE_SIZE = (
+    2**30
+)  # samples: what does not grow with them, such as the gradients of the weights, is nothing beside them
 REAL_SIZES = (2, 2, 6)  # the first only warms up: ZeRO-3 fetches parameters in another way then
 
 
@@ -60,7 +62,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def fake_profile(make_model: Callable[[], torch.nn.Module], micro_batch: Callable[[int], MicroBatch]) -> Profile:
+def fake_profile(
+    make_model: Callable[[], torch.nn.Module], micro_batch: Callable[[int], MicroBatch]
+) -> Profile:
     """Of `make_model()` in training, on fake tensors: forward, and backward as well. Allocates nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -77,7 +81,13 @@ def fake_profile(make_model: Callable[[], torch.nn.Module], micro_batch: Callabl
 
 def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, int, int]:
     """Bytes: the highest point without a graph, the graph, the highest point with it, and that of its backward."""
-    known = [*model.parameters(), *model.buffers(), inputs.images, inputs.texts, inputs.sample_seeds]
+    known = [
+        *model.parameters(),
+        *model.buffers(),
+        inputs.images,
+        inputs.texts,
+        inputs.sample_seeds,
+    ]
     with LiveBytes(known) as count:
         with torch.no_grad():
             out = model(inputs.images, inputs.texts, inputs.sample_seeds)
@@ -93,7 +103,9 @@ def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, in
     return forward, graph, building, count.highest
 
 
-def real_profile(engine: Engine, micro_batch: Callable[[int], MicroBatch], predicted: Profile) -> Profile:
+def real_profile(
+    engine: Engine, micro_batch: Callable[[int], MicroBatch], predicted: Profile
+) -> Profile:
     """Of the engine itself, on its device: forwards only, so that no gradient and no weight changes.
 
     The backward's own need is taken from `predicted`. All ranks make the same calls.
@@ -122,7 +134,10 @@ def _meter(device: torch.device, inputs: MicroBatch) -> Any:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         start = torch.cuda.memory_allocated(device)
-        yield lambda: (torch.cuda.memory_allocated(device) - start, torch.cuda.max_memory_allocated(device) - start)
+        yield lambda: (
+            torch.cuda.memory_allocated(device) - start,
+            torch.cuda.max_memory_allocated(device) - start,
+        )
     else:
         with LiveBytes([inputs.images, inputs.texts, inputs.sample_seeds]) as count:
             yield lambda: (count.live, count.highest)

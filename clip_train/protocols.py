@@ -42,17 +42,26 @@ class Batch:
     texts: Tensor  # int64 [n, context_length]
     sample_seeds: Tensor  # int64 [n]: the key of everything random about a sample
     keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
-    bad_samples: dict[str, int] = field(default_factory=dict)  # "reason\tshard" -> invalid samples among its places
-    bad_pictures: list[dict[str, str]] = field(default_factory=list)  # reason, shard, key and picture of some of them
+    bad_samples: dict[str, int] = field(
+        default_factory=dict
+    )  # "reason\tshard" -> invalid samples among its places
+    bad_pictures: list[dict[str, str]] = field(
+        default_factory=list
+    )  # reason, shard, key and picture of some of them
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
-    text_lengths: list[int] | None = None  # n, see `text_lengths`; None: micro-batches hold texts as they are
+    text_lengths: list[int] | None = (
+        None  # n, see `text_lengths`; None: micro-batches hold texts as they are
+    )
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
-        move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "texts", "sample_seeds")}
+        move = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("images", "texts", "sample_seeds")
+        }
         return replace(self, **move)
 
     @property
@@ -137,7 +146,9 @@ class StepReport:
 
     grad_norm: float  # global, before the clip
     skipped: bool = False  # fp16 only: the gradients overflowed, nothing was updated
-    of_towers: dict[str, float] = field(default_factory=dict)  # "grad_norm_image", ...: of each tower that is trained
+    of_towers: dict[str, float] = field(
+        default_factory=dict
+    )  # "grad_norm_image", ...: of each tower that is trained
 
 
 @dataclass
@@ -150,7 +161,9 @@ class Fragment:
     name: str  # of the parameter, as in the model's state dict
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # first element, in the flattened parameter
-    tensors: dict[str, Tensor]  # "param" (fp32 master), optimizer slots ("exp_avg", ...), EMA; 1-d, equally long
+    tensors: dict[
+        str, Tensor
+    ]  # "param" (fp32 master), optimizer slots ("exp_avg", ...), EMA; 1-d, equally long
 
 
 class Wanted(NamedTuple):

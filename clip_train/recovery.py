@@ -100,7 +100,10 @@ def together(engine: Engine, phase: Phase, action: Callable[[], T]) -> T:
     out: T | None = None
     remedy = engine.remedy(phase)  # None: no rank can be waiting for another one inside `action`
     if phase != "loss" and dist.world_size() > 1 and has_batch_norm(engine.module):
-        remedy = remedy or "Set a smaller batch.micro_size, or vision_cfg.norm to group in the model's JSON"
+        remedy = (
+            remedy
+            or "Set a smaller batch.micro_size, or vision_cfg.norm to group in the model's JSON"
+        )
     try:
         out = action()
     except Exception as e:
@@ -109,7 +112,9 @@ def together(engine: Engine, phase: Phase, action: Callable[[], T]) -> T:
         error = (str(e).splitlines() or [type(e).__name__])[0]
     if remedy is None:
         if dist.any_rank(error is not None):
-            raise _AttemptFailed(f"out of memory in the {phase}{'' if error is None else f' ({error})'}")
+            raise _AttemptFailed(
+                f"out of memory in the {phase}{'' if error is None else f' ({error})'}"
+            )
     elif error is not None:
         raise OutOfMemoryError(
             f"out of memory in the {phase} on rank {dist.rank()} ({error}), where the others wait for it: it cannot "

@@ -50,7 +50,11 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     @field_validator("*", mode="before")
@@ -62,7 +66,11 @@ class Settings(BaseModel):
             return "off"  # which YAML reads as false
         if isinstance(value, bool) and bool not in kinds:
             raise PydanticCustomError("no_switch", "true and false are no numbers")
-        if isinstance(value, (int, float)) and LARGEST < abs(value) < math.inf and kinds & {int, float}:
+        if (
+            isinstance(value, (int, float))
+            and LARGEST < abs(value) < math.inf
+            and kinds & {int, float}
+        ):
             raise PydanticCustomError("too_large", "and of at most 10^18")
         if isinstance(value, str) and not value.strip() and str in kinds:
             raise PydanticCustomError("empty", "and not empty")
@@ -73,7 +81,9 @@ class Settings(BaseModel):
 
 def _kinds(annotation: Any) -> set[Any]:
     """The types in it: of `Annotated[int, ...] | str` both."""
-    inside = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    inside = (
+        get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    )
     if get_origin(annotation) in (Literal, list, tuple, dict) or not inside:
         return {annotation}
     return set().union(*map(_kinds, inside))
@@ -90,7 +100,11 @@ NAMES = {
 }
 COMMAND_DEPTH = 2  # `key.path=value` of a recipe is section.key
 LONGEST = 80  # characters of a value that are shown
-AND = ("too_large", "empty", "null_byte")  # of `Settings`: their message goes on where the type's words end
+AND = (
+    "too_large",
+    "empty",
+    "null_byte",
+)  # of `Settings`: their message goes on where the type's words end
 Schema = dict[str, Any]
 
 
@@ -101,7 +115,9 @@ class Allowed:
     words: str
     example: str | None = None  # instead of the default
 
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Callable[[Any], Schema]) -> Schema:
+    def __get_pydantic_json_schema__(
+        self, core_schema: Any, handler: Callable[[Any], Schema]
+    ) -> Schema:
         return {**handler(core_schema), "words": self.words, "example": self.example}
 
 
@@ -116,13 +132,22 @@ def schema_of(model: type[BaseModel]) -> Schema:
         if not isinstance(node, dict):
             return node
         target = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else {}
-        return {key: inlined(value) for key, value in {**target, **node}.items() if key not in ("$ref", "$defs")}
+        return {
+            key: inlined(value)
+            for key, value in {**target, **node}.items()
+            if key not in ("$ref", "$defs")
+        }
 
     return inlined(schema)
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel], raw: Any, *, unknown: Callable[[str], str], within: str = "recipe"
+    error: ValidationError,
+    model: type[BaseModel],
+    raw: Any,
+    *,
+    unknown: Callable[[str], str],
+    within: str = "recipe",
 ) -> list[str]:
     """Every mistake of `raw`, once: field (value), what it must be, and what to write.
 
@@ -145,7 +170,11 @@ def explain(
                 line = line if not path or str(place.path[0]) in line else f"{path}: {line}"
             case _:
                 value = _value(raw, place.path, each["input"])
-                more = f", {each['msg']}" if each["type"] in AND else ", and finite" * (each["type"] == "finite_number")
+                more = (
+                    f", {each['msg']}"
+                    if each["type"] in AND
+                    else ", and finite" * (each["type"] == "finite_number")
+                )
                 words = f"{allowed(place.schema)}{more}"
                 line = f"{path or within} ({shown(value)}) must be {words}; {place.remedy(value)}"
         lines.setdefault(line if each["type"] == "value_error" else path, line)
@@ -158,14 +187,17 @@ def allowed(schema: Schema) -> str:
         return schema["words"]
     if "anyOf" in schema:  # words first, `null` last
         branches = sorted(
-            schema["anyOf"], key=lambda each: (each["type"] == "null") - bool({"const", "enum"} & each.keys())
+            schema["anyOf"],
+            key=lambda each: (each["type"] == "null") - bool({"const", "enum"} & each.keys()),
         )
         return _or(word for each in branches for word in (_choices(each) or [allowed(each)]))
     if choices := _choices(schema):
         return _or(choices)
     if schema["type"] == "array":
         each, length = (
-            (schema["items"], "") if "items" in schema else (schema["prefixItems"][0], f" of {schema['maxItems']}")
+            (schema["items"], "")
+            if "items" in schema
+            else (schema["prefixItems"][0], f" of {schema['maxItems']}")
         )
         return f"a list{length}, each {allowed(each)}"
     if "properties" in schema:
@@ -202,7 +234,9 @@ class _Place:
     @property
     def key(self) -> str:
         """What a command can set."""
-        return ".".join(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), self.path))
+        return ".".join(
+            str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), self.path)
+        )
 
     def example(self) -> str:
         """`key=value` for what is missing; of a section, whose keys alone can be set by a command, of one in it."""
@@ -215,7 +249,9 @@ class _Place:
 
     def remedy(self, value: Any) -> str:
         if "properties" in self.schema and len(self.path) == 1:
-            empty = "an empty section? delete it, or " if value is None and not self.required else ""
+            empty = (
+                "an empty section? delete it, or " if value is None and not self.required else ""
+            )
             return f"{empty}write {self.key}: and below it its keys, indented"
         if not self.key:
             return "see recipes/"
@@ -226,9 +262,15 @@ class _Place:
         ):
             return f"set {self.example()} or another"
         default = shlex.quote(as_yaml(self.schema["default"]))
-        types = [each["type"] for each in self.schema.get("anyOf", [self.schema]) if not _choices(each)]
-        unquoted = "string" in types and isinstance(value, (int, float)) and not isinstance(value, bool)
-        quoted = f"{self.key}='\"{value}\"', if that is meant, or " if unquoted else ""  # YAML takes it for a number
+        types = [
+            each["type"] for each in self.schema.get("anyOf", [self.schema]) if not _choices(each)
+        ]
+        unquoted = (
+            "string" in types and isinstance(value, (int, float)) and not isinstance(value, bool)
+        )
+        quoted = (
+            f"{self.key}='\"{value}\"', if that is meant, or " if unquoted else ""
+        )  # YAML takes it for a number
         return f"set {quoted}{self.key}={default} (the default) or another"
 
 
@@ -236,7 +278,9 @@ def _find(schema: Schema, loc: tuple[int | str, ...]) -> _Place:
     place = _Place((), schema, True, schema)
     for part in loc:
         options = [each for each in place.schema.get("anyOf", ()) if each["type"] != "null"]
-        inner = options[0] if len(options) == 1 else place.schema  # X | None; of others `part` names a branch
+        inner = (
+            options[0] if len(options) == 1 else place.schema
+        )  # X | None; of others `part` names a branch
         if part in inner.get("properties", ()):
             found = inner["properties"][part]
         elif isinstance(part, int) and "properties" in inner.get("items", {}):
@@ -252,7 +296,9 @@ def _find(schema: Schema, loc: tuple[int | str, ...]) -> _Place:
 def _choices(schema: Schema) -> list[str]:
     if schema.get("type") == "boolean":
         return ["true", "false"]
-    return [as_yaml(each) for each in schema.get("enum", [schema["const"]] if "const" in schema else [])]
+    return [
+        as_yaml(each) for each in schema.get("enum", [schema["const"]] if "const" in schema else [])
+    ]
 
 
 def _bounds(schema: Schema) -> str:
@@ -266,7 +312,9 @@ def _bounds(schema: Schema) -> str:
     found = {name: schema[name] for name in words if name in schema}
     if schema["type"] == "integer" and "exclusiveMinimum" in found:
         found["minimum"] = found.pop("exclusiveMinimum") + 1
-    number = {name: f"{int(value) if value == int(value) else value:,}" for name, value in found.items()}
+    number = {
+        name: f"{int(value) if value == int(value) else value:,}" for name, value in found.items()
+    }
     if "minimum" in number and "maximum" in number:
         return f" from {number['minimum']} to {number['maximum']}"
     return " and".join(f" {words[name]} {number[name]}" for name in words if name in number)

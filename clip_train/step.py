@@ -22,7 +22,14 @@ from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
 from clip_train.models.batch_norm import observed
-from clip_train.protocols import Batch, Differentiable, FeatureGradients, Features, MicroBatch, Phase
+from clip_train.protocols import (
+    Batch,
+    Differentiable,
+    FeatureGradients,
+    Features,
+    MicroBatch,
+    Phase,
+)
 
 Guard = Callable[[Phase, Callable[[], Any]], Any]  # runs one part of a step
 
@@ -35,7 +42,9 @@ class StepResult:
     grad_norm: float  # global, before the clip
     logit_scale: float  # the factor the loss was computed with
     skipped: bool = False  # fp16: gradients overflowed, no update
-    metrics: dict[str, float] = field(default_factory=dict)  # norms by tower, and what the objective reports
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # norms by tower, and what the objective reports
 
 
 def unguarded(phase: Phase, action: Callable[[], Any]) -> Any:
@@ -64,12 +73,21 @@ def train_step(
     def accumulate(deferred: bool) -> dict[str, float]:
         if not objective.per_micro_batch:
             context = Context(batch.global_size, batch.keys, deferred=deferred)
-            done = two_pass(engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard)
+            done = two_pass(
+                engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
+            )
             return numbers([done])
-        context = Context(batch.global_size or len(batch) * dist.world_size(), batch.keys, deferred=deferred)
+        context = Context(
+            batch.global_size or len(batch) * dist.world_size(), batch.keys, deferred=deferred
+        )
         last = len(micro_batches) - 1
-        parts = [two_pass(engine, [m], objective, context, last=i == last) for i, m in enumerate(micro_batches)]
-        out = numbers(parts)  # plain gradient accumulation: parts of a sum over micro-batches and ranks
+        parts = [
+            two_pass(engine, [m], objective, context, last=i == last)
+            for i, m in enumerate(micro_batches)
+        ]
+        out = numbers(
+            parts
+        )  # plain gradient accumulation: parts of a sum over micro-batches and ranks
         out["loss"], out["unsafe"] = dist.sum_scalars(out["loss"], out["unsafe"])
         return out
 
@@ -99,9 +117,16 @@ def numbers(parts: Sequence[tuple[LossOutput, torch.Tensor]]) -> dict[str, float
         "unsafe": torch.stack(unsafe).any() if unsafe else torch.zeros_like(output.loss),
         **output.metrics,
     }
-    on_device = {name: value.to(output.loss) for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+    on_device = {
+        name: value.to(output.loss)
+        for name, value in wanted.items()
+        if isinstance(value, torch.Tensor)
+    }
     read = zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True)
-    return {**{name: value for name, value in wanted.items() if not isinstance(value, torch.Tensor)}, **dict(read)}
+    return {
+        **{name: value for name, value in wanted.items() if not isinstance(value, torch.Tensor)},
+        **dict(read),
+    }
 
 
 def two_pass(
@@ -118,13 +143,21 @@ def two_pass(
 
     kept_graphs: micro-batches whose graphs are retained. last: no other backward follows in this optimizer step.
     """
-    with observed() as running_statistics:  # of batch norms: of pass 1 alone, and only where all of this goes well
+    with (
+        observed() as running_statistics
+    ):  # of batch norms: of pass 1 alone, and only where all of this goes well
         cache = guard("forward pass", lambda: encode(engine, micro_batches, objective, kept_graphs))
-    features, prepared = joined([e.features for e in cache]), [e.prepared for e in cache if e.prepared is not None]
+    features, prepared = (
+        joined([e.features for e in cache]),
+        [e.prepared for e in cache if e.prepared is not None],
+    )
     seen = replace(context, prepared=joined(prepared) if prepared else None)
     with matmul_precision(objective.matmul):
         output = guard("loss", lambda: objective(features, seen))  # once, over the global batch
-    guard("backward pass", lambda: replay(engine, cache, output.split([len(m) for m in micro_batches]), last))
+    guard(
+        "backward pass",
+        lambda: replay(engine, cache, output.split([len(m) for m in micro_batches]), last),
+    )
     for update in running_statistics:
         update()
     return output, features.logit_scale
@@ -136,12 +169,17 @@ class CachedMicroBatch:
 
     inputs: MicroBatch
     features: Features  # with their graph, where it is retained
-    rng: dict[str, torch.Tensor] | None  # that its forward started from; None where the graph is retained
+    rng: (
+        dict[str, torch.Tensor] | None
+    )  # that its forward started from; None where the graph is retained
     prepared: Features | None  # by `Objective.prepare`
 
 
 def encode(
-    engine: Differentiable, micro_batches: Sequence[MicroBatch], objective: Objective, kept_graphs: int
+    engine: Differentiable,
+    micro_batches: Sequence[MicroBatch],
+    objective: Objective,
+    kept_graphs: int,
 ) -> list[CachedMicroBatch]:
     """Pass 1: every micro-batch's features, retaining the graphs of the last `kept_graphs` (at least one).
 
@@ -161,7 +199,10 @@ def encode(
 
 
 def replay(
-    engine: Differentiable, cache: list[CachedMicroBatch], gradients: list[FeatureGradients], last: bool
+    engine: Differentiable,
+    cache: list[CachedMicroBatch],
+    gradients: list[FeatureGradients],
+    last: bool,
 ) -> None:
     """Pass 2: retained graphs first, which frees them; then each other micro-batch again, with its own randomness.
 
@@ -173,12 +214,16 @@ def replay(
     for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True), 1):
         assert entry.rng is not None
         restore_rng(entry.rng, engine.device)
-        engine.backward(engine.forward(entry.inputs, entry.features), gradient, last and i == len(cache))
+        engine.backward(
+            engine.forward(entry.inputs, entry.features), gradient, last and i == len(cache)
+        )
     restore_rng(after, engine.device)
 
 
 def joined(parts: Sequence[Features]) -> Features:
     """One after another, detached; the scalars are those of the last."""
     final = parts[-1].detach()
-    image, text = (torch.cat([getattr(p, side).detach() for p in parts]) for side in ("image", "text"))
+    image, text = (
+        torch.cat([getattr(p, side).detach() for p in parts]) for side in ("image", "text")
+    )
     return Features(image, text, final.logit_scale, final.logit_bias)

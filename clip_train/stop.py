@@ -39,7 +39,9 @@ class StopRequest:
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # whoever started this rank may have blocked them until now
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, SIGNALS
+        )  # whoever started this rank may have blocked them until now
 
     def look(self) -> str | None:
         """The reason, if there is one; from any thread, also while the main thread is in C (a rendezvous, a

@@ -48,15 +48,21 @@ class Trainer:
     evaluate_every: int | None = None
     digest: bool = False
     log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
-    run_state: dict[str, Any] = field(default_factory=dict)  # what a resumed run compares itself with
+    run_state: dict[str, Any] = field(
+        default_factory=dict
+    )  # what a resumed run compares itself with
     stop: StopRequest = field(default_factory=StopRequest)
-    phase: Callable[[str], None] = lambda phase: None  # is given where the rank is: "step", "save", "evaluate"
+    phase: Callable[[str], None] = lambda phase: (
+        None
+    )  # is given where the rank is: "step", "save", "evaluate"
     step: int = 0  # optimizer steps taken; part of every checkpoint, as `samples` is
     samples: int = 0  # seen by all ranks together
     epoch_at: Callable[[int], int] = lambda step: 0  # step -> whole epochs of the data before it
     bad_samples: InvalidLog = field(default_factory=InvalidLog)
     saves_prepared: bool = False  # there is memory for the first snapshot
-    failure: Exception | None = None  # of this rank alone; the others learn of it at the next boundary
+    failure: Exception | None = (
+        None  # of this rank alone; the others learn of it at the next boundary
+    )
 
     def resume(self, resumed: Resumed) -> None:
         """Take weights, optimizer, random state and position from a checkpoint."""
@@ -83,7 +89,9 @@ class Trainer:
                 self._end_preempted()
             else:
                 self._step(batch, timer)
-        if not self._save(wait=True):  # before the evaluation: a mistake in its inputs must not cost the last steps
+        if not self._save(
+            wait=True
+        ):  # before the evaluation: a mistake in its inputs must not cost the last steps
             raise CheckpointError(
                 f"all {self.steps} steps are trained, but the last save failed (see above); run the same line again"
             )
@@ -119,7 +127,9 @@ class Trainer:
             self.checkpoints.settle()
             good = self.checkpoints.last_good
             where = (
-                f"the last good checkpoint is that of step {good.step} ({good.path})" if good else "no checkpoint yet"
+                f"the last good checkpoint is that of step {good.step} ({good.path})"
+                if good
+                else "no checkpoint yet"
             )
             raise DivergedError(
                 f"step {self.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
@@ -139,10 +149,15 @@ class Trainer:
             self._report_invalid()
         if not self.saves_prepared:  # now that the optimizer has its state
             self.saves_prepared = True
-            self._on_this_rank(lambda: self.checkpoints.prepare(self.engine.state_fragments(), *self._rank_state()))
+            self._on_this_rank(
+                lambda: self.checkpoints.prepare(self.engine.state_fragments(), *self._rank_state())
+            )
         if self.step == self.steps:
             return  # `run` saves and evaluates at the end
-        saves, evaluates = self.checkpoints.due(self.step), self.step % (self.evaluate_every or self.steps) == 0
+        saves, evaluates = (
+            self.checkpoints.due(self.step),
+            self.step % (self.evaluate_every or self.steps) == 0,
+        )
         if saves:
             self._save()
         if evaluates:
@@ -172,7 +187,9 @@ class Trainer:
         except Exception as e:
             self.failure = self.failure or e
 
-    def _record(self, result: StepResult, lr: float, plan: BatchPlan, times: StepTimes, batch: Batch) -> None:
+    def _record(
+        self, result: StepResult, lr: float, plan: BatchPlan, times: StepTimes, batch: Batch
+    ) -> None:
         """One optimizer step, as `metrics.jsonl` has it."""
         record: dict[str, Any] = {
             "step": self.step,  # counted from 1
@@ -190,9 +207,13 @@ class Trainer:
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),
         }
         if self.digest:
-            record["batch_digest"] = batch_digest(key for keys in dist.gather_objects(batch.keys) for key in keys)
+            record["batch_digest"] = batch_digest(
+                key for keys in dist.gather_objects(batch.keys) for key in keys
+            )
         record |= result.metrics
-        self._on_this_rank(lambda: record.update(self.checkpoints.poll()))  # what became of earlier saves
+        self._on_this_rank(
+            lambda: record.update(self.checkpoints.poll())
+        )  # what became of earlier saves
         self._on_this_rank(lambda: self.sinks.write(record))
         self.progress.update(record)
 
@@ -203,7 +224,11 @@ class Trainer:
 
     def _report_invalid(self) -> None:
         if self.bad_samples.total:
-            record = {"step": self.step, **self.bad_samples.state(), "pictures": self.bad_samples.pictures}
+            record = {
+                "step": self.step,
+                **self.bad_samples.state(),
+                "pictures": self.bad_samples.pictures,
+            }
             self._on_this_rank(lambda: self.sinks.write(record, "invalid"))
 
     def _save(self, *, wait: bool = False) -> bool:
@@ -217,22 +242,34 @@ class Trainer:
             "engine": self.engine.extra_state(),
         }
         rng, shared = self._rank_state()
-        return self.checkpoints.save(self.step, self.engine.state_fragments(), rng, state, shared, wait=wait)
+        return self.checkpoints.save(
+            self.step, self.engine.state_fragments(), rng, state, shared, wait=wait
+        )
 
     def _rank_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What a checkpoint holds beside the fragments: this rank's random state; the objective's, alike on all."""
         return rng_state(self.engine.device), self.objective.state_dict()
 
     def _end_preempted(self) -> None:
-        reasons = ", ".join(dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None))
+        reasons = ", ".join(
+            dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None)
+        )
         step = self.step
         if step == 0:
-            raise Preempted(f"stopped by {reasons} before the first step; run the same line to begin")
+            raise Preempted(
+                f"stopped by {reasons} before the first step; run the same line to begin"
+            )
         saved = self._save(wait=True)
         good = self.checkpoints.last_good
-        committed = f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
-        if not saved and (good is None or good.step != step):  # nor on the local disk, if not in the remote store
+        committed = (
+            f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
+        )
+        if not saved and (
+            good is None or good.step != step
+        ):  # nor on the local disk, if not in the remote store
             raise CheckpointError(
                 f"stopped by {reasons} after step {step}, and the save failed (see above); {committed}"
             )
-        raise Preempted(f"stopped by {reasons} after step {step}: {committed}; run the same line to go on")
+        raise Preempted(
+            f"stopped by {reasons} after step {step}: {committed}; run the same line to go on"
+        )

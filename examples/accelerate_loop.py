@@ -24,7 +24,11 @@ class TwoTowers(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.66))
 
     def forward(self, images, texts):
-        return F.normalize(self.image(images), dim=-1), F.normalize(self.text(texts), dim=-1), self.logit_scale.exp()
+        return (
+            F.normalize(self.image(images), dim=-1),
+            F.normalize(self.text(texts), dim=-1),
+            self.logit_scale.exp(),
+        )
 
 
 accelerator = Accelerator()
@@ -32,15 +36,21 @@ torch.manual_seed(0)  # the same data and weights on every rank; Accelerate deal
 data = TensorDataset(torch.randn(96, 48), torch.randn(96, 20))
 model = TwoTowers()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loader = DataLoader(data, batch_size=48 // accelerator.num_processes)  # 48 samples in a global batch
+loader = DataLoader(
+    data, batch_size=48 // accelerator.num_processes
+)  # 48 samples in a global batch
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in range(10):
     for images, texts in loader:
         optimizer.zero_grad()
-        loss = contrastive_step(model, images, texts, micro_size=8, scaler=accelerator.scaler)  # no backward(loss)
+        loss = contrastive_step(
+            model, images, texts, micro_size=8, scaler=accelerator.scaler
+        )  # no backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     accelerator.print(f"step {epoch + 1} loss {loss.item():.4f}")
 accelerator.wait_for_everyone()
 sys.stdout.flush()
-os._exit(0)  # gloo's threads under DDP outlive the process group, and may abort the interpreter's end
+os._exit(
+    0
+)  # gloo's threads under DDP outlive the process group, and may abort the interpreter's end

@@ -50,4 +50,6 @@ clip_train(
 )
 steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 for step in (steps[0], steps[-1]):
-    print(f"step {step['step']}: CLIP's loss {step['clip_loss']:.3f}, the teacher's {step['distill_loss']:.3f}")
+    print(
+        f"step {step['step']}: CLIP's loss {step['clip_loss']:.3f}, the teacher's {step['distill_loss']:.3f}"
+    )

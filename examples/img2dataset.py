@@ -26,8 +26,17 @@ def draw(folder: Path) -> None:
         with source.open("rb") as file:
             for i, sample in enumerate(iter_samples(file)):
                 key, caption = f"{shard:05d}{i:04d}", sample.members["txt"].decode()
-                rows.append({"key": key, "url": f"https://x/{key}.jpg", "caption": caption, "status": "success"})
-                samples.append({"__key__": key, "jpg": sample.members["jpg"], "txt": caption, "json": rows[-1]})
+                rows.append(
+                    {
+                        "key": key,
+                        "url": f"https://x/{key}.jpg",
+                        "caption": caption,
+                        "status": "success",
+                    }
+                )
+                samples.append(
+                    {"__key__": key, "jpg": sample.members["jpg"], "txt": caption, "json": rows[-1]}
+                )
         write_shards(folder, samples, len(samples), f"{shard:05d}.tar")
         stats = {"count": len(rows), "successes": len(rows), "failed_to_download": 0}
         (folder / f"{shard:05d}_stats.json").write_text(json.dumps(stats))

@@ -23,7 +23,11 @@ class TwoTowers(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.66))
 
     def forward(self, images, texts):
-        return F.normalize(self.image(images), dim=-1), F.normalize(self.text(texts), dim=-1), self.logit_scale.exp()
+        return (
+            F.normalize(self.image(images), dim=-1),
+            F.normalize(self.text(texts), dim=-1),
+            self.logit_scale.exp(),
+        )
 
 
 class Contrastive(lightning.LightningModule):
@@ -56,5 +60,7 @@ trainer = lightning.Trainer(
     accelerator="cpu", devices=devices, max_epochs=10, use_distributed_sampler=False, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
-share = range(trainer.global_rank, len(data), devices)  # the same global batches on any number of devices
+share = range(
+    trainer.global_rank, len(data), devices
+)  # the same global batches on any number of devices
 trainer.fit(Contrastive(), DataLoader(data, batch_size=48 // devices, sampler=share))

@@ -37,7 +37,12 @@ clip_train("train", str(recipe), f"run.dir={folder}/plain", *sys.argv[2:])
 bank = ("loss.kind=memory_bank", "loss.bank_size=256", "loss.bank_warmup_steps=20")
 clip_train("train", str(recipe), f"run.dir={folder}/bank", *bank, *sys.argv[2:])
 
-plain, last = (json.loads((folder / run / "metrics.jsonl").read_text().splitlines()[-1]) for run in ("plain", "bank"))
+plain, last = (
+    json.loads((folder / run / "metrics.jsonl").read_text().splitlines()[-1])
+    for run in ("plain", "bank")
+)
 print(f"plain: loss {plain['loss']:.3f}")
-print(f"with {last['bank_entries']:.0f} pairs in the bank: loss {last['loss']:.3f}; over the global batch alone")
+print(
+    f"with {last['bank_entries']:.0f} pairs in the bank: loss {last['loss']:.3f}; over the global batch alone"
+)
 print(f"{last['exact_loss']:.3f}; cosine of the two gradients {last['feature_grad_cosine']:.3f}")

@@ -55,7 +55,9 @@ class Written:
     left_out: list[tuple[str, str]]  # image, reason
 
 
-def read_rows(source: Path, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> Iterator[Row]:
+def read_rows(
+    source: Path, image_key: str | None = None, caption_keys: Sequence[str] = ()
+) -> Iterator[Row]:
     """Every row in order. UserError where nothing can be read, or the columns are not known."""
     if source.is_dir() and (source / SPLITS).is_file():
         names = " or ".join(str(each) for each in sorted(source.iterdir()) if each.is_dir())
@@ -107,15 +109,21 @@ def _json_lines(source: Path) -> Iterator[dict[str, Any]]:
             try:
                 record = json.loads(line) if line.strip() else None
             except ValueError as e:
-                raise UserError(f"SOURCE ({source}), line {number} is not JSON: {e}; one object in each line") from e
+                raise UserError(
+                    f"SOURCE ({source}), line {number} is not JSON: {e}; one object in each line"
+                ) from e
             if isinstance(record, dict):
                 yield record
             elif record is not None:
-                raise UserError(f"SOURCE ({source}), line {number} is no object; one {{...}} in each line")
+                raise UserError(
+                    f"SOURCE ({source}), line {number} is no object; one {{...}} in each line"
+                )
 
 
 def _parquet(source: Path) -> Iterator[dict[str, Any]]:
-    for batch in _pyarrow(source, "parquet").ParquetFile(source).iter_batches(batch_size=ROWS_AT_ONCE):
+    for batch in (
+        _pyarrow(source, "parquet").ParquetFile(source).iter_batches(batch_size=ROWS_AT_ONCE)
+    ):
         yield from batch.to_pylist()
 
 
@@ -137,7 +145,9 @@ def _pyarrow(source: Path, module: str) -> Any:
     try:
         return importlib.import_module(f"pyarrow.{module}")
     except ImportError as e:
-        raise UserError(f"SOURCE ({source}): {source.suffix or '.arrow'} needs `pip install pyarrow`") from e
+        raise UserError(
+            f"SOURCE ({source}): {source.suffix or '.arrow'} needs `pip install pyarrow`"
+        ) from e
 
 
 READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
@@ -165,15 +175,21 @@ def _images(folder: Path) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
         folders.sort()
         paths = (Path(root, name) for name in sorted(files))
-        yield from (path for path in paths if path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS)
+        yield from (
+            path for path in paths if path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS
+        )
 
 
 def _beside(image: Path) -> Path | None:
     """Its caption's file."""
-    return next((side for suffix in SIDECARS if (side := image.with_suffix(suffix)).is_file()), None)
+    return next(
+        (side for suffix in SIDECARS if (side := image.with_suffix(suffix)).is_file()), None
+    )
 
 
-def make_shards(rows: Iterable[Row], folder: Path, root: Path, *, per_shard: int, workers: int) -> Iterator[Written]:
+def make_shards(
+    rows: Iterable[Row], folder: Path, root: Path, *, per_shard: int, workers: int
+) -> Iterator[Written]:
     """Write every shard that is not there yet. root: where relative paths of images begin. OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     groups = iter(partial(lambda rows: list(itertools.islice(rows, per_shard)), iter(rows)), [])
@@ -182,7 +198,9 @@ def make_shards(rows: Iterable[Row], folder: Path, root: Path, *, per_shard: int
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         numbered = enumerate(groups)
-        while some := list(itertools.islice(numbered, 2 * workers)):  # no more rows in memory than these
+        while some := list(
+            itertools.islice(numbered, 2 * workers)
+        ):  # no more rows in memory than these
             yield from pool.map(write, *zip(*some, strict=True))
 
 
@@ -200,13 +218,22 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         try:
             samples.append({"__key__": f"{number * per_shard + i:09d}", **sample_of(row, root)})
         except ValueError as e:
-            left_out.append((row.image if isinstance(row.image, str) else f"row {number * per_shard + i}", str(e)))
+            left_out.append(
+                (
+                    row.image if isinstance(row.image, str) else f"row {number * per_shard + i}",
+                    str(e),
+                )
+            )
     part = f"{path.stem}.part"
     if samples:
         write_shards(folder, samples, len(samples), part)
     else:
-        (folder / part).write_bytes(bytes(10240))  # a tar without members: the numbers stay those of the rows
-    stats.write_text(json.dumps({"count": len(rows), "successes": len(samples), "left_out": left_out}))
+        (folder / part).write_bytes(
+            bytes(10240)
+        )  # a tar without members: the numbers stay those of the rows
+    stats.write_text(
+        json.dumps({"count": len(rows), "successes": len(samples), "left_out": left_out})
+    )
     (folder / part).replace(path)
     return Written(path, len(samples), left_out)
 
@@ -216,10 +243,16 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
     from clip_train.data.decode import decode_image
     from clip_train.data.invalid import InvalidSample
 
-    by_column = {column: texts for column, value in row.captions.items() if (texts := _texts(value))}
+    by_column = {
+        column: texts for column, value in row.captions.items() if (texts := _texts(value))
+    }
     if not by_column:
         raise ValueError("no caption")
-    data = row.image.get("bytes") or row.image.get("path") if isinstance(row.image, dict) else row.image
+    data = (
+        row.image.get("bytes") or row.image.get("path")
+        if isinstance(row.image, dict)
+        else row.image
+    )
     if isinstance(data, str):
         if data.startswith(("http://", "https://", "s3://")):
             raise ValueError("image is a URL: fetch it with img2dataset --output_format webdataset")
@@ -249,7 +282,9 @@ def _extension(data: bytes) -> str:
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:
-        return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(str(image.format), str(image.format).lower())
+        return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(
+            str(image.format), str(image.format).lower()
+        )
 
 
 def same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -257,8 +292,14 @@ def same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     file = folder / SETTINGS
     before = json.loads(file.read_text()) if file.exists() else {}
     if any(folder.glob("*.tar")) and before != dict(settings):
-        changed = [f"{k}: {before[k]}, now {v}" for k, v in settings.items() if k in before and before[k] != v]
+        changed = [
+            f"{k}: {before[k]}, now {v}"
+            for k, v in settings.items()
+            if k in before and before[k] != v
+        ]
         others = "; ".join(changed) or "they are not from here"
-        raise UserError(f"OUT ({folder}) holds other shards ({others}): remove them, or give another folder")
+        raise UserError(
+            f"OUT ({folder}) holds other shards ({others}): remove them, or give another folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(dict(settings), indent=1))

@@ -40,7 +40,9 @@ from launcher.runtime.verdict import node_name
 from launcher.weights import weights_here
 
 
-def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | None = None) -> ShardIndex:
+def shared_index(
+    config: RunConfig, key: str, spec: str, known: ShardIndex | None = None
+) -> ShardIndex:
     """The shards of `data.train` or `data.val` on every rank; one rank of each node lists them and reads their index.
 
     known: what this rank has found before.
@@ -52,7 +54,11 @@ def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | Non
         return known or index_of(spec, config.data.verify, config.storage, key)
 
     found = dist.agreed(look)
-    looked = [(node, each) for node, each in dist.gather_objects((node_name(), found and found.fingerprint())) if each]
+    looked = [
+        (node, each)
+        for node, each in dist.gather_objects((node_name(), found and found.fingerprint()))
+        if each
+    ]
     first, its = looked[0]
     if others := sorted({node for node, each in looked if each != its}):
         raise RankError(
@@ -65,7 +71,11 @@ def shared_index(config: RunConfig, key: str, spec: str, known: ShardIndex | Non
 
 
 def build_loader(
-    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None, index: ShardIndex
+    config: RunConfig,
+    checked: Checked,
+    device: torch.device,
+    resumed: Resumed | None,
+    index: ShardIndex,
 ) -> TrainLoader:
     """Collective: the loader, at the first step or at the checkpoint's."""
     began, sizes = 0, config.batch.sizes
@@ -116,7 +126,9 @@ def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
     if text.hf_tokenizer_name is None:
         return Tokenizer(text.context_length)
     options = text.tokenizer_kwargs or TokenizerOptions()
-    out = HFTokenizer(text.hf_tokenizer_name, text.context_length, options.clean, options.strip_sep_token)
+    out = HFTokenizer(
+        text.hf_tokenizer_name, text.context_length, options.clean, options.strip_sep_token
+    )
     if out.vocab_size > text.vocab_size:
         raise UserError(
             f"text_cfg.vocab_size ({text.vocab_size}) must be at least {out.vocab_size}, which "
@@ -128,7 +140,11 @@ def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
 def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
     def make_model() -> torch.nn.Module:
         checkpointing = bool(checked.engine.activation_checkpointing)
-        model = build_model(checked.architecture, dropout=config.model.dropout, activation_checkpointing=checkpointing)
+        model = build_model(
+            checked.architecture,
+            dropout=config.model.dropout,
+            activation_checkpointing=checkpointing,
+        )
         freeze(model, config.model)
         return model
 
@@ -149,19 +165,28 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
     digest. RankError where the nodes see different ones."""
     local = config.batch.accumulation == "local"
     with weights_here(config.model, config.storage, ["teacher"]) as here:
-        loaded = dist.agreed(partial(load_teacher, config.model, here.teacher, device, DTYPES[config.engine.precision]))
+        loaded = dist.agreed(
+            partial(
+                load_teacher, config.model, here.teacher, device, DTYPES[config.engine.precision]
+            )
+        )
     if loaded is None:
         return build_loss(config.loss, local=local), None
     teacher, digest = loaded
     (first, own), *others = dist.gather_objects((node_name(), digest))
     if other := next((node for node, each in others if each != own), None):
-        raise RankError(f"model.teacher ({config.model.teacher}) on {other} is not that of {first}; mount it on all")
+        raise RankError(
+            f"model.teacher ({config.model.teacher}) on {other} is not that of {first}; mount it on all"
+        )
     features = lambda micro_batch: Features(*teacher(micro_batch.images, micro_batch.texts))  # noqa: E731
     return build_loss(config.loss, features, local=local), digest
 
 
 def evaluation(
-    config: RunConfig, architecture: AnyArchitecture, engine: Engine, examples_to: Path | None = None
+    config: RunConfig,
+    architecture: AnyArchitecture,
+    engine: Engine,
+    examples_to: Path | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val` and the labelled images, or None where there are neither. examples_to: the
     run's folder, whose report is to show some images with the captions nearest to them."""
@@ -173,7 +198,9 @@ def evaluation(
     @cache
     def index(key: str) -> ShardIndex | ImageFolder:
         """Listed and counted once, by all ranks together."""
-        folder = None if key == "data.val" else dist.on_main(partial(ImageFolder.find, places[key], key))
+        folder = (
+            None if key == "data.val" else dist.on_main(partial(ImageFolder.find, places[key], key))
+        )
         return folder or count_missing(shared_index(config, key, places[key]), config.storage)
 
     def loader(key: str) -> ValLoader | None:
@@ -194,7 +221,9 @@ def evaluation(
         )
 
     def run_once() -> dict[str, float]:
-        loaders = [loader(key) for key in ("data.val", "evaluate.zero_shot_data", "evaluate.linear_probe")]
+        loaders = [
+            loader(key) for key in ("data.val", "evaluate.zero_shot_data", "evaluate.linear_probe")
+        ]
         val, labelled, probe = loaders
         found = lambda: [each for loader in loaders if loader for each in loader.invalid]  # noqa: E731
         try:
@@ -206,7 +235,9 @@ def evaluation(
         if examples is not None and examples_to is not None and dist.is_main():
             try:
                 examples.write(examples_to)
-            except Exception as e:  # a page is no reason to end a run, nor to leave other ranks waiting
+            except (
+                Exception
+            ) as e:  # a page is no reason to end a run, nor to leave other ranks waiting
                 warn(f"the nearest captions could not be written: {type(e).__name__}: {e}")
         invalid = [each for rank in dist.gather_objects(found()) for each in rank]
         if invalid and dist.is_main():
@@ -217,7 +248,11 @@ def evaluation(
         out = run_once()
         if engine.ema is not None:
             with engine.averaged():
-                out |= {f"ema_{name}": each for name, each in run_once().items() if not name.endswith("samples")}
+                out |= {
+                    f"ema_{name}": each
+                    for name, each in run_once().items()
+                    if not name.endswith("samples")
+                }
         return out
 
     return with_average

@@ -61,11 +61,15 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         heartbeat,
         run_dir=config.run_dir if env.rank == 0 else None,
         # a rank that waits must not give up before the one that hangs has been found out
-        on_limit=lambda limit: rendezvous.set_timeout(max(config.launch.timeout_seconds, 2 * limit)),
+        on_limit=lambda limit: rendezvous.set_timeout(
+            max(config.launch.timeout_seconds, 2 * limit)
+        ),
         on_first_step=first_step,
     )
     watchdog.start()
-    engines.package(f"{config.engine.kind}.engine")  # its imports, which are counted apart from what follows
+    engines.package(
+        f"{config.engine.kind}.engine"
+    )  # its imports, which are counted apart from what follows
     startup.done("imports")
     # what can be wrong without the other ranks; one of them looks at the shards
     checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)
@@ -74,15 +78,21 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     startup.done("checks")
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
-        log(f"{env.describe()}; {device}, {ranks.backend(device)}{through}, {torch.get_num_threads()} threads")
+        log(
+            f"{env.describe()}; {device}, {ranks.backend(device)}{through}, {torch.get_num_threads()} threads"
+        )
     recipe = config.model_dump(mode="json")  # the same on all ranks, which `workers` need not be
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
-    rendezvous.start(env, device, heartbeat, recipe=recipe, timeout_seconds=first_timeout(config.launch))
+    rendezvous.start(
+        env, device, heartbeat, recipe=recipe, timeout_seconds=first_timeout(config.launch)
+    )
     startup.done("process group")
     dist.on_main(partial(make_run_dir, config))
     if config.chosen:
         checked = decide(config, checked, memory_limit(config, device))
-    trainer = build_trainer(config, checked, device, outcome, facts(given, env, device) if env.rank == 0 else {})
+    trainer = build_trainer(
+        config, checked, device, outcome, facts(given, env, device) if env.rank == 0 else {}
+    )
     trainer.stop, trainer.phase = stop, watchdog.phase
     watchdog.committed = lambda: good.step if (good := trainer.checkpoints.last_good) else None
     startup.done("model, engine and data")
@@ -104,10 +114,14 @@ def make_run_dir(config: RunConfig) -> None:
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise RankError(f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another") from e
+        raise RankError(
+            f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another"
+        ) from e
 
 
-def describe_run_dir(config: RunConfig, checked: Checked, start: int, described: dict[str, Any]) -> None:
+def describe_run_dir(
+    config: RunConfig, checked: Checked, start: int, described: dict[str, Any]
+) -> None:
     """Rank 0, once it is certain that the run is this recipe's: the recipe as resolved, the engine's own files, and
     that an attempt begins after step `start`. described: its facts."""
     try:
@@ -117,24 +131,38 @@ def describe_run_dir(config: RunConfig, checked: Checked, start: int, described:
         clear_verdict(config.run_dir)
         (config.run_dir / "recipe.yaml").write_text(config.to_yaml())
         facts = engine_facts(config, checked.plan, checked.plan.world_size)
-        for name, text in engines.package(config.engine.kind).artifacts(checked.engine, facts).items():
+        for name, text in (
+            engines.package(config.engine.kind).artifacts(checked.engine, facts).items()
+        ):
             (config.run_dir / name).write_text(text)
     except OSError as e:
-        raise RankError(f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another") from e
+        raise RankError(
+            f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another"
+        ) from e
 
 
 def build_trainer(
-    config: RunConfig, checked: Checked, device: torch.device, outcome: Outcome, described: dict[str, Any]
+    config: RunConfig,
+    checked: Checked,
+    device: torch.device,
+    outcome: Outcome,
+    described: dict[str, Any],
 ) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
     steps, sizes = config.steps, config.batch.sizes
-    torch.manual_seed((config.run.seed * 1_000_003 + dist.rank()) % 2**63)  # what is random beside counter-based draws
-    checkpoints = CheckpointManager(config.checkpoint, config.run_dir / "checkpoints", log=log, warn=warn)
+    torch.manual_seed(
+        (config.run.seed * 1_000_003 + dist.rank()) % 2**63
+    )  # what is random beside counter-based draws
+    checkpoints = CheckpointManager(
+        config.checkpoint, config.run_dir / "checkpoints", log=log, warn=warn
+    )
     checkpoints.preflight()
     checkpoints.refuse_second_writer()
     resumed = checkpoints.resume()
     objective, teacher = parts.build_objective(config, device)
-    notes = [] if resumed is None else compare_with(config, resumed, checked.plan.world_size, teacher)
+    notes = (
+        [] if resumed is None else compare_with(config, resumed, checked.plan.world_size, teacher)
+    )
     checkpoints.begin()
     start = resumed.state["step"] if resumed else 0
     dist.on_main(partial(describe_run_dir, config, checked, start, described))
@@ -143,7 +171,9 @@ def build_trainer(
     if resumed is None:
         say = log if dist.is_main() else silent
         with weights_here(config.model, config.storage) as model:
-            engine.load_fragments(dist.agreed(partial(initial_weights, model, config.run.seed, say)), {})
+            engine.load_fragments(
+                dist.agreed(partial(initial_weights, model, config.run.seed, say)), {}
+            )
     if checked.layout is not None:
         checked = measure(config, checked, engine)
         if dist.is_main() and checked.layout is not None:
@@ -153,7 +183,9 @@ def build_trainer(
     )
     loader = parts.build_loader(config, checked, device, resumed, index)
     sinks = dist.agreed(
-        lambda: Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json"))
+        lambda: Sinks.open(
+            config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json")
+        )
     )
     trainer = Trainer(
         engine=engine,
@@ -162,7 +194,9 @@ def build_trainer(
         plan=checked.plan,
         sizes=sizes,
         steps=steps,
-        learning_rate=lambda step: learning_rate(config.schedule, config.optim.peak_lr(sizes.at(step)), step, steps),
+        learning_rate=lambda step: learning_rate(
+            config.schedule, config.optim.peak_lr(sizes.at(step)), step, steps
+        ),
         checkpoints=checkpoints,
         sinks=sinks,
         progress=ProgressLine(
@@ -177,7 +211,9 @@ def build_trainer(
         log=log,
         run_state={
             "recipe": config.model_dump(mode="json"),
-            "architecture": checked.architecture.model_dump(mode="json"),  # for an export without the recipe's files
+            "architecture": checked.architecture.model_dump(
+                mode="json"
+            ),  # for an export without the recipe's files
             "teacher": teacher,
             **loader.state(),
         },
@@ -192,7 +228,11 @@ def build_trainer(
 
 
 def describe_start(
-    config: RunConfig, checked: Checked, device: torch.device, resumed: Resumed | None, notes: list[str]
+    config: RunConfig,
+    checked: Checked,
+    device: torch.device,
+    resumed: Resumed | None,
+    notes: list[str],
 ) -> None:
     """Logged by rank 0: what this run is."""
     plan, sizes = checked.plan, config.batch.sizes

@@ -41,7 +41,9 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def weights_here(config: ModelConfig, storage: StorageConfig, keys: Sequence[str] = KEYS) -> Iterator[ModelConfig]:
+def weights_here(
+    config: ModelConfig, storage: StorageConfig, keys: Sequence[str] = KEYS
+) -> Iterator[ModelConfig]:
     """Collective: `config` with places that this rank can open; what had to be fetched goes when the block is left.
 
     UserError, CheckpointError, on all ranks.
@@ -50,15 +52,23 @@ def weights_here(config: ModelConfig, storage: StorageConfig, keys: Sequence[str
     first = bool(places) and ranks.detect(os.environ).local_rank == 0
     with contextlib.ExitStack() as stack:
         folder = dist.agreed(lambda: temporary_folder(stack) if first else None)
-        here = {k: _place_here(k, place, folder and folder / k, storage) for k, place in places.items()}
+        here = {
+            k: _place_here(k, place, folder and folder / k, storage) for k, place in places.items()
+        }
         yield config.model_copy(update=here)
 
 
 def temporary_folder(stack: contextlib.ExitStack) -> Path:
     try:
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clip-train-", ignore_cleanup_errors=True)))
+        return Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="clip-train-", ignore_cleanup_errors=True)
+            )
+        )
     except OSError as e:
-        raise UserError(f"no temporary folder can be made: {e}; set TMPDIR to one with room for the weights") from e
+        raise UserError(
+            f"no temporary folder can be made: {e}; set TMPDIR to one with room for the weights"
+        ) from e
 
 
 def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfig) -> str:
@@ -72,13 +82,19 @@ def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfi
 
     def on_node(fetch: Callable[[Path], T]) -> T:
         """What the node's first rank has fetched."""
-        got = dist.agreed(lambda: None if folder is None else (node_name(), readable(lambda: fetch(folder))))
+        got = dist.agreed(
+            lambda: None if folder is None else (node_name(), readable(lambda: fetch(folder)))
+        )
         return dict(each for each in dist.gather_objects(got) if each is not None)[node_name()]
 
     if hub.is_on_hub(place):
         return str(on_node(lambda to: hub.fetch(place)))
     if dist.on_main(lambda: readable(lambda: _is_weights(place))):
-        return str(on_node(lambda to: _fetch(place, to, storage)) if is_remote(place) else local_path(place))
+        return str(
+            on_node(lambda to: _fetch(place, to, storage))
+            if is_remote(place)
+            else local_path(place)
+        )
     try:  # collective: the newest whole checkpoint, or the one that is named
         _, places, only = find_run(place, [])
         found = open_to_look(places, only=only)
@@ -86,12 +102,16 @@ def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfi
         raise UserError(
             f"model.{key} ({place}) holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's checkpoint: {e}"
         ) from e
-    names = found.reader.names() if folder is not None else {}  # the node's other ranks read nothing
+    names = (
+        found.reader.names() if folder is not None else {}
+    )  # the node's other ranks read nothing
     wanted = {name: Wanted(name, "param", 0, math.prod(shape)) for name, shape in names.items()}
     found.reader.prepare(wanted.values())
 
     def write(to: Path) -> Path:
-        state = {name: found.reader.read(*each).reshape(names[name]) for name, each in wanted.items()}
+        state = {
+            name: found.reader.read(*each).reshape(names[name]) for name, each in wanted.items()
+        }
         return export_openclip(state, parse_saved(found.state["architecture"]), to)
 
     written = on_node(write)
@@ -123,7 +143,9 @@ def holds_weights(place: str) -> bool:
 def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
     """A weights file, or an export's folder, from a URL. UserError, CheckpointError, OSError."""
     folder.mkdir()
-    url, _, name = place.rpartition("/") if place.endswith(_SUFFIXES) else (place.rstrip("/"), "", "")
+    url, _, name = (
+        place.rpartition("/") if place.endswith(_SUFFIXES) else (place.rstrip("/"), "", "")
+    )
     there = open_storage(url)
     if there.exists(CONFIG_NAME):
         (folder / CONFIG_NAME).write_bytes(there.read_bytes(CONFIG_NAME))
@@ -135,7 +157,9 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
         raise UserError(f"{place}: there is no such file; correct it") from e
     known = known_sha256(folder, file.name)
     if known is None:
-        warn(f"{url}/{file.name} has no sha256 in a {CONFIG_NAME} beside it: it is taken as it has come")
+        warn(
+            f"{url}/{file.name} has no sha256 in a {CONFIG_NAME} beside it: it is taken as it has come"
+        )
     elif known != sha256_of(file):
         raise CheckpointError(
             f"{url}/{file.name} does not have its sha256 ({CONFIG_NAME}): it has changed; export again"
@@ -146,7 +170,11 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
 def known_sha256(folder: Path, name: str) -> str | None:
     """As the export's description has it; None: it says none. CheckpointError for a description that is no JSON."""
     try:
-        content = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else {}
+        content = (
+            json.loads((folder / CONFIG_NAME).read_text())
+            if (folder / CONFIG_NAME).exists()
+            else {}
+        )
     except ValueError as e:
         raise CheckpointError(f"{CONFIG_NAME} beside {name} is not JSON: {e}") from e
     known = content.get("sha256") if isinstance(content, dict) else None
@@ -167,8 +195,12 @@ def recipe_in(place: str) -> str | None:
     if path.is_dir():
         return str(path / "recipe.yaml") if (path / "recipe.yaml").exists() else None
     if not path.exists():
-        raise UserError(f"{place}: no such file or folder; give a recipe, a run's folder, or a URL of checkpoints")
-    return None if path.parent.name == "commit" and path.suffix == ".json" else place  # one for each checkpoint
+        raise UserError(
+            f"{place}: no such file or folder; give a recipe, a run's folder, or a URL of checkpoints"
+        )
+    return (
+        None if path.parent.name == "commit" and path.suffix == ".json" else place
+    )  # one for each checkpoint
 
 
 def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places, CommitRef | None]:
@@ -178,9 +210,13 @@ def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places
     if recipe is None:
         return None, *places_of(place)
     config, here = load_config(recipe, overrides), local_path(place)
-    folder = (here if (here / "checkpoints").is_dir() else config.run_dir) / "checkpoints"  # it may have moved
+    folder = (
+        here if (here / "checkpoints").is_dir() else config.run_dir
+    ) / "checkpoints"  # it may have moved
     remote = open_storage(config.checkpoint.remote) if config.checkpoint.remote else None
     local = LocalStorage(folder) if folder.is_dir() else None
     if local is None and remote is None:
-        raise UserError(f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name")
+        raise UserError(
+            f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name"
+        )
     return config, Places(local, remote), None

@@ -35,7 +35,9 @@ def ours(recipe: str, images: list[Any], texts: list[str]) -> Features:
     architecture = parse_saved(found.state["architecture"])
     model = build_model(architecture)
     PlainEngine(model).load_fragments(found.reader, {})
-    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)  # uint8
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(
+        0, 3, 1, 2
+    )  # uint8
     return model.eval()(pixels, Tokenizer(architecture.text_cfg.context_length)(texts))[:2]
 
 
@@ -53,7 +55,9 @@ def by_transformers(line: str, images: list[Any], texts: list[str]) -> Features:
     import transformers  # isort: skip
 
     model, folder = eval(line, {"transformers": transformers}), named_in(line)
-    pixels = transformers.CLIPImageProcessor.from_pretrained(folder)(images, return_tensors="pt")["pixel_values"]
+    pixels = transformers.CLIPImageProcessor.from_pretrained(folder)(images, return_tensors="pt")[
+        "pixel_values"
+    ]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt")
     found = model.eval()(pixel_values=pixels, **tokens)

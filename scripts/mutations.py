@@ -27,7 +27,9 @@ from queue import SimpleQueue
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_SECONDS = 60.0  # a fault may make a rank wait for ever; without it the slowest tests take 10 s
+LIMIT_SECONDS = (
+    60.0  # a fault may make a rank wait for ever; without it the slowest tests take 10 s
+)
 OURS = ("clip_train", "launcher", "tests")
 
 
@@ -55,12 +57,18 @@ class Mutation:
         scopes = [node for name, node in definitions(tree) if name == self.function]
         if not scopes:
             names = [name for name, _ in definitions(tree)]
-            raise LookupError(f"{self.fault!r}: {self.module} has no {self.function}{near(self.function, names)}")
+            raise LookupError(
+                f"{self.fault!r}: {self.module} has no {self.function}{near(self.function, names)}"
+            )
         (statement,) = ast.parse(self.old).body
         wanted = statement.value if isinstance(statement, ast.Expr) else statement
         kind = ast.expr if isinstance(wanted, ast.expr) else ast.stmt
         nodes = [node for scope in scopes for node in ast.walk(scope) if isinstance(node, kind)]
-        found = [node for node in nodes if type(node) is type(wanted) and ast.dump(node) == ast.dump(wanted)]
+        found = [
+            node
+            for node in nodes
+            if type(node) is type(wanted) and ast.dump(node) == ast.dump(wanted)
+        ]
         if len(found) != 1:
             others = near(ast.unparse(wanted), [ast.unparse(node) for node in nodes])
             raise LookupError(
@@ -95,7 +103,10 @@ def replace(source: str, node: ast.expr | ast.stmt, new: str) -> str:
     for line in data.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     assert node.end_lineno is not None and node.end_col_offset is not None
-    begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+    begin, end = (
+        starts[node.lineno - 1] + node.col_offset,
+        starts[node.end_lineno - 1] + node.end_col_offset,
+    )
     text = new.replace("\n", "\n" + " " * node.col_offset)
     return (data[:begin] + text.encode() + data[end:]).decode()
 
@@ -134,14 +145,23 @@ def start_server() -> None:
     sys.path.append(str(ROOT))
     from tests import warm
 
-    warm.start_server(["pytest", *(name for name in warm.PRELOAD if name.split(".")[0] not in OURS)])
+    warm.start_server(
+        ["pytest", *(name for name in warm.PRELOAD if name.split(".")[0] not in OURS)]
+    )
 
 
-def run_tests(tree: Path, tests: Iterable[str], *options: str, limit: float | None = None) -> tuple[int, str]:
+def run_tests(
+    tree: Path, tests: Iterable[str], *options: str, limit: float | None = None
+) -> tuple[int, str]:
     """pytest's exit status (-1: it took too long) and what it printed."""
     from tests import processes, warm
 
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(tree.parent)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TMPDIR": str(tree.parent),
+    }
     arguments = ["-p", "no:cacheprovider", "-m", "not full", "-rfE", *options, *tests]
     process = warm.Command(arguments, env=environment, cwd=tree, target=become_pytest)
     try:
@@ -181,9 +201,13 @@ def judge(status: int, output: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*", help="only faults whose name holds one of these")
-    parser.add_argument("-j", "--jobs", type=int, default=2, help="copies of the tree tested at once")
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=2, help="copies of the tree tested at once"
+    )
     parser.add_argument("--list", action="store_true", help="name the faults and end")
     args = parser.parse_args()
     chosen = [m for m in MUTATIONS if not args.words or any(word in m.fault for word in args.words)]
@@ -231,7 +255,10 @@ def judge_all(chosen: Sequence[Mutation], jobs: int) -> int:
             if status != 0:
                 print(f"{output}\nthe tests are not green without a fault")
                 return 2
-            print(f"the tests are green without a fault ({time.monotonic() - began:.0f} s)", flush=True)
+            print(
+                f"the tests are green without a fault ({time.monotonic() - began:.0f} s)",
+                flush=True,
+            )
             width = max(len(m.fault) for m in chosen)
             for m, (colour, why, seconds) in zip(chosen, judged, strict=True):
                 print(f"{m.fault:{width}}  {colour:5}  {seconds:3.0f} s  {why}", flush=True)

@@ -59,9 +59,16 @@ def pictures(folder: Path) -> Iterator[list[tuple[str, str]]]:
         with shard.open("rb") as file:
             for sample in iter_samples(file):
                 path = f"/{len(content):05d}.jpg"
-                content[path], captions[path] = sample.members["jpg"], sample.members["txt"].decode()
+                content[path], captions[path] = (
+                    sample.members["jpg"],
+                    sample.members["txt"].decode(),
+                )
     content |= {f"/broken{i}.jpg": b"<html>gone</html>" for i in range(BROKEN)}
-    captions |= {f"/{kind}{i}.jpg": "x" for kind, n in (("broken", BROKEN), ("missing", MISSING)) for i in range(n)}
+    captions |= {
+        f"/{kind}{i}.jpg": "x"
+        for kind, n in (("broken", BROKEN), ("missing", MISSING))
+        for i in range(n)
+    }
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -82,7 +89,10 @@ def pictures(folder: Path) -> Iterator[list[tuple[str, str]]]:
 
     with Server(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        table = [(f"http://127.0.0.1:{server.server_port}{path}", caption) for path, caption in captions.items()]
+        table = [
+            (f"http://127.0.0.1:{server.server_port}{path}", caption)
+            for path, caption in captions.items()
+        ]
         random.Random(0).shuffle(table)
         yield table
         server.shutdown()
@@ -93,24 +103,38 @@ class Newcomer:
 
     def __init__(self, home: Path) -> None:
         self.home, self.number, self.start = home, 0, time.monotonic()
-        launchers = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        launchers = (
+            "PYTHONPATH",
+            "VIRTUAL_ENV",
+            "RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
         self.environ = {name: value for name, value in os.environ.items() if name not in launchers}
         self.environ["PATH"] = f"{home / '.venv' / 'bin'}{os.pathsep}{self.environ['PATH']}"
 
     def command(self, page: str, beginning: str) -> str:
         """The line of the page that begins so, without the comment behind it."""
-        lines = [re.sub(r"\s+#.*", "", line).removeprefix("$ ") for line in code_lines(self.home / page, "bash", "")]
+        lines = [
+            re.sub(r"\s+#.*", "", line).removeprefix("$ ")
+            for line in code_lines(self.home / page, "bash", "")
+        ]
         found = [line for line in lines if line.startswith(beginning)]
         if not found:
             raise SystemExit(f"{page} has no command that begins with: {beginning}")
         return min(found, key=len)
 
-    def types(self, page: str, beginning: str, check: Callable[[str], Any] = lambda out: None) -> str:
+    def types(
+        self, page: str, beginning: str, check: Callable[[str], Any] = lambda out: None
+    ) -> str:
         """The output; `check` makes of it what the summary shows, and raises where it is not what the page says."""
         line = self.command(page, beginning)
         return self.does(page, line, lambda: self.run(line), check)
 
-    def does(self, page: str, what: str, action: Callable[[], str], check: Callable[[str], Any]) -> str:
+    def does(
+        self, page: str, what: str, action: Callable[[], str], check: Callable[[str], Any]
+    ) -> str:
         began = time.monotonic()
         out = action()
         try:
@@ -119,7 +143,9 @@ class Newcomer:
             raise SystemExit(f"{out}\n{page}: {what}: {type(e).__name__}: {e}") from e
         self.number += 1
         step = {"step": self.number, "page": page, "command": " ".join(what.split())}
-        step |= {"seconds": round(time.monotonic() - began, 1)} | ({} if found is None else {"found": found})
+        step |= {"seconds": round(time.monotonic() - began, 1)} | (
+            {} if found is None else {"found": found}
+        )
         print(json.dumps(step), flush=True)
         return out
 
@@ -137,13 +163,21 @@ class Newcomer:
         """SIGKILL, when there is a checkpoint to go on from and more has been trained since."""
         with (self.home / "killed.log").open("w") as log:
             process = subprocess.Popen(
-                ["bash", "-c", f"exec {line}"], cwd=self.home, env=self.environ, stdout=log, stderr=log
+                ["bash", "-c", f"exec {line}"],
+                cwd=self.home,
+                env=self.environ,
+                stdout=log,
+                stderr=log,
             )
         end = time.monotonic() + PATIENCE
-        while last_step(run) < KILLED_AFTER or not list((run / "checkpoints" / "commit").glob("*.json")):
+        while last_step(run) < KILLED_AFTER or not list(
+            (run / "checkpoints" / "commit").glob("*.json")
+        ):
             if process.poll() is not None or time.monotonic() > end:
                 process.kill()
-                raise SystemExit(f"{(self.home / 'killed.log').read_text()}\n$ {line}\ndid not get to be killed")
+                raise SystemExit(
+                    f"{(self.home / 'killed.log').read_text()}\n$ {line}\ndid not get to be killed"
+                )
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -177,7 +211,16 @@ def clone(home: Path, anew: bool) -> str:
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         (places,) = venv.glob("lib/python3.*/site-packages")
         (places / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        line = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "-e", "."]
+        line = [
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "-e",
+            ".",
+        ]
         subprocess.run([str(venv / "bin" / "python"), *line], cwd=home, check=True)
     line = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(line, cwd=home, check=True, capture_output=True, text=True).stdout.strip()
@@ -192,17 +235,29 @@ def compare(newcomer: Newcomer, peers: Path, library: str, loading: str) -> Call
             return np.load(out)
         line = [str(python), "scripts/features_of.py", kind, place, "inputs", str(out)]
         environ = newcomer.environ | {"HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(line, cwd=newcomer.home, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            line, cwd=newcomer.home, env=environ, capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            raise SystemExit(f"{done.stdout}{done.stderr}\n{kind} cannot load what was exported: {place}")
+            raise SystemExit(
+                f"{done.stdout}{done.stderr}\n{kind} cannot load what was exported: {place}"
+            )
         return np.load(out)
 
     def action() -> str:
         ours = features(newcomer.home / ".venv" / "bin" / "python", "ours", "my.yaml")
         theirs = features(peers / "bin" / "python", library, loading)
         difference = float(np.abs(ours - theirs).max())
-        apart = float(np.abs(ours[:, :1] - ours[:, 1:]).max())  # of one sample's from another's: they are no constant
-        return json.dumps({"shape": list(theirs.shape), "largest_difference": difference, "between_samples": apart})
+        apart = float(
+            np.abs(ours[:, :1] - ours[:, 1:]).max()
+        )  # of one sample's from another's: they are no constant
+        return json.dumps(
+            {
+                "shape": list(theirs.shape),
+                "largest_difference": difference,
+                "between_samples": apart,
+            }
+        )
 
     return action
 
@@ -214,23 +269,39 @@ def inputs(home: Path, size: int = 32, num: int = 16) -> None:
     with (home / "shards" / "00003.tar").open("rb") as file:
         for i, sample in zip(range(num), iter_samples(file), strict=False):
             (folder / "x.jpg").write_bytes(sample.members["jpg"])
-            Image.open(folder / "x.jpg").convert("RGB").resize((size, size)).save(folder / f"{i:02d}.png")
+            Image.open(folder / "x.jpg").convert("RGB").resize((size, size)).save(
+                folder / f"{i:02d}.png"
+            )
             texts.append(sample.members["txt"].decode())
     (folder / "texts.json").write_text(json.dumps(texts))
 
 
 def hour(newcomer: Newcomer, table: list[tuple[str, str]], peers: Path) -> None:
     home, run = newcomer.home, newcomer.home / "runs" / "my-run"
-    first, data, readme, weights = "docs/first_run.md", "docs/your_data.md", "README.md", "docs/weights.md"
-    (home / "captions.tsv").write_text("url\tcaption\n" + "".join(f"{url}\t{text}\n" for url, text in table))
-    recipe = re.findall(r"^```yaml\n(.*?)^```", (home / first).read_text(), re.MULTILINE | re.DOTALL)[-1]
+    first, data, readme, weights = (
+        "docs/first_run.md",
+        "docs/your_data.md",
+        "README.md",
+        "docs/weights.md",
+    )
+    (home / "captions.tsv").write_text(
+        "url\tcaption\n" + "".join(f"{url}\t{text}\n" for url, text in table)
+    )
+    recipe = re.findall(
+        r"^```yaml\n(.*?)^```", (home / first).read_text(), re.MULTILINE | re.DOTALL
+    )[-1]
     (home / "my.yaml").write_text(recipe)
-    steps, saves = yaml.safe_load(recipe)["run"]["steps"], yaml.safe_load(recipe)["checkpoint"]["every_steps"]
+    steps, saves = (
+        yaml.safe_load(recipe)["run"]["steps"],
+        yaml.safe_load(recipe)["checkpoint"]["every_steps"],
+    )
 
     newcomer.types(data, "python3 -m venv img2dataset-env")
     newcomer.types(data, "img2dataset-env/bin/pip install")
     newcomer.types(data, "img2dataset-env/bin/img2dataset", lambda out: fetched(home / "shards"))
-    newcomer.types(data, "clip-train index 'shards/*.tar'", lambda out: indexed(out, home / "shards"))
+    newcomer.types(
+        data, "clip-train index 'shards/*.tar'", lambda out: indexed(out, home / "shards")
+    )
     newcomer.types(data, "clip-train index 'shards/*.tar' --check")
     newcomer.types(readme, "clip-train doctor my.yaml")
     newcomer.types(first, "clip-train plan my.yaml", planned)
@@ -239,7 +310,9 @@ def hour(newcomer: Newcomer, table: list[tuple[str, str]], peers: Path) -> None:
     train = newcomer.command(readme, "clip-train train my.yaml")
     newcomer.does(readme, f"{train}, and kill -9", lambda: newcomer.killed(train, run), str)
     newcomer.types(readme, "clip-train train my.yaml", lambda out: resumed(out, run, steps, saves))
-    newcomer.types(readme, "clip-train watch runs/my-run", lambda out: expect("DONE" in out, "DONE"))
+    newcomer.types(
+        readme, "clip-train watch runs/my-run", lambda out: expect("DONE" in out, "DONE")
+    )
     newcomer.types(readme, "clip-train evaluate my.yaml", lambda out: evaluated(out, run, steps))
 
     inputs(home)
@@ -252,14 +325,21 @@ def hour(newcomer: Newcomer, table: list[tuple[str, str]], peers: Path) -> None:
         what = f"{loading} beside the checkpoint"
         newcomer.does(page, what, compare(newcomer, peers, library, loading), equal)
     newcomer.types(readme, "clip-train train my.yaml data.kind=synthetic")
-    newcomer.types(readme, "clip-train report runs/my-run runs/speed", lambda out: compared(out, home))
+    newcomer.types(
+        readme, "clip-train report runs/my-run runs/speed", lambda out: compared(out, home)
+    )
 
 
 def fetched(shards: Path) -> dict[str, int]:
     """Nearly all pictures (on a busy machine some time out), and none of the rest."""
     counts = [json.loads(file.read_text()) for file in sorted(shards.glob("*_stats.json"))]
-    found = {name: sum(each[name] for each in counts) for name in ("count", "successes", "failed_to_resize")}
-    expect(found["count"] == PICTURES + MISSING + BROKEN and found["failed_to_resize"] <= BROKEN, found)
+    found = {
+        name: sum(each[name] for each in counts)
+        for name in ("count", "successes", "failed_to_resize")
+    }
+    expect(
+        found["count"] == PICTURES + MISSING + BROKEN and found["failed_to_resize"] <= BROKEN, found
+    )
     return expect(0.9 * PICTURES < found["successes"] <= PICTURES, {"shards": len(counts), **found})
 
 
@@ -277,24 +357,42 @@ def resumed(out: str, run: Path, steps: int, saves: int) -> dict[str, Any]:
     """It went on from a checkpoint, to the end, without a gap; and it has learned."""
     step = int(re.findall(r"resuming from step (\d+)", out)[0])
     lines = {line["step"]: line["loss"] for line in records(run)}
-    expect(sorted(lines) == list(range(1, steps + 1)) and step % saves == 0 and step >= saves, (step, sorted(lines)))
+    expect(
+        sorted(lines) == list(range(1, steps + 1)) and step % saves == 0 and step >= saves,
+        (step, sorted(lines)),
+    )
     losses = [lines[each] for each in sorted(lines)]
     ends = float(np.mean(losses[:5])), float(np.mean(losses[-5:]))
-    return expect(ends[1] < 0.8 * ends[0], {"from": step, "first_loss": round(ends[0], 3), "loss": round(ends[1], 3)})
+    return expect(
+        ends[1] < 0.8 * ends[0],
+        {"from": step, "first_loss": round(ends[0], 3), "loss": round(ends[1], 3)},
+    )
 
 
 def evaluated(out: str, run: Path, steps: int) -> dict[str, float]:
     """What the run has measured of itself at its end, but for ties that another rounding breaks otherwise."""
     (told,) = [line for line in records(run, "eval.jsonl") if line["step"] == steps][-1:]
-    found = {name: float(value) for name, value in re.findall(r"^([\w@]+): ([\d.e-]+)$", out, re.MULTILINE)}
-    expect(found["num_samples"] == told["num_samples"] and abs(found["val_loss"] - told["val_loss"]) < 1e-4, out)
-    expect(all(abs(told[name] - value) <= 0.01 for name, value in found.items() if "@" in name), out)
+    found = {
+        name: float(value)
+        for name, value in re.findall(r"^([\w@]+): ([\d.e-]+)$", out, re.MULTILINE)
+    }
+    expect(
+        found["num_samples"] == told["num_samples"]
+        and abs(found["val_loss"] - told["val_loss"]) < 1e-4,
+        out,
+    )
+    expect(
+        all(abs(told[name] - value) <= 0.01 for name, value in found.items() if "@" in name), out
+    )
     return {name: found[name] for name in ("num_samples", "val_loss", "dedup_image_to_text_R@5")}
 
 
 def equal(out: str) -> dict[str, Any]:
     found = json.loads(out)
-    return expect(found["largest_difference"] < TOLERANCE and found["between_samples"] > 100 * TOLERANCE, found)
+    return expect(
+        found["largest_difference"] < TOLERANCE and found["between_samples"] > 100 * TOLERANCE,
+        found,
+    )
 
 
 def compared(out: str, home: Path) -> str:
@@ -304,15 +402,26 @@ def compared(out: str, home: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--anew", action="store_true", help="install what the project needs, too")
-    parser.add_argument("--keep", metavar="FOLDER", type=Path, help="work here, and leave everything (default: gone)")
+    parser.add_argument(
+        "--keep",
+        metavar="FOLDER",
+        type=Path,
+        help="work here, and leave everything (default: gone)",
+    )
     args = parser.parse_args()
     work = args.keep.resolve() if args.keep else Path(tempfile.mkdtemp(prefix="newcomer-"))
     work.mkdir(parents=True, exist_ok=True)
     peers = ROOT / ".venv-peers"
     if not (peers / "bin" / "python").exists():
-        subprocess.run(["bash", str(ROOT / "scripts" / "setup_peers.sh"), str(peers)], check=True, stdout=sys.stderr)
+        subprocess.run(
+            ["bash", str(ROOT / "scripts" / "setup_peers.sh"), str(peers)],
+            check=True,
+            stdout=sys.stderr,
+        )
     try:
         began = time.monotonic()
         commit = clone(work / "clip-train", args.anew)
@@ -320,7 +429,16 @@ def main() -> int:
         with pictures(work / "drawn") as table:
             hour(newcomer, table, peers)
         seconds = round(time.monotonic() - began)
-        print(json.dumps({"newcomers_hour": "passed", "steps": newcomer.number, "seconds": seconds, "commit": commit}))
+        print(
+            json.dumps(
+                {
+                    "newcomers_hour": "passed",
+                    "steps": newcomer.number,
+                    "seconds": seconds,
+                    "commit": commit,
+                }
+            )
+        )
         return 0
     finally:
         if args.keep is None:

@@ -25,7 +25,9 @@ def table() -> dict[str, str]:
     for model, tag in open_clip.list_pretrained():
         config = open_clip.get_model_config(model)
         towers = config["vision_cfg"], config["text_cfg"]
-        foreign = {key for tower in towers for key in tower if key in ("timm_model_name", "hf_model_name")}
+        foreign = {
+            key for tower in towers for key in tower if key in ("timm_model_name", "hf_model_name")
+        }
         place = open_clip.get_pretrained_cfg(model, tag).get("hf_hub", "").rstrip("/")
         if place and not foreign and "multimodal_cfg" not in config:
             found[f"{model}/{tag}"] = place

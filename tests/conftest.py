@@ -30,7 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests will run, not where they are only listed or handed to workers."""
-    if session.items and not session.config.option.collectonly and session.config.getoption("dist", "no") == "no":
+    if (
+        session.items
+        and not session.config.option.collectonly
+        and session.config.getoption("dist", "no") == "no"
+    ):
         warm.start_server()
 
 

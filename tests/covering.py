@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def pairwise(*axes: Sequence[Any], keep: Callable[[tuple], bool] = lambda case: True) -> list[tuple]:
+def pairwise(
+    *axes: Sequence[Any], keep: Callable[[tuple], bool] = lambda case: True
+) -> list[tuple]:
     """Some of the product's cases that `keep` allows: any two values that meet in one of those meet in one of these.
 
     Greedy and deterministic: always the first case with the most pairs that are still missing.
@@ -17,7 +19,9 @@ def pairwise(*axes: Sequence[Any], keep: Callable[[tuple], bool] = lambda case: 
         case = tuple(value for _, value in numbered)
         if keep(case):
             cases.append(case)
-            places = [(axis, number) for axis, (number, _) in enumerate(numbered)]  # values need no hash
+            places = [
+                (axis, number) for axis, (number, _) in enumerate(numbered)
+            ]  # values need no hash
             pairs.append(set(itertools.combinations(places, min(2, len(axes)))))
     missing, chosen = set().union(*pairs), []
     while missing:

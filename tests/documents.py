@@ -22,7 +22,9 @@ def code_lines(page: Path, *languages: str) -> Iterator[str]:
         if fence := FENCE.match(line):
             language = fence[1] if language is None else None
             continue
-        if language not in languages and not (language is None and "" in languages and line.startswith("    ")):
+        if language not in languages and not (
+            language is None and "" in languages and line.startswith("    ")
+        ):
             continue
         if line.endswith("\\"):
             joined += line[:-1]
@@ -60,7 +62,14 @@ def own_arguments(line: str) -> list[str] | None:
     """What `clip-train` gets of this line, straight or through a launcher of ranks; None where it is another's."""
     found = STARTS.search(line)
     first = line.split(" ", 1)[0]
-    if found is None or first not in ("clip-train", "torchrun", "deepspeed", "mpirun", "srun", "python"):
+    if found is None or first not in (
+        "clip-train",
+        "torchrun",
+        "deepspeed",
+        "mpirun",
+        "srun",
+        "python",
+    ):
         return None
     return shlex.split(line[found.end() :])
 
@@ -76,4 +85,6 @@ def anchors(page: Path) -> set[str]:
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line.lstrip("# ")).lower()
         slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
         found[slug] = found.get(slug, -1) + 1
-    return {slug if not i else f"{slug}-{i}" for slug, last in found.items() for i in range(last + 1)}
+    return {
+        slug if not i else f"{slug}-{i}" for slug, last in found.items() for i in range(last + 1)
+    }

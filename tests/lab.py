@@ -19,7 +19,9 @@ def lacking() -> str | None:
     """What this machine lacks for hosts of its own, or None."""
     if os.geteuid() != 0:
         return "not root"
-    if shutil.which("apt-get") is None and (shutil.which("ip") is None or shutil.which("slurmctld") is None):
+    if shutil.which("apt-get") is None and (
+        shutil.which("ip") is None or shutil.which("slurmctld") is None
+    ):
         return "no iproute2 or Slurm, and no apt-get to install it"
     if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], check=False).returncode:
         return "no namespaces allowed"
@@ -29,7 +31,12 @@ def lacking() -> str | None:
 def call(setup: Path, *arguments: str | Path, timeout: float = 600, **environ: str) -> str:
     """One action of scripts/setup_*.sh; its output."""
     done = subprocess.run(
-        [setup, *arguments], env={**os.environ, **environ}, capture_output=True, text=True, check=False, timeout=timeout
+        [setup, *arguments],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -42,7 +49,9 @@ def lab(what: str, setup: Path, folder: Path, nodes: int, **environ: str) -> Ite
     if lack is None:
         with open("/run/lock/clip-train-lab", "w") as one_at_a_time:  # apt refuses a second one
             fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
-            installed = subprocess.run([setup, "install"], capture_output=True, text=True, check=False, timeout=600)
+            installed = subprocess.run(
+                [setup, "install"], capture_output=True, text=True, check=False, timeout=600
+            )
         if installed.returncode:
             lack = f"apt-get failed: {installed.stderr[-300:]}"
     if lack is not None:

@@ -41,7 +41,11 @@ def running() -> Iterator[tuple[int, list[str], dict[str, str]]]:
         if told.get(parents[pid]) == (line, environ):
             continue
         variables = (entry.partition("=") for entry in environ.decode(errors="replace").split("\0"))
-        yield pid, line.decode(errors="replace").split("\0"), {name: value for name, _, value in variables}
+        yield (
+            pid,
+            line.decode(errors="replace").split("\0"),
+            {name: value for name, _, value in variables},
+        )
 
 
 def kill_tree(process: subprocess.Popen | Command) -> None:

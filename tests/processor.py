@@ -23,6 +23,9 @@ def answer(supported: bool, *precisions: str) -> None:
     accelerator = get_accelerator()
     for precision in precisions:
         setattr(accelerator, f"is_{precision}_supported", lambda: supported)
-    asked = ((torch.bfloat16, accelerator.is_bf16_supported), (torch.float16, accelerator.is_fp16_supported))
+    asked = (
+        (torch.bfloat16, accelerator.is_bf16_supported),
+        (torch.float16, accelerator.is_fp16_supported),
+    )
     dtypes = [torch.float, *(dtype for dtype, is_supported in asked if is_supported())]
     accelerator.supported_dtypes = lambda: dtypes

@@ -17,14 +17,20 @@ import torch.distributed as torch_dist
 from tests import warm
 
 
-def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple
+) -> None:
     torch.set_num_threads(1)
     # DeepSpeed insists on these even where the group exists already.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR="cpu")
     store = torch_dist.FileStore(f"{folder}/store", world_size)
     torch_dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=600)
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=600),
     )
     store.set(f"rank {rank} has joined", "")
     try:
@@ -51,7 +57,10 @@ class RankFailedError(AssertionError):
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`fn(*args)` on every rank (a module-level function); returns the ranks' results in order."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = [warm.process(_rank_main, rank, world_size, folder, fn, args) for rank in range(world_size)]
+        processes = [
+            warm.process(_rank_main, rank, world_size, folder, fn, args)
+            for rank in range(world_size)
+        ]
         for process in processes:
             process.start()
         for process in processes:

@@ -27,7 +27,13 @@ N, STEPS, LR = 256, 5, 0.1
 ARCHITECTURE = Architecture.model_validate(
     {
         "embed_dim": 32,
-        "vision_cfg": {"image_size": 64, "layers": 3, "width": 96, "head_width": 32, "patch_size": 8},
+        "vision_cfg": {
+            "image_size": 64,
+            "layers": 3,
+            "width": 96,
+            "head_width": 32,
+            "patch_size": 8,
+        },
         "text_cfg": {"context_length": 12, "vocab_size": 64, "width": 48, "heads": 2, "layers": 2},
     }
 )
@@ -61,7 +67,9 @@ def address_space() -> int:
 def curve(kind: str, spare_mib: int | None, steps: int = STEPS) -> dict[str, Any]:
     """Losses, micro-batch sizes and what was said of them; the limit stays."""
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False  # it takes address space for each new shape, and does not stand its end
+    torch.backends.mkldnn.enabled = (
+        False  # it takes address space for each new shape, and does not stand its end
+    )
     engine = make(kind)
     plan = BatchPlan(N, 1, 4, 1)  # the first step is small: libraries load what they need
     losses, sizes, log = [], [], []
@@ -71,7 +79,9 @@ def curve(kind: str, spare_mib: int | None, steps: int = STEPS) -> dict[str, Any
             if spare_mib is not None:
                 limit = address_space() + spare_mib * 2**20
                 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        result, plan = recovering_step(engine, batch(step), InfoNCE(tile=128), plan, lr=LR, log=log.append)
+        result, plan = recovering_step(
+            engine, batch(step), InfoNCE(tile=128), plan, lr=LR, log=log.append
+        )
         losses.append(result.loss)
         sizes.append(plan.micro_size)
     return {"losses": losses, "sizes": sizes, "log": log}
@@ -84,9 +94,13 @@ def main(kind: str, spare_mib: int | None) -> None:
 
 if __name__ == "__main__":
     # torchrun's variables, for DeepSpeed's own process group
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu"
+    )
     if sys.argv[1] != "plain":
         # the group is there already: no port that another process may have taken by then
         os.environ["MASTER_PORT"] = "0"
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
     main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None)

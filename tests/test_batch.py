@@ -25,7 +25,13 @@ from tests.toy import share, toy_batch
 )
 def test_plans(N, W, micro, kept, expected):
     plan = plan_batch(BatchConfig(global_size=N, micro_size=micro, kept_graphs=kept), W)
-    told = (plan.per_rank, plan.accum_steps, plan.micro_size, plan.kept_graphs, plan.forwards_per_sample)
+    told = (
+        plan.per_rank,
+        plan.accum_steps,
+        plan.micro_size,
+        plan.kept_graphs,
+        plan.forwards_per_sample,
+    )
     assert told == expected
 
 
@@ -54,13 +60,20 @@ def test_every_rank_has_equally_many_chunks_and_none_is_empty(micro_size, world_
         assert all(sum(sizes) == len(batch) for sizes, batch in zip(cuts, batches, strict=True))
         assert all(1 <= size <= max(micro_size, 2) for sizes in cuts for size in sizes)
         if N % world_size == 0:  # whole micro-batches, then what is left
-            assert cuts[0][:-1] == [plan.micro_size] * (plan.accum_steps - 1) and cuts[0][-1] <= plan.micro_size
-        joined = torch.cat([m.sample_seeds for batch in batches for m in batch.micro_batches(micro_size)])
+            assert (
+                cuts[0][:-1] == [plan.micro_size] * (plan.accum_steps - 1)
+                and cuts[0][-1] <= plan.micro_size
+            )
+        joined = torch.cat(
+            [m.sample_seeds for batch in batches for m in batch.micro_batches(micro_size)]
+        )
         assert joined.tolist() == list(range(N))
 
 
 def test_ranks_need_a_sample_each():
-    with pytest.raises(UserError, match=r"batch.global_size \(3\).*ranks \(8\).*raise it to 8, or run on 3 ranks"):
+    with pytest.raises(
+        UserError, match=r"batch.global_size \(3\).*ranks \(8\).*raise it to 8, or run on 3 ranks"
+    ):
         plan_batch(BatchConfig(global_size=3), 8)
     schedule = [{"until_step": 5, "global_size": 6}]
     with pytest.raises(UserError, match=r"batch.schedule: a size \(6\) .*\(7\)"):
@@ -87,7 +100,9 @@ def test_sizes_and_their_sums(seed):
     config = random_schedule(random.Random(seed))
     sizes, expected = config.sizes, sizes_by_definition(config, 80)
     assert [sizes.at(step) for step in range(80)] == expected
-    assert [sizes.before(step) for step in range(81)] == [sum(expected[:step]) for step in range(81)]
+    assert [sizes.before(step) for step in range(81)] == [
+        sum(expected[:step]) for step in range(81)
+    ]
     for step in range(80):
         for more in (0, expected[step] - 1):
             assert sizes.whole_steps(sum(expected[:step]) + more) == step
@@ -103,23 +118,37 @@ def test_sums_are_in_closed_form():
 
 def test_steps_from_samples():
     assert BatchSizes.constant(64).steps_for(10) == 1
-    assert [BatchSizes.constant(64).steps_for(samples) for samples in (640, 671, 673)] == [10, 10, 11]
+    assert [BatchSizes.constant(64).steps_for(samples) for samples in (640, 671, 673)] == [
+        10,
+        10,
+        11,
+    ]
     sizes = BatchConfig(global_size=100, schedule=[{"until_step": 10, "global_size": 10}]).sizes
     assert [sizes.steps_for(samples) for samples in (96, 100, 340, 360)] == [10, 10, 12, 13]
 
 
 def test_a_plan_of_a_smaller_batch():
     schedule = [{"until_step": 5, "global_size": 6}]
-    plan = plan_batch(BatchConfig(global_size=64, micro_size=8, kept_graphs="all", schedule=schedule), 2)
+    plan = plan_batch(
+        BatchConfig(global_size=64, micro_size=8, kept_graphs="all", schedule=schedule), 2
+    )
     assert (plan.global_size, plan.accum_steps, plan.micro_size, plan.kept_graphs) == (64, 4, 8, 4)
     small = plan.at(6)
-    assert (small.global_size, small.accum_steps, small.micro_size, small.kept_graphs) == (6, 1, 3, 1)
+    assert (small.global_size, small.accum_steps, small.micro_size, small.kept_graphs) == (
+        6,
+        1,
+        3,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
     "schedule, said",
     [
-        ([{"until_step": 9, "global_size": 4}, {"until_step": 9, "global_size": 8}], r"until_step must rise.*\[9, 9\]"),
+        (
+            [{"until_step": 9, "global_size": 4}, {"until_step": 9, "global_size": 8}],
+            r"until_step must rise.*\[9, 9\]",
+        ),
         ([{"until_step": 0, "global_size": 4}], "greater than 0"),
         ([{"until_step": 9, "global_size": 4, "until": 3}], "Extra inputs"),
     ],

@@ -43,7 +43,11 @@ def test_alone():
 
 
 def numbers():
-    return dist.sum_scalars(1.5, dist.rank()), dist.max_scalar(dist.rank()), dist.any_rank(dist.rank() == 1)
+    return (
+        dist.sum_scalars(1.5, dist.rank()),
+        dist.max_scalar(dist.rank()),
+        dist.any_rank(dist.rank() == 1),
+    )
 
 
 @pytest.mark.distributed

@@ -22,12 +22,17 @@ SECTIONS = "|".join(sorted({key.split(".")[0] for key in KEYS}))
 
 def test_the_tests_that_docs_name_exist():
     """`folder/file.py::test`, and `::test` of the file that was named last."""
-    named = re.findall(r"`((?:\w+/)*\w+\.py)?(?:::(\w+))?`", (ROOT / "docs" / "tests.md").read_text())
+    named = re.findall(
+        r"`((?:\w+/)*\w+\.py)?(?:::(\w+))?`", (ROOT / "docs" / "tests.md").read_text()
+    )
     assert len(named) > 50
     text = ""
     for file, test in named:
         if file:
-            place = next((folder / file for folder in (ROOT / "tests", ROOT) if (folder / file).is_file()), None)
+            place = next(
+                (folder / file for folder in (ROOT / "tests", ROOT) if (folder / file).is_file()),
+                None,
+            )
             assert place is not None, file
             text = place.read_text()
         assert not test or f"def {test}(" in text, (file, test)
@@ -52,27 +57,36 @@ def templates() -> Iterator[str]:
     for file in (*(ROOT / "clip_train").rglob("*.py"), *(ROOT / "launcher").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "\0"
+                    for part in node.values
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
 
 def test_the_messages_of_the_troubleshooting_page_exist():
     """Between `…`, word for word, and in one text of the code."""
-    quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = re.findall(
+        r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
+    )
     assert len(quoted) > 30
     texts = list(templates())
     for message in quoted:
         parts = [part.strip() for part in message.split("…") if part.strip()]
         assert sum(map(len, parts)) >= 12, f"too little of a message to find it by: {message}"
         pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
-        assert any(pattern.search(text) for text in texts if parts[0] in text), f"no such message: {message}"
+        assert any(pattern.search(text) for text in texts if parts[0] in text), (
+            f"no such message: {message}"
+        )
 
 
 def test_the_page_of_keys_is_current(capsys):
     assert main(["keys", "--markdown"]) == 0
     page = ROOT / "docs" / "recipe.md"
-    assert page.read_text() == capsys.readouterr().out, "run: clip-train keys --markdown > docs/recipe.md"
+    assert page.read_text() == capsys.readouterr().out, (
+        "run: clip-train keys --markdown > docs/recipe.md"
+    )
     assert all(f"`{key}`" in page.read_text() for key in KEYS)
 
 
@@ -94,7 +108,9 @@ def test_recipes_in_pages_have_keys_that_exist(page):
                 assert f"{section}.{name}" in KEYS, f"{page.name}: {section}.{name}"
 
 
-COMMANDS = sorted({(page.name, line) for page, line in commands() if own_arguments(line) is not None})
+COMMANDS = sorted(
+    {(page.name, line) for page, line in commands() if own_arguments(line) is not None}
+)
 
 
 @pytest.mark.parametrize("page, line", COMMANDS)

@@ -25,8 +25,15 @@ STEPS = "run.steps=12", "schedule.warmup_steps=2", "log.tensorboard=false", "dat
 def run_example(name: str, *arguments: str | Path) -> str:
     """What `python examples/NAME ...` prints."""
     line = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=900, check=False)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    done = subprocess.run(
+        line, env=environ, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -43,7 +50,10 @@ def test_img2dataset_to_an_exported_model(tmp_path):
     names = {file.name for file in (tmp_path / "shards").iterdir()}
     assert {"00002.tar", "00002_stats.json", "00002.parquet"} <= names
     assert len(metrics(tmp_path / "run")) == 12
-    assert load_file(tmp_path / "run" / "export" / "open_clip_model.safetensors")["logit_scale"].shape == ()
+    assert (
+        load_file(tmp_path / "run" / "export" / "open_clip_model.safetensors")["logit_scale"].shape
+        == ()
+    )
 
 
 @pytest.mark.full
@@ -51,9 +61,14 @@ def test_img2dataset_to_an_exported_model(tmp_path):
 def test_lit(tmp_path):
     """The image tower stays what it was to the bit, and the text tower does not."""
     run_example("lit.py", tmp_path, *STEPS)
-    status, out = finish(Command(["export", str(tmp_path / "first")], env=clean_environment(), cwd=tmp_path))
+    status, out = finish(
+        Command(["export", str(tmp_path / "first")], env=clean_environment(), cwd=tmp_path)
+    )
     assert status == 0, out
-    before, after = (load_file(tmp_path / run / "export" / "open_clip_model.safetensors") for run in ("first", "lit"))
+    before, after = (
+        load_file(tmp_path / run / "export" / "open_clip_model.safetensors")
+        for run in ("first", "lit")
+    )
     for name, tensor in after.items():
         if name != "logit_scale":
             assert np.array_equal(before[name], tensor) == name.startswith("visual."), name
@@ -79,17 +94,34 @@ def losses_of(line: list[str], folder: Path) -> list[float]:
     # for Lightning's torchmetrics, in every process that it starts
     (folder / "sitecustomize.py").write_text("import tests.peers.torchvision_shim\n")
     paths = f"{folder}{os.pathsep}{ROOT}"
-    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
     line = [sys.executable, *line]
-    done = subprocess.run(line, env=environ, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        line, env=environ, cwd=folder, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [float(each.rsplit(" ", 1)[1]) for each in done.stdout.splitlines() if each.startswith("step ")]
+    return [
+        float(each.rsplit(" ", 1)[1])
+        for each in done.stdout.splitlines()
+        if each.startswith("step ")
+    ]
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LOOPS = {
-    "accelerate": ([str(EXAMPLES / "accelerate_loop.py")], [*TORCHRUN, str(EXAMPLES / "accelerate_loop.py")]),
-    "lightning": ([str(EXAMPLES / "lightning_loop.py")], [str(EXAMPLES / "lightning_loop.py"), "2"]),
+    "accelerate": (
+        [str(EXAMPLES / "accelerate_loop.py")],
+        [*TORCHRUN, str(EXAMPLES / "accelerate_loop.py")],
+    ),
+    "lightning": (
+        [str(EXAMPLES / "lightning_loop.py")],
+        [str(EXAMPLES / "lightning_loop.py"), "2"],
+    ),
 }
 
 

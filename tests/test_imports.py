@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_clip_train_runs_without_deepspeed():
-    code = "import sys; sys.modules['deepspeed'] = None; import clip_train.trainer, clip_train.engine"
+    code = (
+        "import sys; sys.modules['deepspeed'] = None; import clip_train.trainer, clip_train.engine"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -22,7 +24,9 @@ def test_nothing_but_its_own_package_knows_an_engine():
     named = {}
     for file in [*(ROOT / "launcher").rglob("*.py"), *(ROOT / "clip_train").rglob("*.py")]:
         place = file.relative_to(ROOT).as_posix()
-        lines = [line.strip() for line in file.read_text().splitlines() if "deepspeed" in line.lower()]
+        lines = [
+            line.strip() for line in file.read_text().splitlines() if "deepspeed" in line.lower()
+        ]
         if lines and not place.startswith("launcher/engines/deepspeed/"):
             named[place] = lines
     assert set(named) == {
@@ -59,16 +63,25 @@ def test_a_run_starts_without_what_only_some_runs_need():
         "sklearn",
     )
     code = f"import sys, launcher.cli.main, launcher.train; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "[]"
 
 
-BROUGHT_BY = {"pydantic_core": "pydantic", "open_clip": "open_clip_torch", "timm": "open_clip_torch"}
+BROUGHT_BY = {
+    "pydantic_core": "pydantic",
+    "open_clip": "open_clip_torch",
+    "timm": "open_clip_torch",
+}
 
 
 def test_every_package_that_is_imported_is_declared():
     """Not come by with another one, which may leave it out some day."""
-    declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in requires("clip-train") or ()}
+    declared = {
+        re.split(r"[^\w.-]", line)[0].lower().replace("-", "_")
+        for line in requires("clip-train") or ()
+    }
     names = set()
     for file in [*(ROOT / "launcher").rglob("*.py"), *(ROOT / "clip_train").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -76,8 +89,15 @@ def test_every_package_that_is_imported_is_declared():
                 names |= {each.name for each in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add(node.module)
-    others = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"clip_train", "launcher"}
+    others = (
+        {name.split(".")[0] for name in names}
+        - set(sys.stdlib_module_names)
+        - {"clip_train", "launcher"}
+    )
     known = packages_distributions()
-    packages = {name: BROUGHT_BY.get(name, known.get(name, [name])[0]).lower().replace("-", "_") for name in others}
+    packages = {
+        name: BROUGHT_BY.get(name, known.get(name, [name])[0]).lower().replace("-", "_")
+        for name in others
+    }
     assert {name for name, package in packages.items() if package not in declared} == set()
     assert len(packages) > 15

@@ -29,21 +29,33 @@ def uses(file: Path) -> tuple[Counter[str], Counter[str]]:
     where = file.relative_to(TESTS).as_posix()
     ours = imported(tree)
     private, patches = Counter[str](), Counter[str]()
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} | assigned(tree)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} | assigned(
+        tree
+    )
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Attribute)
             and is_private(node.attr)
-            and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys"))
+            and not (
+                isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys")
+            )
         ):
             if node.attr not in own:
                 private[f"{where}: {node.attr}"] += 1
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
-            private.update(f"{where}: {alias.name}" for alias in node.names if is_private(alias.name))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            private.update(
+                f"{where}: {alias.name}" for alias in node.names if is_private(alias.name)
+            )
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "setattr"
+        ):
             target = ast.unparse(node.args[0]).strip("'\"")
             if target.split(".")[0] in ours | set(OURS):
-                name = "" if len(node.args) < 3 else f".{ast.unparse(node.args[1])}".replace("'", "")
+                name = (
+                    "" if len(node.args) < 3 else f".{ast.unparse(node.args[1])}".replace("'", "")
+                )
                 patches[f"{where}: {target}{name}"] += 1
     return private, patches
 
@@ -55,7 +67,11 @@ def imported(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
             found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.asname for alias in node.names if alias.asname and alias.name.split(".")[0] in OURS}
+            found |= {
+                alias.asname
+                for alias in node.names
+                if alias.asname and alias.name.split(".")[0] in OURS
+            }
     return found
 
 

@@ -35,8 +35,12 @@ class Towers(nn.Module):
     def __init__(self, dropout: float = 0.0, as_dict: bool = False, bias: bool = False):
         super().__init__()
         torch.manual_seed(5)
-        self.image = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
-        self.text = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+        self.image = nn.Sequential(
+            nn.Linear(10, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6)
+        )
+        self.text = nn.Sequential(
+            nn.Linear(7, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6)
+        )
         self.logit_scale = nn.Parameter(torch.tensor(1.5))
         self.logit_bias = nn.Parameter(torch.tensor(-3.0)) if bias else None
         self.as_dict = as_dict
@@ -47,7 +51,9 @@ class Towers(nn.Module):
         self.forwards += 1
         image = F.normalize(self.image(images), dim=1)
         text = F.normalize(self.text(texts["a"] + texts["b"]), dim=1)
-        out = [image, text, self.logit_scale.exp()] + ([self.logit_bias] if self.logit_bias is not None else [])
+        out = [image, text, self.logit_scale.exp()] + (
+            [self.logit_bias] if self.logit_bias is not None else []
+        )
         names = ("image_features", "text_features", "logit_scale", "logit_bias")
         return dict(zip(names, out, strict=False)) if self.as_dict else tuple(out)
 
@@ -73,10 +79,14 @@ def textbook(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = N
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            p.grad, q.grad, rtol=1e-11, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
-@pytest.mark.parametrize("micro_size, kept, forwards", [(12, 1, 1), (4, 1, 5), (4, 2, 4), (4, 3, 3), (5, 9, 3)])
+@pytest.mark.parametrize(
+    "micro_size, kept, forwards", [(12, 1, 1), (4, 1, 5), (4, 2, 4), (4, 3, 3), (5, 9, 3)]
+)
 @pytest.mark.parametrize("bias, as_dict", [(False, False), (True, True)])
 def test_gradients_are_those_of_the_whole_batch(micro_size, kept, forwards, bias, as_dict):
     model, inputs = Towers(as_dict=as_dict, bias=bias), samples(12)
@@ -99,7 +109,9 @@ def test_dropout_is_the_same_in_both_passes(kept):
     torch.manual_seed(3)
     pieces = [reference(*part(inputs, slice(i, i + 4))) for i in (0, 4, 8)]
     after = torch.rand(3)
-    textbook(torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2]).backward()
+    textbook(
+        torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2]
+    ).backward()
     torch.manual_seed(3)
     contrastive_step(model, *inputs, micro_size=4, kept_graphs=kept)
     assert_same_gradients(model, reference)
@@ -137,7 +149,10 @@ class TowersApart(nn.Module):
 
     def __init__(self, towers: Towers):
         super().__init__()
-        self.image, self.text = DistributedDataParallel(towers.image), DistributedDataParallel(towers.text)
+        self.image, self.text = (
+            DistributedDataParallel(towers.image),
+            DistributedDataParallel(towers.text),
+        )
         self.logit_scale = towers.logit_scale
 
     forward = Towers.forward
@@ -173,12 +188,16 @@ def under_ddp(kind: str, micro_size: int, kept: int, dropout: float):
         gradients.append([p.grad.clone() for p in towers.parameters()])
     crossed = sum(reduced)
     torch.manual_seed(3 + rank)
-    contrastive_step(model, *inputs, micro_size=micro_size, kept_graphs=kept)  # adds to what is there
+    contrastive_step(
+        model, *inputs, micro_size=micro_size, kept_graphs=kept
+    )  # adds to what is there
     gradients.append([p.grad - g for p, g in zip(towers.parameters(), gradients[-1], strict=True)])
     return loss.item(), gradients, crossed
 
 
-def reduce_and_count(reduced: list[int], bucket: torch_dist.GradBucket) -> torch.futures.Future[Tensor]:
+def reduce_and_count(
+    reduced: list[int], bucket: torch_dist.GradBucket
+) -> torch.futures.Future[Tensor]:
     reduced.append(bucket.buffer().numel())
     work = torch_dist.all_reduce(bucket.buffer() / torch_dist.get_world_size(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
@@ -190,18 +209,24 @@ def reduce_and_count(reduced: list[int], bucket: torch_dist.GradBucket) -> torch
     [("plain", *layout) for layout in ((6, 1, 0.0), (2, 1, 0.0), (2, 3, 0.0), (2, 2, 0.4))]
     + [(kind, 2, 2, 0.0) for kind in ("compiled inside", "compiled", "adapter", "apart")],
 )
-def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(kind, micro_size, kept, dropout):
+def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(
+    kind, micro_size, kept, dropout
+):
     reference, inputs = Towers(dropout), samples(12)
     pieces = []
     for rank in range(2):
         torch.manual_seed(3 + rank)
         starts = range(6 * rank, 6 * rank + 6, micro_size)
         pieces += [reference(*part(inputs, slice(i, i + micro_size))) for i in starts]
-    expected = textbook(torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2])
+    expected = textbook(
+        torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2]
+    )
     expected.backward()
     for loss, steps, reduced in run_ranks(under_ddp, 2, kind, micro_size, kept, dropout):
         assert loss == pytest.approx(expected.item(), rel=1e-12)
-        assert reduced == sum(p.numel() for p in reference.parameters()) - (kind == "apart")  # the scale apart
+        assert reduced == sum(p.numel() for p in reference.parameters()) - (
+            kind == "apart"
+        )  # the scale apart
         for gradients in steps:
             for ours, p in zip(gradients, reference.parameters(), strict=True):
                 torch.testing.assert_close(ours, p.grad, rtol=1e-11, atol=1e-14)
@@ -210,7 +235,9 @@ def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(ki
 def ddp_in_a_function(compiled: bool):
     ddp = DistributedDataParallel(Towers())
     inside = torch.compile(ddp, backend="eager") if compiled else ddp
-    contrastive_step(lambda images, texts: inside(images=images, texts=texts), *samples(6), micro_size=2)
+    contrastive_step(
+        lambda images, texts: inside(images=images, texts=texts), *samples(6), micro_size=2
+    )
 
 
 @pytest.mark.distributed
@@ -224,7 +251,12 @@ def test_a_function_around_ddp_is_refused(compiled):
 
 def test_randomness_is_replayed_on_the_device_of_the_inputs_where_the_model_is_a_function():
     images, texts = (torch.empty(4, 2, device="meta") for _ in range(2))
-    for pair in ((images, texts), ({"a": images}, texts), (list(images), list(texts)), (["a"] * 4, {"b": texts})):
+    for pair in (
+        (images, texts),
+        ({"a": images}, texts),
+        (list(images), list(texts)),
+        (["a"] * 4, {"b": texts}),
+    ):
         assert ModuleEngine(lambda i, t: (i, t), *pair, 2).device.type == "meta"
     assert ModuleEngine(lambda i, t: (i, t), "abcd", "abcd", 2).device.type == "cpu"
     assert ModuleEngine(Towers(), images, texts, 2).device.type == "cpu"
@@ -236,12 +268,16 @@ def test_a_gradient_scaler_multiplies_the_gradients_and_not_the_loss(micro_size,
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     losses = [
         contrastive_step(plain, *samples(6), micro_size=micro_size, kept_graphs=kept),
-        contrastive_step(scaled, *samples(6), micro_size=micro_size, kept_graphs=kept, scaler=scaler),
+        contrastive_step(
+            scaled, *samples(6), micro_size=micro_size, kept_graphs=kept, scaler=scaler
+        ),
     ]
     assert losses[0] == losses[1]
     for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad * 1024, rtol=1e-12, atol=0)
-    scaler.step(torch.optim.SGD(scaled.parameters(), lr=0.1))  # finds nothing infinite, and divides by the scale
+    scaler.step(
+        torch.optim.SGD(scaled.parameters(), lr=0.1)
+    )  # finds nothing infinite, and divides by the scale
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-14)
@@ -308,7 +344,9 @@ def printed_by(program: Path) -> str:
 
 
 def assert_it_learns(printed: str) -> None:
-    losses = [float(line.rsplit(" ", 1)[1]) for line in printed.splitlines() if line.startswith("step ")]
+    losses = [
+        float(line.rsplit(" ", 1)[1]) for line in printed.splitlines() if line.startswith("step ")
+    ]
     assert len(losses) == 20
     assert losses[-1] < 0.6 * losses[0]
 
@@ -322,10 +360,27 @@ def test_the_documents_example_under_torchrun_runs_and_learns(tmp_path):
     program = example("ddp.py", tmp_path)
     # DDP keeps gloo's threads past destroy_process_group, and at times the interpreter's end aborts in them.
     run = f"runpy.run_path({str(program)!r}, run_name='__main__')"
-    (tmp_path / "leave.py").write_text(f"import os, runpy, sys\n{run}\nsys.stdout.flush()\nos._exit(0)\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (tmp_path / "leave.py").write_text(
+        f"import os, runpy, sys\n{run}\nsys.stdout.flush()\nos._exit(0)\n"
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     line = [*torchrun, str(tmp_path / "leave.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    out = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
+    out = subprocess.run(
+        line,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert out.returncode == 0, out.stderr
     assert_it_learns(out.stdout)

@@ -51,7 +51,9 @@ def test_the_least_work_that_fits(limit, profiles):
     layout = choose(N, 1, Room(limit, 1000), profiles)
     assert layout.bytes <= limit
     assert layout.cost == brute_force(limit, 1000, profiles)
-    assert not layout.activation_checkpointing or layout.plan.kept_graphs == layout.plan.accum_steps  # never both
+    assert (
+        not layout.activation_checkpointing or layout.plan.kept_graphs == layout.plan.accum_steps
+    )  # never both
 
 
 def test_more_memory_is_never_slower_and_enough_is_the_full_batch():
@@ -70,7 +72,9 @@ def test_what_the_recipe_says_stays():
 
 def test_one_reduction_where_a_whole_gradient_fits():
     def chosen(limit: float) -> bool:
-        room = Room(limit, 0, whole_gradient=500, reductions=(True, False), each_backward_costs=True)
+        room = Room(
+            limit, 0, whole_gradient=500, reductions=(True, False), each_backward_costs=True
+        )
         return choose(N, 2, room, {False: CACHE}).reduce_once
 
     assert chosen(1200) and not chosen(500)
@@ -81,7 +85,9 @@ def test_too_little_is_told_with_what_is_needed():
         choose(N, 1, Room(1010, 1000), BOTH)
 
 
-@pytest.mark.parametrize("text, size", [("8GiB", 2**33), ("1.5 MB", 1_500_000), (77, 77), ("3g", 3 * 10**9)])
+@pytest.mark.parametrize(
+    "text, size", [("8GiB", 2**33), ("1.5 MB", 1_500_000), (77, 77), ("3g", 3 * 10**9)]
+)
 def test_sizes_are_read(text, size):
     assert parse_bytes(text) == size
     assert BatchConfig(memory_limit=text).memory_limit == text
@@ -103,7 +109,9 @@ def saved_bytes(model: CLIP, size: int) -> int:
     held: dict[int, tuple[torch.Tensor, int]] = {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     inputs = micro_batch(ARCHITECTURE, torch.device("cpu"), size)
-    own |= {t.untyped_storage().data_ptr() for t in (inputs.images, inputs.texts, inputs.sample_seeds)}
+    own |= {
+        t.untyped_storage().data_ptr() for t in (inputs.images, inputs.texts, inputs.sample_seeds)
+    }
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
@@ -127,11 +135,15 @@ def test_the_engines_own_forwards_take_what_fake_tensors_predict_and_change_noth
     torch.set_rng_state(state)
     measured = real_profile(PlainEngine(model), place, predicted)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
+    )
     assert measured.graph == pytest.approx(predicted.graph, rel=0.01)
     assert measured.peak == pytest.approx(predicted.peak, rel=0.02)
     # what autograd says that it holds, and the outputs [b, D] twice
-    assert predicted.graph == pytest.approx((saved_bytes(model, 12) - saved_bytes(model, 4)) / 8, rel=0.03)
+    assert predicted.graph == pytest.approx(
+        (saved_bytes(model, 12) - saved_bytes(model, 4)) / 8, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -142,7 +154,9 @@ def test_the_engines_own_forwards_take_what_fake_tensors_predict_and_change_noth
 )
 def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, vision, locked):
     vision = {**MODEL["vision_cfg"], "layers": 5, **vision}
-    deep = Architecture.model_validate({**MODEL, "vision_cfg": vision, "text_cfg": {**MODEL["text_cfg"], "layers": 6}})
+    deep = Architecture.model_validate(
+        {**MODEL, "vision_cfg": vision, "text_cfg": {**MODEL["text_cfg"], "layers": 6}}
+    )
     recipe = {"run": {"steps": 1}, "data": {"train": "x.tar"}, "schedule": {"warmup_steps": 0}}
     lock = {f"lock_{locked}": True} if locked else {}
     config = RunConfig.model_validate({**recipe, "model": {"dropout": 0.1, **lock}})
@@ -150,13 +164,20 @@ def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, 
     def make() -> CLIP:
         model = CLIP(deep, dropout=0.1, activation_checkpointing=checkpointing)
         for name, p in model.named_parameters():
-            p.requires_grad_(name == "logit_scale" or locked != ("image" if name.startswith("visual.") else "text"))
+            p.requires_grad_(
+                name == "logit_scale"
+                or locked != ("image" if name.startswith("visual.") else "text")
+            )
         return model
 
     whole = fake_profile(make, partial(micro_batch, deep, torch.device("cpu")))
     checked = Checked(plan_batch(config.batch, 1), deep, 1, EngineConfig(precision="fp32"))
     predicted = predicted_profile(config, checked, checkpointing)
-    assert (predicted.forward, predicted.graph, predicted.peak) == (whole.forward, whole.graph, whole.peak)
+    assert (predicted.forward, predicted.graph, predicted.peak) == (
+        whole.forward,
+        whole.graph,
+        whole.peak,
+    )
 
 
 def test_checkpointing_holds_less():

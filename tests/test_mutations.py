@@ -39,14 +39,22 @@ def test_every_fault_has_its_place():
 def names_in(file: str) -> set[str]:
     """Of its functions; "" is the file itself, where there is one."""
     path = ROOT / file
-    return {name for name, _ in mutations.definitions(ast.parse(path.read_text()))} if path.exists() else set()
+    return (
+        {name for name, _ in mutations.definitions(ast.parse(path.read_text()))}
+        if path.exists()
+        else set()
+    )
 
 
 def test_the_tests_that_should_notice_exist():
     lost = [mutation.fault for mutation in mutations.MUTATIONS if not mutation.tests]
     for mutation in mutations.MUTATIONS:
         parts = [test.partition("::") for test in mutation.tests]
-        lost += [f"{mutation.fault}: {file} {name}" for file, _, name in parts if name not in names_in(file)]
+        lost += [
+            f"{mutation.fault}: {file} {name}"
+            for file, _, name in parts
+            if name not in names_in(file)
+        ]
     assert not lost, "\n".join(lost)
 
 
@@ -89,12 +97,18 @@ def test_a_fault_replaces_its_place_and_nothing_else(function, old, new, before,
     "function, old, message",
     [
         ("Box.get", "x", r"box has no Box\.get; nearest: Box\.put"),
-        ("Box.put", "self.scale * y", r"holds 0 times, not once: self\.scale \* y; nearest: self\.scale \* x"),
+        (
+            "Box.put",
+            "self.scale * y",
+            r"holds 0 times, not once: self\.scale \* y; nearest: self\.scale \* x",
+        ),
         ("Box.put", "self.x", "holds 3 times"),
         ("", "self.close()", "holds 2 times"),
     ],
 )
-def test_a_place_that_is_gone_or_one_of_several_is_an_error_with_what_is_near(function, old, message):
+def test_a_place_that_is_gone_or_one_of_several_is_an_error_with_what_is_near(
+    function, old, message
+):
     with pytest.raises(LookupError, match=message):
         mutations.Mutation("fault", "box", function, old, "", ()).planted(SOURCE)
 

@@ -85,7 +85,9 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     memory = SharedMemory()
     memory.reserve(plan)
     memory.fill(plan)
-    request = SaveRequest(2, manifest.attempt_prefix(1, 2), 1, 0, 1, plan.num_bytes, plan.fragments, {})
+    request = SaveRequest(
+        2, manifest.attempt_prefix(1, 2), 1, 0, 1, plan.num_bytes, plan.fragments, {}
+    )
     with pytest.raises(Killed):
         request.entry = write_snapshot(storage, memory.fd, request)
         put_rank_manifest(storage, request)

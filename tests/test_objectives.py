@@ -21,7 +21,9 @@ from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
 N, LR, STEPS, BANK = 48, 0.5, 5, 60
 LOCAL_CUTS = [(1, 48), (1, 16), (1, 20), (2, 8), (2, 7), (3, 16)]  # 20 and 7 leave a short last one
-CASES = pairwise(("negatives", "contaccum", "distill"), (1, 2, 3), (1, 3, 8))  # kind, ranks, micro-batches of each
+CASES = pairwise(
+    ("negatives", "contaccum", "distill"), (1, 2, 3), (1, 3, 8)
+)  # kind, ranks, micro-batches of each
 
 
 def student() -> ToyCLIP:
@@ -44,7 +46,9 @@ class CountingTeacher:
 
 
 def batch_at(step: int):
-    return toy_batch(N, seed=step % 2)  # every second batch is the same: its past copies are no negatives
+    return toy_batch(
+        N, seed=step % 2
+    )  # every second batch is the same: its past copies are no negatives
 
 
 def objective(kind: str):
@@ -61,22 +65,37 @@ def steps(engine, loss, micro_size: int, lr: float = LR, kept_graphs: int = 2):
     out = []
     for s in range(STEPS):
         batch = share(batch_at(s), dist.rank(), dist.world_size())
-        out.append(train_step(engine, batch, loss, micro_size=micro_size, kept_graphs=kept_graphs, lr=lr))
+        out.append(
+            train_step(engine, batch, loss, micro_size=micro_size, kept_graphs=kept_graphs, lr=lr)
+        )
     return out
 
 
 def on_a_rank(kind: str, micro_size: int):
     model, loss = student(), objective(kind)
-    results = steps(PlainEngine(model, torch.optim.SGD(model.parameters(), lr=LR)), loss, micro_size)
+    results = steps(
+        PlainEngine(model, torch.optim.SGD(model.parameters(), lr=LR)), loss, micro_size
+    )
     seen = loss.teacher.samples if kind == "distill" else 0
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), [(r.loss, r.grad_norm) for r in results], seen
+    return (
+        torch.cat([p.detach().flatten() for p in model.parameters()]),
+        [(r.loss, r.grad_norm) for r in results],
+        seen,
+    )
 
 
 def oracle_step(kind, model, step, fifo, world_size, micro_size):
     batch = batch_at(step)
     I, T, s, _ = model(batch.images, batch.texts)
     if kind == "distill":
-        return sum(distill_loss(I, T, s, *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]]))
+        return sum(
+            distill_loss(
+                I,
+                T,
+                s,
+                *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]],
+            )
+        )
     if kind == "local":
         n = N // world_size
         starts = [(r, i) for r in range(world_size) for i in range(r * n, (r + 1) * n, micro_size)]
@@ -92,7 +111,14 @@ def oracle_step(kind, model, step, fifo, world_size, micro_size):
     return banked_loss(I, T, s, past_I, past_T, ids, past_ids, kind)
 
 
-def oracle(kind: str, world_size: int = 1, micro_size: int = N, lr: float = LR, decay: float = 0.0, clip=float("inf")):
+def oracle(
+    kind: str,
+    world_size: int = 1,
+    micro_size: int = N,
+    lr: float = LR,
+    decay: float = 0.0,
+    clip=float("inf"),
+):
     model, fifo = student(), []
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
@@ -127,7 +153,9 @@ def computed(world_size: int):
 def test_micro_batches_and_ranks_are_invisible(kind, world_size, k):
     expected, told = oracle(kind)
     for ours, numbers, taught in computed(world_size)[kind, -(-N // (world_size * k))]:
-        assert [x for pair in numbers for x in pair] == pytest.approx([x for pair in told for x in pair], rel=1e-10)
+        assert [x for pair in numbers for x in pair] == pytest.approx(
+            [x for pair in told for x in pair], rel=1e-10
+        )
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
         if kind == "distill":
             assert taught == STEPS * N // world_size  # once per sample and step, never in pass 2
@@ -138,7 +166,9 @@ def test_micro_batches_and_ranks_are_invisible(kind, world_size, k):
 def test_local_accumulation_is_what_its_name_says(world_size, micro_size):
     expected, told = oracle("local", world_size, micro_size)
     for ours, numbers, _ in computed(world_size)["local", micro_size]:
-        assert [x for pair in numbers for x in pair] == pytest.approx([x for pair in told for x in pair], rel=1e-10)
+        assert [x for pair in numbers for x in pair] == pytest.approx(
+            [x for pair in told for x in pair], rel=1e-10
+        )
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -158,9 +188,12 @@ def on_engine(kind: str, layout: str, micro_size: int):
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "kind, layout", [("negatives", "zero 2"), ("contaccum", "fsdp 3"), ("distill", "zero 3"), ("local", "fsdp 2")]
+    "kind, layout",
+    [("negatives", "zero 2"), ("contaccum", "fsdp 3"), ("distill", "zero 3"), ("local", "fsdp 2")],
 )
 def test_on_an_engine(kind, layout):
     _, told = oracle(kind, 2, 8, lr=0.3, decay=0.1, clip=0.5)
     for ours in run_ranks(on_engine, 2, kind, layout, 8):
-        assert [x for pair in ours for x in pair] == pytest.approx([x for pair in told for x in pair], rel=2e-5)
+        assert [x for pair in ours for x in pair] == pytest.approx(
+            [x for pair in told for x in pair], rel=2e-5
+        )

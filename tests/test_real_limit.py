@@ -18,7 +18,9 @@ def limited(kind: str, spare_mib: int | None) -> dict[str, Any]:
     # A fixed threshold: large blocks are maps of their own, which leave no holes in the address space.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 131_072)
     told = curve(kind, spare_mib, steps=3)
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # room for a teardown
+    resource.setrlimit(
+        resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )  # room for a teardown
     return told
 
 

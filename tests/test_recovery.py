@@ -45,7 +45,9 @@ class FailingCLIP(ToyCLIP):
 
 
 def _no_memory(*_):
-    raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 99")
+    raise RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 99"
+    )
 
 
 def fail(model: FailingCLIP, place: str, k: int) -> None:
@@ -69,7 +71,9 @@ def make(kind: str, precision: str = "fp32"):
         return built[-1]
 
     reduction = "once" if once else "each_backward"
-    engine = engine_at(layout, make_model, optim, clip=0.7, precision=precision, reduce_gradients=reduction)
+    engine = engine_at(
+        layout, make_model, optim, clip=0.7, precision=precision, reduce_gradients=reduction
+    )
     return engine, built[0]
 
 
@@ -88,13 +92,20 @@ def run(kind: str, place: str | None, bad_rank: int, precision: str = "fp32"):
             fail(model, place, plan.accum_steps)
         if place is None:
             result = train_step(
-                engine, batch, InfoNCE(), micro_size=plan.micro_size, kept_graphs=plan.kept_graphs, lr=0.01
+                engine,
+                batch,
+                InfoNCE(),
+                micro_size=plan.micro_size,
+                kept_graphs=plan.kept_graphs,
+                lr=0.01,
             )
         else:
             result, plan = recovering_step(engine, batch, InfoNCE(), plan, lr=0.01, log=log.append)
         told.append((result.loss, result.grad_norm))
     assert model.fail_at is None
-    state = torch.cat([t.flatten().double() for f in engine.state_fragments() for t in f.tensors.values()])
+    state = torch.cat(
+        [t.flatten().double() for f in engine.state_fragments() for t in f.tensors.values()]
+    )
     if kind != "plain":
         engine.close()
     return told, plan, log, state
@@ -154,15 +165,21 @@ def test_one_sample_that_does_not_fit_ends_the_run_with_a_remedy():
     engine, model = make("plain")
     model.register_forward_pre_hook(_no_memory)
     with pytest.raises(OutOfMemoryError, match=r"one sample at a time.*zero_stage"):
-        recovering_step(engine, toy_batch(8), InfoNCE(), BatchPlan(8, 1, 8, 1), lr=0.1, log=lambda _: None)
+        recovering_step(
+            engine, toy_batch(8), InfoNCE(), BatchPlan(8, 1, 8, 1), lr=0.1, log=lambda _: None
+        )
 
 
 def test_another_error_is_not_taken_for_it():
     engine, model = make("plain")
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        recovering_step(engine, toy_batch(8), InfoNCE(), BatchPlan(8, 1, 8, 1), lr=0.1, log=lambda _: None)
-    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shapes do not fit"))
+        recovering_step(
+            engine, toy_batch(8), InfoNCE(), BatchPlan(8, 1, 8, 1), lr=0.1, log=lambda _: None
+        )
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(
+        RuntimeError("shapes do not fit")
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +201,9 @@ def test_a_memory_bank_takes_a_repeated_batch_once():
     engine, model = make("plain")
     bank = MemoryBank(100)
     fail(model, "replayed backward", 8)
-    recovering_step(engine, toy_batch(N), bank, BatchPlan(N, 1, *BEFORE), lr=0.1, log=lambda _: None)
+    recovering_step(
+        engine, toy_batch(N), bank, BatchPlan(N, 1, *BEFORE), lr=0.1, log=lambda _: None
+    )
     assert model.fail_at is None and bank.steps == 1 and len(bank.past["ids"]) == N
 
 

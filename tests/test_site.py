@@ -44,7 +44,9 @@ def site(tmp_path_factory) -> Path:
 def test_every_page_is_in_the_navigation(site):
     named = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= named
-    assert {name.replace(".md", ".html") for name in named} <= {page.name for page in site.glob("*.html")}
+    assert {name.replace(".md", ".html") for name in named} <= {
+        page.name for page in site.glob("*.html")
+    }
 
 
 def test_no_page_asks_another_host(site):

@@ -21,14 +21,23 @@ LR = 0.5
 
 
 def parameters_after(
-    model, steps: int, *, micro_size: int, kept_graphs: int, N: int = 20, clip: float | None = None, objective=None
+    model,
+    steps: int,
+    *,
+    micro_size: int,
+    kept_graphs: int,
+    N: int = 20,
+    clip: float | None = None,
+    objective=None,
 ):
     engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=LR), clip)
     results = []
     for s in range(steps):
         batch = share(toy_batch(N, seed=s), dist.rank(), dist.world_size())
         loss = objective or InfoNCE()
-        results.append(train_step(engine, batch, loss, micro_size=micro_size, kept_graphs=kept_graphs, lr=LR))
+        results.append(
+            train_step(engine, batch, loss, micro_size=micro_size, kept_graphs=kept_graphs, lr=LR)
+        )
     return torch.cat([p.detach().flatten() for p in model.parameters()]), results
 
 
@@ -52,7 +61,9 @@ def toy(dropout: float = 0.0) -> ToyCLIP:
     return ToyCLIP(dropout).double()
 
 
-@pytest.mark.parametrize("micro_size, kept", [(20, 1), (20, 5), (7, 1), (7, 2), (7, 3), (1, 1), (5, 4), (8, 9)])
+@pytest.mark.parametrize(
+    "micro_size, kept", [(20, 1), (20, 5), (7, 1), (7, 2), (7, 3), (1, 1), (5, 4), (8, 9)]
+)
 def test_micro_batches_and_kept_graphs_are_invisible(micro_size, kept):
     expected, losses, norms = oracle(toy(), 4, clip=0.05)
     ours, results = parameters_after(toy(), 4, micro_size=micro_size, kept_graphs=kept, clip=0.05)
@@ -92,7 +103,9 @@ def test_the_second_forward_draws_the_same_dropout_as_the_first(kept):
     torch.manual_seed(11)
     parts = [reference(m.images, m.texts) for m in batch.micro_batches(5)]
     after = torch.rand(3)
-    loss = oracle_loss(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), parts[-1][2])
+    loss = oracle_loss(
+        torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), parts[-1][2]
+    )
     loss.backward()
     with torch.no_grad():
         for p in reference.parameters():

@@ -88,7 +88,14 @@ def oracle_step(kind: str, model, step: int, past: list, world_size: int, micro_
     if kind in ("gather", "ring"):
         return -F.logsigmoid((2 * torch.eye(size) - 1) * (s * I @ T.T + b)).sum() / size
     if kind == "distill":
-        return sum(distill_loss(I, T, s, *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]]))
+        return sum(
+            distill_loss(
+                I,
+                T,
+                s,
+                *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]],
+            )
+        )
     if kind == "local":
         cuts = local_cuts(size, world_size, micro_size)
         return sum(oracle_loss(I[cut], T[cut], s) * len(I[cut]) / size for cut in cuts)
@@ -96,7 +103,8 @@ def oracle_step(kind: str, model, step: int, past: list, world_size: int, micro_
         return oracle_loss(I, T, s)
     known = past[-BANK:] if step >= 1 else []
     past_I, past_T = (
-        torch.stack([p[i] for p in known]) if known else torch.zeros(0, I.shape[1]).double() for i in (0, 1)
+        torch.stack([p[i] for p in known]) if known else torch.zeros(0, I.shape[1]).double()
+        for i in (0, 1)
     )
     past += [(I[i].detach(), T[i].detach()) for i in range(size)]
     ids = torch.arange(size)
@@ -110,7 +118,10 @@ def oracle(kind: str, world_size: int = 1, micro_size: int = 64):
         loss = oracle_step(kind, model, step, past, world_size, micro_size)
         optimizer.zero_grad()
         loss.backward()
-        told += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()]
+        told += [
+            loss.item(),
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item(),
+        ]
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()]), told
 
@@ -173,6 +184,13 @@ def test_on_an_engine(layout, reduce_gradients, world_size, micro_size):
         loss.backward()
         expected += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()]
         optimizer.step()
-    results = run_ranks(on_engine, world_size, layout, reduce_gradients, micro_size, min(2, micro_size))
+    results = run_ranks(
+        on_engine, world_size, layout, reduce_gradients, micro_size, min(2, micro_size)
+    )
     assert all(told == pytest.approx(expected, rel=1e-5) for told, _ in results)
-    assert relative_error(assemble([fragments for _, fragments in results]), dict(model.named_parameters())) < 5e-6
+    assert (
+        relative_error(
+            assemble([fragments for _, fragments in results]), dict(model.named_parameters())
+        )
+        < 5e-6
+    )

@@ -35,11 +35,18 @@ def _tell_of_s3(reporter: pytest.TerminalReporter) -> None:
 def _tell_of_slurm(reporter: pytest.TerminalReporter) -> None:
     ran = _reports(reporter, "passed", "slurm")
     if ran and LocalStack.missing() is not None:
-        _shout(reporter, f"{len(ran)} SLURM SCENARIOS RAN WITH THEIR CHECKPOINTS ON DISK, NOT ON S3: {WITHOUT_S3}")
+        _shout(
+            reporter,
+            f"{len(ran)} SLURM SCENARIOS RAN WITH THEIR CHECKPOINTS ON DISK, NOT ON S3: {WITHOUT_S3}",
+        )
 
 
 def _reports(reporter: pytest.TerminalReporter, outcome: str, tier: str) -> list[pytest.TestReport]:
-    found = [each for each in reporter.stats.get(outcome, []) if f"tests/{tier}/" in getattr(each, "nodeid", "")]
+    found = [
+        each
+        for each in reporter.stats.get(outcome, [])
+        if f"tests/{tier}/" in getattr(each, "nodeid", "")
+    ]
     return [each for each in found if outcome == "skipped" or each.when == "call"]
 
 

@@ -38,7 +38,12 @@ class ToyCLIP(nn.Module):
         dtype = self.visual.into.weight.dtype
         image = None if images is None else self.visual(images.flatten(1).to(dtype) / 128 - 1)
         text = None if texts is None else self.text(texts.to(dtype) / 8)
-        return image, text, self.logit_scale.to(torch.promote_types(dtype, torch.float32)).exp(), None
+        return (
+            image,
+            text,
+            self.logit_scale.to(torch.promote_types(dtype, torch.float32)).exp(),
+            None,
+        )
 
 
 def toy_batch(N: int, seed: int = 0) -> Batch:
@@ -56,7 +61,9 @@ def share(batch: Batch, rank: int, world_size: int) -> Batch:
     n, more = divmod(len(batch), world_size)
     own = slice(rank * n + min(rank, more), (rank + 1) * n + min(rank + 1, more))
     counts = (n + 1,) * more + (n,) * (world_size - more) if more else ()
-    return Batch(batch.images[own], batch.texts[own], batch.sample_seeds[own], batch.keys[own], shares=counts)
+    return Batch(
+        batch.images[own], batch.texts[own], batch.sample_seeds[own], batch.keys[own], shares=counts
+    )
 
 
 def oracle_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:

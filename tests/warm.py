@@ -71,7 +71,9 @@ def process(target: Callable[..., Any], *args: Any) -> multiprocessing.process.B
     return _context.Process(target=_in_environment, args=(dict(os.environ), target, args))
 
 
-def _in_environment(environ: dict[str, str], target: Callable[..., Any], args: Sequence[Any]) -> None:
+def _in_environment(
+    environ: dict[str, str], target: Callable[..., Any], args: Sequence[Any]
+) -> None:
     os.environ.clear()
     os.environ.update(environ)
     _end_with_the_tests()
@@ -118,7 +120,9 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     return value
 
 
-def _answer(sender: connection.Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _answer(
+    sender: connection.Connection, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
     own_fork_server()
     try:
         answer = ("value", function(*args))
@@ -145,7 +149,9 @@ class Command:
         self.args, self.returncode = list(arguments), None
         out = Path(_outputs(), uuid.uuid4().hex)
         self._files = [out, out.with_suffix(".err") if split else out]
-        self._process = _context.Process(target=_run, args=(self.args, env, str(cwd), self._files, target))
+        self._process = _context.Process(
+            target=_run, args=(self.args, env, str(cwd), self._files, target)
+        )
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
@@ -170,7 +176,9 @@ class Command:
         return self._printed()
 
     def _printed(self) -> tuple[str, str]:
-        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in self._files)
+        out, err = (
+            file.read_text(errors="replace") if file.exists() else "" for file in self._files
+        )
         return out, "" if self._files[0] == self._files[1] else err
 
     def send_signal(self, number: int) -> None:
@@ -213,7 +221,11 @@ class World:
 
 
 def _run(
-    arguments: list[str], env: dict[str, str], cwd: str, files: list[Path], target: Callable[[], Any] | None
+    arguments: list[str],
+    env: dict[str, str],
+    cwd: str,
+    files: list[Path],
+    target: Callable[[], Any] | None,
 ) -> None:
     """In the new process: become what a shell would have started."""
     os.setsid()

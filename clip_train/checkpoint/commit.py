@@ -21,7 +21,9 @@ T = TypeVar("T")
 READS = 3  # of what does not have its sha256: the bit may have flipped on the way
 _PARALLEL_READS = 32  # of rank manifests
 _POLL_SECONDS = (0.05, 2.0)  # between looks for the other ranks' manifests: at first, at most
-LATE_SECONDS = 30.0  # for a manifest to show after all ranks have written it: NFS caches what is not there
+LATE_SECONDS = (
+    30.0  # for a manifest to show after all ranks have written it: NFS caches what is not there
+)
 
 
 class DamagedError(Exception):
@@ -61,10 +63,16 @@ class SaveRequest:
     state: Any = None  # rank 0: the trainer's, encoded
     created: str = ""  # ISO 8601, UTC: the same bytes whoever repeats it
     in_memory: bool = True  # False: a repeated one, which the disk has
-    repeated: bool = False  # a writer before has begun it: what it finished is there under the same name
-    since: float = field(default_factory=time.monotonic)  # seconds, by the clock that all processes here have
+    repeated: bool = (
+        False  # a writer before has begun it: what it finished is there under the same name
+    )
+    since: float = field(
+        default_factory=time.monotonic
+    )  # seconds, by the clock that all processes here have
     entry: FileEntry | None = None  # once written
-    committed: str = ""  # rank 0: the attempt that is; an earlier one of this process may have been first
+    committed: str = (
+        ""  # rank 0: the attempt that is; an earlier one of this process may have been first
+    )
 
     @property
     def ref(self) -> CommitRef:
@@ -79,7 +87,9 @@ def put_rank_manifest(store: Storage, request: SaveRequest, error: Exception | N
     else:
         assert request.entry is not None
         body |= {"file": asdict(request.entry), "fragments": request.fragments}
-    store.put_bytes(manifest.rank_manifest_name(request.prefix, request.rank), manifest.add_checksum(body))
+    store.put_bytes(
+        manifest.rank_manifest_name(request.prefix, request.rank), manifest.add_checksum(body)
+    )
 
 
 def written_before(store: Storage, request: SaveRequest) -> FileEntry | None:
@@ -112,7 +122,15 @@ def commit(
         raise CheckpointError(f"{store.url}: {e}") from e
     layout = manifest.build_layout([body["fragments"] for body in found])
     sha256 = manifest.sha256_of(layout)
-    whole = Manifest(request.step, request.epoch, request.world_size, files, sha256, request.state, request.created)
+    whole = Manifest(
+        request.step,
+        request.epoch,
+        request.world_size,
+        files,
+        sha256,
+        request.state,
+        request.created,
+    )
     data = whole.to_bytes()
     store.put_bytes(f"{request.prefix}/{manifest.LAYOUT}", layout)
     store.put_bytes(f"{request.prefix}/{manifest.MANIFEST}", data)
@@ -122,11 +140,15 @@ def commit(
     if not store.put_bytes(request.ref.name, marker.to_bytes(), if_absent=True):
         there = read_commit(store, request.ref)
         if there.token != token:
-            raise FencedError(f"{store.url}/{request.ref.name} has been committed by another process")
+            raise FencedError(
+                f"{store.url}/{request.ref.name} has been committed by another process"
+            )
         request.committed = there.prefix
 
 
-def _rank_manifests(store: Storage, request: SaveRequest, end: Callable[[], float]) -> list[dict[str, Any]]:
+def _rank_manifests(
+    store: Storage, request: SaveRequest, end: Callable[[], float]
+) -> list[dict[str, Any]]:
     """All ranks', in their order. RefusedError where a rank has failed, or has written none by `end`; OSError."""
     found: dict[int, dict[str, Any]] = {}
 
@@ -138,14 +160,21 @@ def _rank_manifests(store: Storage, request: SaveRequest, end: Callable[[], floa
         except ValueError as e:
             raise CheckpointError(f"the manifest of rank {rank} is not readable: {e}") from e
         if "error" in body:
-            raise (SupersededError if body["superseded"] else RefusedError)(f"rank {rank}: {body['error']}")
+            raise (SupersededError if body["superseded"] else RefusedError)(
+                f"rank {rank}: {body['error']}"
+            )
         found[rank] = body
 
-    missing = {manifest.rank_manifest_name(request.prefix, rank): rank for rank in range(request.world_size)}
+    missing = {
+        manifest.rank_manifest_name(request.prefix, rank): rank
+        for rank in range(request.world_size)
+    }
     pause, most = _POLL_SECONDS
     while True:
         late = time.monotonic() > end()
-        shown = [missing[entry.name] for entry in store.list(request.prefix) if entry.name in missing]
+        shown = [
+            missing[entry.name] for entry in store.list(request.prefix) if entry.name in missing
+        ]
         for _ in in_parallel(read, shown, _PARALLEL_READS):
             pass
         missing = {name: rank for name, rank in missing.items() if rank not in found}
@@ -168,7 +197,9 @@ def readable(storage: Storage, action: Callable[[Storage], T]) -> T:
     try:
         return action(storage)
     except FormatError as e:
-        raise CheckpointError(f"the newest checkpoint under {storage.url} is not for this version: {e}") from e
+        raise CheckpointError(
+            f"the newest checkpoint under {storage.url} is not for this version: {e}"
+        ) from e
     except OSError as e:
         raise CheckpointError(
             f"cannot read the checkpoints under {storage.url}: {type(e).__name__}: {e}. This is not taken "
@@ -264,7 +295,9 @@ def copy_commit(source: Storage, target: Storage, found: Found) -> None:
     prefix, of = found.commit.prefix, found.commit
     target.put_bytes(f"{prefix}/{manifest.LAYOUT}", read_layout(source, found))
     name = f"{prefix}/{manifest.MANIFEST}"
-    target.put_bytes(name, read_with_sha256(source, name, of.manifest_sha256, "in its commit marker"))
+    target.put_bytes(
+        name, read_with_sha256(source, name, of.manifest_sha256, "in its commit marker")
+    )
     target.put_bytes(of.ref.name, of.to_bytes())
 
 
@@ -274,7 +307,11 @@ def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> No
     for entry in files:
         name = f"{prefix}/{entry.name}"
         if sizes.get(name) != entry.size:
-            there = f"has {sizes[name]} bytes instead of {entry.size}" if name in sizes else "is missing"
+            there = (
+                f"has {sizes[name]} bytes instead of {entry.size}"
+                if name in sizes
+                else "is missing"
+            )
             raise DamagedError(f"{name} {there}")
 
 

@@ -74,7 +74,9 @@ class CheckpointConfig(Settings):
     orphan_grace_minutes: float = Field(60.0, ge=0)
     """Data of saves that were never committed are removed when they are older than this."""
 
-    def policy(self, held: Lease = NO_LEASE, protect: Refs = frozenset(), damaged: Refs = frozenset()) -> Policy:
+    def policy(
+        self, held: Lease = NO_LEASE, protect: Refs = frozenset(), damaged: Refs = frozenset()
+    ) -> Policy:
         """What retention keeps. protect, damaged: as there."""
         return Policy(
             self.keep_last, self.keep_every, self.keep_best, 60 * self.orphan_grace_minutes, *held, set(protect),
@@ -103,7 +105,9 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
     else:
         here = local_path(path).resolve()
         if not here.exists():
-            raise UserError(f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that exists")
+            raise UserError(
+                f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that exists"
+            )
         start, parts = "", here.as_posix().split("/")
     for cut in range(len(parts), max(0, len(parts) - 4), -1):
         root, inside = start + "/".join(parts[:cut]), "/".join(parts[cut:])
@@ -171,7 +175,9 @@ def try_all(storage: Storage) -> Iterator[Trial]:
     def writing_once() -> Trial:
         """Two writers, of whom one may win: so leases and commits are taken."""
         if not storage.put_bytes(once, b"first", if_absent=True):
-            raise CheckpointError("refuses a conditional write (If-None-Match) to a name that is new")
+            raise CheckpointError(
+                "refuses a conditional write (If-None-Match) to a name that is new"
+            )
         if storage.put_bytes(once, b"second", if_absent=True):
             return Trial(
                 "ignores If-None-Match (conditional writes), so two runs that start at the same moment may both take "
@@ -202,7 +208,9 @@ def try_all(storage: Storage) -> Iterator[Trial]:
         storage.sweep(0.0, prefix="ckpt")
         return Trial("can have its unfinished uploads listed")
 
-    trials: list[tuple[Callable[[], Trial], str, str]] = [  # what is done, and the right that it needs on S3
+    trials: list[
+        tuple[Callable[[], Trial], str, str]
+    ] = [  # what is done, and the right that it needs on S3
         (listing, "be listed", "s3:ListBucket"),
         (writing, "be written to", "s3:PutObject"),
         (reading, "be read", "s3:GetObject"),
@@ -235,7 +243,11 @@ def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Tr
     kind: type[ClipTrainError] = UserError
     result = f"cannot {doing}: {e}"
     if isinstance(e, CheckpointError):
-        kind, result, remedy = CheckpointError, str(e), "use another server, or ask those who run it"
+        kind, result, remedy = (
+            CheckpointError,
+            str(e),
+            "use another server, or ask those who run it",
+        )
     elif isinstance(e, ClipTrainError):
         remedy = "give s3://bucket/prefix, or a folder"
     else:

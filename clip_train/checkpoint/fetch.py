@@ -44,12 +44,16 @@ def fetch_block(storage: Storage, name: str, entry: FileEntry, number: int) -> b
                 return data
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing") from None
-    raise DamagedError(f"{name} does not have its sha256 in bytes {start} to {end}: one has changed since")
+    raise DamagedError(
+        f"{name} does not have its sha256 in bytes {start} to {end}: one has changed since"
+    )
 
 
 def blocks_of(entry: FileEntry, start: int, end: int) -> range:
     """Those with bytes of `[start, end)`."""
-    return range(start // BLOCK_BYTES, num_blocks(min(end, entry.size))) if start < end else range(0)
+    return (
+        range(start // BLOCK_BYTES, num_blocks(min(end, entry.size))) if start < end else range(0)
+    )
 
 
 class CheckpointFiles:
@@ -74,7 +78,11 @@ class CheckpointFiles:
         self.entries = found.manifest.files
         self.fetched, self.seconds = 0, 0.0  # bytes, by this rank; of fetching
         self._found, self._remote, self._ranks, self._log = found, remote, ranks, log
-        self._blocks = [(i, number) for i, entry in enumerate(self.entries) for number in range(len(entry.blocks))]
+        self._blocks = [
+            (i, number)
+            for i, entry in enumerate(self.entries)
+            for number in range(len(entry.blocks))
+        ]
         self._ready: set[Block] = set()  # verified, where `_paths` has their file
         self._maps: dict[int, Tensor] = {}
         self._spool: Path | None = None
@@ -87,8 +95,12 @@ class CheckpointFiles:
     def _places(self) -> Iterator[Path]:
         """Of each file: that of a copy of its size, and of one that shall stay; else one that goes later. OSError."""
         prefix = self._found.commit.prefix
-        own = self._ranks if len(self.entries) == dist.world_size() else []  # each rank's file stays on its disk
-        all_stay = self._remote is None or (self._spool is None and len(self._ranks) == dist.world_size())
+        own = (
+            self._ranks if len(self.entries) == dist.world_size() else []
+        )  # each rank's file stays on its disk
+        all_stay = self._remote is None or (
+            self._spool is None and len(self._ranks) == dist.world_size()
+        )
         sizes = {} if all_stay else {entry.name: entry.size for entry in self._local.list(prefix)}
         for i, entry in enumerate(self.entries):
             name = f"{prefix}/{entry.name}"
@@ -113,8 +125,13 @@ class CheckpointFiles:
         if file not in self._maps:
             path, size = self._paths[file], self.entries[file].size
             try:  # private: torch wants memory that it could write to; it holds no file descriptor
-                self._maps[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-            except (OSError, RuntimeError) as e:  # torch's own, where it cannot open it or finds it shorter by now
+                self._maps[file] = torch.from_file(
+                    str(path), shared=False, size=size, dtype=torch.uint8
+                )
+            except (
+                OSError,
+                RuntimeError,
+            ) as e:  # torch's own, where it cannot open it or finds it shorter by now
                 raise CheckpointError(f"{path}: {type(e).__name__}: {e}") from e
         return self._maps[file][start:end]
 
@@ -125,9 +142,15 @@ class CheckpointFiles:
         missing = set(dist.agreed(lambda: self._verify(blocks)))
         of_all = dist.gather_objects(bytes(block in missing for block in self._blocks))
         wanted = zip(*(of_all[rank] for rank in self._ranks), strict=True)
-        needs = [block for block, by in zip(self._blocks, wanted, strict=True) if any(by) and block not in self._ready]
+        needs = [
+            block
+            for block, by in zip(self._blocks, wanted, strict=True)
+            if any(by) and block not in self._ready
+        ]
         here = self._ranks.index(dist.rank())
-        mine = needs[len(needs) * here // len(self._ranks) : len(needs) * (here + 1) // len(self._ranks)]
+        mine = needs[
+            len(needs) * here // len(self._ranks) : len(needs) * (here + 1) // len(self._ranks)
+        ]
         dist.agreed(lambda: self._surely(lambda: self._fetch(mine)))
         self._ready.update(needs)
 
@@ -173,8 +196,12 @@ class CheckpointFiles:
         """On this rank alone: these (None: all) are whole here, or fetched. DamagedError, CheckpointError."""
         blocks = self._blocks if blocks is None else blocks
         missing = self._verify(blocks)
-        damaged = {file for file, _ in missing if self._spool and self._paths[file].parent != self._spool}
-        if damaged and self._remote is not None:  # it is only looked at: such a copy is not mended, and used no more
+        damaged = {
+            file for file, _ in missing if self._spool and self._paths[file].parent != self._spool
+        }
+        if (
+            damaged and self._remote is not None
+        ):  # it is only looked at: such a copy is not mended, and used no more
             for file in damaged:
                 self._paths[file] = self._spool / self.entries[file].name  # type: ignore[operator]
                 self._maps.pop(file, None)
@@ -269,8 +296,12 @@ class CheckpointFiles:
             where = f"{root}, to which the checkpoint of step {step} is fetched"
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
                 remedy = "make room there, or lower checkpoint.keep_last"
-                raise CheckpointError(f"the disk is full at {where} ({e.strerror}): {remedy}") from e
-            raise CheckpointError(f"cannot write at {where}: {type(e).__name__}: {e}; mend it, or set run.dir") from e
+                raise CheckpointError(
+                    f"the disk is full at {where} ({e.strerror}): {remedy}"
+                ) from e
+            raise CheckpointError(
+                f"cannot write at {where}: {type(e).__name__}: {e}; mend it, or set run.dir"
+            ) from e
 
     def total_fetched(self) -> tuple[int, float, int]:
         """Collective: bytes over all ranks, the longest of them in seconds, and how many ranks fetched."""

@@ -20,7 +20,13 @@ from clip_train.checkpoint.commit import (
 )
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.fetch import PARALLEL_BLOCKS, fetch_block
-from clip_train.checkpoint.manifest import CommitRef, FileEntry, FormatError, attempt_of, parse_prefix
+from clip_train.checkpoint.manifest import (
+    CommitRef,
+    FileEntry,
+    FormatError,
+    attempt_of,
+    parse_prefix,
+)
 from clip_train.checkpoint.restore import Places, Resumed, list_places, places_at, resolve
 from clip_train.checkpoint.retention import Policy, read_metrics, verdicts
 from clip_train.errors import UserError
@@ -37,7 +43,9 @@ class Line:
     created: str  # ISO 8601, UTC; "" where nobody knows
     num_bytes: int
     ranks: int | None
-    engine: dict[str, Any]  # its section of the recipe: how the model was held; {} where nobody knows
+    engine: dict[
+        str, Any
+    ]  # its section of the recipe: how the model was held; {} where nobody knows
     committed: bool  # there is a marker, whatever has become of the rest
     problem: str | None  # None: it is whole, as far as was looked
     future: str  # what the next save's retention does with it, and why
@@ -48,18 +56,26 @@ def list_checkpoints(places: Places, policy: Policy, *, verify: bool) -> list[Li
     lines: list[Line] = []
     for name, storage in zip(("local", "remote"), places, strict=True):
         if storage is not None:
-            lines += readable(storage, lambda storage, name=name: _one_store(storage, name, policy, verify))  # type: ignore[misc]
+            lines += readable(
+                storage, lambda storage, name=name: _one_store(storage, name, policy, verify)
+            )  # type: ignore[misc]
     committed: dict[tuple[int, int], Line] = {}
     for line in lines:
         if line.committed:
             ref = (line.epoch, line.step)
             committed[ref] = _both(committed[ref], line) if ref in committed else line
-    return [committed[ref] for ref in sorted(committed, reverse=True)] + [each for each in lines if not each.committed]
+    return [committed[ref] for ref in sorted(committed, reverse=True)] + [
+        each for each in lines if not each.committed
+    ]
 
 
 def _both(local: Line, remote: Line) -> Line:
     problems = [f"{each.where}: {each.problem}" for each in (local, remote) if each.problem]
-    future = local.future if local.future == remote.future else f"local: {local.future}; remote: {remote.future}"
+    future = (
+        local.future
+        if local.future == remote.future
+        else f"local: {local.future}; remote: {remote.future}"
+    )
     known = local if local.ranks is not None else remote
     return replace(known, where="both", problem="; ".join(problems) or None, future=future)
 
@@ -86,12 +102,22 @@ def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> lis
             manifest = found[ref].manifest
             size = sum(entry.size for entry in manifest.files)
             engine = manifest.state.get("recipe", {}).get("engine", {})
-            line = replace(line, created=manifest.created, num_bytes=size, ranks=manifest.world_size, engine=engine)
+            line = replace(
+                line,
+                created=manifest.created,
+                num_bytes=size,
+                ranks=manifest.world_size,
+                engine=engine,
+            )
         lines.append(line)
-    return lines + _orphans(storage, name, {ref: prefix_of(storage, ref) for ref in commits}, policy)
+    return lines + _orphans(
+        storage, name, {ref: prefix_of(storage, ref) for ref in commits}, policy
+    )
 
 
-def _orphans(storage: Storage, name: str, named: dict[CommitRef, str | None], policy: Policy) -> list[Line]:
+def _orphans(
+    storage: Storage, name: str, named: dict[CommitRef, str | None], policy: Policy
+) -> list[Line]:
     """Attempts that no marker names: under way, or left behind. One that makes no sense may mean any of its step."""
     files: dict[str, list[Entry]] = defaultdict(list)
     for entry in storage.list("ckpt"):
@@ -102,17 +128,25 @@ def _orphans(storage: Storage, name: str, named: dict[CommitRef, str | None], po
         ref = parse_prefix(attempt)
         if ref is not None and not (ref in named and named[ref] in (attempt, None)):
             age = now - max(entry.modified for entry in entries)
-            future = "goes at the next save" if age >= grace else f"goes {grace / 60:g} min after its end"
+            future = (
+                "goes at the next save"
+                if age >= grace
+                else f"goes {grace / 60:g} min after its end"
+            )
             problem = f"never committed; last written to {age / 60:.0f} min ago"
             size = sum(entry.size for entry in entries)
-            lines.append(Line(ref.step, ref.epoch, name, "", size, None, {}, False, problem, future))
+            lines.append(
+                Line(ref.step, ref.epoch, name, "", size, None, {}, False, problem, future)
+            )
     return lines
 
 
 def _verify(storage: Storage, found: Found) -> None:
     """Every byte. DamagedError; OSError."""
     read_layout(storage, found)
-    blocks = [(entry, number) for entry in found.manifest.files for number in range(len(entry.blocks))]
+    blocks = [
+        (entry, number) for entry in found.manifest.files for number in range(len(entry.blocks))
+    ]
 
     def check(block: tuple[FileEntry, int]) -> None:
         fetch_block(storage, f"{found.commit.prefix}/{block[0].name}", *block)
@@ -136,11 +170,15 @@ def open_to_look(places: Places, step: int | None = None, only: CommitRef | None
         only = next((ref for ref in refs if ref.step == step), None)
         if only is None:
             there = sorted({ref.step for ref in refs})
-            raise UserError(f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}")
+            raise UserError(
+                f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}"
+            )
     found, skipped = resolve(places, only)
     if found is None:
         reasons = "".join(f"\n  {each}" for each in skipped)
-        raise UserError(f"there is no whole checkpoint under {where}{reasons}; train first, or correct the place")
+        raise UserError(
+            f"there is no whole checkpoint under {where}{reasons}; train first, or correct the place"
+        )
     return found
 
 

@@ -63,13 +63,18 @@ def acquire(storage: Storage, others: Sequence[Storage] = (), *, resume: str = "
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     for candidate in range(epoch, epoch + 1000):
-        name, data = manifest.lease_name(candidate), manifest.add_checksum({**body, "epoch": candidate})
+        name, data = (
+            manifest.lease_name(candidate),
+            manifest.add_checksum({**body, "epoch": candidate}),
+        )
         if storage.put_bytes(name, data, if_absent=True):
             for each in others:
                 with contextlib.suppress(OSError):
                     each.put_bytes(name, data)
             return Lease(candidate, token)
-    raise CheckpointError(f"{storage.url}: no lease can be taken; {manifest.lease_name(epoch)} and all after it exist")
+    raise CheckpointError(
+        f"{storage.url}: no lease can be taken; {manifest.lease_name(epoch)} and all after it exist"
+    )
 
 
 def started(pid: int) -> str | None:
@@ -91,7 +96,11 @@ def living_holder(storage: Storage) -> dict[str, Any] | None:
     if holder.get("host") != socket.gethostname() or holder.get("pid") in (None, os.getpid()):
         return None
     job = slurm_job()
-    if job is not None and holder.get("job") not in (None, job) and holder["job"].split(".")[0] == job.split(".")[0]:
+    if (
+        job is not None
+        and holder.get("job") not in (None, job)
+        and holder["job"].split(".")[0] == job.split(".")[0]
+    ):
         return None
     return holder if holder.get("started") and started(holder["pid"]) == holder["started"] else None
 
@@ -124,7 +133,10 @@ def check(storage: Storage, held: Lease) -> None:
     who, token = "another process", held.token
     try:
         holder = read_checked(storage, manifest.lease_name(epoch))
-        who, token = f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}", holder["token"]
+        who, token = (
+            f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}",
+            holder["token"],
+        )
     except (FileNotFoundError, ValueError, KeyError):
         pass
     except manifest.FormatError:

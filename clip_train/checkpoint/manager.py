@@ -59,7 +59,10 @@ class CheckpointManager:
         self._selection = Selection()
         self._settings: Settings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
-        self._snapshot = (-1, 0)  # the last submitted, or resumed from: step, how many of it; alike on all ranks
+        self._snapshot = (
+            -1,
+            0,
+        )  # the last submitted, or resumed from: step, how many of it; alike on all ranks
         self._grace_left: float | None = None  # seconds, of the last save if it was waited for
 
     @property
@@ -103,7 +106,11 @@ class CheckpointManager:
     def refuse_second_writer(self) -> None:
         """UserError on all ranks where another process of this machine writes there; one that is about to end may."""
         if not self.config.takeover:
-            dist.on_main(lambda: lease.refuse_second_writer([self.storage, *([self.remote] if self.remote else [])]))
+            dist.on_main(
+                lambda: lease.refuse_second_writer(
+                    [self.storage, *([self.remote] if self.remote else [])]
+                )
+            )
 
     def resume(self) -> Resumed | None:
         """What `checkpoint.resume` asks for; None for a fresh start. All ranks get the same checkpoint.
@@ -128,10 +135,16 @@ class CheckpointManager:
             return
         main = self.remote or self.storage
         others: list[Storage] = [self.storage] if self.remote is not None else []
-        held = dist.on_main(lambda: writable(main, lambda: lease.acquire(main, others, resume=self.config.resume)))
-        policy = self.config.policy(held, set(self._selection.protect), set(self._selection.damaged))
+        held = dist.on_main(
+            lambda: writable(main, lambda: lease.acquire(main, others, resume=self.config.resume))
+        )
+        policy = self.config.policy(
+            held, set(self._selection.protect), set(self._selection.damaged)
+        )
         timeout = 60 * self.config.save_timeout_minutes
-        self._shared = self.remote is None or len(ranks_of_folder(self.storage)) == dist.world_size()
+        self._shared = (
+            self.remote is None or len(ranks_of_folder(self.storage)) == dist.world_size()
+        )
         settings = Settings(str(self.folder), self.config.remote, self._shared, timeout, policy)
         self._memory = SharedMemory()
         fd = self._memory.fd
@@ -147,7 +160,9 @@ class CheckpointManager:
         """On this rank, after `begin` and the first step: what `save` will be given. Its memory is allocated and
         touched while training goes on, so that the first save costs no more than the others."""
         if self._memory is not None:
-            self._memory.reserve(plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), wait=False)
+            self._memory.reserve(
+                plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), wait=False
+            )
 
     # -- save
 
@@ -175,7 +190,9 @@ class CheckpointManager:
         saves, self._grace_left = self._saves, None
         saves.poll()
         end = time.monotonic() + self.config.grace_seconds
-        if self._snapshot[0] == step and dist.broadcast_object(saves.saved == step or step in saves.pending):
+        if self._snapshot[0] == step and dist.broadcast_object(
+            saves.saved == step or step in saves.pending
+        ):
             if not wait or self._finish(step, end):
                 return True
             if not dist.broadcast_object(self._grace_left):
@@ -189,7 +206,9 @@ class CheckpointManager:
         try:
             free = free_bytes(self.folder)
             if saves.writing is None:
-                request = self._take(step, plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), state)
+                request = self._take(
+                    step, plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), state
+                )
                 if not self._shared:
                     check_space(self.folder, request.size, free)
         except Exception as e:
@@ -245,11 +264,15 @@ class CheckpointManager:
 
         What is sent has the same size for any number of ranks. free: bytes on this rank's disk.
         """
-        failed, busy, least = dist.max_scalars(error is not None, self._saves.writing is not None, -free)
+        failed, busy, least = dist.max_scalars(
+            error is not None, self._saves.writing is not None, -free
+        )
         (total,) = dist.sum_scalars(request.size if request is not None else 0)
         if failed:
             everyone = enumerate(dist.gather_objects(error))
-            raise CheckpointError("; ".join([f"rank {rank}: {each}" for rank, each in everyone if each][:3]))
+            raise CheckpointError(
+                "; ".join([f"rank {rank}: {each}" for rank, each in everyone if each][:3])
+            )
         if not busy and self._shared:
             check_space(self.folder, int(total), int(-least))
         return bool(busy)
@@ -260,7 +283,9 @@ class CheckpointManager:
             return
         name = self.config.keep_best.removeprefix("-")
         if name not in values:
-            self._log(f"checkpoint.keep_best ({name}): no such number; the evaluation has {', '.join(sorted(values))}")
+            self._log(
+                f"checkpoint.keep_best ({name}): no such number; the evaluation has {', '.join(sorted(values))}"
+            )
         else:
             self._saves.note_metrics(step, {name: values[name]})
 
@@ -287,7 +312,9 @@ class CheckpointManager:
         saves = self._saves
         if step in saves.pending and self.remote is not None:
             left = max(end - time.monotonic(), 0.0)
-            saves.report(f"waiting up to {left:.0f} s for step {step} to be committed at {self.remote.url}")
+            saves.report(
+                f"waiting up to {left:.0f} s for step {step} to be committed at {self.remote.url}"
+            )
         in_time = self._wait_together(lambda: dist.is_main() and step in saves.pending, end)
         saves.share()
         if saves.saved == step:
@@ -303,7 +330,9 @@ class CheckpointManager:
         self._grace_left = 0.0
         seconds, saves = self.config.grace_seconds, self._saves
         saves.pending.clear()
-        saves.warn(f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {saves.fallback()}")
+        saves.warn(
+            f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {saves.fallback()}"
+        )
 
     def settle(self, seconds: float = 20.0) -> None:
         """Wait until the newest save is committed somewhere or has failed, so that `last_good` is up to date."""

@@ -25,7 +25,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-FORMAT_VERSION = 3  # 1 and 2 were clip-train 0.1's: a file named its fragments in its own header only
+FORMAT_VERSION = (
+    3  # 1 and 2 were clip-train 0.1's: a file named its fragments in its own header only
+)
 BLOCK_BYTES = 16 << 20  # what is fetched and verified at once
 
 LEASE_NAME = re.compile(r"lease/e(\d{6,})\.json")
@@ -62,7 +64,11 @@ class CommitRef(NamedTuple):
     @classmethod
     def of_metric(cls, name: str) -> CommitRef | None:
         """None for a file that holds no metric."""
-        return cls.parse(f"commit/{name.removeprefix('metric/')}") if name.startswith("metric/") else None
+        return (
+            cls.parse(f"commit/{name.removeprefix('metric/')}")
+            if name.startswith("metric/")
+            else None
+        )
 
 
 def attempt_prefix(epoch: int, step: int, number: int = 1) -> str:
@@ -214,7 +220,9 @@ class Manifest:
         body = _check_format(json.loads(data))
         try:
             files = [FileEntry.from_json(entry) for entry in body["files"]]
-            return cls(**{**{name: body[name] for name in cls.__dataclass_fields__}, "files": files})
+            return cls(
+                **{**{name: body[name] for name in cls.__dataclass_fields__}, "files": files}
+            )
         except (KeyError, TypeError) as e:
             raise ValueError(f"not a manifest: {type(e).__name__} {e}") from e
 
@@ -264,9 +272,13 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
         for name, shape in part["shapes"].items():
             numbers.setdefault(name, len(numbers))
             if params.setdefault(name, shape) != shape:
-                raise ValueError(f"{name} has shape {shape} on rank {file}, and {params[name]} elsewhere")
+                raise ValueError(
+                    f"{name} has shape {shape} on rank {file}, and {params[name]} elsewhere"
+                )
         for name, start, numel, slots in part["rows"]:
-            offsets = {kinds.setdefault((slot, dtype), len(kinds)): offset for slot, dtype, offset in slots}
+            offsets = {
+                kinds.setdefault((slot, dtype), len(kinds)): offset for slot, dtype, offset in slots
+            }
             rows.append((numbers[name], start, numel, file, offsets))
     rows.sort(key=lambda row: row[:2])
     columns = [array("q", column) for column in list(zip(*rows, strict=True))[:4]] if rows else []
@@ -279,7 +291,10 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
     }
     encoded = json.dumps(head).encode()
     return zlib.compress(
-        b"".join([len(encoded).to_bytes(8, "little"), encoded, *(column.tobytes() for column in columns)]), 1
+        b"".join(
+            [len(encoded).to_bytes(8, "little"), encoded, *(column.tobytes() for column in columns)]
+        ),
+        1,
     )
 
 

@@ -84,8 +84,12 @@ class Resumed:
         if self.fetched:
             got = f"{self.fetched / 1e6:,.1f} MB fetched in {self.fetch_seconds:.1f} s"
             got += f" by {self.fetch_ranks} ranks" if self.fetch_ranks > 1 else ""
-        passed = [f"  passed over    {each}" for each in self.skipped] or ["  passed over    nothing"]
-        return "\n".join([f"resuming from step {self.step}", f"  source         {self.path} ({got})", *passed])
+        passed = [f"  passed over    {each}" for each in self.skipped] or [
+            "  passed over    nothing"
+        ]
+        return "\n".join(
+            [f"resuming from step {self.step}", f"  source         {self.path} ({got})", *passed]
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,9 @@ class Selection:
     """What `checkpoint.resume` asks for, the same on all ranks."""
 
     resumed: Resumed | None = None  # None: a fresh start
-    protect: frozenset[CommitRef] = frozenset()  # this run's that must stay: this one, and one named in the recipe
+    protect: frozenset[CommitRef] = (
+        frozenset()
+    )  # this run's that must stay: this one, and one named in the recipe
     saved: bool = False  # it lies in the main store, and so need not be saved again
     damaged: frozenset[CommitRef] = frozenset()  # this run's that were passed over
 
@@ -125,7 +131,9 @@ def writable(storage: Storage, action: Callable[[], T]) -> T:
     try:
         return action()
     except OSError as e:
-        raise CheckpointError(f"checkpoints cannot be written to {storage.url}: {explain(e)}") from e
+        raise CheckpointError(
+            f"checkpoints cannot be written to {storage.url}: {explain(e)}"
+        ) from e
 
 
 def select(mode: str, storage: LocalStorage, remote: Storage | None, log: Log) -> Selection:
@@ -148,7 +156,9 @@ def select(mode: str, storage: LocalStorage, remote: Storage | None, log: Log) -
             # the same line again, a requeue: what this run has done since is not done a second time
             mine = select("auto", storage, remote, lambda text: None)
             if mine.resumed is not None:
-                log(f"checkpoint.resume ({mode}): this run has checkpoints of its own and goes on from them")
+                log(
+                    f"checkpoint.resume ({mode}): this run has checkpoints of its own and goes on from them"
+                )
                 return mine
             places = places_at(place)
         elif only is not None:
@@ -193,7 +203,9 @@ def _nothing_found(mode: str, places: Places, skipped: list[Skipped], log: Log) 
     reasons = "".join(f"\n  {each}" for each in skipped)
     what = f"none of the checkpoints under {where} is whole:{reasons}" if reasons else ""
     if mode != "auto":
-        remedy = "set checkpoint.resume to auto to start fresh" if mode == "must" else "choose another"
+        remedy = (
+            "set checkpoint.resume to auto to start fresh" if mode == "must" else "choose another"
+        )
         raise CheckpointError(f"{what or f'there is no checkpoint under {where}'}\n{remedy}")
     if what:
         log(f"{what}\nSTARTING FRESH, from step 0")
@@ -226,12 +238,16 @@ def resolve(
         for ref in sorted({*local, *remote}, reverse=True):
             if only is None or ref == only:
                 try:
-                    found = _open(places, ref, ref in local, ref in remote, cache, ranks, log, skipped)
+                    found = _open(
+                        places, ref, ref in local, ref in remote, cache, ranks, log, skipped
+                    )
                     break
                 except DamagedError as e:  # on all ranks
                     skipped.append(Skipped(ref, str(e)))
         passed_over = {each.ref for each in skipped}
-        if not passed_over or passed_over <= set(dist.on_main(lambda: list(itertools.chain(*list_places(places))))):
+        if not passed_over or passed_over <= set(
+            dist.on_main(lambda: list(itertools.chain(*list_places(places))))
+        ):
             break  # else a process that still runs has removed one while we looked, and there are newer ones
     return found, skipped
 
@@ -252,11 +268,18 @@ def _open(
             raise DamagedError(why)
         in_remote = True
     remote, copies = places.remote if in_remote else None, places.local or cache
-    files = dist.agreed(lambda: CheckpointFiles(found, copies, remote, to_look=cache is None, ranks=ranks, log=log))
+    files = dist.agreed(
+        lambda: CheckpointFiles(found, copies, remote, to_look=cache is None, ranks=ranks, log=log)
+    )
     if cache is not None:
         if (why := files.verify_all()) is not None:
             raise DamagedError(why)
-        if remote is not None and places.local is not None and not in_local and len(ranks) == world_size:
+        if (
+            remote is not None
+            and places.local is not None
+            and not in_local
+            and len(ranks) == world_size
+        ):
             dist.on_main(lambda: copy_commit(remote, cache, found))  # all files lie there now
     main = places.remote if in_remote else places.local
     assert main is not None
@@ -271,7 +294,9 @@ def _open(
     )  # fmt: skip
 
 
-def _read_small_files(places: Places, ref: CommitRef, in_local: bool, in_remote: bool) -> tuple[Found, bytes] | str:
+def _read_small_files(
+    places: Places, ref: CommitRef, in_local: bool, in_remote: bool
+) -> tuple[Found, bytes] | str:
     """All that can be found out without reading the data, and the layout; or what is wrong."""
 
     def look(storage: Storage) -> tuple[Found, bytes]:

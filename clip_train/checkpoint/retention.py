@@ -40,7 +40,9 @@ class Policy:
         return leases.Lease(self.epoch, self.token)
 
 
-def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, float]) -> dict[CommitRef, str]:
+def verdicts(
+    commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, float]
+) -> dict[CommitRef, str]:
     """Why each checkpoint stays; those that are not in it go at the next save. commits: newest first."""
     why: dict[CommitRef, str] = {}
     good = [ref for ref in commits if ref not in policy.damaged]
@@ -58,12 +60,16 @@ def verdicts(commits: list[CommitRef], policy: Policy, metrics: dict[CommitRef, 
     for ref in commits:
         if ref in policy.protect:
             why.setdefault(ref, "the one resumed from")
-        elif ref in policy.damaged and (len(good) < policy.keep_last or ref > good[policy.keep_last - 1]):
+        elif ref in policy.damaged and (
+            len(good) < policy.keep_last or ref > good[policy.keep_last - 1]
+        ):
             why.setdefault(ref, f"damaged; goes when {policy.keep_last} good ones are newer")
     return why
 
 
-def read_metrics(storage: Storage, commits: Collection[CommitRef], name: str | None) -> dict[CommitRef, float]:
+def read_metrics(
+    storage: Storage, commits: Collection[CommitRef], name: str | None
+) -> dict[CommitRef, float]:
     """What the evaluation `name` came to, of the checkpoints that have one. OSError."""
     out: dict[CommitRef, float] = {}
     there = {entry.name for entry in storage.list("metric")} if name is not None else set()
@@ -102,17 +108,24 @@ def apply_retention(
         storage.delete(ref.name)
         storage.delete(ref.metric_name)
     newest = max((ref.step for ref in commits if ref.epoch == policy.epoch), default=-1)
-    _remove_orphans(storage, policy, newest, [ref for ref in commits if ref in kept], set(removed), in_flight)
+    _remove_orphans(
+        storage, policy, newest, [ref for ref in commits if ref in kept], set(removed), in_flight
+    )
     try:
         storage.sweep(
             storage.clock() - max(policy.orphan_grace_seconds, 1.0),
-            lambda name: attempt_of(name) in in_flight or _under_way(parse_prefix(attempt_of(name)), policy, newest),
+            lambda name: (
+                attempt_of(name) in in_flight
+                or _under_way(parse_prefix(attempt_of(name)), policy, newest)
+            ),
             # a bucket may be others' as well, and only data are large enough for an upload in parts
             prefix="" if isinstance(storage, LocalStorage) else "ckpt",
         )
     except OSError as e:  # unfinished uploads only cost
         remedy = f" ({SWEEP_RIGHT}), {SWEEP_REMEDY}" if "the right" in str(e) else ""
-        note(f"unfinished uploads under {storage.url} cannot be listed: {type(e).__name__}: {e}{remedy}")
+        note(
+            f"unfinished uploads under {storage.url} cannot be listed: {type(e).__name__}: {e}{remedy}"
+        )
     return removed
 
 
@@ -149,15 +162,24 @@ def _remove_orphans(
             continue
         grace = 0.0 if ref.epoch == policy.epoch else policy.orphan_grace_seconds
         # its marker may have come since they were listed
-        late = now - modified >= grace and not (storage.exists(ref.name) and prefix_of(storage, ref) in (attempt, None))
+        late = now - modified >= grace and not (
+            storage.exists(ref.name) and prefix_of(storage, ref) in (attempt, None)
+        )
         if late or ref in removed:
             storage.delete_tree(attempt)
             for entry in entries if local else []:
                 _delete(storage, entry.name)
     for entry in [*storage.list("preflight"), *storage.list("metric")]:
-        ref, old = CommitRef.of_metric(entry.name), now - entry.modified >= policy.orphan_grace_seconds
+        ref, old = (
+            CommitRef.of_metric(entry.name),
+            now - entry.modified >= policy.orphan_grace_seconds,
+        )
         over = old or (ref is not None and ref.epoch == policy.epoch)
-        if over and not _under_way(ref, policy, newest) and not (ref is not None and storage.exists(ref.name)):
+        if (
+            over
+            and not _under_way(ref, policy, newest)
+            and not (ref is not None and storage.exists(ref.name))
+        ):
             storage.delete(entry.name)
 
 
@@ -171,7 +193,9 @@ def _delete(storage: Storage, name: str) -> None:
             storage.path(name).parent.parent.rmdir()
 
 
-def remove_own_files(storage: LocalStorage, rank: int, policy: Policy, in_flight: Collection[str]) -> None:
+def remove_own_files(
+    storage: LocalStorage, rank: int, policy: Policy, in_flight: Collection[str]
+) -> None:
     """Where ranks do not share the disk, each clears up after itself: all but its newest files go, and halves.
     Of what was there before this process no rank has any more use: it may be of ranks that are elsewhere now."""
     files: list[tuple[str, str, CommitRef]] = []
@@ -179,12 +203,17 @@ def remove_own_files(storage: LocalStorage, rank: int, policy: Policy, in_flight
         attempt = attempt_of(entry.name)
         if (ref := parse_prefix(attempt)) is not None:
             files.append((entry.name, attempt, ref))
-    newest = sorted({ref for name, _, ref in files if name.startswith("ckpt/")}, reverse=True)[: policy.keep_last]
+    newest = sorted({ref for name, _, ref in files if name.startswith("ckpt/")}, reverse=True)[
+        : policy.keep_last
+    ]
     for name, attempt, ref in files:
         mine = f"rank{rank:05d}." in name or ref.epoch < policy.epoch
         if mine and attempt not in in_flight and (ref not in newest or name.startswith("tmp/")):
             _delete(storage, name)
-    storage.sweep(storage.clock() - max(policy.orphan_grace_seconds, 1.0), lambda name: attempt_of(name) in in_flight)
+    storage.sweep(
+        storage.clock() - max(policy.orphan_grace_seconds, 1.0),
+        lambda name: attempt_of(name) in in_flight,
+    )
 
 
 def free_bytes(folder: Path) -> int:

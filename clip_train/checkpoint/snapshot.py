@@ -52,7 +52,9 @@ class Plan:
     head: bytes  # the start of the file, its length a multiple of 8
     places: list[tuple[int, Tensor]]  # byte offset in the file -> tensor, still the training's own
     num_bytes: int  # of the file
-    fragments: dict[str, Any]  # for the rank's manifest: `shapes`, `rows` of fragments, other `tensors`
+    fragments: dict[
+        str, Any
+    ]  # for the rank's manifest: `shapes`, `rows` of fragments, other `tensors`
     on_gpu: bool = False  # the tensors
 
 
@@ -75,7 +77,11 @@ def plan_file(
         if len({tensor.numel() for tensor in fragment.tensors.values()}) > 1:
             raise ValueError(f"{fragment.name}: slots of different lengths at {fragment.start}")
         for slot, tensor in fragment.tensors.items():
-            if tensor.dim() != 1 or fragment.start < 0 or fragment.start + tensor.numel() > math.prod(shape):
+            if (
+                tensor.dim() != 1
+                or fragment.start < 0
+                or fragment.start + tensor.numel() > math.prod(shape)
+            ):
                 raise ValueError(
                     f"{fragment.name}: {slot} of shape {tuple(tensor.shape)} at {fragment.start} is no range of "
                     f"the parameter's {math.prod(shape)} elements"
@@ -114,12 +120,21 @@ def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
     for key in order:
         tensor, begin = tensors[key], at
         at += tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, at]}
+        header[key] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, at],
+        }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     head = len(encoded).to_bytes(8, "little") + encoded
     where = {
-        key: (header[key]["dtype"], header[key]["shape"], len(head) + header[key]["data_offsets"][0]) for key in order
+        key: (
+            header[key]["dtype"],
+            header[key]["shape"],
+            len(head) + header[key]["data_offsets"][0],
+        )
+        for key in order
     }
     places = [(where[key][2], tensors[key]) for key in order]
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
@@ -133,13 +148,17 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("clip-train-snapshot", os.MFD_CLOEXEC)  # not in /dev/shm: containers keep it small
+        self.fd = os.memfd_create(
+            "clip-train-snapshot", os.MFD_CLOEXEC
+        )  # not in /dev/shm: containers keep it small
         self.capacity = 0  # bytes
         self._map = memoryview(b"")
         self._view = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        self._thread = ThreadPoolExecutor(1, initializer=lambda: torch.cuda.set_device(gpu))  # -1: as it is
+        self._thread = ThreadPoolExecutor(
+            1, initializer=lambda: torch.cuda.set_device(gpu)
+        )  # -1: as it is
 
     def reserve(self, plan: Plan, *, wait: bool = True) -> None:
         """Allocate, touch and pin, beside what goes on if not to `wait`. OSError or MemoryError where it waits."""
@@ -167,7 +186,9 @@ class SharedMemory:
         for at, tensor in plan.places:
             if tensor.numel():
                 # in one go: slicing and casting the view costs 5 us more for each of thousands of tensors
-                place = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+                place = torch.frombuffer(
+                    self._map, dtype=tensor.dtype, count=tensor.numel(), offset=at
+                )
                 place.view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
         if plan.on_gpu:
             torch.cuda.synchronize()
@@ -206,7 +227,9 @@ class FragmentReader:
     layout: LAYOUT. files: of all ranks, in their order. where: for messages.
     """
 
-    def __init__(self, layout: bytes, files: CheckpointFiles, where: str = "the checkpoint") -> None:
+    def __init__(
+        self, layout: bytes, files: CheckpointFiles, where: str = "the checkpoint"
+    ) -> None:
         """CheckpointError if the layout is not readable."""
         self._files, self._where = files, where
         try:
@@ -216,16 +239,22 @@ class FragmentReader:
                 raise ValueError(f"it is cut, or more than {LARGEST_LAYOUT} bytes")
             begin = 8 + int.from_bytes(data[:8], "little")
             head = json.loads(data[8:begin])
-            self._shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in head["params"]}
+            self._shapes: dict[str, tuple[int, ...]] = {
+                name: tuple(shape) for name, shape in head["params"]
+            }
             self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
             self._slots = [slot for slot, _ in head["kinds"]]
             self._tensors: list[dict[str, Any]] = head["tensors"]
             shape = (4 + len(self._slots), head["rows"])
             self._rows = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
         except (ValueError, KeyError, TypeError, zlib.error) as e:
-            raise CheckpointError(f"{where}: its layout is not readable: {type(e).__name__}: {e}") from e
+            raise CheckpointError(
+                f"{where}: its layout is not readable: {type(e).__name__}: {e}"
+            ) from e
         cuts = np.searchsorted(self._rows[0], np.arange(len(self._shapes) + 1)).tolist()
-        self._range = dict(zip(self._shapes, itertools.pairwise(cuts), strict=False))  # name -> its rows, by start
+        self._range = dict(
+            zip(self._shapes, itertools.pairwise(cuts), strict=False)
+        )  # name -> its rows, by start
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""
@@ -237,7 +266,9 @@ class FragmentReader:
         stored = np.any(self._rows[4:, low:high] >= 0, axis=1).tolist()
         return {slot for slot, there in zip(self._slots, stored, strict=True) if there}
 
-    def _pieces(self, name: str, slot: str, start: int, end: int) -> Iterator[tuple[int, int, int, int, torch.dtype]]:
+    def _pieces(
+        self, name: str, slot: str, start: int, end: int
+    ) -> Iterator[tuple[int, int, int, int, torch.dtype]]:
         """What overlaps elements `[start, end)`: first element, the one after the last, file, byte offset, dtype."""
         low, high = self._range.get(name, (0, 0))
         starts = self._rows[1, low:high] if low < high else self._rows[:0]
@@ -281,7 +312,9 @@ class FragmentReader:
         for lower, upper, file, at, dtype in self._pieces(name, slot, start, end):
             if lower != done:
                 break
-            parts.append(self._files.read(file, at, at + (upper - lower) * dtype.itemsize).view(dtype))
+            parts.append(
+                self._files.read(file, at, at + (upper - lower) * dtype.itemsize).view(dtype)
+            )
             done = upper
         if done < end:
             raise CheckpointError(
@@ -299,8 +332,12 @@ class FragmentReader:
         """
         slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in self._shapes}
         if ema and EMA not in slots.values():
-            raise UserError(f"--ema: {self._where} has no moving average, as optim.ema_decay was null; leave it out")
-        wanted = [Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self._shapes.items()]
+            raise UserError(
+                f"--ema: {self._where} has no moving average, as optim.ema_decay was null; leave it out"
+            )
+        wanted = [
+            Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self._shapes.items()
+        ]
         self.prepare(wanted)
         return {each.name: self.read(*each).reshape(self._shapes[each.name]) for each in wanted}
 
@@ -312,14 +349,24 @@ class FragmentReader:
         """What was the same on all ranks (memory banks); readable on any number of them."""
         return self._named(0, manifest.SHARED_KEY)
 
-    def _named_places(self, file: int, prefix: str) -> Iterator[tuple[str, int, int, torch.dtype, list[int]]]:
+    def _named_places(
+        self, file: int, prefix: str
+    ) -> Iterator[tuple[str, int, int, torch.dtype, list[int]]]:
         """name, the bytes' begin and end, dtype, shape"""
         if file >= len(self._tensors):
-            raise CheckpointError(f"{self._where}: no file {manifest.rank_file(file)} in this checkpoint")
+            raise CheckpointError(
+                f"{self._where}: no file {manifest.rank_file(file)} in this checkpoint"
+            )
         for key, (dtype, shape, at) in self._tensors[file].items():
             if key.startswith(prefix):
                 kind = _TORCH[dtype]
-                yield key.removeprefix(prefix), at, at + math.prod(shape) * kind.itemsize, kind, shape
+                yield (
+                    key.removeprefix(prefix),
+                    at,
+                    at + math.prod(shape) * kind.itemsize,
+                    kind,
+                    shape,
+                )
 
     def _named(self, file: int, prefix: str) -> dict[str, Tensor]:
         # copies: the caller may keep them for long, and write to them

@@ -32,12 +32,16 @@ class Schedule:
     clock: seconds, of which rank 0's count.
     """
 
-    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._config, self._clock = config, clock
         self._since = self._clock()  # seconds; of the last save
         self._since_step: int | None = None  # step at which the clock started
         self._next_look = 0  # step at which the clock is looked at again
-        self.deferred: int | None = None  # the step at which a save was due that is still to be taken
+        self.deferred: int | None = (
+            None  # the step at which a save was due that is still to be taken
+        )
         self._deferred_since = 0.0  # seconds
 
     def due(self, step: int) -> bool:
@@ -77,7 +81,9 @@ class Schedule:
         left = 60 * self._config.every_minutes - passed  # seconds
         # half of the steps that fit into the time left at the present rate, lest steps become slower
         steps_left = left * (step - self._since_step) / max(passed, 1e-9)
-        due, self._next_look = dist.broadcast_object((left <= 0, step + max(1, int(min(steps_left, 2e6) / 2))))
+        due, self._next_look = dist.broadcast_object(
+            (left <= 0, step + max(1, int(min(steps_left, 2e6) / 2)))
+        )
         return due
 
 
@@ -121,8 +127,16 @@ class WriterProcess:
     def _how(self) -> str:
         status = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(_EXIT_SECONDS)  # its socket closes before it can be waited for
-        how = "" if status is None else f" (signal {-status})" if status < 0 else f" (exit status {status})"
+            status = self._process.wait(
+                _EXIT_SECONDS
+            )  # its socket closes before it can be waited for
+        how = (
+            ""
+            if status is None
+            else f" (signal {-status})"
+            if status < 0
+            else f" (exit status {status})"
+        )
         return f"the checkpoint writer has ended{how}"
 
     def close(self) -> None:
@@ -149,11 +163,15 @@ class Saves:
     log: takes what a user should read: on rank 0, but for checkpoint writers that end; warn: what speaks of failures.
     """
 
-    def __init__(self, max_failed_saves: int, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, max_failed_saves: int, log: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
         self._max_failed = max_failed_saves
         self._log, self._warn = log, warn
         self.last_good: LastGood | None = None
-        self.saved: int | None = None  # rank 0: the step last committed in the main store, or resumed from there
+        self.saved: int | None = (
+            None  # rank 0: the step last committed in the main store, or resumed from there
+        )
         self.failures = 0  # rank 0: saves in a row
         self.fatal: str | None = None  # why the run must stop
         self.pending: dict[int, SaveRequest] = {}  # step -> submitted, not yet committed or failed
@@ -174,7 +192,9 @@ class Saves:
         try:
             self._writer = WriterProcess(settings, memory_fd)
         except OSError as e:
-            raise CheckpointError(f"no process to write checkpoints can be started: {explain(e)}") from e
+            raise CheckpointError(
+                f"no process to write checkpoints can be started: {explain(e)}"
+            ) from e
 
     def submit(self, request: SaveRequest) -> None:
         self.pending[request.step] = self.writing = request
@@ -233,8 +253,12 @@ class Saves:
         for request in list(self.pending.values()):
             self.fail(request.step, why)
             self._gave_up = None if dist.is_main() else (request.step, why)
-            with contextlib.suppress(OSError):  # rank 0's checkpoint writer waits for this rank's manifest
-                put_rank_manifest(LocalStorage(self._settings.folder), request, CheckpointError(why))
+            with contextlib.suppress(
+                OSError
+            ):  # rank 0's checkpoint writer waits for this rank's manifest
+                put_rank_manifest(
+                    LocalStorage(self._settings.folder), request, CheckpointError(why)
+                )
 
     def close(self, grace: float) -> None:
         """What is under way is finished, for up to `grace` seconds. Then the checkpoint writer ends."""
@@ -312,8 +336,17 @@ class Saves:
         self.failures, self.saved = 0, message["step"]
         self._good(message)
         seconds, size = message["seconds"], message["bytes"]
-        self.numbers |= {"checkpoint_step": message["step"], "checkpoint_seconds": seconds, "checkpoint_failures": 0}
-        logger.info("checkpoint of step %d committed after %.1f s (%d bytes on rank 0)", message["step"], seconds, size)
+        self.numbers |= {
+            "checkpoint_step": message["step"],
+            "checkpoint_seconds": seconds,
+            "checkpoint_failures": 0,
+        }
+        logger.info(
+            "checkpoint of step %d committed after %.1f s (%d bytes on rank 0)",
+            message["step"],
+            seconds,
+            size,
+        )
 
     def fail(self, step: int, why: str) -> None:
         """One save has failed. Too many in a row, on rank 0, are fatal; its checkpoint writer reads of the others'."""
@@ -329,7 +362,11 @@ class Saves:
             self.warn(f"{message}; training goes on, {self.fallback()}")
 
     def fallback(self) -> str:
-        return f"the last good one is {self.last_good.path}" if self.last_good else "there is no good one yet"
+        return (
+            f"the last good one is {self.last_good.path}"
+            if self.last_good
+            else "there is no good one yet"
+        )
 
     def report(self, text: str) -> None:
         if dist.is_main():
@@ -341,4 +378,6 @@ class Saves:
 
     def share(self) -> None:
         """Collective: what rank 0 knows of commits and failures, on all ranks."""
-        self.saved, self.last_good, self.fatal = dist.broadcast_object((self.saved, self.last_good, self.fatal))
+        self.saved, self.last_good, self.fatal = dist.broadcast_object(
+            (self.saved, self.last_good, self.fatal)
+        )

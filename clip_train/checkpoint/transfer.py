@@ -22,7 +22,9 @@ _HASHING_THREADS = 4
 
 def write_snapshot(storage: LocalStorage, memory_fd: int, request: SaveRequest) -> FileEntry:
     """The first bytes of `memory_fd` as a file of the attempt, hashed on the way. CheckpointError, OSError."""
-    check_space(storage.root, request.size, free_bytes(storage.root))  # others may write to the same disk
+    check_space(
+        storage.root, request.size, free_bytes(storage.root)
+    )  # others may write to the same disk
     name = manifest.rank_file(request.rank)
     staged = storage.path(manifest.staged_name(request.prefix, name))
     staged.parent.mkdir(parents=True, exist_ok=True)
@@ -47,8 +49,13 @@ def copy_hashed(memory_fd: int, path: os.PathLike[str], size: int) -> list[str]:
 
         def copy(start: int) -> None:
             length = min(BLOCK_BYTES, size - start)
-            pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE  # the memory has whole ones, and so takes the disk
-            with mmap.mmap(memory_fd, pages, prot=mmap.PROT_READ, offset=start) as block, memoryview(block) as view:
+            pages = (
+                -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+            )  # the memory has whole ones, and so takes the disk
+            with (
+                mmap.mmap(memory_fd, pages, prot=mmap.PROT_READ, offset=start) as block,
+                memoryview(block) as view,
+            ):
                 with writing:
                     _write(file.fileno(), view, start)
                 with view[:length] as content:
@@ -72,4 +79,6 @@ def _write(fd: int, data: memoryview, at: int) -> None:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if e.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # it has other rules for what is aligned
+            fcntl.fcntl(
+                fd, fcntl.F_SETFL, flags & ~os.O_DIRECT
+            )  # it has other rules for what is aligned

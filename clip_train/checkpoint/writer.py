@@ -18,7 +18,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from clip_train.checkpoint import commit, lease, manifest
-from clip_train.checkpoint.commit import FencedError, RefusedError, SaveRequest, SupersededError, explain
+from clip_train.checkpoint.commit import (
+    FencedError,
+    RefusedError,
+    SaveRequest,
+    SupersededError,
+    explain,
+)
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.retention import Policy, apply_retention, remove_own_files
 from clip_train.checkpoint.transfer import write_snapshot
@@ -55,7 +61,9 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank: it decides when this ends
     os.nice(5)  # training comes first
-    with contextlib.suppress(OSError, AttributeError):  # a rank may be bound to the cores that it keeps busy
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # a rank may be bound to the cores that it keeps busy
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     connection = Connection(connection_fd)
     try:
@@ -71,7 +79,9 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
 class Writer:
     """One rank's saves. report: takes a dict for the rank; called from any thread."""
 
-    def __init__(self, settings: Settings, memory_fd: int, report: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, settings: Settings, memory_fd: int, report: Callable[[dict[str, Any]], None]
+    ) -> None:
         self.settings = settings
         self.local = LocalStorage(settings.folder)
         self.remote: Storage | None = open_storage(settings.remote) if settings.remote else None
@@ -81,12 +91,18 @@ class Writer:
         self._noted: set[str] = set()
         self._stores: list[Storage] = [self.local] if settings.local_commits else []
         self._stores += [self.remote] if self.remote is not None else []
-        self._metrics: dict[str, dict[CommitRef, Metrics]] = {store.url: {} for store in self._stores}  # not yet there
+        self._metrics: dict[str, dict[CommitRef, Metrics]] = {
+            store.url: {} for store in self._stores
+        }  # not yet there
         # of each store: two retentions at once would find each other's folders gone
         self._tidying = {store.url: threading.Lock() for store in self._stores}
-        self._errors: list[tuple[SaveRequest, Exception]] = []  # that rank 0 has to read in the remote store
+        self._errors: list[
+            tuple[SaveRequest, Exception]
+        ] = []  # that rank 0 has to read in the remote store
         self._jobs: queue.SimpleQueue[SaveRequest | Metrics | str] = queue.SimpleQueue()
-        self._active: set[str] = set()  # attempts that may still be committed: retention leaves them alone
+        self._active: set[str] = (
+            set()
+        )  # attempts that may still be committed: retention leaves them alone
         self._changed = threading.Condition()  # guards what follows
         self._uploads: list[SaveRequest] = []  # the one under way, and the newest that waits
         self._woken = self._finishing = False
@@ -129,12 +145,16 @@ class Writer:
         try:
             if self.settings.local_commits and request.rank == 0:
                 self._commit(self.local, request)
-                self._report("committed", request, where=f"{self.local.url}/{request.committed}", final=False)
+                self._report(
+                    "committed", request, where=f"{self.local.url}/{request.committed}", final=False
+                )
         except Exception as e:
             if self.remote is None or isinstance(e, (FencedError, RefusedError)):
                 self._fail(request, e)
                 return
-            self._note(f"step {request.step} is not committed locally: {explain(e)}")  # the remote store can do without
+            self._note(
+                f"step {request.step} is not committed locally: {explain(e)}"
+            )  # the remote store can do without
         if not self.settings.local_commits:
             with contextlib.suppress(OSError):
                 remove_own_files(self.local, request.rank, self.settings.policy, set(self._active))
@@ -148,7 +168,10 @@ class Writer:
             self._uploads.append(request)
             self._changed.notify_all()
         if superseded is not None:
-            self._fail(superseded, SupersededError(f"superseded by step {request.step} before its upload began"))
+            self._fail(
+                superseded,
+                SupersededError(f"superseded by step {request.step} before its upload began"),
+            )
 
     def _write(self, request: SaveRequest) -> None:
         """File and rank manifest. CheckpointError, OSError."""
@@ -156,7 +179,9 @@ class Writer:
             request.entry = commit.written_before(self.local, request)
         if request.entry is None:
             if not request.in_memory:
-                raise RefusedError(f"the snapshot of step {request.step} is neither in memory nor on the disk")
+                raise RefusedError(
+                    f"the snapshot of step {request.step} is neither in memory nor on the disk"
+                )
             request.entry = write_snapshot(self.local, self._memory_fd, request)
             commit.put_rank_manifest(self.local, request)
 
@@ -222,7 +247,9 @@ class Writer:
             if time.monotonic() + pause > request.since + self.settings.timeout_seconds:
                 raise RefusedError(f"{why}; given up after {tries} tries")
             if (newer := self._newer(0.0)) is None:
-                self._note(f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s")
+                self._note(
+                    f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s"
+                )
                 newer = self._newer(pause)
             if newer is not None:
                 raise RefusedError(f"{why}; superseded by step {newer.step}")
@@ -251,12 +278,20 @@ class Writer:
         self._active.discard(request.prefix)
         where = f"{(self.remote or self.local).url}/{request.committed or request.prefix}"
         seconds = time.monotonic() - request.since
-        self._report("committed", request, where=where, final=True, seconds=seconds, bytes=request.size)
+        self._report(
+            "committed", request, where=where, final=True, seconds=seconds, bytes=request.size
+        )
 
     def _fail(self, request: SaveRequest, e: Exception) -> None:
         self._active.discard(request.prefix)
         superseded = isinstance(e, SupersededError)
-        self._report("failed", request, why=explain(e), superseded=superseded, fatal=isinstance(e, FencedError))
+        self._report(
+            "failed",
+            request,
+            why=explain(e),
+            superseded=superseded,
+            fatal=isinstance(e, FencedError),
+        )
         if request.rank == 0:
             return
         if request.entry is None:  # else it may still be committed locally
@@ -272,7 +307,10 @@ class Writer:
         self._send_safely({"event": "note", "text": text})
 
     def _send_safely(self, body: dict[str, Any]) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the rank is gone: the message thread ends this process
+        with (
+            self._sending,
+            contextlib.suppress(OSError),
+        ):  # the rank is gone: the message thread ends this process
             self._send(body)
 
     def _tidy(self, store: Storage, *, retention: bool = True) -> None:
@@ -287,7 +325,11 @@ class Writer:
                 if retention:
                     apply_retention(store, self.settings.policy, set(self._active), self._note_once)
         except Exception as e:  # whatever it is, saving goes on
-            what = "old checkpoints could not be removed" if retention else "the metrics could not be written"
+            what = (
+                "old checkpoints could not be removed"
+                if retention
+                else "the metrics could not be written"
+            )
             self._note(f"{store.url}: {what}: {explain(e)}")
 
     def _note_once(self, text: str) -> None:

@@ -11,7 +11,9 @@ from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
 
 
-def build_loss(config: LossConfig, teacher: Teacher | None = None, *, local: bool = False) -> Objective:
+def build_loss(
+    config: LossConfig, teacher: Teacher | None = None, *, local: bool = False
+) -> Objective:
     """The objective of the recipe. local: `batch.accumulation`; RunConfig has checked that they fit together."""
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
     objective: Objective = InfoNCE(tile=tile)
@@ -20,7 +22,9 @@ def build_loss(config: LossConfig, teacher: Teacher | None = None, *, local: boo
     elif teacher is not None:
         objective = Distillation(teacher, tile=tile)
     elif config.kind == "memory_bank":
-        objective = MemoryBank(config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=tile)
+        objective = MemoryBank(
+            config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=tile
+        )
     elif config.kind == "sigmoid":
         objective = SigmoidLoss(tile=tile, exchange=config.exchange)
     objective.matmul = config.matmul

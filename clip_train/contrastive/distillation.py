@@ -40,8 +40,16 @@ class Distillation(Objective):
         refuse_bias(features, "distillation")
         target = context.prepared
         if target is None:
-            raise ValueError("distillation needs the teacher's features of the same samples (context.prepared)")
-        I, T, scale, side, deferred = features.image, features.text, features.logit_scale, self.tile, context.deferred
+            raise ValueError(
+                "distillation needs the teacher's features of the same samples (context.prepared)"
+            )
+        I, T, scale, side, deferred = (
+            features.image,
+            features.text,
+            features.logit_scale,
+            self.tile,
+            context.deferred,
+        )
         counts, dtype = share_counts(len(I), context.global_size), accumulation_dtype(I, T)
         pairs = Pairs.gathered(I, T, counts)
         of_teacher = Pairs.gathered(target.image.to(dtype), target.text.to(dtype), counts)
@@ -59,4 +67,6 @@ class Distillation(Objective):
         either = [each.unsafe for each in (student, teacher) if each.unsafe is not None]
         unsafe = torch.stack(either).any() if either else None
         metrics = {"clip_loss": clip_loss, "distill_loss": distill_loss}
-        return LossOutput.scaled(loss, d_image, d_text, d_scale, scale, metrics=metrics, unsafe=unsafe)
+        return LossOutput.scaled(
+            loss, d_image, d_text, d_scale, scale, metrics=metrics, unsafe=unsafe
+        )

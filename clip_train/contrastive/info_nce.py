@@ -28,7 +28,9 @@ def info_nce(pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> LossO
     d_image, d_text = (torch.zeros_like(x, dtype=dtype) for x in (pairs.image, pairs.text))
     add_cross_entropy_gradient(d_image, d_text, pairs, softmaxes, 1 / (2 * len(pairs.image_all)))
     d_scale = row_dots(pairs.image, d_image).sum()
-    return LossOutput.scaled(softmaxes.loss(), d_image, d_text, d_scale, scale, unsafe=softmaxes.unsafe)
+    return LossOutput.scaled(
+        softmaxes.loss(), d_image, d_text, d_scale, scale, unsafe=softmaxes.unsafe
+    )
 
 
 class InfoNCE(Objective):
@@ -61,7 +63,9 @@ class LocalInfoNCE(Objective):
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "InfoNCE")
         I, T = features.image, features.text
-        out = info_nce(Pairs(I, T, I, T), features.logit_scale, self.tile, deferred=context.deferred)
+        out = info_nce(
+            Pairs(I, T, I, T), features.logit_scale, self.tile, deferred=context.deferred
+        )
         part = len(I) / (context.global_size or len(I))
         return replace(
             out, loss=out.loss * part, d_image=out.d_image * part, d_text=out.d_text * part,

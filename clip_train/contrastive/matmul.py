@@ -35,7 +35,9 @@ def matmul_precision(chosen: Matmul) -> Iterator[None]:
         torch.set_float32_matmul_precision(of_torch)
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor, weight: float = 1.0, keep: bool = True) -> Tensor:
+def add_product(
+    out: Tensor, a: Tensor, b: Tensor, weight: float = 1.0, keep: bool = True
+) -> Tensor:
     """`out = weight * a b`, `+ out` with `keep`, in place. a: [r, D], b: [D, c], out: [r, c], of one dtype."""
     chosen = _chosen.get()
     if chosen == "highest" or out.dtype != torch.float32 or (chosen == "tf32" and out.is_cuda):

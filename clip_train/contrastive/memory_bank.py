@@ -34,7 +34,9 @@ NO_ID = -1  # of a sample that nobody named; equal to no sample's
 def sample_ids(keys: Iterable[str]) -> Tensor:
     """Sample keys -> int64 [n], the same in every process: 63 bits of a hash."""
     digests = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
-    return torch.tensor([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=torch.int64)
+    return torch.tensor(
+        [int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=torch.int64
+    )
 
 
 class MemoryBank(Objective):
@@ -56,8 +58,12 @@ class MemoryBank(Objective):
         self.mode = mode
         self.tile = tile
         self.steps = 0  # taken with this objective
-        self.past: dict[str, Tensor] = {}  # image and text [M, D], ids int64 [M]: the oldest first, M <= size
-        self._seen: dict[str, Tensor] = {}  # the global batch in sample order, until the step is taken
+        self.past: dict[
+            str, Tensor
+        ] = {}  # image and text [M, D], ids int64 [M]: the oldest first, M <= size
+        self._seen: dict[
+            str, Tensor
+        ] = {}  # the global batch in sample order, until the step is taken
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
@@ -72,7 +78,9 @@ class MemoryBank(Objective):
         entries = len(self.past["ids"]) if self.past and self.steps >= self.warmup_steps else 0
         if entries:
             are_terms = self.mode == "contaccum"
-            output = banked(pairs, ids, self.past, scale, self.tile, past_are_terms=are_terms, deferred=deferred)
+            output = banked(
+                pairs, ids, self.past, scale, self.tile, past_are_terms=are_terms, deferred=deferred
+            )
             if output.unsafe is not None and exact.unsafe is not None:
                 output.unsafe = output.unsafe | exact.unsafe  # of which the metrics are made
         output.metrics = {"bank_entries": float(entries), **_compared(output, exact)}
@@ -82,18 +90,25 @@ class MemoryBank(Objective):
         """The optimizer has stepped: this step's features become past ones. All ranks push the same."""
         for name, new in self._seen.items():
             both = torch.cat([self.past[name].to(new), new]) if name in self.past else new
-            self.past[name] = both[-self.size :].clone()  # a copy: the rows that leave do not stay alive
+            self.past[name] = both[
+                -self.size :
+            ].clone()  # a copy: the rows that leave do not stay alive
         self._seen = {}
         self.steps += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"bank.steps": torch.tensor([self.steps]), **{f"bank.{name}": t for name, t in self.past.items()}}
+        return {
+            "bank.steps": torch.tensor([self.steps]),
+            **{f"bank.{name}": t for name, t in self.past.items()},
+        }
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
         """From a checkpoint without banks: start with empty ones."""
         self.steps = int(tensors["bank.steps"].item()) if "bank.steps" in tensors else 0
         names = [name for name in ("image", "text", "ids") if f"bank.{name}" in tensors]
-        self.past = {name: tensors[f"bank.{name}"][-self.size :].clone().to(device) for name in names}
+        self.past = {
+            name: tensors[f"bank.{name}"][-self.size :].clone().to(device) for name in names
+        }
 
 
 def _compared(output: LossOutput, exact: LossOutput) -> dict[str, Tensor]:
@@ -122,7 +137,9 @@ def banked(
     images = torch.cat([pairs.image_all, past["image"].to(pairs.image)])  # [N + M, D]
     texts = torch.cat([pairs.text_all, past["text"].to(pairs.text)])
     ids_all = torch.cat([ids, past["ids"].to(ids)])
-    ids_of_past = torch.cat([torch.full_like(ids, NO_ID), past["ids"].to(ids)])  # current ones are no copies
+    ids_of_past = torch.cat(
+        [torch.full_like(ids, NO_ID), past["ids"].to(ids)]
+    )  # current ones are no copies
     R = N + M if past_are_terms else N
     counts = dist.shares(M)
     first, own = N + sum(counts[: dist.rank()]), pairs.own
@@ -142,11 +159,15 @@ def banked(
     weight, dtype = 1 / (2 * R), rows[0].dtype
     at_positive = (softmaxes.missing[own, None] * -weight).to(dtype)  # [n, 1]
     d_image, d_text = pairs.text.to(dtype) * at_positive, pairs.image.to(dtype) * at_positive
-    d_past = torch.zeros_like(rows[1].A, dtype=dtype)  # for the scale's alone: no past feature is changed
+    d_past = torch.zeros_like(
+        rows[1].A, dtype=dtype
+    )  # for the scale's alone: no past feature is changed
     softmaxes.add_gradient(d_image, None, rows[0], weight)
     softmaxes.add_gradient(d_past, None, rows[1], weight)
     softmaxes.add_gradient(d_text, None, cols[0], weight, transposed=True)
     # past rows and (where they are terms) positives included
     d_scale = row_dots(pairs.image, d_image).sum() + row_dots(rows[1].A, d_past).sum()
     d_scale -= (softmaxes.missing * products)[share].sum() * weight
-    return LossOutput.scaled(softmaxes.loss(), d_image, d_text, d_scale, scale, unsafe=softmaxes.unsafe)
+    return LossOutput.scaled(
+        softmaxes.loss(), d_image, d_text, d_scale, scale, unsafe=softmaxes.unsafe
+    )

@@ -18,10 +18,14 @@ from clip_train.protocols import FeatureGradients, Features, MicroBatch
 class Context:
     """What a loss may need beside this rank's features."""
 
-    global_size: int | None = None  # N, shared so that the first N % W ranks hold one more; None: all hold n
+    global_size: int | None = (
+        None  # N, shared so that the first N % W ranks hold one more; None: all hold n
+    )
     keys: Sequence[str] = ()  # n sample keys; empty: no sample is known to be another's copy
     prepared: Features | None = None  # what `Objective.prepare` returned for the n samples
-    deferred: bool = False  # the caller looks at `LossOutput.unsafe`, once the device has come so far
+    deferred: bool = (
+        False  # the caller looks at `LossOutput.unsafe`, once the device has come so far
+    )
 
 
 NO_CONTEXT = Context()
@@ -40,12 +44,22 @@ class LossOutput:
     d_text: Tensor  # [n, D]
     d_logit_scale: Tensor  # [1], with respect to the factor exp(logit_scale)
     d_logit_bias: Tensor | None = None  # [1]
-    metrics: dict[str, Tensor | float] = field(default_factory=dict)  # what else metrics.jsonl should have; tensors []
-    unsafe: Tensor | None = None  # bool []: of no use, to be had again with `Context.deferred` off; None: it is not
+    metrics: dict[str, Tensor | float] = field(
+        default_factory=dict
+    )  # what else metrics.jsonl should have; tensors []
+    unsafe: Tensor | None = (
+        None  # bool []: of no use, to be had again with `Context.deferred` off; None: it is not
+    )
 
     @classmethod
     def scaled(
-        cls, loss: Tensor, d_image: Tensor, d_text: Tensor, d_scale: Tensor, scale: Tensor, **more: Any
+        cls,
+        loss: Tensor,
+        d_image: Tensor,
+        d_text: Tensor,
+        d_scale: Tensor,
+        scale: Tensor,
+        **more: Any,
     ) -> LossOutput:
         """d_image, d_text: but for the factor `scale`, [1], that every logit has, and are changed in place. d_scale:
         float64 []; S is linear in the scale, so it is <I, dI> before that factor; summed over ranks it is the whole."""
@@ -60,8 +74,12 @@ class LossOutput:
         """
         k, bias = len(sizes), self.d_logit_bias
         return [
-            FeatureGradients(d_image, d_text, self.d_logit_scale / k, None if bias is None else bias / k)
-            for d_image, d_text in zip(self.d_image.split(sizes), self.d_text.split(sizes), strict=True)
+            FeatureGradients(
+                d_image, d_text, self.d_logit_scale / k, None if bias is None else bias / k
+            )
+            for d_image, d_text in zip(
+                self.d_image.split(sizes), self.d_text.split(sizes), strict=True
+            )
         ]
 
 

@@ -21,7 +21,9 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
         if not hasattr(module, "get_rng_state"):
-            raise ValueError(f"torch.{device.type} has no get_rng_state: the second pass would draw other masks")
+            raise ValueError(
+                f"torch.{device.type} has no get_rng_state: the second pass would draw other masks"
+            )
         state["rng.device"] = module.get_rng_state(*_which(device))
     return state
 

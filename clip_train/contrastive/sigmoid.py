@@ -50,7 +50,10 @@ class SigmoidLoss(Objective):
         positive = row_dots(I, T) * scale + bias  # [n], float64
         at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
         along = (at_positive / N).to(dtype)[:, None]
-        d_image, d_text = T.to(dtype) * along, I.to(dtype) * along  # the positives' part; the tiled passes add to it
+        d_image, d_text = (
+            T.to(dtype) * along,
+            I.to(dtype) * along,
+        )  # the positives' part; the tiled passes add to it
         tiled_pass = partial(_tiled_pass, scale=scale, bias=bias, weight=1 / N, side=self.tile)
         if self.exchange == "ring" or len(counts) == 1:
             value, slope = _round(tiled_pass, I, T, d_image, d_text, counts)
@@ -76,16 +79,22 @@ def _tiled_pass(
     sums = block.A.new_zeros(2, dtype=torch.float64)
     zero = block.A.new_zeros((), dtype=block.dtype)
     for rows, cols, S, G in block.logits(scale, bias.to(block.dtype), side):
-        block.fill(rows, cols, S, -torch.inf)  # adds nothing to either sum, and its gradient is zero
+        block.fill(
+            rows, cols, S, -torch.inf
+        )  # adds nothing to either sum, and its gradient is zero
         torch.sigmoid(S, out=G)
         if with_sums:
             sums[1] += G.sum()
-            sums[0] += torch.logaddexp(S, zero, out=S).sum()  # softplus; torch's own turns linear at 20
+            sums[0] += torch.logaddexp(
+                S, zero, out=S
+            ).sum()  # softplus; torch's own turns linear at 20
         block.add_products(rows, cols, G, weight, dA, dB)
     return sums
 
 
-def _round(tiled_pass: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, counts: list[int]) -> Tensor:
+def _round(
+    tiled_pass: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, counts: list[int]
+) -> Tensor:
     """Every rank's texts visit this rank's images; `d_text` travels with them, and ends as the gradient of `T`."""
     W, here = dist.world_size(), dist.rank()
     first = list(itertools.accumulate(counts, initial=0))  # of every rank
@@ -94,7 +103,9 @@ def _round(tiled_pass: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: T
     for hop in range(W):
         owner = (here - hop) % W
         next_rows = counts[(owner - 1) % W]
-        incoming = dist.pass_on(texts, next_rows) if hop < W - 1 else None  # on its way while we compute
+        incoming = (
+            dist.pass_on(texts, next_rows) if hop < W - 1 else None
+        )  # on its way while we compute
         sums += tiled_pass(d_image, gradient, Block(I, texts, first[here], first[owner]))
         if W > 1:
             gradient = dist.pass_on(gradient, next_rows)()  # the last hop brings our own home

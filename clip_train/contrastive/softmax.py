@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from clip_train.contrastive.exchange import Pairs
-from clip_train.contrastive.tiles import Block, accumulation_dtype, exp_sums, negative, row_dots, row_logsumexp
+from clip_train.contrastive.tiles import (
+    Block,
+    accumulation_dtype,
+    exp_sums,
+    negative,
+    row_dots,
+    row_logsumexp,
+)
 
-HEADROOM = 60.0  # exponents may reach +60: e^60 times a million columns is still far below float32's e^88
+HEADROOM = (
+    60.0  # exponents may reach +60: e^60 times a million columns is still far below float32's e^88
+)
 SMALLEST_SUM = 1e-28  # of exponentials: below it, terms that matter may have underflowed
 
 
@@ -35,7 +44,9 @@ class Softmaxes:
     col_gap: Tensor  # of column x
     shift: Tensor | None  # [1], taken from logits before their exponentials; None: of 0
     direct: bool  # with `shift`, every sum of exponentials has its digits; else each takes a maximum of its own
-    unsafe: Tensor | None  # bool []: not so after all, and all that follows is to be thrown away; see `Context`
+    unsafe: (
+        Tensor | None
+    )  # bool []: not so after all, and all that follows is to be thrown away; see `Context`
     size: int  # rows and columns of S: beyond R they are negatives only
 
     @classmethod
@@ -62,7 +73,9 @@ class Softmaxes:
             row_sums, col_sums = exp_sums(block, scale, shift, side)
             sums[0, block.rows] += row_sums
             sums[1, block.cols] += col_sums
-        sums = sum_over_ranks(sums)[:, :R]  # one collective: a row's sum is zero on all ranks but its own
+        sums = sum_over_ranks(sums)[
+            :, :R
+        ]  # one collective: a row's sum is zero on all ranks but its own
         # alike on all ranks: they see the same sums. A single pair has no negatives
         unsafe = (sums.min() <= SMALLEST_SUM) & (size > 1)
         direct = deferred or not unsafe.item()
@@ -75,13 +88,25 @@ class Softmaxes:
                     lse[direction, block.rows] = row_logsumexp(block, scale, side).double()
             lse = sum_over_ranks(lse)[:, :R]
         row_gap, col_gap = lse[0] - positive, lse[1] - positive
-        return cls(scale, side, positive, row_gap, col_gap, shift, direct, unsafe if deferred else None, size)
+        return cls(
+            scale,
+            side,
+            positive,
+            row_gap,
+            col_gap,
+            shift,
+            direct,
+            unsafe if deferred else None,
+            size,
+        )
 
     @classmethod
     def of(cls, pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> Softmaxes:
         """Of a batch: every other sample is a negative."""
         positive = row_dots(pairs.image_all, pairs.text_all) * scale
-        return cls.over([pairs.rows], [pairs.cols], positive, scale, side, pairs.sum, deferred=deferred)
+        return cls.over(
+            [pairs.rows], [pairs.cols], positive, scale, side, pairs.sum, deferred=deferred
+        )
 
     def loss(self) -> Tensor:
         """The mean cross-entropy of both directions, []."""
@@ -129,7 +154,12 @@ class Softmaxes:
 def _stabiliser(rows: list[Block], cols: list[Block], scale: Tensor) -> Tensor | None:
     """|S_xy| <= s max|I| max|T| (Cauchy-Schwarz), so no pass over the logits is needed for a maximum. None: 0."""
     longest_text, longest_image = (
-        torch.stack([torch.linalg.vector_norm(b.B, dim=1, dtype=accumulation_dtype(b.B)).max() for b in blocks]).max()
+        torch.stack(
+            [
+                torch.linalg.vector_norm(b.B, dim=1, dtype=accumulation_dtype(b.B)).max()
+                for b in blocks
+            ]
+        ).max()
         for blocks in (rows, cols)
     )
     shift = (scale * longest_image * longest_text - HEADROOM).clamp_(min=0.0)
@@ -138,7 +168,12 @@ def _stabiliser(rows: list[Block], cols: list[Block], scale: Tensor) -> Tensor |
 
 
 def add_cross_entropy_gradient(
-    d_image: Tensor, d_text: Tensor, pairs: Pairs, softmaxes: Softmaxes, weight: float, values: Pairs | None = None
+    d_image: Tensor,
+    d_text: Tensor,
+    pairs: Pairs,
+    softmaxes: Softmaxes,
+    weight: float,
+    values: Pairs | None = None,
 ) -> None:
     """Add `weight * (P + P' - 2) T` and its like for the texts; P, P' are the softmaxes over rows and columns.
 

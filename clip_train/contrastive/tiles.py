@@ -36,12 +36,20 @@ def auto_side(n: int, N: int) -> int:
     if torch.cuda.is_available():
         side = GPU_SIDE
     else:
-        cache = max(os.sysconf("SC_LEVEL2_CACHE_SIZE"), 0) if "SC_LEVEL2_CACHE_SIZE" in os.sysconf_names else 0
-        entries = torch.get_num_threads() * (cache or 2**20) / 4  # bytes of one core's cache, 0 where it is not known
+        cache = (
+            max(os.sysconf("SC_LEVEL2_CACHE_SIZE"), 0)
+            if "SC_LEVEL2_CACHE_SIZE" in os.sysconf_names
+            else 0
+        )
+        entries = (
+            torch.get_num_threads() * (cache or 2**20) / 4
+        )  # bytes of one core's cache, 0 where it is not known
         side = min(max(2 ** int(math.log2(entries**0.5)), 512), 2048)
     longest = max(n, N, 1)
     pieces = math.ceil(longest / side)
-    return 16 * math.ceil(longest / pieces / 16)  # 16 floats: the widest vector, so rows stay aligned
+    return 16 * math.ceil(
+        longest / pieces / 16
+    )  # 16 floats: the widest vector, so rows stay aligned
 
 
 def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[tuple[slice, slice]]:
@@ -78,7 +86,9 @@ class Block:
     def dtype(self) -> torch.dtype:
         return accumulation_dtype(self.A, self.B)
 
-    def logits(self, scale: Tensor, offset: Tensor | None, side: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    def logits(
+        self, scale: Tensor, offset: Tensor | None, side: int
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Tile by tile, in the same memory: rows, columns, `S = scale * a b^T + offset`, and as much to spare.
 
         scale, offset: [1], on the device: to ask for their values would be to wait for it.
@@ -96,12 +106,14 @@ class Block:
 
     def fill(self, rows: slice, cols: slice, S: Tensor, value: float) -> None:
         """Overwrite the entries of the tile `S` that are no negatives."""
-        first = self.row - self.col  # row i's own pair is column first + i of the block, where it has one
+        first = (
+            self.row - self.col
+        )  # row i's own pair is column first + i of the block, where it has one
         lo, hi = max(rows.start + first, cols.start), min(rows.stop + first, cols.stop)
         if lo < hi:
-            S[lo - first - rows.start : hi - first - rows.start, lo - cols.start : hi - cols.start].diagonal().fill_(
-                value
-            )
+            S[
+                lo - first - rows.start : hi - first - rows.start, lo - cols.start : hi - cols.start
+            ].diagonal().fill_(value)
         if self.ids is not None:
             of_rows, of_cols = self.ids[0][rows, None], self.ids[1][None, cols]
             S.masked_fill_((of_rows == of_cols) & (of_cols >= 0), value)

@@ -11,7 +11,14 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.index import ShardIndex, look_up
-from clip_train.data.shards import SYNTHETIC, Reading, expand, open_shard, split_sources, synthetic_size
+from clip_train.data.shards import (
+    SYNTHETIC,
+    Reading,
+    expand,
+    open_shard,
+    split_sources,
+    synthetic_size,
+)
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import UserError, missing, unreadable
 from clip_train.settings import Allowed, Refused, Settings, Silent, as_yaml
@@ -20,9 +27,15 @@ from clip_train.storage.urls import is_remote, local_path
 
 SHARDS_TRIED = 3  # by the first look
 SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, where data.num_samples does not say
-FEW_STREAMS, MANY_STREAMS = 64, 1024  # what `auto` chooses up to, for small and for large global batches
+FEW_STREAMS, MANY_STREAMS = (
+    64,
+    1024,
+)  # what `auto` chooses up to, for small and for large global batches
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
-SHUFFLED, LARGEST_BLOCK = 32_768, 512  # samples in the blocks of all streams, and in one, by `shuffle_block: auto`
+SHUFFLED, LARGEST_BLOCK = (
+    32_768,
+    512,
+)  # samples in the blocks of all streams, and in one, by `shuffle_block: auto`
 GOOD_STREAMS = 16  # enough to mix shards and to feed ranks and workers
 SAMPLES_PER_STREAM = 4  # at least, where streams do not divide the global batch
 
@@ -47,7 +60,9 @@ class DataConfig(Settings):
 
     train_weights: Annotated[
         list[Annotated[float, Field(gt=0)]] | None,
-        BeforeValidator(lambda value: value.split("::") if isinstance(value, str) else value),  # as OpenCLIP has 1::2
+        BeforeValidator(
+            lambda value: value.split("::") if isinstance(value, str) else value
+        ),  # as OpenCLIP has 1::2
         Allowed("a list of numbers greater than 0, such as [3, 1], or null"),
     ] = None
     """How much of the stream each of the sources joined by `::` gives, as [3, 1] or 3::1; each then has epochs of
@@ -84,8 +99,14 @@ class DataConfig(Settings):
     """Batches that each worker keeps ready."""
 
     caption_key: Annotated[
-        Name | Annotated[list[Name], Field(min_length=1)] | Annotated[dict[Name, Weight], Field(min_length=1)] | None,
-        Allowed("a name, a list of names, names with numbers greater than 0, or null", example="'[txt, caption]'"),
+        Name
+        | Annotated[list[Name], Field(min_length=1)]
+        | Annotated[dict[Name, Weight], Field(min_length=1)]
+        | None,
+        Allowed(
+            "a name, a list of names, names with numbers greater than 0, or null",
+            example="'[txt, caption]'",
+        ),
     ] = None
     """Where the caption is: a member of the sample (`txt`), or else a key of its `.json` (`json.x` is the key x); null:
     txt. A list: the first of these that the sample has. {original: 0.3, synthetic: 0.7}: each visit of the sample draws
@@ -193,7 +214,11 @@ def resolve_workers(cores: int, device: str) -> int:
 
 def resolve_block(shuffle_block: int | Literal["auto"], streams: int) -> int:
     """Samples that a stream permutes together: a function of the recipe alone, as the number of streams is."""
-    return max(1, min(LARGEST_BLOCK, SHUFFLED // streams)) if shuffle_block == "auto" else shuffle_block
+    return (
+        max(1, min(LARGEST_BLOCK, SHUFFLED // streams))
+        if shuffle_block == "auto"
+        else shuffle_block
+    )
 
 
 def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, Any]:
@@ -202,7 +227,9 @@ def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, An
     weights = config.train_weights
     captions: Any = config.caption_key
     if isinstance(captions, dict):
-        captions = [list(each) for each in zip(captions, _normalized([*captions.values()]), strict=True)]
+        captions = [
+            list(each) for each in zip(captions, _normalized([*captions.values()]), strict=True)
+        ]
     return {
         "run.seed": seed,
         "batch.global_size": str(sizes),
@@ -250,7 +277,9 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     raise mistakes[0]
 
 
-def _check_shard(shard: str, found: ShardIndex, config: DataConfig, reading: Reading) -> SourceSummary:
+def _check_shard(
+    shard: str, found: ShardIndex, config: DataConfig, reading: Reading
+) -> SourceSummary:
     from clip_train.data import decode  # torch: a recipe is read without
 
     if synthetic_size(shard) is not None:
@@ -261,9 +290,13 @@ def _check_shard(shard: str, found: ShardIndex, config: DataConfig, reading: Rea
     except TarError as e:
         raise UserError(f"data.train ({shard}) is no readable tar file: {e}; write it again") from e
     except OSError as e:
-        raise unreadable(e, f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})") from e
+        raise unreadable(
+            e, f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})"
+        ) from e
     if sample is None:
-        raise UserError(f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar")
+        raise UserError(
+            f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar"
+        )
     reason = decode.why_invalid(sample, config.caption_key)
     if reason is not None:
         members = ", ".join(f".{extension}" for extension in sample.members)
@@ -283,7 +316,9 @@ def existing(spec: str, field: str) -> list[list[str]]:
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]
     # of remote ones one learns it when they are opened
-    lost = [shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))]
+    lost = [
+        shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))
+    ]
     if lost:
         if local_path(lost[0]).is_dir():
             raise UserError(

@@ -45,7 +45,9 @@ def image_bytes(members: Mapping[str, Any]) -> bytes:
                 raise InvalidSample("image is empty")
             return members[extension]
     if any(e.rpartition(".")[2] in IMAGE_EXTENSIONS for e in members if not e.startswith("__")):
-        raise InvalidSample("no image: dots in the key")  # a.b.jpg is the member b.jpg of the sample a
+        raise InvalidSample(
+            "no image: dots in the key"
+        )  # a.b.jpg is the member b.jpg of the sample a
     raise InvalidSample("no image")
 
 
@@ -73,7 +75,13 @@ def caption(members: Mapping[str, Any], caption_key: CaptionKey, draw: int = 0) 
 
 def _by_name(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
     """The usable captions under each name that has any, in order. InvalidSample where none has."""
-    names = ["txt"] if caption_key is None else [caption_key] if isinstance(caption_key, str) else caption_key
+    names = (
+        ["txt"]
+        if caption_key is None
+        else [caption_key]
+        if isinstance(caption_key, str)
+        else caption_key
+    )
     found: dict[str, list[str]] = {}
     reason = "no caption"
     for name in names:
@@ -129,7 +137,9 @@ def json_of(members: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def why_invalid(sample: TarSample, caption_key: CaptionKey, needs_caption: bool = True) -> str | None:
+def why_invalid(
+    sample: TarSample, caption_key: CaptionKey, needs_caption: bool = True
+) -> str | None:
     """Why this sample cannot be used; None if it can, as far as one sees without decoding."""
     if sample.duplicate:
         return "duplicate key"
@@ -164,7 +174,9 @@ def decode_image(data: bytes) -> Tensor:
     Raises:
         InvalidSample: damaged, cut off, of an unknown kind, or of more than MAX_PIXELS.
     """
-    return torch.from_numpy(_pixels(data)).permute(2, 0, 1)  # memory stays [H, W, 3]: interpolate is fastest on that
+    return torch.from_numpy(_pixels(data)).permute(
+        2, 0, 1
+    )  # memory stays [H, W, 3]: interpolate is fastest on that
 
 
 def _pixels(data: bytes, strict: bool = True) -> np.ndarray:
@@ -197,7 +209,9 @@ def _decode_other(data: bytes) -> np.ndarray:
         raise InvalidSample("image has too many pixels") from e
     except InvalidSample:
         raise
-    except Exception as e:  # Pillow's decoders raise SyntaxError, struct.error, KeyError, ... on damaged files
+    except (
+        Exception
+    ) as e:  # Pillow's decoders raise SyntaxError, struct.error, KeyError, ... on damaged files
         raise InvalidSample("image does not decode") from e
 
 

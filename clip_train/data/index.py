@@ -62,7 +62,9 @@ class ShardEntry:
         samples, offsets = found["samples"], array("Q", found["offsets"])
         if len(offsets) != samples // OFFSET_EVERY:
             raise ValueError(f"it has {len(offsets)} offsets for {samples} samples")
-        if found.get("unusable"):  # of FORMAT_1: not counted above, so the offsets are not of these numbers
+        if found.get(
+            "unusable"
+        ):  # of FORMAT_1: not counted above, so the offsets are not of these numbers
             samples, offsets = samples + found["unusable"], array("Q")
         return cls(samples, found["sha256"], sums, found["damage"], offsets)
 
@@ -73,7 +75,9 @@ class ShardIndex:
 
     shards: list[str]
     entries: Mapping[str, ShardEntry] = field(default_factory=dict)  # by path or URL
-    sizes: Mapping[str, int] = field(default_factory=dict)  # samples by path or URL; go before the entries'
+    sizes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # samples by path or URL; go before the entries'
     sources: tuple[int, ...] = ()  # shards of each of those that `::` joins; (): they are one
 
     @property
@@ -83,7 +87,11 @@ class ShardIndex:
     @property
     def without(self) -> list[str]:
         """The shards of which no index knows."""
-        return [shard for shard in self.shards if shard not in self.entries and synthetic_size(shard) is None]
+        return [
+            shard
+            for shard in self.shards
+            if shard not in self.entries and synthetic_size(shard) is None
+        ]
 
     @property
     def uncounted(self) -> list[str]:
@@ -111,7 +119,10 @@ class ShardIndex:
     def rows(self) -> list[Row]:
         """What a checkpoint keeps of each shard, once all are counted."""
         digits = {shard: entry.sha256[:16] for shard, entry in self.entries.items()}
-        return [(split_name(shard)[1], digits.get(shard, ""), self.count(shard) or 0) for shard in self.shards]
+        return [
+            (split_name(shard)[1], digits.get(shard, ""), self.count(shard) or 0)
+            for shard in self.shards
+        ]
 
     def fingerprint(self) -> str:
         """Differs between nodes that do not see the same shards."""
@@ -132,7 +143,9 @@ class ShardIndex:
         return text + ("" if number is None else f", {number:,} samples in an epoch")
 
 
-def index_of(spec: str, verify: str, storage: StorageConfig, field: str = "data.train") -> ShardIndex:
+def index_of(
+    spec: str, verify: str, storage: StorageConfig, field: str = "data.train"
+) -> ShardIndex:
     """The shards that `spec` names with what is known about them. UserError as `expand` and `look_up` raise it."""
     return look_up(expand(spec, field), verify, storage)
 
@@ -166,7 +179,12 @@ class ResumedData:
 
 
 def resume_data(
-    state: Mapping[str, Any], index: ShardIndex, keys: Mapping[str, Any], *, changed_shards: bool, changed_order: bool
+    state: Mapping[str, Any],
+    index: ShardIndex,
+    keys: Mapping[str, Any],
+    *,
+    changed_shards: bool,
+    changed_order: bool,
 ) -> ResumedData:
     """The data of a run that goes on from a checkpoint: at the same position, or anew where a change is allowed.
 
@@ -181,7 +199,9 @@ def resume_data(
         UserError: a change that is not allowed, with what was and is.
     """
     rows, then = unpack_rows(state["shards"]), state["order"]
-    others = [f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now]
+    others = [
+        f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now
+    ]
     shards = changes(rows, index.rows())
     if others and not changed_order:
         raise UserError(
@@ -194,7 +214,11 @@ def resume_data(
             "data.allow_changed_shards=true to begin the first epoch of the new one"
         )
     if shards or others:
-        return ResumedData(index, state["step"], "; ".join([*others, *([f"data.train: {shards}"] if shards else [])]))
+        return ResumedData(
+            index,
+            state["step"],
+            "; ".join([*others, *([f"data.train: {shards}"] if shards else [])]),
+        )
     sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
     return ResumedData(index.with_sizes(sizes), state["data_began"])
 
@@ -248,11 +272,15 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
         except FileNotFoundError:
             return {}
         except OSError as e:
-            message = f"whether there is an index cannot be found out, {url} ({type(e).__name__}: {e})"
+            message = (
+                f"whether there is an index cannot be found out, {url} ({type(e).__name__}: {e})"
+            )
             raise unreadable(e, f"{message}; data.verify=off goes without") from e
         except (ValueError, LookupError, TypeError, OverflowError) as e:
             if read == READS:
-                raise UserError(f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again") from e
+                raise UserError(
+                    f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again"
+                ) from e
     raise AssertionError("unreachable")
 
 
@@ -269,7 +297,9 @@ def parse(data: bytes) -> dict[str, ShardEntry]:
 def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
     """An index file; the same entries give the same bytes."""
     shards = {name: entries[name].to_dict() for name in sorted(entries)}
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in shards.items())
+    lines = ",\n".join(
+        f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in shards.items()
+    )
     text = f'{{"format": "{FORMAT}", "sha256": "{_sum(shards)}", "shards": {{\n{lines}\n}}}}\n'
     return text.encode()
 

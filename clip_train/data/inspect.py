@@ -44,7 +44,9 @@ class Indexed:
     """What was found out about one shard."""
 
     entry: ShardEntry
-    invalid: Counter[str]  # reason -> samples that cannot be used, as far as one sees without decoding
+    invalid: Counter[
+        str
+    ]  # reason -> samples that cannot be used, as far as one sees without decoding
     names: tuple[str, ...]  # of the first sample's members, and `json.x` for the keys of its .json
 
 
@@ -65,19 +67,25 @@ class HashedFile(BlockFile):
 
     def _load(self, block: int) -> bytes:
         data = b""
-        for number in range(min(block, len(self._sums)), block + 1):  # those that were passed over too
+        for number in range(
+            min(block, len(self._sums)), block + 1
+        ):  # those that were passed over too
             begin, end = self.bounds(number)
             self._file.seek(begin)
             data = self._file.read(end - begin)
             if len(data) != end - begin:
-                raise OSError(f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being written?")
+                raise OSError(
+                    f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being written?"
+                )
             if number == len(self._sums):
                 self._sums.append(block_sum(data))
                 self._sha256.update(data)
         return data
 
 
-def index_shard(url: str, caption_key: decode.CaptionKey = None, block_bytes: int = BLOCK_BYTES) -> Indexed:
+def index_shard(
+    url: str, caption_key: decode.CaptionKey = None, block_bytes: int = BLOCK_BYTES
+) -> Indexed:
     """One shard's entry. A damaged archive is counted up to its damage, which the entry names.
 
     caption_key: as `data.caption_key`; only decides which samples are invalid.
@@ -99,7 +107,10 @@ def index_shard(url: str, caption_key: decode.CaptionKey = None, block_bytes: in
                         invalid[OUT_OF_ORDER if sample.key in seen else reason] += 1
                     seen.add(sample.key)
                     if not samples:
-                        names = (*sample.members, *(f"json.{key}" for key in decode.json_of(sample.members)))
+                        names = (
+                            *sample.members,
+                            *(f"json.{key}" for key in decode.json_of(sample.members)),
+                        )
                     samples += 1
                     if samples % index.OFFSET_EVERY == 0:
                         offsets.append(sample.end)
@@ -135,7 +146,9 @@ def index_shards(
             found[url] = each
             progress(url)
     except BrokenProcessPool as e:
-        raise DataError("an indexing process died; if memory ran out (see dmesg), use fewer --workers") from e
+        raise DataError(
+            "an indexing process died; if memory ran out (see dmesg), use fewer --workers"
+        ) from e
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
@@ -153,7 +166,9 @@ def try_folders(urls: Iterable[str]) -> None:
         write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, StorageConfig())))
 
 
-def write_indexes(found: Mapping[str, Indexed], *, overwrite_sizes: bool = False) -> tuple[list[str], list[str]]:
+def write_indexes(
+    found: Mapping[str, Indexed], *, overwrite_sizes: bool = False
+) -> tuple[list[str], list[str]]:
     """Our index in every folder, with what it knew of other shards, and its counts as sizes.json.
 
     overwrite_sizes: into a sizes.json too that says anything else than the index that was there.
@@ -207,14 +222,25 @@ def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
         return f"has {now.checksums.size} bytes, the index says {then.checksums.size}"
     if then.sha256 != now.sha256:
         size = then.checksums.block_bytes
-        other = [k for k in range(-(-then.checksums.size // size)) if then.checksums.of(k) != now.checksums.of(k)]
-        return f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"
+        other = [
+            k
+            for k in range(-(-then.checksums.size // size))
+            if then.checksums.of(k) != now.checksums.of(k)
+        ]
+        return (
+            f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"
+        )
     return None
 
 
 def count_shard(url: str, storage: StorageConfig) -> int:
     """Samples in a shard, and one for the damage where it is damaged; only headers are read. DataError."""
-    return sum(1 for _ in read_shard(url, Reading(storage), unread=float("inf"), buffer_bytes=COUNT_BUFFER_BYTES))
+    return sum(
+        1
+        for _ in read_shard(
+            url, Reading(storage), unread=float("inf"), buffer_bytes=COUNT_BUFFER_BYTES
+        )
+    )
 
 
 def count_missing(
@@ -239,24 +265,34 @@ def count_missing(
     while todo := [url for url in found.uncounted if url not in known]:
         if rank == 0 and known:
             done, total = len(known), len(known) + len(todo)
-            log(f"counting samples: {done} of {total} shards are done; `clip-train index` keeps the counts")
+            log(
+                f"counting samples: {done} of {total} shards are done; `clip-train index` keeps the counts"
+            )
         count = partial(_count_some, todo[rank::ranks], storage, keep, rank)
         for each in dist.gather_objects(dist.agreed(count)) if together else [count()]:
             known |= each
     return found.with_sizes(known) if known else found
 
 
-def _count_some(urls: list[str], storage: StorageConfig, keep: Path | None, rank: int) -> dict[str, int]:
+def _count_some(
+    urls: list[str], storage: StorageConfig, keep: Path | None, rank: int
+) -> dict[str, int]:
     """Counts by path or URL, until the round is over; each is written down as it comes."""
     end = time.monotonic() + ROUND_SECONDS
     counts: dict[str, int] = {}
     with ThreadPoolExecutor(COUNT_THREADS) as pool:
         for start in range(0, len(urls), COUNT_THREADS):
             group = urls[start : start + COUNT_THREADS]
-            counts |= zip(group, pool.map(lambda url: count_shard(url, storage), group), strict=True)
-            rows = [{"shard": url, "bytes": _local_bytes(url), "samples": counts[url]} for url in group]
+            counts |= zip(
+                group, pool.map(lambda url: count_shard(url, storage), group), strict=True
+            )
+            rows = [
+                {"shard": url, "bytes": _local_bytes(url), "samples": counts[url]} for url in group
+            ]
             if keep is not None:
-                with contextlib.suppress(OSError):  # a disk that refuses costs the next start its time, no more
+                with contextlib.suppress(
+                    OSError
+                ):  # a disk that refuses costs the next start its time, no more
                     keep.mkdir(parents=True, exist_ok=True)
                     with (keep / f"{rank:05d}.jsonl").open("a") as file:
                         file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -272,7 +308,9 @@ def _kept(keep: Path | None, wanted: list[str]) -> dict[str, int]:
         for line in path.read_text(errors="replace").splitlines():
             try:
                 row = json.loads(line)
-                found[row["shard"]] = int(row["samples"]) if row["bytes"] == _local_bytes(row["shard"]) else -1
+                found[row["shard"]] = (
+                    int(row["samples"]) if row["bytes"] == _local_bytes(row["shard"]) else -1
+                )
             except (ValueError, LookupError, TypeError):  # the line that a kill has cut
                 continue
     return {url: found[url] for url in wanted if found.get(url, -1) >= 0}

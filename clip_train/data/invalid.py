@@ -34,7 +34,9 @@ class Invalid(NamedTuple):
     reason: str
     shard: str  # path or URL
     key: str
-    members: Mapping[str, Any] | None = None  # the sample's, until it is known whether a picture of it is wanted
+    members: Mapping[str, Any] | None = (
+        None  # the sample's, until it is known whether a picture of it is wanted
+    )
     picture: str = ""  # a data URI, where something of the image can be seen
 
     @property
@@ -44,7 +46,12 @@ class Invalid(NamedTuple):
 
     def shown(self) -> dict[str, str]:
         """As `Batch.bad_pictures` has them."""
-        return {"reason": self.reason, "shard": self.shard, "key": self.key[:KEY_LENGTH], "picture": self.picture}
+        return {
+            "reason": self.reason,
+            "shard": self.shard,
+            "key": self.key[:KEY_LENGTH],
+            "picture": self.picture,
+        }
 
 
 def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -55,7 +62,9 @@ def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = 
     for place, count in rows:
         reason, shard = place.split("\t", 1)
         # from an unknown shard: escaped for the terminal
-        shown = ", ".join(repr(key[:KEY_LENGTH])[1:-1] for key in (keys or {}).get(place, ())[:KEYS_SHOWN])
+        shown = ", ".join(
+            repr(key[:KEY_LENGTH])[1:-1] for key in (keys or {}).get(place, ())[:KEYS_SHOWN]
+        )
         lines.append(f"{count:9}  {reason:{width}}  {shard}  {shown}".rstrip())
     left_out = len(counts) - len(rows)
     return "\n".join(lines + ([f"and {left_out} more rows"] if left_out else []))
@@ -73,7 +82,9 @@ class InvalidLimit:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self._window: deque[tuple[int, list[Invalid]]] = deque()  # (samples, those invalid) of each recent batch
+        self._window: deque[tuple[int, list[Invalid]]] = (
+            deque()
+        )  # (samples, those invalid) of each recent batch
         self._samples = 0
 
     def add(self, samples: int, found: list[Invalid]) -> None:
@@ -102,8 +113,12 @@ class InvalidLog:
     mine: Counter[str] = field(default_factory=Counter)  # of this rank's batches
     total: Counter[str] = field(default_factory=Counter)  # of all ranks, when they last summed
     epoch: int = 0  # that has been reached
-    epochs: list[dict[str, int]] = field(default_factory=list)  # of each that has ended: epoch, step, bad_samples
-    pictures: list[dict[str, str]] = field(default_factory=list)  # the first of each reason here, since the last start
+    epochs: list[dict[str, int]] = field(
+        default_factory=list
+    )  # of each that has ended: epoch, step, bad_samples
+    pictures: list[dict[str, str]] = field(
+        default_factory=list
+    )  # the first of each reason here, since the last start
 
     def add(self, counts: Mapping[str, int], pictures: Iterable[dict[str, str]] = ()) -> None:
         """Those of one batch."""
@@ -116,7 +131,9 @@ class InvalidLog:
         """Collective: `total` is up to date then."""
         from clip_train import dist  # torch: a recipe is read without
 
-        self.total = sum((Counter(counts) for counts in dist.gather_objects(dict(self.mine))), Counter[str]())
+        self.total = sum(
+            (Counter(counts) for counts in dist.gather_objects(dict(self.mine))), Counter[str]()
+        )
 
     def reached(self, epoch: int, step: int) -> str | None:
         """Collective where `epoch`, the same on all ranks, is a new one: a summary of the one that has ended."""
@@ -142,4 +159,9 @@ class InvalidLog:
         from clip_train import dist
 
         total = Counter[str](state["bad_samples"])
-        return cls(Counter(total) if dist.is_main() else Counter[str](), total, epoch, list(state["bad_epochs"]))
+        return cls(
+            Counter(total) if dist.is_main() else Counter[str](),
+            total,
+            epoch,
+            list(state["bad_epochs"]),
+        )

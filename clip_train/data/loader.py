@@ -88,16 +88,26 @@ class TrainLoader(Iterator[Batch]):
         lengths: Callable[[Tensor], list[int]] | None = text_lengths,
     ) -> None:
         storage = storage or StorageConfig()
-        self._sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
+        self._sizes = (
+            BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
+        )
         self._sizes.check_ranks(world_size)
         if index is None:
-            index = count_missing(index_of(config.train, config.verify, storage), storage, together=False)
+            index = count_missing(
+                index_of(config.train, config.verify, storage), storage, together=False
+            )
         self.index, self.step, self._began = index, step, began
         self._keys = order_keys(config, self._sizes, seed)
         self.streams = self._keys["data.lanes"]
-        self.order, files = make_order(config, index, storage, self._keys, hash64(seed, began, -5) if began else seed)
+        self.order, files = make_order(
+            config, index, storage, self._keys, hash64(seed, began, -5) if began else seed
+        )
         partition = Partition.of(self._sizes, self.streams, rank, world_size, began)
-        number = config.workers if config.workers != "auto" else resolve_workers(len(os.sched_getaffinity(0)), "cpu")
+        number = (
+            config.workers
+            if config.workers != "auto"
+            else resolve_workers(len(os.sched_getaffinity(0)), "cpu")
+        )
         workers = partition.workers(number)
         transform = TrainTransform(image_size, **config.augmentation)
         self._lengths = lengths
@@ -117,7 +127,11 @@ class TrainLoader(Iterator[Batch]):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside its step, as JSON: see `resume_data`."""
-        return {"data_began": self._began, "shards": pack_rows(self.index.rows()), "order": self._keys}
+        return {
+            "data_began": self._began,
+            "shards": pack_rows(self.index.rows()),
+            "order": self._keys,
+        }
 
     def epoch(self, step: int) -> int:
         """Whole epochs that are done before a step, since the data began."""
@@ -171,7 +185,9 @@ class TrainLoader(Iterator[Batch]):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
-        atexit.register(self.close)  # workers ignore what `multiprocessing` would end them with, and it would wait
+        atexit.register(
+            self.close
+        )  # workers ignore what `multiprocessing` would end them with, and it would wait
         return iter(
             DataLoader(
                 self._stream,
@@ -191,9 +207,18 @@ class TrainLoader(Iterator[Batch]):
             return next(self._pieces)
         try:
             made = pickle.loads(self._wait().numpy().tobytes())
-        except (EOFError, ConnectionError, FileNotFoundError, RuntimeError) as e:  # killed, in mid-message perhaps
+        except (
+            EOFError,
+            ConnectionError,
+            FileNotFoundError,
+            RuntimeError,
+        ) as e:  # killed, in mid-message perhaps
             why = str(e) or type(e).__name__
-            if isinstance(e, RuntimeError) and "exited unexpectedly" not in why and "killed by signal" not in why:
+            if (
+                isinstance(e, RuntimeError)
+                and "exited unexpectedly" not in why
+                and "killed by signal" not in why
+            ):
                 raise
             raise DataError(
                 f"a loader worker died ({why}); if memory ran out (see dmesg), lower data.workers, "
@@ -232,7 +257,10 @@ class TrainLoader(Iterator[Batch]):
         self.step += 1
         self._limit.add(len(batch), invalid)
         if self._pin_memory:
-            batch.texts, batch.sample_seeds = batch.texts.pin_memory(), batch.sample_seeds.pin_memory()
+            batch.texts, batch.sample_seeds = (
+                batch.texts.pin_memory(),
+                batch.sample_seeds.pin_memory(),
+            )
         return batch
 
     def _images(self, pieces: list[Piece]) -> Tensor:
@@ -243,9 +271,17 @@ class TrainLoader(Iterator[Batch]):
             (piece,) = pieces
             assert piece.images is not None
             return piece.images
-        out = torch.empty((sum(len(p.keys) for p in pieces), 3, S, S), dtype=torch.uint8, pin_memory=self._pin_memory)
+        out = torch.empty(
+            (sum(len(p.keys) for p in pieces), 3, S, S),
+            dtype=torch.uint8,
+            pin_memory=self._pin_memory,
+        )
         for part, piece in zip(out.split([len(p.keys) for p in pieces]), pieces, strict=True):
-            images = piece.images if memory is None else memory.at(piece.worker, piece.number, len(piece.keys))
+            images = (
+                piece.images
+                if memory is None
+                else memory.at(piece.worker, piece.number, len(piece.keys))
+            )
             assert images is not None
             part.copy_(images)
         return out
@@ -260,7 +296,9 @@ class Prefetcher(Iterator[Batch]):
 
     def __init__(self, source: TrainLoader, device: torch.device) -> None:
         self.source, self.device = source, device
-        self._ready: queue.SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = (
+            queue.SimpleQueue()
+        )
         self._wanted = threading.Semaphore(0)  # batches that the thread may take from the source
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -270,7 +308,9 @@ class Prefetcher(Iterator[Batch]):
         if self._closed:
             raise StopIteration
         if self._thread is None:
-            first = self._to_device(next(self.source))  # here: what the source starts needs the main thread
+            first = self._to_device(
+                next(self.source)
+            )  # here: what the source starts needs the main thread
             self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
             self._thread.start()
             self._wanted.release()
@@ -288,7 +328,9 @@ class Prefetcher(Iterator[Batch]):
         self.source.stop()
         self._wanted.release()
         if self._thread is not None:
-            self._thread.join(timeout=CLOSE_SECONDS)  # the source is not closed under it, unless it hangs
+            self._thread.join(
+                timeout=CLOSE_SECONDS
+            )  # the source is not closed under it, unless it hangs
         self.source.close()
 
     def _fill(self) -> None:
@@ -315,7 +357,9 @@ class Prefetcher(Iterator[Batch]):
         current = torch.cuda.current_stream(self.device)
         current.wait_event(copied)
         for tensor in (batch.images, batch.texts, batch.sample_seeds):
-            tensor.record_stream(current)  # its memory is not the copying stream's again before this one is done
+            tensor.record_stream(
+                current
+            )  # its memory is not the copying stream's again before this one is done
         return batch
 
 

@@ -72,14 +72,22 @@ class Source:
         resampled: shards are drawn with replacement; an epoch is then so many samples, of which some come twice.
     """
 
-    def __init__(self, counts: Sequence[int], streams: int, seed: int, block: int, *, resampled: bool = False) -> None:
+    def __init__(
+        self, counts: Sequence[int], streams: int, seed: int, block: int, *, resampled: bool = False
+    ) -> None:
         self.counts = counts
         self.streams, self.seed, self.block_size, self.resampled = streams, seed, block, resampled
         self.total = sum(counts)  # E
         if not self.total:
             raise ValueError("a source needs at least one sample")
-        self._latest: tuple[int, list[int], list[int]] = (-1, [], [])  # what `_shuffled` found last, with its epoch
-        self._pieces: dict[int, tuple[int, list[Segment]]] = {}  # stream -> its latest epoch, with the piece
+        self._latest: tuple[int, list[int], list[int]] = (
+            -1,
+            [],
+            [],
+        )  # what `_shuffled` found last, with its epoch
+        self._pieces: dict[
+            int, tuple[int, list[Segment]]
+        ] = {}  # stream -> its latest epoch, with the piece
 
     def epoch(self, stream: int, count: int) -> int:
         """That sample number `count` of a stream is in."""
@@ -93,14 +101,19 @@ class Source:
         """What a stream reads in an epoch: as many samples as it has positions there."""
         if self._pieces.get(stream, (None,))[0] != epoch:
             size = self.begin(stream, epoch + 1) - self.begin(stream, epoch)
-            self._pieces[stream] = (epoch, (self._drawn if self.resampled else self._cut)(stream, epoch, size))
+            self._pieces[stream] = (
+                epoch,
+                (self._drawn if self.resampled else self._cut)(stream, epoch, size),
+            )
         return self._pieces[stream][1]
 
     def block(self, stream: int, count: int) -> Block:
         """The block that holds sample number `count` of a stream."""
         epoch, K = self.epoch(stream, count), self.block_size
         begin, end = self.begin(stream, epoch), self.begin(stream, epoch + 1)
-        first_size = max(1, K * (stream + 1) // self.streams)  # blocks of all streams do not end at one time
+        first_size = max(
+            1, K * (stream + 1) // self.streams
+        )  # blocks of all streams do not end at one time
         number = 0 if count < begin + first_size else 1 + (count - begin - first_size) // K
         first = begin if number == 0 else begin + first_size + (number - 1) * K
         stop = min(first + (K if number else first_size), end)
@@ -113,12 +126,19 @@ class Source:
         if self._latest[0] != epoch:
             shards = [shard for shard, count in enumerate(self.counts) if count]
             shards.sort(key=lambda shard: hash64(self.seed, epoch, shard))
-            self._latest = epoch, shards, list(itertools.accumulate(self.counts[shard] for shard in shards))
+            self._latest = (
+                epoch,
+                shards,
+                list(itertools.accumulate(self.counts[shard] for shard in shards)),
+            )
         return self._latest[1:]
 
     def _cut(self, stream: int, epoch: int, size: int) -> list[Segment]:
         """The stream's part of all shuffled shards end to end."""
-        before, until = (samples_of_streams_below(e * self.total, stream, self.streams) for e in (epoch, epoch + 1))
+        before, until = (
+            samples_of_streams_below(e * self.total, stream, self.streams)
+            for e in (epoch, epoch + 1)
+        )
         begin = until - before
         return self._between(epoch, begin, begin + size)
 
@@ -176,7 +196,9 @@ class Order:
         total = sum(weights)
         # where each source's part of [0, 2^64) ends; the last one's is the end
         self._edges = [int(edge / total * WORD) for edge in itertools.accumulate(weights)][:-1]
-        self._offset = hash64(seed, -3) * 2  # uniform over seeds: shares also hold in expectation at every position
+        self._offset = (
+            hash64(seed, -3) * 2
+        )  # uniform over seeds: shares also hold in expectation at every position
 
     def source(self, position: int) -> int:
         """The source of the sample at a position of the stream.
@@ -196,7 +218,8 @@ class Order:
     def epoch(self, position: int) -> int:
         """Whole epochs before a position; of several sources, of the one that has been read least often."""
         return min(
-            taken // source.total for taken, source in zip(self._counted(position, 1, 0), self.sources, strict=True)
+            taken // source.total
+            for taken, source in zip(self._counted(position, 1, 0), self.sources, strict=True)
         )
 
     def _counted(self, n: int, stride: int, first: int) -> list[int]:
@@ -245,7 +268,9 @@ class Partition:
     own: range  # of the streams: those that one of its workers has of what the rank has
 
     @classmethod
-    def of(cls, sizes: BatchSizes, streams: int, rank: int, world_size: int, began: int = 0) -> Partition:
+    def of(
+        cls, sizes: BatchSizes, streams: int, rank: int, world_size: int, began: int = 0
+    ) -> Partition:
         return cls(sizes, streams, rank, world_size, began, range(streams))
 
     def steps(self, start: int) -> Iterator[list[StreamShare]]:
@@ -262,7 +287,9 @@ class Partition:
                 before = samples_below(P, stream, L)
                 size = samples_below(P + G, stream, L) - before
                 # where the stream begins in the canonical order
-                at = samples_of_streams_below(P + G, stream, L) - samples_of_streams_below(P, stream, L)
+                at = samples_of_streams_below(P + G, stream, L) - samples_of_streams_below(
+                    P, stream, L
+                )
                 first, last = (before + min(max(edge - at, 0), size) for edge in (begin, end))
                 if first < last:
                     out.append(StreamShare(stream, before, first, last))
@@ -273,7 +300,10 @@ class Partition:
         """No fewer samples than are decoded here of any global batch."""
         L, W = self.streams, self.world_size
         return max(
-            min(max(batch.shares(G, W)), len(_overlap(_streams_of(G, L, self.rank, W), self.own)) * -(-G // L))
+            min(
+                max(batch.shares(G, W)),
+                len(_overlap(_streams_of(G, L, self.rank, W), self.own)) * -(-G // L),
+            )
             for G in self.sizes.distinct()
         )
 
@@ -283,14 +313,19 @@ class Partition:
         first, last = (self.streams * rank / self.world_size for rank in (self.rank, self.rank + 1))
         num = max(1, min(num, math.ceil(last) - math.floor(first)))
         cuts = [round(first + (last - first) * worker / num) for worker in range(1, num)]
-        return [replace(self, own=range(a, b)) for a, b in itertools.pairwise([0, *cuts, self.streams])]
+        return [
+            replace(self, own=range(a, b)) for a, b in itertools.pairwise([0, *cuts, self.streams])
+        ]
 
 
 def times_read(sizes: BatchSizes, streams: int, world_size: int) -> float:
     """How often the ranks together read each stream, in the mean, once a schedule has ended: more than once where
     ranks share streams. Each sample is decoded once all the same."""
     last = sizes.stretches[-1].size
-    return sum(len(_streams_of(last, streams, rank, world_size)) for rank in range(world_size)) / streams
+    return (
+        sum(len(_streams_of(last, streams, rank, world_size)) for rank in range(world_size))
+        / streams
+    )
 
 
 def _overlap(a: range, b: range) -> range:
@@ -307,6 +342,10 @@ def _streams_of(G: int, streams: int, rank: int, world_size: int) -> range:
     begin = sum(counts[:rank])
     end = begin + counts[rank]
     numbers = range(streams)
-    first = bisect.bisect_right(numbers, begin, key=lambda stream: q * (stream + 1) + min(stream + 1, g))
-    stop = bisect.bisect_left(numbers, end, key=lambda stream: q * stream + max(0, stream + g - streams))
+    first = bisect.bisect_right(
+        numbers, begin, key=lambda stream: q * (stream + 1) + min(stream + 1, g)
+    )
+    stop = bisect.bisect_left(
+        numbers, end, key=lambda stream: q * stream + max(0, stream + g - streams)
+    )
     return range(first, stop)

@@ -32,12 +32,18 @@ UNINDEXED = "bytes change on their way here, in images perhaps unseen; `clip-tra
 _log = logging.getLogger("clip_train.data")
 
 
-Fields = dict[str, Any]  # "__key__", "__url__", and extension -> bytes: of a sample that can be used, as far as seen
+Fields = dict[
+    str, Any
+]  # "__key__", "__url__", and extension -> bytes: of a sample that can be used, as far as seen
 Item = Fields | Invalid
 
 
 def read_shard(
-    url: str, reading: Reading = PLAIN, offset: int = 0, unread: float = 0, buffer_bytes: int = BUFFER_BYTES
+    url: str,
+    reading: Reading = PLAIN,
+    offset: int = 0,
+    unread: float = 0,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> Generator[TarSample | Invalid]:
     """The samples of a shard from byte `offset` on; the first `unread` of them without their members.
 
@@ -55,10 +61,17 @@ def read_shard(
                 for sample in iter_samples(file, offset, unread):
                     yield sample
                     if damages:
-                        _log.warning("%s: %s at first, but not when read again: %s", url, damages[0], UNINDEXED)
+                        _log.warning(
+                            "%s: %s at first, but not when read again: %s",
+                            url,
+                            damages[0],
+                            UNINDEXED,
+                        )
                     offset, unread, failures, damages = sample.end, unread - 1, 0, []
             return
-        except TarError as e:  # of the archive, or of the way here: then other bytes come the next time
+        except (
+            TarError
+        ) as e:  # of the archive, or of the way here: then other bytes come the next time
             damages.append(str(e))
             if damages.count(str(e)) > REREADS:
                 yield Invalid(e.reason, url, f"byte {e.offset}")
@@ -69,9 +82,13 @@ def read_shard(
                     + "\n".join(damages)
                 ) from e
         except OSError as e:
-            if failures == RETRIES or isinstance(e, StorageError):  # the latter has been retried enough
+            if failures == RETRIES or isinstance(
+                e, StorageError
+            ):  # the latter has been retried enough
                 why = f"{type(e).__name__}: {e}"
-                raise DataError(f"cannot read shard {url} from byte {offset} on, {failures} retries: {why}") from e
+                raise DataError(
+                    f"cannot read shard {url} from byte {offset} on, {failures} retries: {why}"
+                ) from e
             time.sleep(BACKOFF_SECONDS * 2**failures)
             failures += 1
 
@@ -92,17 +109,23 @@ class Files:
 
     shards: Sequence[str]
     counts: Sequence[int]
-    offsets: Sequence[Sequence[int]]  # of each shard, bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins
+    offsets: Sequence[
+        Sequence[int]
+    ]  # of each shard, bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins
     caption_key: CaptionKey
     reading: Reading
     needs_caption: bool = True
 
     @classmethod
-    def of(cls, index: ShardIndex, shards: Sequence[str], caption_key: CaptionKey, reading: Reading) -> Files:
+    def of(
+        cls, index: ShardIndex, shards: Sequence[str], caption_key: CaptionKey, reading: Reading
+    ) -> Files:
         """Of some of an index's shards, all of which are counted."""
         entries = [index.entries.get(shard) for shard in shards]
         offsets = [entry.offsets if entry else () for entry in entries]
-        return cls(shards, [index.count(shard) or 0 for shard in shards], offsets, caption_key, reading)
+        return cls(
+            shards, [index.count(shard) or 0 for shard in shards], offsets, caption_key, reading
+        )
 
 
 class SegmentReader:
@@ -133,10 +156,16 @@ class SegmentReader:
             ended = not isinstance(event, TarSample)
             if isinstance(event, TarSample):
                 self._number, self._offset = self._number + 1, event.end
-        items += [Invalid(MISSING, url, f"number {start + n}") for n in range(len(items), stop - start)]
+        items += [
+            Invalid(MISSING, url, f"number {start + n}") for n in range(len(items), stop - start)
+        ]
         if not ended and stop == files.counts[shard]:
             if next(events, None) is not None:
-                _log.warning("%s has more samples than the %d that are known: the others are left over", url, stop)
+                _log.warning(
+                    "%s has more samples than the %d that are known: the others are left over",
+                    url,
+                    stop,
+                )
             ended = True
         if ended:
             self._shard = -1
@@ -153,7 +182,9 @@ class SegmentReader:
                 self._shard, self._number = shard, skip * OFFSET_EVERY
                 self._offset = self.files.offsets[shard][skip - 1] if skip else 0
             unread = number - self._number
-            self._events = read_shard(self.files.shards[shard], self.files.reading, self._offset, unread)
+            self._events = read_shard(
+                self.files.shards[shard], self.files.reading, self._offset, unread
+            )
         return self._events
 
 
@@ -174,7 +205,9 @@ class StreamReader:
     keep_open: its shards stay open from block to block.
     """
 
-    def __init__(self, order: Order, files: Sequence[Files], stream: int, *, keep_open: bool) -> None:
+    def __init__(
+        self, order: Order, files: Sequence[Files], stream: int, *, keep_open: bool
+    ) -> None:
         self.order, self.files, self.stream = order, files, stream
         self._next = -1
         self._taken: list[int] = []  # samples of each source before number `_next`
@@ -206,9 +239,13 @@ class StreamReader:
                 yield items[other]
         begin = searched = block.end
         while True:
-            known, loaded = self._ahead[source]  # also for the next place of a block where nothing can be used
+            known, loaded = self._ahead[
+                source
+            ]  # also for the next place of a block where nothing can be used
             if not known <= begin <= loaded.first:
-                loaded = self._load(source, begin, SegmentReader(self.files[source], keep_open=False))
+                loaded = self._load(
+                    source, begin, SegmentReader(self.files[source], keep_open=False)
+                )
             begin = loaded.end
             if not all(isinstance(item, Invalid) for item in loaded.items):
                 self._ahead[source], searched = (searched, loaded), begin
@@ -222,20 +259,30 @@ class StreamReader:
 
 
 def make_order(
-    config: DataConfig, index: ShardIndex, storage: StorageConfig, keys: Mapping[str, Any], seed: int
+    config: DataConfig,
+    index: ShardIndex,
+    storage: StorageConfig,
+    keys: Mapping[str, Any],
+    seed: int,
 ) -> tuple[Order, list[Files]]:
     """The order of a recipe's `data`, by its `order_keys`, and each source's shards. UserError where one is empty."""
     reading = Reading(storage, index.checksums)
     weights = config.train_weights or [1.0]
     parts = index.by_source() if config.train_weights else [index.shards]
-    resampled = config.resampled if isinstance(config.resampled, list) else [config.resampled] * len(parts)
+    resampled = (
+        config.resampled if isinstance(config.resampled, list) else [config.resampled] * len(parts)
+    )
     sources, files = [], []
     for number, shards in enumerate(parts):
         each = Files.of(index, shards, config.caption_key, reading)
         if not sum(each.counts):
-            raise UserError(f"data.train ({config.train}): there is no sample in the {len(shards)} shards of a source")
+            raise UserError(
+                f"data.train ({config.train}): there is no sample in the {len(shards)} shards of a source"
+            )
         block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))
         own_seed = hash64(seed, number, -4) if number else seed
-        sources.append(Source(each.counts, keys["data.lanes"], own_seed, block, resampled=resampled[number]))
+        sources.append(
+            Source(each.counts, keys["data.lanes"], own_seed, block, resampled=resampled[number])
+        )
         files.append(each)
     return Order(sources, weights, seed), files

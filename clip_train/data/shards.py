@@ -23,11 +23,15 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
 
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
-Row = tuple[str, str, int]  # of a shard: name, whose folder may move; 16 digits of its sha256 or ""; samples
+Row = tuple[
+    str, str, int
+]  # of a shard: name, whose folder may move; 16 digits of its sha256 or ""; samples
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
 NSHARDS = "nshards.txt"
 NAMES_SHOWN = 5
-SYNTHETIC = "synthetic://"  # and a number of samples: a shard that is no file, of `data.images.synthetic`
+SYNTHETIC = (
+    "synthetic://"  # and a number of samples: a shard that is no file, of `data.images.synthetic`
+)
 
 
 def split_sources(spec: str) -> list[str]:
@@ -59,7 +63,9 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
         except ValueError as e:
             raise UserError(f"{field} ({part}): the braces do not balance ({e})") from e
         if not patterns:
-            raise UserError(f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`")
+            raise UserError(
+                f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`"
+            )
         found.append(patterns)
     return found
 
@@ -71,7 +77,8 @@ def expand(spec: str, field: str = "data.train") -> list[list[str]]:
         UserError: as `expand_braces`, or a pattern that matches nothing.
     """
     return [
-        [shard for pattern in patterns for shard in _listed(pattern, field)] for patterns in expand_braces(spec, field)
+        [shard for pattern in patterns for shard in _listed(pattern, field)]
+        for patterns in expand_braces(spec, field)
     ]
 
 
@@ -82,16 +89,22 @@ def is_folder(place: str) -> bool:
 
 def _listed(pattern: str, field: str) -> list[str]:
     try:
-        numbered = is_folder(pattern) and (is_remote(pattern) or (local_path(pattern) / NSHARDS).exists())
+        numbered = is_folder(pattern) and (
+            is_remote(pattern) or (local_path(pattern) / NSHARDS).exists()
+        )
         return _numbered(pattern.rstrip("/")) if numbered else expand_glob(pattern)
     except UserError as e:
         what = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}"
-        before = "" if is_remote(pattern) else re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
+        before = (
+            "" if is_remote(pattern) else re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
+        )
         raise missing(before, what, str(e)) from e
     except ImportError as e:
         raise UserError(f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
     except OSError as e:
-        raise unreadable(e, f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
+        raise unreadable(
+            e, f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})"
+        ) from e
 
 
 def _numbered(folder: str) -> list[str]:
@@ -100,7 +113,9 @@ def _numbered(folder: str) -> list[str]:
         with open_read(f"{folder}/{NSHARDS}") as file:
             return [f"{folder}/{n}.tar" for n in range(int(file.read()))]
     except (FileNotFoundError, ValueError) as e:
-        raise UserError(f"{NSHARDS} of the folder cannot be read ({e}); without one write {folder}/*.tar") from e
+        raise UserError(
+            f"{NSHARDS} of the folder cannot be read ({e}); without one write {folder}/*.tar"
+        ) from e
 
 
 def synthetic_size(shard: str) -> int | None:
@@ -120,7 +135,9 @@ class Reading:
     """How shards are opened: how patiently, and what their bytes are verified against."""
 
     storage: StorageConfig = field(default_factory=StorageConfig)
-    checksums: Mapping[str, Checksums] = field(default_factory=dict)  # by path or URL; of the indexed ones
+    checksums: Mapping[str, Checksums] = field(
+        default_factory=dict
+    )  # by path or URL; of the indexed ones
 
 
 PLAIN = Reading()
@@ -156,7 +173,10 @@ def changes(then: Sequence[Row], now: Sequence[Row]) -> str:
         "added": [name for name in after for _ in after[name][len(before[name]) :]],
         "removed": [name for name in [*before] for _ in before[name][len(after[name]) :]],
         "changed in content": [
-            name for name in [*after] for a, b in zip(before[name], after[name], strict=False) if a and b and a != b
+            name
+            for name in [*after]
+            for a, b in zip(before[name], after[name], strict=False)
+            if a and b and a != b
         ],
     }
     if not any(found.values()) and [row[0] for row in then] != [row[0] for row in now]:

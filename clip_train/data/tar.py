@@ -20,9 +20,13 @@ MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
 MAX_NAME_BYTES = 1 << 20  # of a long name or pax header; more is damage
 MAX_MEMBER_BYTES = 1 << 28  # what is larger is not read: a whole block of samples is held in memory
 MAX_OFFSET = 1 << 50  # bytes; no shard is that long
-MAX_MEMBERS = 64  # kept of one sample: a shard whose file names share a dot would become one huge sample
+MAX_MEMBERS = (
+    64  # kept of one sample: a shard whose file names share a dot would become one huge sample
+)
 
-_METADATA = re.compile(r"(^|/)__[^/]*__([./]|$)")  # what webdataset keeps beside samples: __index__.json
+_METADATA = re.compile(
+    r"(^|/)__[^/]*__([./]|$)"
+)  # what webdataset keeps beside samples: __index__.json
 
 
 class TarError(Exception):
@@ -98,7 +102,9 @@ def _members(file: BinaryIO, offset: int, total: int) -> Iterator[tuple[str, int
         except ValueError:
             whole = False
         kind, content = header[156:157], offset + BLOCK
-        if not whole or not 0 <= size <= (MAX_NAME_BYTES if kind in b"Lxg" else MAX_OFFSET - content):
+        if not whole or not 0 <= size <= (
+            MAX_NAME_BYTES if kind in b"Lxg" else MAX_OFFSET - content
+        ):
             raise TarError("damaged shard: bad header", offset)
         if kind == b"L":
             long_name = _text(_read(file, content, size, total).rstrip(b"\0"))
@@ -200,10 +206,14 @@ def write_shards(
     while group := list(itertools.islice(iterator, per_shard)):
         for key in (sample["__key__"] for sample in group):
             if not key or "." in key.rsplit("/", 1)[-1]:
-                raise ValueError(f"sample key {key!r} must not be empty or hold a dot: readers end it at the first one")
+                raise ValueError(
+                    f"sample key {key!r} must not be empty or hold a dot: readers end it at the first one"
+                )
         paths.append(Path(folder) / pattern.format(len(paths)))
         paths[-1].parent.mkdir(parents=True, exist_ok=True)
-        with webdataset.TarWriter(str(paths[-1]), mtime=0) as tar:  # a fixed time: equal samples make equal shards
+        with webdataset.TarWriter(
+            str(paths[-1]), mtime=0
+        ) as tar:  # a fixed time: equal samples make equal shards
             for sample in group:
                 tar.write(dict(sample))
     return paths

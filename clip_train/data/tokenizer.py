@@ -30,20 +30,27 @@ START = "<start_of_text>"
 END = "<end_of_text>"
 CACHED_CHUNKS = 1 << 15  # ~8 MB at most: a worker's memory is to stay as it is
 LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only push words out
-LONGEST_WORD = 4096  # bytes, of which the rest is left out: merging takes quadratic time, here half a second
+LONGEST_WORD = (
+    4096  # bytes, of which the rest is left out: merging takes quadratic time, here half a second
+)
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # ftfy and html.unescape leave such text alone. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy drops them.
 _PLAIN = plain_re.compile(r"[\t\n\x0c\r -%'-~]*").fullmatch
 _WORDS = regex.compile(
-    rf"{START}|{END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+", regex.IGNORECASE
+    rf"{START}|{END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+",
+    regex.IGNORECASE,
 ).findall
 
 
 @functools.cache
 def byte_symbols() -> list[str]:
     """The printable character that stands for each byte value, [256]."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = (chr(256 + n) for n in range(256))
     return [chr(b) if b in printable else next(others) for b in range(256)]
 
@@ -52,10 +59,20 @@ def byte_symbols() -> list[str]:
 def _tables() -> tuple[list[str], dict[str, int], dict[tuple[str, ...], int]]:
     """(the tokens, their ids, the ranks of the 48,894 merges): made once for all tokenizers of a process (17 MB)."""
     with gzip.open(MERGES_FILE) as f:
-        lines = f.read().decode("utf-8").strip("\n").split("\n")  # not splitlines: some symbols count as line ends
+        lines = (
+            f.read().decode("utf-8").strip("\n").split("\n")
+        )  # not splitlines: some symbols count as line ends
     merges = [tuple(line.split()) for line in lines]
-    ordered = sorted(byte_symbols(), key=lambda s: (ord(s) >= 256, s))  # printable bytes first, as CLIP numbers them
-    vocabulary = [*ordered, *(s + "</w>" for s in ordered), *("".join(m) for m in merges), START, END]
+    ordered = sorted(
+        byte_symbols(), key=lambda s: (ord(s) >= 256, s)
+    )  # printable bytes first, as CLIP numbers them
+    vocabulary = [
+        *ordered,
+        *(s + "</w>" for s in ordered),
+        *("".join(m) for m in merges),
+        START,
+        END,
+    ]
     ids = {token: i for i, token in enumerate(vocabulary)}
     return vocabulary, ids, {pair: rank for rank, pair in enumerate(merges)}
 
@@ -66,7 +83,12 @@ def huggingface_files(context_length: int) -> dict[str, str]:
     start, end = "<|startoftext|>", "<|endoftext|>"  # as OpenAI's tokenizer there has them
     ids = {token: i for i, token in enumerate([*vocabulary[:-2], start, end])}
     special = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
-    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": context_length, "do_lower_case": True, **special}
+    config = {
+        "tokenizer_class": "CLIPTokenizer",
+        "model_max_length": context_length,
+        "do_lower_case": True,
+        **special,
+    }
     return {
         "vocab.json": json.dumps(ids, ensure_ascii=False),
         "merges.txt": "\n".join(["#version: 0.2", *map(" ".join, merges), ""]),
@@ -80,7 +102,9 @@ def clean(text: str) -> list[str]:
     if _PLAIN(text):
         return text.lower().split()
     text = html.unescape(html.unescape(ftfy.fix_text(text)))
-    return " ".join(text.split()).lower().split(" ")  # in this order: lower() may depend on neighbours
+    return (
+        " ".join(text.split()).lower().split(" ")
+    )  # in this order: lower() may depend on neighbours
 
 
 class Tokenizer:
@@ -103,7 +127,9 @@ class Tokenizer:
         texts = [texts] if isinstance(texts, str) else texts
         table = np.zeros((len(texts), self.context_length), dtype=np.int64)
         for row, text in zip(table, texts, strict=True):
-            ids = [self.start_id, *self.encode(text, self.context_length), self.end_id][: self.context_length]
+            ids = [self.start_id, *self.encode(text, self.context_length), self.end_id][
+                : self.context_length
+            ]
             ids[-1] = self.end_id
             row[: len(ids)] = ids
         return torch.from_numpy(table)
@@ -121,7 +147,9 @@ class Tokenizer:
         """Ids -> text; a start, end or padding token comes out as its own name."""
         byte_of = {s: b for b, s in enumerate(byte_symbols())}
         joined = "".join(_tables()[0][i] for i in ids)
-        return bytes(byte_of[c] for c in joined).decode("utf-8", errors="replace").replace("</w>", " ")
+        return (
+            bytes(byte_of[c] for c in joined).decode("utf-8", errors="replace").replace("</w>", " ")
+        )
 
 
 class HFTokenizer:
@@ -135,7 +163,11 @@ class HFTokenizer:
     """
 
     def __init__(
-        self, name: str, context_length: int, clean: str = "whitespace", strip_sep_token: bool = False
+        self,
+        name: str,
+        context_length: int,
+        clean: str = "whitespace",
+        strip_sep_token: bool = False,
     ) -> None:
         """UserError where the package is not installed or has no such tokenizer."""
         try:
@@ -152,16 +184,28 @@ class HFTokenizer:
                 f"text_cfg.hf_tokenizer_name ({name}) cannot be loaded: {str(e).splitlines()[0]}; give a folder with "
                 "its files, or fetch them where there is a network"
             ) from e
-        self.context_length, self._clean, self._strip_sep_token = context_length, clean, strip_sep_token
+        self.context_length, self._clean, self._strip_sep_token = (
+            context_length,
+            clean,
+            strip_sep_token,
+        )
         self.vocab_size = len(self._tokenizer)
 
     def __call__(self, texts: str | list[str]) -> Tensor:
         """[b] captions -> int64 [b, context_length]."""
         texts = [self._cleaned(text) for text in ([texts] if isinstance(texts, str) else texts)]
         ids = self._tokenizer(
-            texts, return_tensors="pt", max_length=self.context_length, padding="max_length", truncation=True
+            texts,
+            return_tensors="pt",
+            max_length=self.context_length,
+            padding="max_length",
+            truncation=True,
         ).input_ids
-        return ids.masked_fill(ids == self._tokenizer.sep_token_id, 0) if self._strip_sep_token else ids
+        return (
+            ids.masked_fill(ids == self._tokenizer.sep_token_id, 0)
+            if self._strip_sep_token
+            else ids
+        )
 
     def _cleaned(self, text: str) -> str:
         text = html.unescape(html.unescape(ftfy.fix_text(text)))

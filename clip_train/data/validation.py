@@ -38,7 +38,9 @@ class ValBatch:
     texts: Tensor  # int64 [t, context_length]: all captions of the first image, then of the second, ...
     captions: list[list[str]]  # b lists, of t in all; of labelled images they may be empty
     keys: list[str]
-    metadata: list[dict[str, Any]] = field(default_factory=list)  # the .json's keys, and the .cls as "cls"
+    metadata: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # the .json's keys, and the .cls as "cls"
 
     def __len__(self) -> int:
         return len(self.images)
@@ -136,7 +138,9 @@ class ValLoader:
     ) -> None:
         storage = storage or StorageConfig()
         if index is None:
-            index = count_missing(index_of(shards, "auto", storage, "data.val"), storage, together=False)
+            index = count_missing(
+                index_of(shards, "auto", storage, "data.val"), storage, together=False
+            )
         self.files: Files | ImageFolder
         if isinstance(index, ImageFolder):
             self.files = index
@@ -160,7 +164,11 @@ class ValLoader:
             while group := list(itertools.islice(samples, self.batch_size)):
                 decoded = list(pool.map(self._decode, group))
                 self.invalid += [each for each in decoded if isinstance(each, Invalid)]
-                good = [(image, s) for image, s in zip(decoded, group, strict=True) if isinstance(image, Tensor)]
+                good = [
+                    (image, s)
+                    for image, s in zip(decoded, group, strict=True)
+                    if isinstance(image, Tensor)
+                ]
                 if good:
                     captions = [self._captions(fields) for _, fields in good]
                     texts = [text for each in captions for text in each]
@@ -180,9 +188,13 @@ class ValLoader:
         files = self.files
         segments = files if isinstance(files, ImageFolder) else SegmentReader(files, keep_open=True)
         usable = False
-        for shard, count in enumerate(self.files.counts):  # samples [begin, end) of this shard and those behind it
+        for shard, count in enumerate(
+            self.files.counts
+        ):  # samples [begin, end) of this shard and those behind it
             for start in range(max(begin, 0), min(end, count), self.batch_size):
-                for item in segments.read(Segment(shard, start, min(start + self.batch_size, end, count))):
+                for item in segments.read(
+                    Segment(shard, start, min(start + self.batch_size, end, count))
+                ):
                     if isinstance(item, Invalid):
                         self.invalid.append(item._replace(members=None))
                     else:
@@ -191,7 +203,9 @@ class ValLoader:
             begin, end = begin - count, end - count
         if not usable and self.world_size == 1:
             num = len(self.files.shards)
-            raise DataError(f"data.val: no sample in {num} shards can be used\n{table_of(self.invalid)}")
+            raise DataError(
+                f"data.val: no sample in {num} shards can be used\n{table_of(self.invalid)}"
+            )
 
     def check_classes(self, number: int) -> None:
         """UserError where a folder has not so many classes: labels would be of others."""
@@ -207,7 +221,11 @@ class ValLoader:
         found: list[str] = []
         with contextlib.suppress(*([InvalidSample] if self.labelled else [])):
             found = decode.captions(fields, self.caption_key)
-        return [line for text in found for line in text.splitlines() if line.strip()] if self.lines else found
+        return (
+            [line for text in found for line in text.splitlines() if line.strip()]
+            if self.lines
+            else found
+        )
 
     def _decode(self, fields: Fields) -> Tensor | Invalid:
         try:

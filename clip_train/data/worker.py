@@ -35,7 +35,9 @@ from clip_train.errors import ClipTrainError, DataError, UserError
 from clip_train.stop import SIGNALS
 
 Stage = Callable[[Iterable[Fields]], Iterable[Fields]]  # such as webdataset.map(f)
-MAX_OPEN_STREAMS = 64  # in a worker: with more, their shards are opened for each block: files and buffers are few
+MAX_OPEN_STREAMS = (
+    64  # in a worker: with more, their shards are opened for each block: files and buffers are few
+)
 IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
 MAX_TRIED = 10_000  # as many samples in a row that cannot be used are no accident
 
@@ -54,7 +56,9 @@ class ImageMemory:
 
     def __init__(self, workers: int, prefetch: int, capacity: int, image_size: int) -> None:
         shape = (workers, prefetch + 1, capacity, 3, image_size, image_size)
-        storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())  # as torch's own collate allocates
+        storage = torch.UntypedStorage._new_shared(
+            torch.Size(shape).numel()
+        )  # as torch's own collate allocates
         self._images = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
     def at(self, worker: int, number: int, count: int) -> Tensor:
@@ -98,7 +102,9 @@ class PieceStream(IterableDataset):
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers
     pictures: Counter[str] = field(default_factory=Counter)  # that were made, by reason
-    closing: Any = None  # from the first piece on: a byte that the trainer sets once it wants no more
+    closing: Any = (
+        None  # from the first piece on: a byte that the trainer sets once it wants no more
+    )
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -139,12 +145,16 @@ class PieceStream(IterableDataset):
                 used[share.stream] = step
                 if share.stream not in readers:
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
-                    readers[share.stream] = StreamReader(self.order, self.files, share.stream, keep_open=keep_open)
+                    readers[share.stream] = StreamReader(
+                        self.order, self.files, share.stream, keep_open=keep_open
+                    )
                 for number in range(share.first, share.last):
                     if self.closing.value:
                         return
                     seed = self.order.sample_seed(share.stream, number)
-                    image, caption, key = self._first_usable(readers[share.stream].at(number), seed, invalid)
+                    image, caption, key = self._first_usable(
+                        readers[share.stream].at(number), seed, invalid
+                    )
                     images[len(keys)] = image  # at once, while it is in the cache
                     captions.append(caption)
                     keys.append(key)
@@ -156,7 +166,9 @@ class PieceStream(IterableDataset):
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
                 del readers[stream]  # at a boundary between ranks that has moved on
 
-    def _first_usable(self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]) -> tuple[Tensor, str, str]:
+    def _first_usable(
+        self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
+    ) -> tuple[Tensor, str, str]:
         """Image [3, S, S], caption and key of the first that decodes. The first of all goes into `invalid` where it
         cannot be used; the others have places of their own, to be counted there."""
         tried: list[Invalid] = []
@@ -165,13 +177,19 @@ class PieceStream(IterableDataset):
                 tried.append(item._replace(members=None) if tried else item)
                 continue
             if synthetic_size(item["__url__"]) is not None:
-                return synthetic_image(seed, self.transform.image_size), synthetic_caption(seed), item["__key__"]
+                return (
+                    synthetic_image(seed, self.transform.image_size),
+                    synthetic_caption(seed),
+                    item["__key__"],
+                )
             try:
                 fields = self._staged(item)
                 image = self.transform(decode.decode_image(decode.image_bytes(fields)), seed)
                 caption = decode.caption(fields, self.caption_key, draw=seed)
             except InvalidSample as e:
-                tried.append(Invalid(e.reason, item["__url__"], item["__key__"], None if tried else item))
+                tried.append(
+                    Invalid(e.reason, item["__url__"], item["__key__"], None if tried else item)
+                )
                 continue
             invalid += map(self._pictured, tried[:1])
             return image, caption, item["__key__"]
@@ -191,7 +209,9 @@ class PieceStream(IterableDataset):
             samples = stage(samples)
         found = list(samples)
         if len(found) != 1:
-            raise UserError(f"a data stage must map one sample to one, and made {len(found)} of {fields['__key__']}")
+            raise UserError(
+                f"a data stage must map one sample to one, and made {len(found)} of {fields['__key__']}"
+            )
         return found[0]
 
 

@@ -62,10 +62,22 @@ def shapes(
     train = ((c, rng.choice(TEMPLATES)) for c in (rng.choice(seen) for _ in range(num_train)))
     return _build(
         Path(folder),
-        {"kind": "shapes", "num_train": num_train, "size": size, "per_shard": per_shard, "seed": seed},
-        {"train": _shape_samples(train, size, seed + 2), "val": _shape_samples(val, size, seed + 3)},
+        {
+            "kind": "shapes",
+            "num_train": num_train,
+            "size": size,
+            "per_shard": per_shard,
+            "seed": seed,
+        },
+        {
+            "train": _shape_samples(train, size, seed + 2),
+            "val": _shape_samples(val, size, seed + 3),
+        },
         (num_train, len(val)),
-        {"classnames": [PHRASE.format(*c) for c in held_out], "templates": [EVAL_TEMPLATE.replace(PHRASE, "{}")]},
+        {
+            "classnames": [PHRASE.format(*c) for c in held_out],
+            "templates": [EVAL_TEMPLATE.replace(PHRASE, "{}")],
+        },
         progress,
     )
 
@@ -163,7 +175,9 @@ def split_combinations(seed: int) -> tuple[list[Combination], list[Combination]]
     return everything[HELD_OUT:], everything[:HELD_OUT]
 
 
-def _shape_samples(items: Iterable[tuple[Combination, str]], size: int, seed: int) -> Iterator[Sample]:
+def _shape_samples(
+    items: Iterable[tuple[Combination, str]], size: int, seed: int
+) -> Iterator[Sample]:
     rng = random.Random(seed)
     for i, (combination, template) in enumerate(items):
         caption = template.format(*combination)
@@ -212,7 +226,10 @@ def _outline(shape: str, x: float, y: float, r: float, angle: float) -> list[tup
             "triangle": (3, (1.3,), -math.pi / 2),
             "star": (10, (1.35, 0.55), -math.pi / 2),
         }[shape]
-        turns = [(first + 2 * math.pi * i / corner_count, radii[i % len(radii)] * r) for i in range(corner_count)]
+        turns = [
+            (first + 2 * math.pi * i / corner_count, radii[i % len(radii)] * r)
+            for i in range(corner_count)
+        ]
         corners = [(radius * math.cos(t), radius * math.sin(t)) for t, radius in turns]
     cos, sin = math.cos(angle), math.sin(angle)
     return [(x + a * cos - b * sin, y + a * sin + b * cos) for a, b in corners]
@@ -229,7 +246,12 @@ def _vary(color: tuple[int, int, int], by: int, rng: random.Random) -> tuple[int
 def _sample(key: str, image: Image.Image, caption: str, metadata: dict[str, Any]) -> Sample:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=90)
-    return {"__key__": key, "jpg": buffer.getvalue(), "txt": caption.encode(), "json": json.dumps(metadata).encode()}
+    return {
+        "__key__": key,
+        "jpg": buffer.getvalue(),
+        "txt": caption.encode(),
+        "json": json.dumps(metadata).encode(),
+    }
 
 
 def _build(
@@ -255,8 +277,14 @@ def _build(
                 progress(next(written), sum(sizes))
 
     if _parameters_of(folder) != parameters:
-        if folder.exists() and _parameters_of(folder) is None and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} is not empty and holds no synthetic data set; name another folder")
+        if (
+            folder.exists()
+            and _parameters_of(folder) is None
+            and (not folder.is_dir() or any(folder.iterdir()))
+        ):
+            raise UserError(
+                f"{folder} is not empty and holds no synthetic data set; name another folder"
+            )
         part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
         try:
             for name, samples in splits.items():
@@ -267,11 +295,15 @@ def _build(
                 shutil.rmtree(folder)
             part.rename(folder)
         except OSError:
-            if _parameters_of(folder) != parameters:  # else another process was faster, with the same
+            if (
+                _parameters_of(folder) != parameters
+            ):  # else another process was faster, with the same
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    train, val, found = (str(folder / name) for name in ("train/*.tar", "val/*.tar", "classes.json"))
+    train, val, found = (
+        str(folder / name) for name in ("train/*.tar", "val/*.tar", "classes.json")
+    )
     return SyntheticData(train, val, found, *sizes)
 
 

@@ -36,7 +36,11 @@ class EvaluateConfig(Settings):
 
     @model_validator(mode="after")
     def _measures_something(self) -> EvaluateConfig:
-        if self.zero_shot_data is not None and self.zero_shot_classes is None and self.linear_probe is None:
+        if (
+            self.zero_shot_data is not None
+            and self.zero_shot_classes is None
+            and self.linear_probe is None
+        ):
             raise ValueError(
                 f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot or a linear probe; set "
                 "evaluate.zero_shot_classes or evaluate.linear_probe as well"
@@ -45,4 +49,7 @@ class EvaluateConfig(Settings):
 
     def labelled(self) -> dict[str, str | None]:
         """What is tested on and what the probe is trained on, by key."""
-        return {"evaluate.zero_shot_data": self.zero_shot_data, "evaluate.linear_probe": self.linear_probe}
+        return {
+            "evaluate.zero_shot_data": self.zero_shot_data,
+            "evaluate.linear_probe": self.linear_probe,
+        }

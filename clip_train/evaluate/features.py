@@ -19,7 +19,9 @@ from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.protocols import MicroBatch
 
-Labeller = Callable[[str, dict[str, Any]], int]  # (first caption, metadata) -> class index, -1: none
+Labeller = Callable[
+    [str, dict[str, Any]], int
+]  # (first caption, metadata) -> class index, -1: none
 
 
 @dataclass
@@ -35,7 +37,12 @@ class Encoded:
 
 
 def encode(
-    engine: Engine, batches: Iterable[ValBatch], label: Labeller | None, batch_size: int, *, with_text: bool
+    engine: Engine,
+    batches: Iterable[ValBatch],
+    label: Labeller | None,
+    batch_size: int,
+    *,
+    with_text: bool,
 ) -> Encoded:
     """All ranks call it, and it calls the engine equally often on all.
 
@@ -56,13 +63,17 @@ def encode(
         blank = blank or _blank(batch, device)
         pixels, tokens = (blank[0], blank[1][:0]) if batch is None else (batch.images, batch.texts)
         tokens = tokens.to(device, non_blocking=True)
-        num = 0 if batch is None else len(pixels)  # nothing is kept of the blank sample but its width
+        num = (
+            0 if batch is None else len(pixels)
+        )  # nothing is kept of the blank sample but its width
         image.append(engine.encode_image(pixels.to(device, non_blocking=True))[:num].float())
         for start in range(0, rounds * batch_size, batch_size):  # an image may have many captions
             part = tokens[start : start + batch_size]
             text.append(engine.encode_text(part if len(part) else blank[1])[: len(part)].float())
         if batch is not None and with_text:
-            owners += [len(labels) + i for i, captions in enumerate(batch.captions) for _ in captions]
+            owners += [
+                len(labels) + i for i, captions in enumerate(batch.captions) for _ in captions
+            ]
             texts.append(tokens)
         labels += found
     if blank is None:
@@ -70,7 +81,9 @@ def encode(
     images = torch.cat(image)
     logit_scale = images.new_ones(1)
     if with_text:
-        logit_scale = engine.forward(MicroBatch(*blank, torch.zeros(1, dtype=torch.int64, device=device))).logit_scale
+        logit_scale = engine.forward(
+            MicroBatch(*blank, torch.zeros(1, dtype=torch.int64, device=device))
+        ).logit_scale
     return Encoded(
         images,
         torch.cat([images[:0], *text]),
@@ -97,7 +110,9 @@ def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch 
 
 def _blank(batch: ValBatch | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """One image and one text of zeros, of the shape that some rank's batch has; collective."""
-    shapes = dist.gather_objects(None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:]))
+    shapes = dist.gather_objects(
+        None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])
+    )
     image, text = next(s for s in shapes if s is not None)
     return (
         torch.zeros(1, *image, dtype=torch.uint8, device=device),

@@ -14,7 +14,9 @@ from clip_train import dist
 from clip_train.errors import UserError
 from clip_train.evaluate.features import Encoded
 
-STRENGTHS = [10 ** (e / 4) for e in range(-32, 1)]  # of the L2 penalty: 1e-8 to 1, four in each decade
+STRENGTHS = [
+    10 ** (e / 4) for e in range(-32, 1)
+]  # of the L2 penalty: 1e-8 to 1, four in each decade
 HELD_OUT = 10  # every tenth training sample chooses among them
 ROWS = 1 << 14  # whose logits are held at once
 
@@ -27,7 +29,9 @@ def linear_probe(train: Encoded, test: Encoded) -> dict[str, float]:
         UserError: no label in one of them; on all ranks together.
     """
     counts = dist.gather_objects(len(train.labels))
-    number = sum(counts[: dist.rank()]) + torch.arange(len(train.labels), device=train.labels.device)
+    number = sum(counts[: dist.rank()]) + torch.arange(
+        len(train.labels), device=train.labels.device
+    )
     held = number % HELD_OUT == HELD_OUT - 1
     known, tested = train.labels >= 0, test.labels >= 0
     (trained, scored) = dist.sum_scalars(int(known.sum()), int(tested.sum()))
@@ -36,7 +40,9 @@ def linear_probe(train: Encoded, test: Encoded) -> dict[str, float]:
         raise UserError(
             f"evaluate.{key} has no labelled image for the linear probe: give a folder for each class, or .cls"
         )
-    classes = 1 + int(dist.max_scalar(float(torch.cat([train.labels, test.labels, known.new_zeros(1)]).max())))
+    classes = 1 + int(
+        dist.max_scalar(float(torch.cat([train.labels, test.labels, known.new_zeros(1)]).max()))
+    )
     x, y = train.image.double(), train.labels
     scores: dict[int, float] = {}
 
@@ -48,7 +54,9 @@ def linear_probe(train: Encoded, test: Encoded) -> dict[str, float]:
 
     best = max(range(0, len(STRENGTHS), 8), key=score)
     for span in (4, 2, 1):
-        best = max((i for i in (best - span, best, best + span) if 0 <= i < len(STRENGTHS)), key=score)
+        best = max(
+            (i for i in (best - span, best, best + span) if 0 <= i < len(STRENGTHS)), key=score
+        )
     weights = fit(x[known], y[known], classes, STRENGTHS[best])
     right = hits(test.image[tested].double(), test.labels[tested], weights)
     return {"linear_probe_top1": right / scored, "linear_probe_l2": STRENGTHS[best]}
@@ -63,7 +71,9 @@ def fit(x: Tensor, y: Tensor, classes: int, strength: float) -> Tensor:
         y: int64 [n], below `classes`.
     """
     (rows,) = dist.sum_scalars(len(x))
-    weights = torch.zeros(x.shape[1] + 1, classes, dtype=x.dtype, device=x.device, requires_grad=True)
+    weights = torch.zeros(
+        x.shape[1] + 1, classes, dtype=x.dtype, device=x.device, requires_grad=True
+    )
     solver = torch.optim.LBFGS(
         [weights], max_iter=1000, tolerance_grad=1e-7, tolerance_change=1e-12, history_size=10,
         line_search_fn="strong_wolfe",
@@ -73,7 +83,9 @@ def fit(x: Tensor, y: Tensor, classes: int, strength: float) -> Tensor:
         solver.zero_grad()
         total = weights.new_zeros(())
         for part, labels in zip(x.split(ROWS), y.split(ROWS), strict=True):
-            loss = F.cross_entropy(part @ weights[:-1] + weights[-1], labels, reduction="sum") / rows
+            loss = (
+                F.cross_entropy(part @ weights[:-1] + weights[-1], labels, reduction="sum") / rows
+            )
             loss.backward()
             total += loss.detach()
         with torch.no_grad():
@@ -89,5 +101,8 @@ def fit(x: Tensor, y: Tensor, classes: int, strength: float) -> Tensor:
 def hits(x: Tensor, y: Tensor, weights: Tensor) -> float:
     """How many rows of all ranks are given their own class."""
     parts = zip(x.split(ROWS), y.split(ROWS), strict=True)
-    right = sum(int(((part @ weights[:-1] + weights[-1]).argmax(1) == labels).sum()) for part, labels in parts)
+    right = sum(
+        int(((part @ weights[:-1] + weights[-1]).argmax(1) == labels).sum())
+        for part, labels in parts
+    )
     return dist.sum_scalars(right)[0]

@@ -14,7 +14,12 @@ from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.features import Encoded, encode
 from clip_train.evaluate.linear_probe import linear_probe
 from clip_train.evaluate.retrieval import caption_metrics
-from clip_train.evaluate.zero_shot import Tokenize, ZeroShotClasses, label_by_number, zero_shot_metrics
+from clip_train.evaluate.zero_shot import (
+    Tokenize,
+    ZeroShotClasses,
+    label_by_number,
+    zero_shot_metrics,
+)
 
 
 @torch.no_grad()
@@ -47,7 +52,9 @@ def evaluate(
     """
     classes = None
     if config.zero_shot_classes is not None:
-        classes = dist.agreed(partial(ZeroShotClasses.load, config.zero_shot_classes, config.templates))
+        classes = dist.agreed(
+            partial(ZeroShotClasses.load, config.zero_shot_classes, config.templates)
+        )
         for each in (labelled, probe):
             if isinstance(each, ValLoader):
                 each.check_classes(len(classes.classnames))

@@ -37,7 +37,9 @@ class Examples:
     def __iter__(self) -> Iterator[ValBatch]:
         for batch in self.batches:
             if not self.captions:
-                self.chosen = [*range(0, len(batch.images), max(1, len(batch.images) // SHOWN))][:SHOWN]
+                self.chosen = [*range(0, len(batch.images), max(1, len(batch.images) // SHOWN))][
+                    :SHOWN
+                ]
                 self.images = [batch.images[i].cpu() for i in self.chosen]
                 self.first = [batch.captions[i][0] for i in self.chosen]
             self.captions += [caption for each in batch.captions for caption in each]
@@ -60,7 +62,11 @@ class Examples:
                 if len(best) == NEAREST:
                     break
             found.append(
-                {"picture": picture(pixels.permute(1, 2, 0).numpy()), "caption": caption, "nearest": [*best.items()]}
+                {
+                    "picture": picture(pixels.permute(1, 2, 0).numpy()),
+                    "caption": caption,
+                    "nearest": [*best.items()],
+                }
             )
         return found
 

@@ -31,7 +31,10 @@ class Groups(NamedTuple):
 
 
 def ranks_of_matches(
-    queries: Tensor, candidates: Tensor, rules: Sequence[Groups], block_elements: int = _BLOCK_ELEMENTS
+    queries: Tensor,
+    candidates: Tensor,
+    rules: Sequence[Groups],
+    block_elements: int = _BLOCK_ELEMENTS,
 ) -> list[Tensor]:
     """The place, from 1, of each query's best match among the candidates that are no match, under each rule.
 
@@ -75,27 +78,35 @@ def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
     num_images, num_texts = ([count[i] for count in counts] for i in (0, 1))
     here = dist.rank()
     image = dist.gather_rows(seen.image, num_images)  # [N, D]
-    text, tokens = (dist.gather_rows(x, num_texts) for x in (seen.text, seen.texts))  # [T, D], [T, context_length]
+    text, tokens = (
+        dist.gather_rows(x, num_texts) for x in (seen.text, seen.texts)
+    )  # [T, D], [T, context_length]
     owners = dist.gather_rows(seen.owners + sum(num_images[:here]), num_texts)  # [T]
     first = torch.ones_like(owners, dtype=torch.bool)
     first[1:] = owners[1:] != owners[:-1]
     out: dict[str, float] = {}
     if config.val_loss:
-        out["val_loss"] = validation_loss(image[owners[first]], text[first], seen.logit_scale, config.batch_size)
+        out["val_loss"] = validation_loss(
+            image[owners[first]], text[first], seen.logit_scale, config.batch_size
+        )
     if not config.retrieval:
         return out
     same = torch.unique(tokens, dim=0, return_inverse=True)[1]  # [T]
     own = torch.arange(len(image), device=image.device)
     rules = {  # of images and captions, and of captions and images
         ("image_to_text_R", "text_to_image_R"): Groups(own, owners.where(first, -1)),
-        ("dedup_image_to_text_R", "dedup_text_to_image_R"): Groups(same[first], same.where(first, -1), ties_ahead=True),
+        ("dedup_image_to_text_R", "dedup_text_to_image_R"): Groups(
+            same[first], same.where(first, -1), ties_ahead=True
+        ),
         ("text_retrieval_recall", "image_retrieval_recall"): Groups(own, owners),
     }
     sides = ((seen.image, text, num_images), (seen.text, image, num_texts))
     for side, (queries, candidates, lengths) in enumerate(sides):
         each = [groups.swapped() if side else groups for groups in rules.values()]
         mine = [Groups(groups.queries.split(lengths)[here], *groups[1:]) for groups in each]
-        for names, groups, found in zip(rules, each, ranks_of_matches(queries, candidates, mine), strict=True):
+        for names, groups, found in zip(
+            rules, each, ranks_of_matches(queries, candidates, mine), strict=True
+        ):
             places = dist.gather_rows(found, lengths)[groups.queries >= 0].double()
             out |= {f"{names[side]}@{k}": (places <= k).double().mean().item() for k in (1, 5, 10)}
             if names[side] in ("image_to_text_R", "text_to_image_R"):

@@ -25,7 +25,9 @@ from clip_train.evaluate.features import Encoded, Labeller
 from clip_train.storage.urls import is_remote, local_path, open_read
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions -> int64 [b, context_length]
-CLIP_BENCHMARKS = "zeroshot_classification_templates"  # its file beside classnames.txt, with {c} for the name
+CLIP_BENCHMARKS = (
+    "zeroshot_classification_templates"  # its file beside classnames.txt, with {c} for the name
+)
 
 
 class ZeroShotClasses(BaseModel):
@@ -49,7 +51,9 @@ class ZeroShotClasses(BaseModel):
     def _have_a_place(cls, templates: list[str]) -> list[str]:
         bad = [t for t in templates if t.count("{}") != 1]
         if bad:
-            raise ValueError(f"every template needs one {{}} for the class name; {bad[0]!r} has not")
+            raise ValueError(
+                f"every template needs one {{}} for the class name; {bad[0]!r} has not"
+            )
         return templates
 
     @model_validator(mode="after")
@@ -66,8 +70,13 @@ class ZeroShotClasses(BaseModel):
         try:
             content = _read(place)
         except FileNotFoundError as e:
-            path, what = "" if is_remote(place) else local_path(place), f"{field} does not exist ({e})"
-            raise missing(path, what, "give imagenet, a JSON file or clip_benchmark's folder") from None
+            path, what = (
+                "" if is_remote(place) else local_path(place),
+                f"{field} does not exist ({e})",
+            )
+            raise missing(
+                path, what, "give imagenet, a JSON file or clip_benchmark's folder"
+            ) from None
         except ValueError as e:
             raise UserError(f"{field} is not JSON: {e}") from e
         if templates is not None and isinstance(content, dict):
@@ -75,7 +84,9 @@ class ZeroShotClasses(BaseModel):
         try:
             return cls.model_validate(content)
         except ValidationError as e:
-            mistakes = [f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip() for error in e.errors()]
+            mistakes = [
+                f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip() for error in e.errors()
+            ]
             raise UserError(f"{field}: " + "; ".join(mistakes)) from None
 
     def prompts(self, index: int) -> list[str]:
@@ -128,8 +139,13 @@ def _read(place: str) -> Any:
     if place == IMAGENET:
         return {"classnames": _imagenet()["classnames"], "templates": _imagenet()["openai"]}
     if is_folder(place):
-        names, templates = (_lines(f"{place.rstrip('/')}/{name}.txt") for name in ("classnames", CLIP_BENCHMARKS))
-        return {"classnames": names, "templates": [template.replace("{c}", "{}") for template in templates]}
+        names, templates = (
+            _lines(f"{place.rstrip('/')}/{name}.txt") for name in ("classnames", CLIP_BENCHMARKS)
+        )
+        return {
+            "classnames": names,
+            "templates": [template.replace("{c}", "{}") for template in templates],
+        }
     with open_read(place) as file:
         return json.loads(file.read())
 
@@ -148,16 +164,24 @@ def zero_shot_metrics(
 ) -> dict[str, float]:
     """Accuracies from 0 to 1 over the labelled images of all ranks, and the number of these. UserError: none."""
     embeddings = class_embeddings(engine, tokenize, classes, batch_size)
-    num, labelled, top1, top5 = dist.sum_scalars(len(seen.image), *count_hits(seen.image, seen.labels, embeddings))
+    num, labelled, top1, top5 = dist.sum_scalars(
+        len(seen.image), *count_hits(seen.image, seen.labels, embeddings)
+    )
     if not labelled:
         raise UserError(
             f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they need 'cls' or "
             f"{classes.label_key!r} in their .json, or captions that name a class; or set evaluate.zero_shot_data"
         )
-    return {"zero_shot_top1": top1 / labelled, "zero_shot_top5": top5 / labelled, "zero_shot_samples": labelled}
+    return {
+        "zero_shot_top1": top1 / labelled,
+        "zero_shot_top5": top5 / labelled,
+        "zero_shot_samples": labelled,
+    }
 
 
-def class_embeddings(engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int) -> Tensor:
+def class_embeddings(
+    engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int
+) -> Tensor:
     """[C, D] float32 on the engine's device: the normalised mean of the prompts' normalised features.
 
     Each rank encodes its share of the classes; the last ranks repeat the last class where they do not

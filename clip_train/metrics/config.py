@@ -39,9 +39,15 @@ class LogConfig(Settings):
     def mistakes_here(self) -> list[str]:
         """What this machine lacks for it."""
         packages = ("tensorboard", "wandb", "trackio")
-        return [not_installed(each) for each in packages if getattr(self, each) and find_spec(each) is None]
+        return [
+            not_installed(each)
+            for each in packages
+            if getattr(self, each) and find_spec(each) is None
+        ]
 
 
 def not_installed(package: str, error: ImportError | None = None) -> str:
     why = f"cannot be imported ({error})" if error else "is not installed"
-    return f"log.{package} (true): {package} {why}; pip install {package}, or set log.{package}=false"
+    return (
+        f"log.{package} (true): {package} {why}; pip install {package}, or set log.{package}=false"
+    )

@@ -25,7 +25,11 @@ class JsonlSink:
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps({key: _jsonable(value) for key, value in record.items()}, allow_nan=False, ensure_ascii=False)
+        line = json.dumps(
+            {key: _jsonable(value) for key, value in record.items()},
+            allow_nan=False,
+            ensure_ascii=False,
+        )
         self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:

@@ -10,7 +10,10 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
-_SAVES = ("checkpoint_step", "checkpoint_failures")  # of the record: the last one committed, failed since
+_SAVES = (
+    "checkpoint_step",
+    "checkpoint_failures",
+)  # of the record: the last one committed, failed since
 _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
@@ -37,7 +40,9 @@ class ProgressLine:
         self._plain_every = plain_every_seconds
         self._clock = clock
         self._printed: float | None = None  # when the last plain line was, in seconds
-        self._seconds: float | None = None  # per step, smoothed; of the first one it would be the start's
+        self._seconds: float | None = (
+            None  # per step, smoothed; of the first one it would be the start's
+        )
         self._started = False
         self._saves: dict[str, int] = {}  # what the last records reported of checkpoints
         self._enabled = enabled
@@ -82,7 +87,11 @@ class ProgressLine:
 
     def _describe(self, record: dict[str, Any]) -> str:
         wait = 100 * record["data_wait_seconds"] / max(record["step_seconds"], 1e-9)
-        left = "..." if self._seconds is None else format_seconds(max(self._total - record["step"], 0) * self._seconds)
+        left = (
+            "..."
+            if self._seconds is None
+            else format_seconds(max(self._total - record["step"], 0) * self._seconds)
+        )
         return (
             f"loss {record['loss']:.4f}  {record['samples_per_second']:,.0f} samples/s  "
             f"data wait {wait:.0f}%  ETA {left}{self._describe_saves()}"

@@ -74,7 +74,9 @@ def write_report(runs: Sequence[Path | str], output: Path | str | None = None) -
     """
     default = Path("comparison.html") if len(runs) > 1 else Path(runs[0]) / "report.html"
     path = Path(output or default)
-    LocalStorage(path.absolute().parent).put_bytes(path.name, render([Run(each) for each in runs]).encode())
+    LocalStorage(path.absolute().parent).put_bytes(
+        path.name, render([Run(each) for each in runs]).encode()
+    )
     return path
 
 
@@ -102,8 +104,12 @@ def _template() -> Any:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds}
-    environment.filters["date"] = lambda seconds: time.strftime("%a %d %b %Y %H:%M", time.localtime(seconds))
-    return environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
+    environment.filters["date"] = lambda seconds: time.strftime(
+        "%a %d %b %Y %H:%M", time.localtime(seconds)
+    )
+    return environment.from_string(
+        Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    )
 
 
 # -- what the page says
@@ -115,7 +121,11 @@ def _shown(run: Run) -> dict[str, Any]:
     recent = {name: number(curve.recent) for name, curve in curves.items()}
     seconds = curves["step_seconds"].total if "step_seconds" in curves else 0.0
     samples = run.last.get("samples", 0)
-    waited = curves["data_wait_seconds"].total / seconds if seconds and "data_wait_seconds" in curves else 0.0
+    waited = (
+        curves["data_wait_seconds"].total / seconds
+        if seconds and "data_wait_seconds" in curves
+        else 0.0
+    )
     first = number(curves["loss"].first) if "loss" in curves else "-"
     wait = f"{curves[DATA_WAIT].recent:.1f}%" if DATA_WAIT in curves else "-"
     tiles = [
@@ -130,8 +140,14 @@ def _shown(run: Run) -> dict[str, Any]:
         ("peak memory", f"{recent.get(MEMORY, '-')} GiB", "of rank 0"),
         ("logit scale", recent.get("logit_scale", "-"), f"learning rate {recent.get('lr', '-')}"),
     ]
-    names = [name for name in dict.fromkeys(key for each in run.evaluations for key in each) if name != "step"]
-    evaluations = [(name, [number(each.get(name)) for each in reversed(run.evaluations)]) for name in names]
+    names = [
+        name
+        for name in dict.fromkeys(key for each in run.evaluations for key in each)
+        if name != "step"
+    ]
+    evaluations = [
+        (name, [number(each.get(name)) for each in reversed(run.evaluations)]) for name in names
+    ]
     return {
         "name": run.name, "state": run.state, "step": run.step, "steps": run.steps, "eta": run.eta_seconds,
         "done": 100 * min(run.step / run.steps, 1) if run.steps else None, "reason": (run.verdict or ("", ""))[1],
@@ -156,14 +172,22 @@ def _epochs(epochs: Sequence[Mapping[str, int]]) -> list[tuple[int, int, int]]:
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{s}.{k}": v for s, keys in recipe.items() if isinstance(keys, dict) for k, v in keys.items()}
+    return {
+        f"{s}.{k}": v
+        for s, keys in recipe.items()
+        if isinstance(keys, dict)
+        for k, v in keys.items()
+    }
 
 
 def _differing(runs: Sequence[Run]) -> list[list[str]]:
     """Each key that is not the same in all recipes, with its values."""
     recipes = [_flat(run.recipe) for run in runs]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    rows = [[key, *(as_yaml(recipe[key]) if key in recipe else "-" for recipe in recipes)] for key in keys]
+    rows = [
+        [key, *(as_yaml(recipe[key]) if key in recipe else "-" for recipe in recipes)]
+        for key in keys
+    ]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
@@ -171,9 +195,22 @@ def _final(runs: Sequence[Run]) -> list[list[str]]:
     """The last number of each curve and evaluation, of the losses and rates their latest mean."""
     rows = [["step", *(f"{run.step:,}" for run in runs)]]
     for name, title in CHARTS.items():
-        rows.append([title, *(number(run.curves[name].recent) if name in run.curves else "-" for run in runs)])
+        rows.append(
+            [
+                title,
+                *(number(run.curves[name].recent) if name in run.curves else "-" for run in runs),
+            ]
+        )
     for name in dict.fromkeys(name for run in runs for name in run.eval_curves):
-        rows.append([name, *(number(run.eval_curves[name].last if name in run.eval_curves else None) for run in runs)])
+        rows.append(
+            [
+                name,
+                *(
+                    number(run.eval_curves[name].last if name in run.eval_curves else None)
+                    for run in runs
+                ),
+            ]
+        )
     return rows
 
 
@@ -211,7 +248,11 @@ def _clock(run: Run) -> dict[str, Any]:
     parts = []
     for (before, curve), end in zip(run.clock, ends, strict=False):
         start = max((each for each in began if each <= curve.first), default=curve.first)
-        points = [(before, start), *((each.step, each.mean) for each in curve.buckets), (end, curve.last)]
+        points = [
+            (before, start),
+            *((each.step, each.mean) for each in curve.buckets),
+            (end, curve.last),
+        ]
         parts.append([(round(step, 2), round(seconds - zero, 1)) for step, seconds in points])
     return {"parts": parts, "starts": [round(each - zero, 1) for each in began]}
 
@@ -223,11 +264,17 @@ def _seconds(text: Any) -> float | None:
     return None
 
 
-def _chart(title: str, curves: Sequence[tuple[int, Curve]], last: int, dots: bool) -> dict[str, Any]:
+def _chart(
+    title: str, curves: Sequence[tuple[int, Curve]], last: int, dots: bool
+) -> dict[str, Any]:
     """Title, axes, and of each curve its mean as a line with the band between its extremes."""
     low = min(bucket.least for _, curve in curves for bucket in curve.buckets)
     high = max(bucket.most for _, curve in curves for bucket in curve.buckets)
-    log = title != CHARTS[DATA_WAIT] and low > 0 and high > LOG_FROM * max(curve.median for _, curve in curves)
+    log = (
+        title != CHARTS[DATA_WAIT]
+        and low > 0
+        and high > LOG_FROM * max(curve.median for _, curve in curves)
+    )
     scale: Callable[[float], float] = math.log10 if log else float
     pad = 0.05 * (scale(high) - scale(low)) or 0.05 * abs(scale(high)) or 1.0
     bottom, top = scale(low) - pad, scale(high) + pad
@@ -246,7 +293,10 @@ def _chart(title: str, curves: Sequence[tuple[int, Curve]], last: int, dots: boo
             "dots": "".join(f"M{point}h0" for point in points) if dots or len(points) == 1 else "",
             "last": number(curve.last),
         })  # fmt: skip
-    y_ticks = [(f"{100 * (top - y) / (top - bottom):.2f}", number(10**y if log else y)) for y in ticks(bottom, top, 4)]
+    y_ticks = [
+        (f"{100 * (top - y) / (top - bottom):.2f}", number(10**y if log else y))
+        for y in ticks(bottom, top, 4)
+    ]
     x_ticks = [(f"{100 * x / last:.2f}", number(x)) for x in ticks(0, last, 4)]
     return {
         "title": title + ", logarithmic" * log, "series": series, "y_ticks": y_ticks, "x_ticks": x_ticks,

@@ -77,7 +77,9 @@ class Curve:
             self.width *= 2
             finer, self.buckets = self.buckets, []
             for each in finer:
-                self._append(each.index // 2, each.step, each.mean, each.least, each.most, each.count)
+                self._append(
+                    each.index // 2, each.step, each.mean, each.least, each.most, each.count
+                )
 
     def _append(self, index: int, *values: Any) -> None:
         if self.buckets and self.buckets[-1].index == index:
@@ -88,7 +90,9 @@ class Curve:
     @property
     def recent(self) -> float:
         """The mean of its last tenth."""
-        return statistics.fmean(each.mean for each in self.buckets[-max(1, len(self.buckets) // 10) :])
+        return statistics.fmean(
+            each.mean for each in self.buckets[-max(1, len(self.buckets) // 10) :]
+        )
 
     @property
     def median(self) -> float:
@@ -110,15 +114,21 @@ class Run:
         self.refresh()
 
     def _forget(self) -> None:
-        self._read: dict[str, tuple[int, bytes]] = {}  # file -> the end of what was read, and its last line
+        self._read: dict[
+            str, tuple[int, bytes]
+        ] = {}  # file -> the end of what was read, and its last line
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self.curves: dict[str, Curve] = {}
         self.eval_curves: dict[str, Curve] = {}
         self.evaluations: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVALUATIONS)
         self.saves = Curve()  # steps of the checkpoints
-        self.starts: list[dict[str, Any]] = []  # of each attempt; `ended`: how, None where nobody knows
+        self.starts: list[
+            dict[str, Any]
+        ] = []  # of each attempt; `ended`: how, None where nobody knows
         self._start_steps = {0}  # after which they began
-        self.clock: list[tuple[int, Curve]] = []  # of each attempt: the step before it, seconds since 1970 over steps
+        self.clock: list[
+            tuple[int, Curve]
+        ] = []  # of each attempt: the step before it, seconds since 1970 over steps
         self.last: dict[str, Any] = {}  # record
         self.failed_saves = 0
 
@@ -174,7 +184,9 @@ class Run:
             numbers[DATA_WAIT] = 100 * record["data_wait_seconds"] / seconds
         if "peak_memory_bytes" in record:
             numbers[MEMORY] = record["peak_memory_bytes"] / 2**30
-        if seconds and record["step"] - 1 not in self._start_steps:  # a first step is compiling and warming up
+        if (
+            seconds and record["step"] - 1 not in self._start_steps
+        ):  # a first step is compiling and warming up
             self._seconds.append(seconds)
         if "time" in record:
             if not self.clock or record["step"] - 1 in self._start_steps:
@@ -238,23 +250,52 @@ class Run:
         if self.verdict is not None and self.verdict[0] in ("FAILED", "FATAL"):
             found.append(("error", f"{self.verdict[0]}: {self.verdict[1]}"))
         elif self.state == "silent":
-            found.append(("error", f"no step for {format_seconds(self.silent_seconds)}: is it still running?"))
+            found.append(
+                (
+                    "error",
+                    f"no step for {format_seconds(self.silent_seconds)}: is it still running?",
+                )
+            )
         if self.last and self.last.get("loss") is None:
             found.append(("error", "the last loss is not a number"))
         if self.failed_saves:
-            found.append(("warning", f"failed saves in a row: {self.failed_saves}; see clip-train checkpoints"))
-        loss, rate, wait = (self.curves.get(each) for each in ("loss", "samples_per_second", DATA_WAIT))
+            found.append(
+                (
+                    "warning",
+                    f"failed saves in a row: {self.failed_saves}; see clip-train checkpoints",
+                )
+            )
+        loss, rate, wait = (
+            self.curves.get(each) for each in ("loss", "samples_per_second", DATA_WAIT)
+        )
         if loss is not None and len(loss.buckets) > 20 and loss.recent > loss.buckets[0].mean:
-            found.append(("warning", f"the loss ({loss.recent:.4g}) is above where it was at first ({loss.first:.4g})"))
+            found.append(
+                (
+                    "warning",
+                    f"the loss ({loss.recent:.4g}) is above where it was at first ({loss.first:.4g})",
+                )
+            )
         if wait is not None and wait.recent > 10:
-            found.append(("warning", f"{wait.recent:.0f}% of a step waits for data: data.workers, or a faster disk"))
+            found.append(
+                (
+                    "warning",
+                    f"{wait.recent:.0f}% of a step waits for data: data.workers, or a faster disk",
+                )
+            )
         if rate is not None and len(rate.buckets) > 20 and rate.recent < 0.7 * rate.median:
             slow = f"{rate.recent:,.0f} samples/s of late, {rate.median:,.0f} in the median: has a node slowed down?"
             found.append(("warning", slow))
         if count := sum(self.invalid.get("bad_samples", {}).values()):
             share = count / max(self.last.get("samples", 0), count)
-            found.append(("warning" if share > 0.01 else "ok", f"{count:,} invalid samples, {share:.2%} of all seen"))
-        return found or [("ok", "nothing to remark: no failed save, data in time, throughput steady")]
+            found.append(
+                (
+                    "warning" if share > 0.01 else "ok",
+                    f"{count:,} invalid samples, {share:.2%} of all seen",
+                )
+            )
+        return found or [
+            ("ok", "nothing to remark: no failed save, data in time, throughput steady")
+        ]
 
 
 def add_numbers(curves: dict[str, Curve], record: dict[str, Any]) -> None:

@@ -50,7 +50,12 @@ class TrackerSink:
     """
 
     def __init__(
-        self, package: Literal["wandb", "trackio"], run_dir: Path | str, *, project: str | None, recipe: Any = None
+        self,
+        package: Literal["wandb", "trackio"],
+        run_dir: Path | str,
+        *,
+        project: str | None,
+        recipe: Any = None,
     ) -> None:
         """UserError where the package is not installed."""
         try:
@@ -64,14 +69,21 @@ class TrackerSink:
             LocalStorage(run_dir).put_bytes(id_file.name, identity.encode())
             own = {"dir": str(run_dir), "id": identity}
         name = run_dir.resolve().name
-        self._run = tracker.init(project=project or "clip-train", name=name, config=recipe, resume="allow", **own)
+        self._run = tracker.init(
+            project=project or "clip-train", name=name, config=recipe, resume="allow", **own
+        )
         if package == "wandb":
             self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        step, numbers = record["step"], {k: v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
+        step, numbers = (
+            record["step"],
+            {k: v for k, v in record.items() if k != "step" and isinstance(v, (int, float))},
+        )
         values = {f"{kind}/{name}": value for name, value in numbers.items()}
-        if values and self._package == "wandb":  # by our own step: its counter refuses those that are done again
+        if (
+            values and self._package == "wandb"
+        ):  # by our own step: its counter refuses those that are done again
             self._run.log({**values, "step": step})
         elif values:
             self._run.log(values, step=step)
@@ -80,7 +92,9 @@ class TrackerSink:
         self._run.finish()
 
 
-Chart = TensorBoardSink | TrackerSink | ReportSink  # it may raise: it is dropped then, and training goes on
+Chart = (
+    TensorBoardSink | TrackerSink | ReportSink
+)  # it may raise: it is dropped then, and training goes on
 
 
 class Sinks:
@@ -111,9 +125,13 @@ class Sinks:
         if config.tensorboard:
             charts.append(TensorBoardSink(run_dir / "events", resume_step=resume_step))
         if config.wandb:
-            charts.append(TrackerSink("wandb", run_dir, project=config.wandb_project, recipe=recipe))
+            charts.append(
+                TrackerSink("wandb", run_dir, project=config.wandb_project, recipe=recipe)
+            )
         if config.trackio:
-            charts.append(TrackerSink("trackio", run_dir, project=config.trackio_project, recipe=recipe))
+            charts.append(
+                TrackerSink("trackio", run_dir, project=config.trackio_project, recipe=recipe)
+            )
         train = JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)
         files: dict[Kind, JsonlSink] = {"train": train}
         files["eval"] = JsonlSink(run_dir / "eval.jsonl", resume_step=resume_step)
@@ -122,7 +140,9 @@ class Sinks:
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
         """`record` to `metrics.jsonl` (train; with the `time`) or `eval.jsonl` (eval), and to the charts."""
         if kind in self._files:
-            at = {"time": round(time.time(), 3)} if kind == "train" else {}  # the charts have clocks of their own
+            at = (
+                {"time": round(time.time(), 3)} if kind == "train" else {}
+            )  # the charts have clocks of their own
             self._files[kind].write({**record, **at})
         self._each_chart(lambda chart: chart.write(record, kind))
 

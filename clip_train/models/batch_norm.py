@@ -47,20 +47,31 @@ class _Normalise(torch.autograd.Function):
     """torch's SyncBatchNorm, on any device. Saves its input and [C] values."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[b, C, ...], weight and bias [C] in at least float32 -> the same, mean [C], variance [C], values of a channel
         on all ranks, float64 [1]"""
-        variance, mean = (each.double() for each in torch.var_mean(x.to(weight.dtype), _others(x), correction=0))
+        variance, mean = (
+            each.double() for each in torch.var_mean(x.to(weight.dtype), _others(x), correction=0)
+        )
         P = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
         # in float64 nothing is lost to squares that cancel
         sums = _sum_over_ranks(torch.cat([P, P * mean, P * (variance + mean.square())]))
         count, total, squares = sums.split([1, len(mean), len(mean)])
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0)
-        ctx.save_for_backward(x, weight, mean.to(weight.dtype), (variance + eps).rsqrt().to(weight.dtype), count)
+        ctx.save_for_backward(
+            x, weight, mean.to(weight.dtype), (variance + eps).rsqrt().to(weight.dtype), count
+        )
         ctx.mark_non_differentiable(mean, variance, count)
         mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
-        return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps), mean, variance, count
+        return (
+            F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps),
+            mean,
+            variance,
+            count,
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -94,10 +105,14 @@ class BatchNorm2d(nn.BatchNorm2d):
         wide = torch.promote_types(x.dtype, torch.float32)
         weight, bias = self.weight.to(wide), self.bias.to(wide)
         if self.frozen or not self.training:
-            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, training=False, eps=self.eps)
+            return F.batch_norm(
+                x, self.running_mean, self.running_var, weight, bias, training=False, eps=self.eps
+            )
         out, mean, variance, count = _Normalise.apply(x, weight, bias, self.eps)
         if _updates is not None:
-            _updates.append(lambda: self._update(mean, variance * (count / (count - 1).clamp(min=1))))
+            _updates.append(
+                lambda: self._update(mean, variance * (count / (count - 1).clamp(min=1)))
+            )
         return out
 
     @torch.no_grad()

@@ -18,7 +18,9 @@ from clip_train.models.config import TextConfig, TowerConfig
 from clip_train.models.dropout import SampleDropout
 
 _FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
-Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # of a model: see `CLIP.forward`
+Outputs = tuple[
+    Tensor | None, Tensor | None, Tensor, Tensor | None
+]  # of a model: see `CLIP.forward`
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -50,7 +52,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _by_onednn(x: Tensor, weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32:
+    if (
+        torch.compiler.is_compiling()
+        or x.device.type != "cpu"
+        or not x.dtype == weight.dtype == torch.float32
+    ):
         return False
     asked = torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
     return bool(asked) and x.numel() * len(weight) >= _FEWEST and _has_onednn()
@@ -59,7 +65,11 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
 @cache
 def _has_onednn() -> bool:
     avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return avx512 and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return (
+        avx512
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,14 +97,18 @@ class _OneDNN(torch.autograd.Function):
 class Linear(nn.Linear):
     """Draws its weight from a normal distribution with `std`, and its bias, unless zero; where None as torch does."""
 
-    def __init__(self, in_features: int, out_features: int, std: float | None, zero_bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, std: float | None, zero_bias: bool = False
+    ) -> None:
         self.std, self.zero_bias = std, zero_bias
         super().__init__(in_features, out_features)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         bound = self.in_features**-0.5  # torch's, for weight and bias
-        self.weight.uniform_(-bound, bound) if self.std is None else self.weight.normal_(std=self.std)
+        self.weight.uniform_(-bound, bound) if self.std is None else self.weight.normal_(
+            std=self.std
+        )
         self.bias.zero_() if self.zero_bias else self.bias.uniform_(-bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,13 +118,17 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     """Multi-head self-attention with the parameters of `nn.MultiheadAttention`; one token may ask alone."""
 
-    def __init__(self, width: int, heads: int, std: float | None, projection_std: float | None) -> None:
+    def __init__(
+        self, width: int, heads: int, std: float | None, projection_std: float | None
+    ) -> None:
         """std: of the packed weights; None: drawn as torch does."""
         super().__init__()
         self.width, self.heads = width, heads
         bound = math.sqrt(6 / (4 * width))  # torch's: fan_in + fan_out = width + 3 width
         weight = torch.empty(3 * width, width)
-        self.in_proj_weight = nn.Parameter(weight.uniform_(-bound, bound) if std is None else weight.normal_(std=std))
+        self.in_proj_weight = nn.Parameter(
+            weight.uniform_(-bound, bound) if std is None else weight.normal_(std=std)
+        )
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj = Linear(width, width, projection_std, zero_bias=True)
 
@@ -125,13 +143,19 @@ class Attention(nn.Module):
             (q,) = self._heads(linear(at(x, token), query, query_bias), 1)
             k, v = self._heads(linear(x, key_value, key_value_bias), 2)
             if causal:
-                seen = (torch.arange(x.shape[1], device=x.device) <= token[:, None])[:, None, None]  # [b, 1, 1, L]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal and token is None)
+                seen = (torch.arange(x.shape[1], device=x.device) <= token[:, None])[
+                    :, None, None
+                ]  # [b, 1, 1, L]
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=causal and token is None
+        )
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, packed: Tensor, parts: int) -> Tensor:
         """[b, L, parts * width] -> [parts, b, heads, L, width / heads]"""
-        return packed.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(2, 0, 3, 1, 4)
+        return packed.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(
+            2, 0, 3, 1, 4
+        )
 
 
 class LayerScale(nn.Module):
@@ -152,7 +176,9 @@ def layer_scale(cfg: TowerConfig) -> nn.Module:
 class Block(nn.Module):
     """x + scale(attention(ln(x))), then x + scale(mlp(ln(x)))."""
 
-    def __init__(self, cfg: TowerConfig, *, quick_gelu: bool, dropout: float, dropout_id: int) -> None:
+    def __init__(
+        self, cfg: TowerConfig, *, quick_gelu: bool, dropout: float, dropout_id: int
+    ) -> None:
         """dropout_id: of its two dropouts the first's, the other's is one more."""
         super().__init__()
         self.causal = isinstance(cfg, TextConfig) and not cfg.no_causal_mask
@@ -172,9 +198,14 @@ class Block(nn.Module):
             )
         )
         self.ls_2 = layer_scale(cfg)
-        self.drop_1, self.drop_2 = SampleDropout(dropout, dropout_id), SampleDropout(dropout, dropout_id + 1)
+        self.drop_1, self.drop_2 = (
+            SampleDropout(dropout, dropout_id),
+            SampleDropout(dropout, dropout_id + 1),
+        )
 
-    def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None
+    ) -> Tensor:
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b], [b, 1, width]: the result at that token
         alone, for which the others are needed only as keys and values."""
         attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token))
@@ -185,7 +216,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A stack of blocks, each recomputed in the backward pass if `activation_checkpointing`."""
 
-    def __init__(self, blocks: Iterable[Block], activation_checkpointing: bool, *, one_token: bool = True) -> None:
+    def __init__(
+        self, blocks: Iterable[Block], activation_checkpointing: bool, *, one_token: bool = True
+    ) -> None:
         """one_token: the last block computes only the token that is read."""
         super().__init__()
         self.resblocks = nn.ModuleList(blocks)
@@ -198,7 +231,9 @@ class Transformer(nn.Module):
             asked = token if self.one_token and i == len(self.resblocks) - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # no RNG state to keep: the masks are functions of the seeds
-                x = checkpoint(block, x, sample_seeds, asked, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    block, x, sample_seeds, asked, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 x = block(x, sample_seeds, asked)
         return x

@@ -36,7 +36,9 @@ class CLIP(nn.Module):
         cfg, quick_gelu = architecture.text_cfg, architecture.quick_gelu
         self.context_length = cfg.context_length
         self.positional_embedding = normal_parameter(cfg.context_length, cfg.width, std=0.01)
-        self.text_projection = normal_parameter(cfg.width, architecture.embed_dim, std=cfg.width**-0.5)
+        self.text_projection = normal_parameter(
+            cfg.width, architecture.embed_dim, std=cfg.width**-0.5
+        )
         blocks = (
             Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=TEXT_DROPOUT_ID + 2 * i)
             for i in range(cfg.depth)
@@ -48,12 +50,16 @@ class CLIP(nn.Module):
         self.ln_final = nn.LayerNorm(cfg.width)
         self.visual: VisionTower | ResNetTower
         if architecture.vision_cfg.stages:
-            self.visual = ResNetTower(architecture, activation_checkpointing=activation_checkpointing)
+            self.visual = ResNetTower(
+                architecture, activation_checkpointing=activation_checkpointing
+            )
         else:
             self.visual = VisionTower(
                 architecture,
                 dropout=dropout,
-                patch_dropout=architecture.vision_cfg.patch_dropout if patch_dropout is None else patch_dropout,
+                patch_dropout=architecture.vision_cfg.patch_dropout
+                if patch_dropout is None
+                else patch_dropout,
                 activation_checkpointing=activation_checkpointing,
             )
         self.logit_scale = nn.Parameter(torch.full((1,), architecture.init_logit_scale))
@@ -61,7 +67,10 @@ class CLIP(nn.Module):
         self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), bias))
 
     def forward(
-        self, images: Tensor | None = None, texts: Tensor | None = None, sample_seeds: Tensor | None = None
+        self,
+        images: Tensor | None = None,
+        texts: Tensor | None = None,
+        sample_seeds: Tensor | None = None,
     ) -> Outputs:
         """Encode what is given. Both towers are reached by calling the model: ZeRO-3 knows no other way in.
 
@@ -79,9 +88,13 @@ class CLIP(nn.Module):
         """
         image_features = text_features = None
         if images is not None:
-            image_features = F.normalize(at_least_float32(self.visual(images, sample_seeds)), dim=-1)
+            image_features = F.normalize(
+                at_least_float32(self.visual(images, sample_seeds)), dim=-1
+            )
         if texts is not None:
-            text_features = F.normalize(at_least_float32(self._text_features(texts, sample_seeds)), dim=-1)
+            text_features = F.normalize(
+                at_least_float32(self._text_features(texts, sample_seeds)), dim=-1
+            )
         # a copy: an engine may take the parameter itself away when this returns
         bias = None if self.logit_bias is None else at_least_float32(self.logit_bias.clone())
         return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
@@ -90,10 +103,17 @@ class CLIP(nn.Module):
         """int64 [b, L], int64 [b] -> [b, D]; L may be less than the context where a text has an end: padding that all
         texts share."""
         cfg = self.architecture.text_cfg
-        if texts.ndim != 2 or not (1 if cfg.ends else self.context_length) <= texts.shape[1] <= self.context_length:
+        if (
+            texts.ndim != 2
+            or not (1 if cfg.ends else self.context_length) <= texts.shape[1] <= self.context_length
+        ):
             most = "at most " if cfg.ends else ""
-            raise ValueError(f"texts must be {most}[b, {self.context_length}], not {list(texts.shape)}")
-        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]  # [b, L, width]
+            raise ValueError(
+                f"texts must be {most}[b, {self.context_length}], not {list(texts.shape)}"
+            )
+        x = (
+            self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
+        )  # [b, L, width]
         token = read_token(cfg, texts)
         return self.ln_final(self.transformer(x, sample_seeds, token)[:, 0]) @ self.text_projection
 

@@ -22,7 +22,11 @@ from pydantic import (
 )
 
 from clip_train.errors import UserError, missing
-from clip_train.models.openclip.config import PREFIX, OpenCLIPArchitecture, load_openclip_architecture
+from clip_train.models.openclip.config import (
+    PREFIX,
+    OpenCLIPArchitecture,
+    load_openclip_architecture,
+)
 from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
 from clip_train.storage.urls import is_remote, local_path
 
@@ -33,7 +37,14 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 # Of keys that these towers do not have, the values besides null, false and 0 at which they change nothing.
 NEUTRAL = {"proj_type": ("linear",)}
 # Of keys that a ResNet does not have.
-VIT_ONLY = ("patch_dropout", "pool_type", "pos_embed_type", "no_ln_pre", "final_ln_after_pool", "ls_init_value")
+VIT_ONLY = (
+    "patch_dropout",
+    "pool_type",
+    "pos_embed_type",
+    "no_ln_pre",
+    "final_ln_after_pool",
+    "ls_init_value",
+)
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -44,7 +55,9 @@ class _Schema(BaseModel):
 class _Tower(_Schema):
     width: PositiveInt = 512  # of the residual stream
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP, as a multiple of `width`
-    ls_init_value: PositiveFloat | None = None  # what a block adds is scaled, at first by this; None: it is not
+    ls_init_value: PositiveFloat | None = (
+        None  # what a block adds is scaled, at first by this; None: it is not
+    )
 
     @property
     def mlp_width(self) -> int:
@@ -54,14 +67,20 @@ class _Tower(_Schema):
 class VisionConfig(_Tower):
     """`vision_cfg` of OpenCLIP's schema: a vision transformer, or a ResNet of four stages."""
 
-    layers: PositiveInt | tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] = 12  # blocks; of each stage
+    layers: PositiveInt | tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] = (
+        12  # blocks; of each stage
+    )
     image_size: PositiveInt = 224  # side of the square image, in pixels
     width: PositiveInt = 768
     head_width: PositiveInt = 64  # of one attention head
     patch_size: PositiveInt = 16  # side of a patch, in pixels
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
-    pool_type: Literal["tok", "avg"] = "tok"  # the image is its class token, or the mean of its patches
-    pos_embed_type: Literal["learnable", "sin_cos_2d"] = "learnable"  # of the patches; the other is fixed
+    pool_type: Literal["tok", "avg"] = (
+        "tok"  # the image is its class token, or the mean of its patches
+    )
+    pos_embed_type: Literal["learnable", "sin_cos_2d"] = (
+        "learnable"  # of the patches; the other is fixed
+    )
     no_ln_pre: bool = False  # no norm before the blocks
     final_ln_after_pool: bool = False  # of a mean: norm of the mean, instead of mean of the norms
     norm: Literal["batch", "group"] = "batch"  # of a ResNet; OpenCLIP has no other than batch
@@ -71,7 +90,11 @@ class VisionConfig(_Tower):
     def _no_patches(cls, content: Any) -> Any:
         """OpenCLIP's ResNets have `"patch_size": null`."""
         if isinstance(content, dict) and isinstance(content.get("layers"), list | tuple):
-            return {key: value for key, value in content.items() if key != "patch_size" or value is not None}
+            return {
+                key: value
+                for key, value in content.items()
+                if key != "patch_size" or value is not None
+            }
         return content
 
     @model_validator(mode="after")
@@ -89,13 +112,21 @@ class VisionConfig(_Tower):
                     )
             return self
         if self.norm != "batch":
-            raise ValueError(f"norm ({self.norm}) is a ResNet's, and layers a vision transformer's; leave it out")
+            raise ValueError(
+                f"norm ({self.norm}) is a ResNet's, and layers a vision transformer's; leave it out"
+            )
         if self.width % self.head_width:
-            raise ValueError(f"width ({self.width}) must be a multiple of head_width ({self.head_width})")
+            raise ValueError(
+                f"width ({self.width}) must be a multiple of head_width ({self.head_width})"
+            )
         if self.pos_embed_type == "sin_cos_2d" and self.width % 4:
-            raise ValueError(f"width ({self.width}) must be a multiple of 4 for pos_embed_type sin_cos_2d")
+            raise ValueError(
+                f"width ({self.width}) must be a multiple of 4 for pos_embed_type sin_cos_2d"
+            )
         if (size := self.image_size) % (by := self.patch_size):
-            raise ValueError(f"image_size ({size}) must be a multiple of patch_size ({by}); take {size + -size % by}")
+            raise ValueError(
+                f"image_size ({size}) must be a multiple of patch_size ({by}); take {size + -size % by}"
+            )
         return self
 
     @property
@@ -123,7 +154,9 @@ class VisionConfig(_Tower):
 class TokenizerOptions(_Schema):
     """`tokenizer_kwargs` of OpenCLIP's schema, for a Hugging Face tokenizer."""
 
-    clean: Literal["whitespace", "lower", "canonicalize"] = "whitespace"  # the last: no case, no punctuation
+    clean: Literal["whitespace", "lower", "canonicalize"] = (
+        "whitespace"  # the last: no case, no punctuation
+    )
     strip_sep_token: bool = False  # 0 in place of the separator, as CLIPA was trained
 
 
@@ -134,7 +167,9 @@ class TextConfig(_Tower):
     context_length: PositiveInt = 77  # tokens, start and end of text included
     vocab_size: PositiveInt = 49408  # token ids
     heads: PositiveInt = 8  # attention heads
-    pool_type: Literal["argmax", "eos", "first", "last"] = "argmax"  # the token that is read: of the highest id, ...
+    pool_type: Literal["argmax", "eos", "first", "last"] = (
+        "argmax"  # the token that is read: of the highest id, ...
+    )
     eos_id: NonNegativeInt = 2  # ... or the first of this id, with `eos`
     no_causal_mask: bool = False  # every token sees every other, padding included
     hf_tokenizer_name: str | None = None  # on the Hugging Face hub, or a folder; None: CLIP's own
@@ -171,8 +206,12 @@ class Architecture(_Schema):
     vision_cfg: VisionConfig
     text_cfg: TextConfig
     quick_gelu: bool = False  # `x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU
-    init_logit_scale: float = math.log(1 / 0.07)  # logarithm of the factor on the cosines at the start
-    init_logit_bias: float | None = None  # on the logits at the start (SigLIP: -10); None: there is no such parameter
+    init_logit_scale: float = math.log(
+        1 / 0.07
+    )  # logarithm of the factor on the cosines at the start
+    init_logit_bias: float | None = (
+        None  # on the logits at the start (SigLIP: -10); None: there is no such parameter
+    )
     # Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: they are in `preprocess_cfg`.
     image_mean: tuple[float, float, float] = IMAGE_MEAN
     image_std: tuple[float, float, float] = IMAGE_STD
@@ -229,7 +268,9 @@ class ModelConfig(Settings):
     teacher_name: str | None = None
     """The teacher's architecture, as in `name`; none: by its tag, or its folder's own open_clip_config.json."""
     init_logit_scale: Annotated[
-        float | None, Field(ge=0, le=math.log(100)), Allowed("a number from 0 to 4.6 (ln 100), or null")
+        float | None,
+        Field(ge=0, le=math.log(100)),
+        Allowed("a number from 0 to 4.6 (ln 100), or null"),
     ] = None
     """Logarithm of the logits' factor at the start, up to ln 100; none: as the model's JSON says (ln 1/0.07)."""
     init_logit_bias: Annotated[float | None, Refused] = None  # whether there is such a parameter
@@ -237,18 +278,30 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _what_is_unlocked_was_locked(self) -> ModelConfig:
-        for key in ("lock_image_unlocked_groups", "lock_image_freeze_bn_stats", "lock_text_unlocked_layers"):
+        for key in (
+            "lock_image_unlocked_groups",
+            "lock_image_freeze_bn_stats",
+            "lock_text_unlocked_layers",
+        ):
             if getattr(self, key) and not getattr(self, lock := "_".join(key.split("_")[:2])):
-                raise ValueError(f"model.{key} ({shown(getattr(self, key))}) without a lock; set model.{lock}=true")
+                raise ValueError(
+                    f"model.{key} ({shown(getattr(self, key))}) without a lock; set model.{lock}=true"
+                )
         return self
 
     def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""
         architecture = load_architecture(self.name)
         update: dict[str, Any] = {
-            key: getattr(self, key) for key in ("init_logit_scale", "init_logit_bias") if getattr(self, key) is not None
+            key: getattr(self, key)
+            for key in ("init_logit_scale", "init_logit_bias")
+            if getattr(self, key) is not None
         }
-        vision = {key: getattr(self, key) for key in ("image_size", "patch_dropout") if getattr(self, key) is not None}
+        vision = {
+            key: getattr(self, key)
+            for key in ("image_size", "patch_dropout")
+            if getattr(self, key) is not None
+        }
         if isinstance(architecture, OpenCLIPArchitecture):
             return architecture.changed(self, update, vision)
         if self.patch_dropout and architecture.vision_cfg.stages:
@@ -257,7 +310,9 @@ class ModelConfig(Settings):
                 "model.patch_dropout=null"
             )
         try:
-            changed = VisionConfig.model_validate({**architecture.vision_cfg.model_dump(), **vision})
+            changed = VisionConfig.model_validate(
+                {**architecture.vision_cfg.model_dump(), **vision}
+            )
         except ValidationError as e:
             raise UserError(f"model.{e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
         return architecture.model_copy(update={**update, "vision_cfg": changed})
@@ -267,19 +322,29 @@ class ModelConfig(Settings):
         if (place := self.teacher) is None:
             return None
         name = self.teacher_name
-        if not (is_remote(place) or place.startswith((PREFIX, "hf-hub:")) or os.path.exists(local_path(place))):
+        if not (
+            is_remote(place)
+            or place.startswith((PREFIX, "hf-hub:"))
+            or os.path.exists(local_path(place))
+        ):
             what = f"model.teacher ({clipped(place)}): no such file or folder"
             raise missing(local_path(place), what, "give an export or weights")
         if name is None and place.startswith(PREFIX):
             tagged = place.removeprefix(PREFIX).partition("/")[0]
             name = tagged if tagged in preset_names() else PREFIX + tagged
-        if name is None and (is_remote(place) or not os.path.isfile(local_path(place) / "open_clip_config.json")):
+        if name is None and (
+            is_remote(place) or not os.path.isfile(local_path(place) / "open_clip_config.json")
+        ):
             raise UserError(
                 f"model.teacher ({place}) is no folder with an open_clip_config.json that says what model it is; "
                 "set model.teacher_name to a preset or to the path of a JSON"
             )
         ours, theirs = self.architecture(), load_architecture(name or str(local_path(place)))
-        for what in ("vision_cfg.image_size", "text_cfg.context_length", "text_cfg.hf_tokenizer_name"):
+        for what in (
+            "vision_cfg.image_size",
+            "text_cfg.context_length",
+            "text_cfg.hf_tokenizer_name",
+        ):
             own, other = map(attrgetter(what), (ours, theirs))
             if own != other:
                 raise UserError(
@@ -310,7 +375,9 @@ def load_architecture(name: str) -> AnyArchitecture:
             raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
     by_lower = {k.lower(): k for k in known}
     near = [PREFIX + name] * any(name.startswith(f"{k}-") for k in known)  # ViT-B-16-SigLIP
-    near += [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+    near += [
+        by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    ]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
         f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's ViTs and "
@@ -321,7 +388,9 @@ def load_architecture(name: str) -> AnyArchitecture:
 def parse_architecture(content: Any, source: str) -> Architecture:
     """OpenCLIP's JSON -> Architecture. Raises UserError naming `source` and every bad key."""
     if not isinstance(content, dict):
-        raise UserError(f"{source}: expected an object in OpenCLIP's schema, found {type(content).__name__}")
+        raise UserError(
+            f"{source}: expected an object in OpenCLIP's schema, found {type(content).__name__}"
+        )
     preprocess: dict[str, Any] = {}
     if "model_cfg" in content:
         content, preprocess = content["model_cfg"], content.get("preprocess_cfg") or {}
@@ -329,7 +398,9 @@ def parse_architecture(content: Any, source: str) -> Architecture:
     for tower, schema in (("vision_cfg", VisionConfig), ("text_cfg", TextConfig)):
         if isinstance(cleaned.get(tower), dict):
             cleaned[tower] = _without_neutral(cleaned[tower], schema)
-    cleaned |= {f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if key in preprocess}
+    cleaned |= {
+        f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if key in preprocess
+    }
     try:
         return Architecture.model_validate(cleaned)
     except ValidationError as e:
@@ -339,12 +410,22 @@ def parse_architecture(content: Any, source: str) -> Architecture:
 
 def _without_neutral(section: dict[str, Any], schema: type[_Schema]) -> dict[str, Any]:
     """A silently ignored key would be another model than was asked for: the others are left, to be refused."""
-    return {k: v for k, v in section.items() if k in schema.model_fields or (v and v not in NEUTRAL.get(k, ()))}
+    return {
+        k: v
+        for k, v in section.items()
+        if k in schema.model_fields or (v and v not in NEUTRAL.get(k, ()))
+    }
 
 
 def _nearest(where: str) -> str:
     """What a key may mean that the towers do not have."""
     section, _, key = where.rpartition(".")
     schemas: dict[str, type[_Schema]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
-    near = difflib.get_close_matches(key, list(schemas.get(section, Architecture).model_fields), n=1, cutoff=0.8)
-    return f"did you mean {near[0]}?" if near else "not implemented in OpenCLIP's plain ViT and text transformer"
+    near = difflib.get_close_matches(
+        key, list(schemas.get(section, Architecture).model_fields), n=1, cutoff=0.8
+    )
+    return (
+        f"did you mean {near[0]}?"
+        if near
+        else "not implemented in OpenCLIP's plain ViT and text transformer"
+    )

@@ -31,9 +31,13 @@ def splitmix64(x: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-def random_bits(sample_seeds: Tensor, layer_id: int | Tensor, count: int, first: Tensor | None = None) -> Tensor:
+def random_bits(
+    sample_seeds: Tensor, layer_id: int | Tensor, count: int, first: Tensor | None = None
+) -> Tensor:
     """int64 [b] -> [b, count] int64, uniform over all 64 bits: from number `first` [b] of each stream on, or 0."""
-    key = splitmix64(splitmix64(sample_seeds) + layer_id)  # [b]: one stream for each (sample, layer)
+    key = splitmix64(
+        splitmix64(sample_seeds) + layer_id
+    )  # [b]: one stream for each (sample, layer)
     number = torch.arange(count, device=key.device)
     if first is not None:
         number = first[:, None] + number  # [b, count]
@@ -43,7 +47,9 @@ def random_bits(sample_seeds: Tensor, layer_id: int | Tensor, count: int, first:
 
 def _seeds_for(sample_seeds: Tensor | None, batch: int, what: str) -> Tensor:
     if sample_seeds is None or sample_seeds.shape != (batch,):
-        raise ValueError(f"{what} needs sample_seeds in training: int64 [{batch}], one for each sample")
+        raise ValueError(
+            f"{what} needs sample_seeds in training: int64 [{batch}], one for each sample"
+        )
     return sample_seeds
 
 
@@ -56,7 +62,9 @@ class SampleDropout(nn.Module):
         self.layer_id = torch.tensor(layer_id, device="cpu")
         self.dropped = min(round(p * 65536), 65535)  # of the 65536 values that 16 bits can have
 
-    def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None
+    ) -> Tensor:
         """[b, ...], int64 [b] -> [b, ...]. With `token`, int64 [b], x [b, 1, width] is that token alone of each
         sample's [L, width], and gets the mask that it would get among the others."""
         if self.dropped == 0 or not self.training:
@@ -65,9 +73,13 @@ class SampleDropout(nn.Module):
         size = x[0].numel()
         # four elements from each hash: 16 bits decide one, which costs a fourth of the time and memory
         if token is None:
-            bits = random_bits(seeds, self.layer_id, (size + 3) // 4).view(torch.int16)[:, :size]  # [b, size]
+            bits = random_bits(seeds, self.layer_id, (size + 3) // 4).view(torch.int16)[
+                :, :size
+            ]  # [b, size]
         else:
-            start = token * size  # the first element's number; three more at most come before it in its hash
+            start = (
+                token * size
+            )  # the first element's number; three more at most come before it in its hash
             bits = random_bits(seeds, self.layer_id, (size + 6) // 4, start // 4).view(torch.int16)
             bits = bits.gather(1, (start % 4)[:, None] + torch.arange(size, device=x.device))
         keep = (bits >= self.dropped - 32768).view(x.shape)
@@ -89,6 +101,11 @@ class PatchDropout(nn.Module):
         num_patches = x.shape[1] - 1
         keep = max(1, int(num_patches * (1 - self.p)))
         # the hash is a bijection of the position: two patches of an image never tie
-        patches = random_bits(seeds, self.layer_id, num_patches).topk(keep, dim=1).indices.sort(dim=1).values
+        patches = (
+            random_bits(seeds, self.layer_id, num_patches)
+            .topk(keep, dim=1)
+            .indices.sort(dim=1)
+            .values
+        )
         patches = patches[:, :, None].expand(-1, -1, x.shape[2])
         return torch.cat([x[:, :1], x[:, 1:].gather(1, patches)], dim=1)

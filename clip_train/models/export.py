@@ -16,7 +16,9 @@ from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, check_state, s
 from clip_train.protocols import SCALARS
 
 
-def export_openclip(state: dict[str, Tensor], architecture: AnyArchitecture, folder: str | os.PathLike) -> Path:
+def export_openclip(
+    state: dict[str, Tensor], architecture: AnyArchitecture, folder: str | os.PathLike
+) -> Path:
     """Write `state` where `open_clip.create_model_and_transforms("local-dir:FOLDER")` finds it.
 
     Args:
@@ -30,13 +32,17 @@ def export_openclip(state: dict[str, Tensor], architecture: AnyArchitecture, fol
         CheckpointError: `state` does not fit `architecture`.
     """
     check_state(state, architecture, "the state to export")
-    out = {name: own_copy(t).reshape(() if name in SCALARS else t.shape) for name, t in state.items()}
+    out = {
+        name: own_copy(t).reshape(() if name in SCALARS else t.shape) for name, t in state.items()
+    }
     path = Path(folder)
     weights = save_weights(out, path, WEIGHTS_NAMES[0])
     config = {
         "model_cfg": architecture.model_cfg(),
         "preprocess_cfg": architecture.preprocess_cfg(),
-        "sha256": {WEIGHTS_NAMES[0]: sha256_of(weights)},  # ours: whoever fetches it from a URL compares
+        "sha256": {
+            WEIGHTS_NAMES[0]: sha256_of(weights)
+        },  # ours: whoever fetches it from a URL compares
     }
     save_texts({CONFIG_NAME: as_json(config)}, path)
     return path

@@ -29,7 +29,9 @@ def depths(names: Iterable[str]) -> dict[str, int]:
     """Layers below the top of its tower: 0 for what follows the blocks, 1 for the last block, and below the first
     block embeddings. The scalars are at 0."""
     names = list(names)
-    blocks = {name: int(found[1]) for name in names if (found := re.search(r"\bresblocks\.(\d+)\.", name))}
+    blocks = {
+        name: int(found[1]) for name in names if (found := re.search(r"\bresblocks\.(\d+)\.", name))
+    }
     layers = {tower_of(name): 0 for name in names}
     for name, number in blocks.items():
         layers[tower_of(name)] = max(layers[tower_of(name)], number + 1)
@@ -60,7 +62,9 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
     Locked towers are unlocked from the top by OpenCLIP's groups, in which the last norm goes with the last block.
     """
     depth = depths(names)
-    frozen = {name for name in names if name.startswith("text_decoder.")}  # a CoCa's: no loss here writes captions
+    frozen = {
+        name for name in names if name.startswith("text_decoder.")
+    }  # a CoCa's: no loss here writes captions
     locks = {
         "image": (config.lock_image, config.lock_image_unlocked_groups),
         "text": (config.lock_text, config.lock_text_unlocked_layers),
@@ -87,7 +91,11 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
     for name in frozen:
         parameters[name].requires_grad_(False)
     for name, module in model.named_modules():
-        if isinstance(module, BatchNorm2d) and f"{name}.weight" in frozen and name.startswith("visual."):
+        if (
+            isinstance(module, BatchNorm2d)
+            and f"{name}.weight" in frozen
+            and name.startswith("visual.")
+        ):
             module.frozen = config.lock_image_freeze_bn_stats
 
 

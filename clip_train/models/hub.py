@@ -64,7 +64,9 @@ def resolve(place: str) -> tuple[str, str | None]:
         near = difflib.get_close_matches(name, known, n=3)
         model = [each for each in known if each.startswith(f"{name.partition('/')[0]}/")]
         likely = ", ".join(near or model[:3] or list(known)[:3])
-        raise UserError(f"{place}: OpenCLIP has no such model and tag on the hub; did you mean {likely}?")
+        raise UserError(
+            f"{place}: OpenCLIP has no such model and tag on the hub; did you mean {likely}?"
+        )
     return known[name], None
 
 
@@ -93,7 +95,9 @@ def push(folder: Path, names: Sequence[str], place: str) -> str:
             commit_message="Weights exported by clip-train",
         )
     except Exception as e:  # as in `_verified`
-        raise CheckpointError(f"--push {place}: {folder} cannot be uploaded: {type(e).__name__}: {e}") from e
+        raise CheckpointError(
+            f"--push {place}: {folder} cannot be uploaded: {type(e).__name__}: {e}"
+        ) from e
     return str(url)
 
 
@@ -111,14 +115,23 @@ def _verified(hub: Any, place: str, repository: str, name: str, revision: str | 
     (LFS) the sha256. A damaged one is fetched once more. EntryNotFoundError; CheckpointError."""
     for again in (False, True):
         try:
-            path = Path(hub.hf_hub_download(repository, name, revision=revision, force_download=again))
+            path = Path(
+                hub.hf_hub_download(repository, name, revision=revision, force_download=again)
+            )
         except hub.errors.EntryNotFoundError:
             raise
-        except Exception as e:  # of its HTTP library too, which it changes from one release to the next
-            raise CheckpointError(f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}") from e
+        except (
+            Exception
+        ) as e:  # of its HTTP library too, which it changes from one release to the next
+            raise CheckpointError(
+                f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}"
+            ) from e
         blob = path.resolve()
         known = sha256_of(blob) if len(blob.name) == 64 else ""
-        if blob.name == (known or hashlib.sha1(b"blob %d\0" % blob.stat().st_size + blob.read_bytes()).hexdigest()):
+        if blob.name == (
+            known
+            or hashlib.sha1(b"blob %d\0" % blob.stat().st_size + blob.read_bytes()).hexdigest()
+        ):
             return path
     raise CheckpointError(
         f"{place}: {name} does not have the checksum that the hub states ({blob.name}); try again later"

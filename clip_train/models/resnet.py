@@ -26,7 +26,9 @@ STRIDE = 32  # pixels of the image to one of the last feature map
 
 def norm(kind: str, channels: int) -> nn.Module:
     """group: 32 groups, or as many as divide the channels."""
-    return BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(math.gcd(32, channels), channels)
+    return (
+        BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(math.gcd(32, channels), channels)
+    )
 
 
 def convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -71,9 +73,13 @@ class AttentionPool2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, width, side, side] -> [b, D]"""
         x = x.flatten(2).transpose(1, 2)  # [b, side^2, width]
-        x = torch.cat([x.mean(dim=1, keepdim=True), x], dim=1) + self.positional_embedding.to(x.dtype)
+        x = torch.cat([x.mean(dim=1, keepdim=True), x], dim=1) + self.positional_embedding.to(
+            x.dtype
+        )
         q, k, v = (
-            part.unflatten(2, (self.heads, -1)).transpose(1, 2)  # [b, heads, 1 or 1 + side^2, width / heads]
+            part.unflatten(2, (self.heads, -1)).transpose(
+                1, 2
+            )  # [b, heads, 1 or 1 + side^2, width / heads]
             for part in (self.q_proj(x[:, :1]), self.k_proj(x), self.v_proj(x))
         )
         return self.c_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(1))
@@ -99,7 +105,9 @@ class ResNetTower(nn.Module):
                 blocks.append(Bottleneck(channels, inner, 2 if i and not j else 1, cfg.norm))
                 channels = EXPANSION * inner
             self.add_module(f"layer{i + 1}", blocks)
-        self.attnpool = AttentionPool2d(cfg.image_size // STRIDE, channels, cfg.heads, architecture.embed_dim)
+        self.attnpool = AttentionPool2d(
+            cfg.image_size // STRIDE, channels, cfg.heads, architecture.embed_dim
+        )
 
     def blocks(self) -> Iterator[nn.Module]:
         for i in range(1, 5):
@@ -109,7 +117,9 @@ class ResNetTower(nn.Module):
         """uint8, or already normalised float, [b, 3, H, W]; int64 [b], which it does not need -> [b, D]"""
         check_size(images, self.image_size)
         wide = torch.float64 if self.conv1.weight.dtype == torch.float64 else torch.float32
-        x = normalised_images(images, self.image_mean, self.image_std, wide).to(self.conv1.weight.dtype)
+        x = normalised_images(images, self.image_mean, self.image_std, wide).to(
+            self.conv1.weight.dtype
+        )
         for i in (1, 2, 3):
             x = F.relu(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)), inplace=True)
         x = F.avg_pool2d(x, 2)  # [b, width, H / 4, W / 4]
@@ -136,5 +146,7 @@ def resnet_flops(architecture: Architecture) -> float:
             macs += pixels * channels * EXPANSION * inner * (j == 0)  # x itself
             channels = EXPANSION * inner
     tokens = pixels + 1
-    macs += (1 + 2 * tokens) * channels**2 + 2 * tokens * channels + channels * architecture.embed_dim
+    macs += (
+        (1 + 2 * tokens) * channels**2 + 2 * tokens * channels + channels * architecture.embed_dim
+    )
     return 2.0 * macs

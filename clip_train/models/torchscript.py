@@ -35,7 +35,9 @@ def is_torchscript(file: Path) -> bool:
 def read_torchscript(file: Path) -> dict[str, Tensor]:
     """Every tensor of the tree by its dotted name. pickle.UnpicklingError and its kin for what is not such a tree."""
     with zipfile.ZipFile(file) as archive:
-        root = next(name for name in archive.namelist() if name.endswith("/constants.pkl")).rpartition("/")[0]
+        root = next(
+            name for name in archive.namelist() if name.endswith("/constants.pkl")
+        ).rpartition("/")[0]
         with archive.open(f"{root}/data.pkl") as data:
             tree = _TreeUnpickler(data, archive, root).load()
         return dict(_tensors(tree, ""))
@@ -60,12 +62,16 @@ class _TreeUnpickler(pickle.Unpickler):
         if module.split(".", maxsplit=1)[0] == "__torch__":
             return _Module
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *_: storage.as_strided(size, stride, offset)
+            return lambda storage, offset, size, stride, *_: storage.as_strided(
+                size, stride, offset
+            )
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module == "torch.jit._pickle" and name.startswith("build_"):  # a list of numbers, or of tensors
+        if module == "torch.jit._pickle" and name.startswith(
+            "build_"
+        ):  # a list of numbers, or of tensors
             return list
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensor needs")
 
@@ -77,9 +83,13 @@ class _TreeUnpickler(pickle.Unpickler):
         if key not in self._storages:
             info = self._archive.getinfo(f"{self._root}/data/{key}")
             if info.file_size != numel * dtype.itemsize:
-                raise pickle.UnpicklingError(f"{info.filename} has {info.file_size} bytes, not {numel} of {dtype}")
+                raise pickle.UnpicklingError(
+                    f"{info.filename} has {info.file_size} bytes, not {numel} of {dtype}"
+                )
             data = bytearray(self._archive.read(info))  # the zip's checksum is compared on the way
-            self._storages[key] = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            self._storages[key] = (
+                torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            )
         return self._storages[key]
 
 

@@ -17,8 +17,24 @@ from clip_train.models.weights import check_state
 END = 49407  # the token that CLIP's tokenizer ends a text with
 # What `CLIPModel` can be set to, or does not depend on.
 _HELD = {
-    "": {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_scale", "image_mean", "image_std"},
-    "vision_cfg.": {"layers", "width", "mlp_ratio", "image_size", "head_width", "patch_size", "patch_dropout"},
+    "": {
+        "embed_dim",
+        "vision_cfg",
+        "text_cfg",
+        "quick_gelu",
+        "init_logit_scale",
+        "image_mean",
+        "image_std",
+    },
+    "vision_cfg.": {
+        "layers",
+        "width",
+        "mlp_ratio",
+        "image_size",
+        "head_width",
+        "patch_size",
+        "patch_dropout",
+    },
     "text_cfg.": {"layers", "width", "mlp_ratio", "context_length", "vocab_size", "heads"},
 }
 _BLOCK = {
@@ -29,13 +45,19 @@ _BLOCK = {
 
 def check_transformers(architecture: Architecture) -> None:
     """UserError with the reason where `CLIPModel` cannot hold such a model."""
-    parts = {"": architecture, "vision_cfg.": architecture.vision_cfg, "text_cfg.": architecture.text_cfg}
+    parts = {
+        "": architecture,
+        "vision_cfg.": architecture.vision_cfg,
+        "text_cfg.": architecture.text_cfg,
+    }
     changed = {at: part.model_dump(exclude_defaults=True) for at, part in parts.items()}
     foreign = [f"{at}{key}" for at, keys in changed.items() for key in keys if key not in _HELD[at]]
     if architecture.vision_cfg.stages:
         foreign.append("vision_cfg.layers (a list: a ResNet)")
     if architecture.text_cfg.vocab_size <= END:
-        foreign.append(f"text_cfg.vocab_size ({architecture.text_cfg.vocab_size}, less than CLIP's tokens)")
+        foreign.append(
+            f"text_cfg.vocab_size ({architecture.text_cfg.vocab_size}, less than CLIP's tokens)"
+        )
     if foreign:
         raise UserError(
             f"--format transformers: transformers' CLIPModel is a ViT with a class token and a causal text tower, and "
@@ -43,7 +65,9 @@ def check_transformers(architecture: Architecture) -> None:
         )
 
 
-def export_transformers(state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike) -> Path:
+def export_transformers(
+    state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike
+) -> Path:
     """Write `state` where `CLIPModel.from_pretrained(FOLDER)` finds it; the tokenizer's files are not among it.
 
     As `export_openclip`; UserError too, for an architecture that `CLIPModel` cannot hold.
@@ -51,9 +75,16 @@ def export_transformers(state: dict[str, Tensor], architecture: Architecture, fo
     check_transformers(architecture)
     check_state(state, architecture, "the state to export")
     path = Path(folder)
-    save_weights({name: own_copy(tensor) for name, tensor in _renamed(state, architecture)}, path, "model.safetensors")
+    save_weights(
+        {name: own_copy(tensor) for name, tensor in _renamed(state, architecture)},
+        path,
+        "model.safetensors",
+    )
     save_texts(
-        {"config.json": as_json(_config(architecture)), "preprocessor_config.json": as_json(_pixels(architecture))},
+        {
+            "config.json": as_json(_config(architecture)),
+            "preprocessor_config.json": as_json(_pixels(architecture)),
+        },
         path,
     )
     return path
@@ -84,7 +115,9 @@ def _renamed(state: dict[str, Tensor], architecture: Architecture) -> Iterator[t
                 for a, b in _pairs(f"{theirs}.{other}", f"{ours}.{name}"):
                     yield a, state[b]
             for kind in ("weight", "bias"):  # [3 width, ...]
-                for name, part in zip("qkv", state[f"{ours}.attn.in_proj_{kind}"].chunk(3), strict=True):
+                for name, part in zip(
+                    "qkv", state[f"{ours}.attn.in_proj_{kind}"].chunk(3), strict=True
+                ):
                     yield f"{theirs}.self_attn.{name}_proj.{kind}", part
 
 

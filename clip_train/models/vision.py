@@ -18,13 +18,19 @@ def normalised(channel: Tensor, mean: float, std: float, wide: torch.dtype) -> T
 
     The operations are torchvision's ToTensor and Normalize, in their order: equal to the last bit.
     """
-    return channel.to(wide).div_(255).sub_(mean).div_(std) if channel.dtype == torch.uint8 else channel
+    return (
+        channel.to(wide).div_(255).sub_(mean).div_(std) if channel.dtype == torch.uint8 else channel
+    )
 
 
-def normalised_images(images: Tensor, means: Sequence[float], stds: Sequence[float], wide: torch.dtype) -> Tensor:
+def normalised_images(
+    images: Tensor, means: Sequence[float], stds: Sequence[float], wide: torch.dtype
+) -> Tensor:
     """[b, 3, H, W] -> the same, all channels."""
     statistics = zip(means, stds, strict=True)
-    return torch.stack([normalised(images[:, c], *each, wide) for c, each in enumerate(statistics)], dim=1)
+    return torch.stack(
+        [normalised(images[:, c], *each, wide) for c, each in enumerate(statistics)], dim=1
+    )
 
 
 def check_size(images: Tensor, size: int) -> None:
@@ -53,10 +59,14 @@ class PatchEmbedding(nn.Conv2d):
         side, dtype = self.kernel_size[0], self.weight.dtype
         rows, columns = images.shape[2] // side, images.shape[3] // side
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        patches = torch.empty(len(images), rows, columns, 3, side, side, dtype=dtype, device=images.device)
+        patches = torch.empty(
+            len(images), rows, columns, 3, side, side, dtype=dtype, device=images.device
+        )
         for c, (mean, std) in enumerate(zip(self.image_mean, self.image_std, strict=True)):
             channel = normalised(images[:, c, : rows * side, : columns * side], mean, std, wide)
-            patches[:, :, :, c] = channel.unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
+            patches[:, :, :, c] = (
+                channel.unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
+            )
         return patches.flatten(3).flatten(1, 2)
 
 
@@ -73,7 +83,12 @@ class VisionTower(nn.Module):
     """Pixels to features that are not yet normalised. OpenCLIP leaves blocks and patches at torch's initialisation."""
 
     def __init__(
-        self, architecture: Architecture, *, dropout: float, patch_dropout: float, activation_checkpointing: bool
+        self,
+        architecture: Architecture,
+        *,
+        dropout: float,
+        patch_dropout: float,
+        activation_checkpointing: bool,
     ) -> None:
         super().__init__()
         cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
@@ -82,9 +97,13 @@ class VisionTower(nn.Module):
         self.conv1 = PatchEmbedding(architecture)
         self.class_embedding = normal_parameter(cfg.width, std=scale)
         if cfg.pos_embed_type == "learnable":
-            self.positional_embedding: Tensor = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
+            self.positional_embedding: Tensor = normal_parameter(
+                1 + cfg.num_patches, cfg.width, std=scale
+            )
         else:
-            self.register_buffer("positional_embedding", sin_cos_2d(cfg.image_size // cfg.patch_size, cfg.width))
+            self.register_buffer(
+                "positional_embedding", sin_cos_2d(cfg.image_size // cfg.patch_size, cfg.width)
+            )
         self.patch_dropout = PatchDropout(patch_dropout, PATCH_DROPOUT_ID)
         self.ln_pre = nn.Identity() if cfg.no_ln_pre else nn.LayerNorm(cfg.width)
         blocks = (
@@ -92,7 +111,9 @@ class VisionTower(nn.Module):
             for i in range(cfg.depth)
         )
         self.averaged, self.norm_after = cfg.pool_type == "avg", cfg.final_ln_after_pool
-        self.transformer = Transformer(blocks, activation_checkpointing, one_token=not self.averaged)
+        self.transformer = Transformer(
+            blocks, activation_checkpointing, one_token=not self.averaged
+        )
         self.ln_post = nn.LayerNorm(cfg.width)
         self.proj = normal_parameter(cfg.width, architecture.embed_dim, std=scale)
 
@@ -101,7 +122,9 @@ class VisionTower(nn.Module):
         check_size(images, self.image_size)
         x = self.conv1(images)  # [b, T, width]
         class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
-        x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(x.dtype)  # [b, 1 + T, width]
+        x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(
+            x.dtype
+        )  # [b, 1 + T, width]
         x = self.ln_pre(self.patch_dropout(x, sample_seeds))
         first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         x = self.transformer(x, sample_seeds, first)  # [b, 1, width]; averaged: [b, 1 + T, width]

@@ -25,11 +25,20 @@ from torch import Tensor, nn
 
 from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models.clip import build_model
-from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, load_architecture, preset_names
+from clip_train.models.config import (
+    AnyArchitecture,
+    Architecture,
+    ModelConfig,
+    load_architecture,
+    preset_names,
+)
 from clip_train.models.torchscript import is_torchscript, read_torchscript
 from clip_train.protocols import SCALARS, Tower, Wanted
 
-WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # the first is what an export writes
+WEIGHTS_NAMES = (
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.bin",
+)  # the first is what an export writes
 CONFIG_NAME = "open_clip_config.json"
 # In OpenAI's archives beside the parameters; their models are all of QuickGELU.
 OPENAI_ONLY = frozenset({"input_resolution", "context_length", "vocab_size"})
@@ -93,7 +102,9 @@ def load_teacher(
     teacher = build_model(architecture, patch_dropout=0.0)
     teacher.load_state_dict(state)
     teacher.to(device, dtype)
-    teacher.logit_scale.data = state["logit_scale"].to(device)  # rounded to bf16 the factor would be off by up to 1.6%
+    teacher.logit_scale.data = state["logit_scale"].to(
+        device
+    )  # rounded to bf16 the factor would be off by up to 1.6%
     named = f"{sha256_of(file)} {architecture.model_dump_json(exclude={'open_clip'})}"
     return teacher.eval().requires_grad_(False), hashlib.sha256(named.encode()).hexdigest()[:16]
 
@@ -125,19 +136,25 @@ def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, lo
         was = math.isqrt(len(old) - 1)
         if was**2 == len(old) - 1:
             grid = old[1:].unflatten(0, (was, was)).permute(2, 0, 1)[None]  # [1, width, was, was]
-            grid = F.interpolate(grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False)
+            grid = F.interpolate(
+                grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False
+            )
             state[name] = torch.cat([old[:1], grid[0].flatten(1).T])
             lines.append(f"the image's from {was} x {was} to {side} x {side} patches")
     name, context = "positional_embedding", architecture.text_cfg.context_length
     old = state.get(name)  # [context_length, width]
     if old is not None and old.ndim == 2 and len(old) and len(old) != context:
-        state[name] = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)[0].T.contiguous()
+        state[name] = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)[
+            0
+        ].T.contiguous()
         lines.append(f"the text's from {len(old)} to {context} tokens")
     if lines:
         log(f"positional embeddings interpolated: {', '.join(lines)}")
 
 
-def load_openclip(path: str | os.PathLike, architecture: AnyArchitecture, log: Log = silent) -> dict[str, Tensor]:
+def load_openclip(
+    path: str | os.PathLike, architecture: AnyArchitecture, log: Log = silent
+) -> dict[str, Tensor]:
     """Weights in OpenCLIP's layout -> the state dict for `build_model(architecture)`, float32 on the CPU.
 
     Args:
@@ -176,7 +193,11 @@ def load_tower(
     resize_positions(state, architecture, log)
     with torch.device("meta"):
         rest = build_model(architecture).state_dict()
-    rest = {name: t for name, t in rest.items() if name in SCALARS or name.startswith("visual.") != (tower == "image")}
+    rest = {
+        name: t
+        for name, t in rest.items()
+        if name in SCALARS or name.startswith("visual.") != (tower == "image")
+    }
     check_state(rest | state, architecture, f"the {tower} tower of {file}")
     return state
 
@@ -220,7 +241,9 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds a {type(content).__name__}, not a state dict; save a state dict")
+        raise CheckpointError(
+            f"{file} holds a {type(content).__name__}, not a state dict; save a state dict"
+        )
     openai = set(content) >= OPENAI_ONLY
     state = {}
     for key, value in content.items():
@@ -228,7 +251,9 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
             raise CheckpointError(
                 f"{file} is no state dict: {key!r} is a {type(value).__name__}; save the model's state_dict alone"
             )
-        name = key.removeprefix("module.").removeprefix("_orig_mod.")  # DistributedDataParallel, torch.compile
+        name = key.removeprefix("module.").removeprefix(
+            "_orig_mod."
+        )  # DistributedDataParallel, torch.compile
         if openai and (name in OPENAI_ONLY or name.split(".")[-1] == "attn_mask"):
             continue
         tensor = value.float().contiguous() if value.is_floating_point() else value

@@ -13,7 +13,11 @@ class OptimConfig(Settings):
     """The optimizer. The defaults are OpenCLIP's for a ViT."""
 
     name: Annotated[
-        str, Allowed("adamw, sgd, lion, lamb, muon or the import path of a class, such as torch.optim.RMSprop"), Refused
+        str,
+        Allowed(
+            "adamw, sgd, lion, lamb, muon or the import path of a class, such as torch.optim.RMSprop"
+        ),
+        Refused,
     ] = Field("adamw", pattern=r"^(adamw|sgd|lion|lamb|muon|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$")
     """adamw for training; sgd for checking gradients (Adam hides their scale). lion wants a third to a tenth of
     adamw's learning rate. lamb and muon need whole parameters, which not every engine and stage leaves them
@@ -31,7 +35,8 @@ class OptimConfig(Settings):
     no_decay: list[str] = Field([])
     """Parameters that do not decay either: patterns over their names, such as ["*embedding*"]."""
     lr_multipliers: Annotated[
-        dict[str, PositiveFloat], Allowed("patterns over parameters' names, each with a factor greater than 0")
+        dict[str, PositiveFloat],
+        Allowed("patterns over parameters' names, each with a factor greater than 0"),
     ] = Field({})
     """Factors of the learning rate by patterns over parameters' names, such as {"visual.*": 0.1}; the first that
     matches counts."""
@@ -61,7 +66,9 @@ class OptimConfig(Settings):
                 "set both, or leave lr_scaling=none and reference_batch=null"
             )
         if self.ema_warmup and self.ema_decay is None:
-            raise ValueError("optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well")
+            raise ValueError(
+                "optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well"
+            )
         if self.options and not self.is_imported:
             raise ValueError(
                 f"optim.options ({shown(self.options)}) go with an optim.name that is an import path (it is "

@@ -28,9 +28,13 @@ def find_class(path: str) -> type[torch.optim.Optimizer]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as e:
-        raise UserError(f"optim.name ({path}) cannot be imported: {e}; install it, or correct the path") from None
+        raise UserError(
+            f"optim.name ({path}) cannot be imported: {e}; install it, or correct the path"
+        ) from None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(f"optim.name ({path}) is no torch.optim.Optimizer; give the path of such a class")
+        raise UserError(
+            f"optim.name ({path}) is no torch.optim.Optimizer; give the path of such a class"
+        )
     return found
 
 
@@ -58,9 +62,21 @@ def try_out(path: str, lr: float, options: Mapping[str, Any]) -> Trial:
             f"optim.name ({path}) cannot be used with optim.options ({shown(dict(options))}): {e}; correct them"
         ) from None
     (state,) = optimizer.state.values() or ({},)
-    others = [slot for slot, value in state.items() if not isinstance(value, Tensor) or value.shape != start.shape]
-    kept = [slot for slot in others if state[slot] is not None and not (slot == "step" and float(state[slot]) == 2)]
-    kept += [key for key, value in optimizer.param_groups[0].items() if key != "params" and value != fresh.get(key)]
+    others = [
+        slot
+        for slot, value in state.items()
+        if not isinstance(value, Tensor) or value.shape != start.shape
+    ]
+    kept = [
+        slot
+        for slot in others
+        if state[slot] is not None and not (slot == "step" and float(state[slot]) == 2)
+    ]
+    kept += [
+        key
+        for key, value in optimizer.param_groups[0].items()
+        if key != "params" and value != fresh.get(key)
+    ]
     if kept:
         raise UserError(
             f"optim.name ({path}) remembers {', '.join(kept)}, which is not of a parameter's shape: a checkpoint could "

@@ -43,19 +43,28 @@ class Lion(torch.optim.Optimizer):
 class LAMB(torch.optim.Optimizer):
     """Adam's update of each whole parameter, scaled to the parameter's own norm (arXiv 1904.00962)."""
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        trained = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        trained = [
+            (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         if not trained:
             return
-        weights, updates = [local(p) for _, p in trained], [self._update(group, p) for group, p in trained]
+        weights, updates = (
+            [local(p) for _, p in trained],
+            [self._update(group, p) for group, p in trained],
+        )
         of_weights, of_updates = norms(weights + updates, trained[0][1]).chunk(2)
         # a parameter that is zero, such as a new bias, has no norm to be scaled to
         ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
-        for (group, _), weight, update, ratio in zip(trained, weights, updates, ratios, strict=True):
+        for (group, _), weight, update, ratio in zip(
+            trained, weights, updates, ratios, strict=True
+        ):
             weight.sub_(update * ratio.to(update.dtype), alpha=group["lr"])
 
     def _update(self, group: dict[str, Any], p: Tensor) -> Tensor:

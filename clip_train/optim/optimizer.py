@@ -25,17 +25,25 @@ def lr_factors(config: OptimConfig, names: Collection[str]) -> dict[str, float]:
     given, depth = config.lr_multipliers, depths(names)
     written = {glob: factor if factor % 1 else int(factor) for glob, factor in given.items()}
     matched = {glob: matching("optim.lr_multipliers", written, glob, names) for glob in given}
-    first = {name: next((given[glob] for glob in given if name in matched[glob]), 1.0) for name in names}
+    first = {
+        name: next((given[glob] for glob in given if name in matched[glob]), 1.0) for name in names
+    }
     return {name: first[name] * config.layer_decay ** depth[name] for name in names}
 
 
 def spared(config: OptimConfig, names: Collection[str]) -> set[str]:
     """Parameters without decay whatever their shape: OpenCLIP's rule, and `no_decay`. UserError as above."""
-    found = {name for name in names if any(part in name for part in ("bn", "ln", "bias", "logit_scale"))}
-    return found.union(*(matching("optim.no_decay", config.no_decay, glob, names) for glob in config.no_decay))
+    found = {
+        name for name in names if any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+    }
+    return found.union(
+        *(matching("optim.no_decay", config.no_decay, glob, names) for glob in config.no_decay)
+    )
 
 
-def parameter_groups(config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict]:
+def parameter_groups(
+    config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> list[dict]:
     """torch's groups, each with its `weight_decay`, `lr_factor` and, for muon, whether it holds hidden matrices; frozen
     parameters are in none.
 
@@ -49,14 +57,23 @@ def parameter_groups(config: OptimConfig, parameters: Iterable[tuple[str, nn.Par
             # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
             is_matrix = len(getattr(p, "ds_shape", p.shape)) >= 2
             by_muon = config.name == "muon" and is_hidden(name, p)
-            groups.setdefault((is_matrix and name not in without, factors[name], by_muon), []).append(p)
+            groups.setdefault(
+                (is_matrix and name not in without, factors[name], by_muon), []
+            ).append(p)
     return [
-        {"params": found, "weight_decay": config.weight_decay * decays, "lr_factor": factor, "muon": by_muon}
+        {
+            "params": found,
+            "weight_decay": config.weight_decay * decays,
+            "lr_factor": factor,
+            "muon": by_muon,
+        }
         for (decays, factor, by_muon), found in sorted(groups.items(), key=lambda group: group[0])
     ]
 
 
-def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
     """`parameters`: (name, parameter) pairs, as from `named_parameters()`."""
     groups = parameter_groups(config, parameters)
     lr, betas = config.lr, (config.beta1, config.beta2)
@@ -80,8 +97,14 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[tuple[str, nn.Para
 def needs(config: OptimConfig) -> Needs:
     """What an update has to see at once. UserError for an imported optimizer that cannot be used."""
     if config.is_imported:
-        return "elements" if try_out(config.name, config.lr, config.options).elementwise else "parameters"
-    return "norms" if config.name == "lamb" else "parameters" if config.name == "muon" else "elements"
+        return (
+            "elements"
+            if try_out(config.name, config.lr, config.options).elementwise
+            else "parameters"
+        )
+    return (
+        "norms" if config.name == "lamb" else "parameters" if config.name == "muon" else "elements"
+    )
 
 
 def moment_bytes(config: OptimConfig) -> int:

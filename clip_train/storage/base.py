@@ -17,7 +17,9 @@ class Entry:
 
     name: str  # relative to the storage's root, with "/"
     size: int  # bytes
-    modified: float = field(default=0.0, compare=False)  # seconds since the epoch, by the store's clock
+    modified: float = field(
+        default=0.0, compare=False
+    )  # seconds since the epoch, by the store's clock
 
 
 class Storage(ABC):
@@ -62,7 +64,9 @@ class Storage(ABC):
             return False
         return True
 
-    def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
+    def put_file(
+        self, local_path: str | os.PathLike[str], name: str, *, move: bool = False
+    ) -> None:
         """Store a local file: it appears under `name` whole or not at all, replacing what was there.
 
         move: the caller has no more use for the local file; a local store renames it rather than copy it.
@@ -91,7 +95,9 @@ class Storage(ABC):
         """The store's time, in seconds since the epoch: the clock of `Entry.modified`. OSError."""
         self._refuse()
 
-    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
+    def sweep(
+        self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = ""
+    ) -> int:
         """Remove unfinished writes below the folder `prefix` that were started before `older_than` (the store's clock);
         how many. OSError.
 
@@ -100,7 +106,9 @@ class Storage(ABC):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise UserError(f"{self.url}: it is read-only here; only s3:// and local folders can be written to")
+        raise UserError(
+            f"{self.url}: it is read-only here; only s3:// and local folders can be written to"
+        )
 
 
 def checked(name: str) -> str:

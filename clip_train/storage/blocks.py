@@ -11,7 +11,9 @@ from typing import BinaryIO
 
 from clip_train.storage.errors import StorageError
 
-SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents and not against forgers
+SUM_DIGITS = (
+    16  # hexadecimal: 64 bits of the block's sha256, against accidents and not against forgers
+)
 
 DAMAGED = (
     "the bytes are not those that the index was made from: if it is stored like this, restore it, or run "

@@ -43,8 +43,14 @@ class Bucket:
     upload_seconds: what a request of an upload may take. patience_seconds: how long it is repeated.
     """
 
-    def __init__(self, name: str, *, upload_seconds: float = 180.0, patience_seconds: float = 60.0) -> None:
-        self.name, self._upload_seconds, self._patience_seconds = name, upload_seconds, patience_seconds
+    def __init__(
+        self, name: str, *, upload_seconds: float = 180.0, patience_seconds: float = 60.0
+    ) -> None:
+        self.name, self._upload_seconds, self._patience_seconds = (
+            name,
+            upload_seconds,
+            patience_seconds,
+        )
         self._stores: Stores | None = None
         self._region: str | None = None  # where it is not the one of the settings
         self._is_elsewhere = False
@@ -67,8 +73,14 @@ class Bucket:
         """
         if kind == "elsewhere":
             helps = self._region is None and not renewed
-        elif renewed:  # whoever renews the credentials may be a little late, or just writing the file
-            helps = self.worked and not from_environment() and (kind == "expired" or self._stores is None)
+        elif (
+            renewed
+        ):  # whoever renews the credentials may be a little late, or just writing the file
+            helps = (
+                self.worked
+                and not from_environment()
+                and (kind == "expired" or self._stores is None)
+            )
         else:
             helps = kind in ("denied", "expired")
         if helps and self.generation == generation:
@@ -88,7 +100,9 @@ class Bucket:
     def client(self) -> Any:
         """botocore's, whose calls block; it takes 20 MiB."""
         signed = {"signature_version": UNSIGNED} if _is_public() else {}
-        config = Config(connect_timeout=10, read_timeout=60, retries={"total_max_attempts": 1}, **signed)
+        config = Config(
+            connect_timeout=10, read_timeout=60, retries={"total_max_attempts": 1}, **signed
+        )
         return Session().create_client("s3", region_name=self._region, config=config)
 
     def _open(self) -> Stores:
@@ -150,7 +164,9 @@ def _options(session: Session, bucket: str, region: str | None) -> dict[str, Any
     if endpoint is not None:
         scheme, found, host = endpoint.partition("://")
         if not found or scheme not in ("http", "https"):
-            raise ValueError(f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, or http://host")
+            raise ValueError(
+                f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, or http://host"
+            )
         options["endpoint"] = f"{scheme}://{bucket}.{host}" if virtual else endpoint
     if virtual:
         options["virtual_hosted_style_request"] = True

@@ -13,11 +13,17 @@ from typing import Literal
 
 # again: another attempt may succeed; expired: credentials that were valid once; denied: ones
 # that are not, or none; taken: there is something by that name; elsewhere: in another region; final: refused for good.
-Meaning = Literal["missing", "no bucket", "taken", "changed", "denied", "expired", "elsewhere", "final", "again"]
+Meaning = Literal[
+    "missing", "no bucket", "taken", "changed", "denied", "expired", "elsewhere", "final", "again"
+]
 
 _BY_CODE: dict[str, Meaning] = {  # whatever the status: many of these are a 400
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), "expired"),
-    **dict.fromkeys(("BadDigest", "IncompleteBody", "RequestTimeout", "Throttling", "NoSuchUpload"), "again"),
+    **dict.fromkeys(
+        ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), "expired"
+    ),
+    **dict.fromkeys(
+        ("BadDigest", "IncompleteBody", "RequestTimeout", "Throttling", "NoSuchUpload"), "again"
+    ),
     **dict.fromkeys(("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), "again"),
     "NoSuchBucket": "no bucket",
     "RequestExpired": "expired",
@@ -72,9 +78,16 @@ class ChangedError(OSError):
 
 def final_error(kind: Meaning, message: str) -> StorageError:
     """For an error that means `kind`; its errno is EIO where it may pass."""
-    classes = {"missing": MissingError, "denied": DeniedError, "expired": DeniedError, "taken": TakenError}
+    classes = {
+        "missing": MissingError,
+        "denied": DeniedError,
+        "expired": DeniedError,
+        "taken": TakenError,
+    }
     error = classes.get(kind, StorageError)(message)
-    error.errno = {"no bucket": errno.ENXIO, "final": errno.EPERM, "elsewhere": errno.EPERM}.get(kind, errno.EIO)
+    error.errno = {"no bucket": errno.ENXIO, "final": errno.EPERM, "elsewhere": errno.EPERM}.get(
+        kind, errno.EIO
+    )
     return error
 
 
@@ -83,10 +96,16 @@ def meaning(error: BaseException) -> Meaning:
     if isinstance(error, ChangedError):
         return "changed"
     status, code, message = _response(error)
-    if (status == 400 and not code) or _STILL_EXPIRED in message:  # an answer to HEAD has no body to give a code in
+    if (
+        status == 400 and not code
+    ) or _STILL_EXPIRED in message:  # an answer to HEAD has no body to give a code in
         return "expired"
     if status is not None:
-        return _BY_CODE.get(code) or _BY_STATUS.get(status) or ("final" if 400 <= status < 500 else "again")
+        return (
+            _BY_CODE.get(code)
+            or _BY_STATUS.get(status)
+            or ("final" if 400 <= status < 500 else "again")
+        )
     if isinstance(error, PermissionError) or code in _NO_CREDENTIALS:
         return "denied"
     if isinstance(error, FileNotFoundError) and not _of_network(error.__cause__):
@@ -99,7 +118,9 @@ def _of_network(cause: BaseException | None) -> bool:
     """fsspec's HTTP calls every look-up that failed a FileNotFoundError: its cause is what differs."""
     if isinstance(cause, FileNotFoundError):
         return False
-    return isinstance(cause, OSError | asyncio.TimeoutError) or type(cause).__module__.startswith("aiohttp")
+    return isinstance(cause, OSError | asyncio.TimeoutError) or type(cause).__module__.startswith(
+        "aiohttp"
+    )
 
 
 def describe(error: BaseException) -> str:
@@ -148,7 +169,10 @@ def _response(error: BaseException) -> tuple[int | None, str, str]:
         response = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore's
             answer = response.get("Error", {})
-            status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), str(answer.get("Code") or "")
+            status, code = (
+                response.get("ResponseMetadata", {}).get("HTTPStatusCode"),
+                str(answer.get("Code") or ""),
+            )
             return status, "" if code == str(status) else code, str(answer.get("Message") or "")
         number = str(getattr(cause, "status", getattr(cause, "code", None)))  # aiohttp's, gcsfs's
         if number.isdigit():
@@ -160,10 +184,16 @@ def _response(error: BaseException) -> tuple[int | None, str, str]:
 def _response_in(text: str, kind: str) -> tuple[int | None, str, str]:
     """The same from the text of an obstore error, which is all that it has."""
     text, _, details = text.partition("\n\nDebug source:")
-    code, message = (re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
+    code, message = (
+        re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message")
+    )
     status = re.search(r"status code: (\d{3})", text)
     if status or code:  # a code without a status: an error in the body of a 200
-        return int(status[1]) if status else 200, code[1] if code else "", message[1] if message else ""
+        return (
+            int(status[1]) if status else 200,
+            code[1] if code else "",
+            message[1] if message else "",
+        )
     if "redirect without LOCATION" in text:
         return 301, "", "the bucket is in another region"
     if provider := re.search(r"credential provider: (\w+): (.*)", text, re.DOTALL):

@@ -42,7 +42,9 @@ class LocalStorage(Storage):
             raise OSError(errno.EIO, f"{self.path(name)} ends before byte {end}")
         return data
 
-    def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
+    def put_file(
+        self, local_path: str | os.PathLike[str], name: str, *, move: bool = False
+    ) -> None:
         source, target = Path(local_path), self.path(name)
         with _part_of(target) as part:
             renames = move and source.stat().st_dev == target.parent.stat().st_dev
@@ -68,7 +70,9 @@ class LocalStorage(Storage):
         """All at any depth, also where others remove folders meanwhile. OSError."""
 
         def refuse(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # not there, or gone since
+            if not isinstance(
+                error, FileNotFoundError | NotADirectoryError
+            ):  # not there, or gone since
                 raise error
 
         for folder, _, names in os.walk(self.path(prefix), onerror=refuse, followlinks=True):
@@ -80,7 +84,9 @@ class LocalStorage(Storage):
             if not _is_part(path.name):
                 with contextlib.suppress(FileNotFoundError):  # deleted since
                     found = path.stat()
-                    entries.append(Entry(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime))
+                    entries.append(
+                        Entry(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime)
+                    )
         return sorted(entries)
 
     def size(self, name: str) -> int:
@@ -101,7 +107,9 @@ class LocalStorage(Storage):
         try:
             shutil.rmtree(target)
         except FileNotFoundError:
-            if target.exists():  # another process removed a file under our hands; it is still our job
+            if (
+                target.exists()
+            ):  # another process removed a file under our hands; it is still our job
                 shutil.rmtree(target, ignore_errors=True)
             return
         fsync_folder(target.parent)
@@ -118,7 +126,9 @@ class LocalStorage(Storage):
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
 
-    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
+    def sweep(
+        self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = ""
+    ) -> int:
         count = 0
         for part in filter(lambda path: _is_part(path.name), self._files(prefix)):
             target = part.with_name(part.name[1:].rsplit(".", 2)[0]).relative_to(self.root)

@@ -55,7 +55,11 @@ class ObjectStorage(Storage):
     ) -> None:
         self.url = url.rstrip("/")
         bucket, _, self._root = self.url.split("://", 1)[1].partition("/")
-        self._part_bytes, self._min_rate, self._request_seconds = part_bytes, min_rate, request_seconds
+        self._part_bytes, self._min_rate, self._request_seconds = (
+            part_bytes,
+            min_rate,
+            request_seconds,
+        )
         default = os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", PATIENCE_SECONDS)
         patience = float(default if patience_seconds is None else patience_seconds)
         upload_seconds = self._seconds(part_bytes * PARALLEL)
@@ -109,24 +113,37 @@ class ObjectStorage(Storage):
             answer = await obstore.get_range_async(stores.single, key, start=start, end=end)
             return whole(bytes(answer), end - start)
 
-        return self._ask(f"reading {name}", read, self._seconds(end - start)) if start < end else b""
+        return (
+            self._ask(f"reading {name}", read, self._seconds(end - start)) if start < end else b""
+        )
 
     def list(self, prefix: str = "") -> list[Entry]:
         folder, cut = self._folder(prefix)
         found: Any = []
 
         async def listing(stores: Stores) -> None:
-            last = found[-1]["path"] if found else None  # a repeated attempt goes on after the pages that have come
-            chunks = aiter(obstore.list(stores.single, folder or None, offset=last, chunk_size=1000))
+            last = (
+                found[-1]["path"] if found else None
+            )  # a repeated attempt goes on after the pages that have come
+            chunks = aiter(
+                obstore.list(stores.single, folder or None, offset=last, chunk_size=1000)
+            )
             while chunk := await within(self._request_seconds, anext(chunks, None)):
                 found.extend(chunk)
 
         self._ask(f"listing {prefix or '/'}", listing, None)
-        return sorted(Entry(each["path"][cut:], each["size"], each["last_modified"].timestamp()) for each in found)
+        return sorted(
+            Entry(each["path"][cut:], each["size"], each["last_modified"].timestamp())
+            for each in found
+        )
 
     def size(self, name: str) -> int:
         key = self._key(name)
-        head = self._ask(f"looking at {name}", lambda stores: head_object(stores.single, key), self._request_seconds)
+        head = self._ask(
+            f"looking at {name}",
+            lambda stores: head_object(stores.single, key),
+            self._request_seconds,
+        )
         return head["size"]
 
     def clock(self) -> float:
@@ -154,14 +171,18 @@ class ObjectStorage(Storage):
             return self.read_bytes(name) == data  # by an attempt of ours whose answer was lost
         return True
 
-    def put_file(self, local_path: str | os.PathLike[str], name: str, *, move: bool = False) -> None:
+    def put_file(
+        self, local_path: str | os.PathLike[str], name: str, *, move: bool = False
+    ) -> None:
         key, size = self._key(name), os.stat(local_path).st_size
         part_bytes = max(self._part_bytes, math.ceil(size / _MAX_PARTS))
 
         async def put(stores: Stores) -> object:
             uploads, file = stores.uploads, Path(local_path)
             try:
-                return await obstore.put_async(uploads, key, file, chunk_size=part_bytes, max_concurrency=PARALLEL)
+                return await obstore.put_async(
+                    uploads, key, file, chunk_size=part_bytes, max_concurrency=PARALLEL
+                )
             except Exception as e:
                 if is_timeout(e):
                     self._bucket.give_more_time()
@@ -169,7 +190,9 @@ class ObjectStorage(Storage):
 
         self._ask(f"writing {name}", put, None)
         if (stored := self.size(name)) != size:
-            raise OSError(errno.EIO, f"{self.url}/{name}: {stored} bytes are stored instead of {size}")
+            raise OSError(
+                errno.EIO, f"{self.url}/{name}: {stored} bytes are stored instead of {size}"
+            )
         if move:
             os.unlink(local_path)
 
@@ -183,9 +206,13 @@ class ObjectStorage(Storage):
 
     def _delete(self, name: str, keys: Sequence[str]) -> None:
         seconds = self._request_seconds * (1 + len(keys) / 10)  # ten at a time
-        self._ask(f"deleting {name}", lambda stores: obstore.delete_async(stores.single, keys), seconds)
+        self._ask(
+            f"deleting {name}", lambda stores: obstore.delete_async(stores.single, keys), seconds
+        )
 
-    def sweep(self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = "") -> int:
+    def sweep(
+        self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = ""
+    ) -> int:
         """Abort multipart uploads that were started before `older_than` (their parts cost, and are not listed)."""
         folder, cut = self._folder(prefix)
         where = {"Bucket": self._bucket.name}

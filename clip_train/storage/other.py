@@ -67,8 +67,12 @@ class ReadOnlyStorage(Storage):
         with _as_os_errors(self.url):
             try:
                 found = fs.find(
-                    f"{root.rstrip('/')}/{checked(prefix)}" if prefix else root, withdirs=False, detail=True
+                    f"{root.rstrip('/')}/{checked(prefix)}" if prefix else root,
+                    withdirs=False,
+                    detail=True,
                 )
             except FileNotFoundError:
                 return []
-        return sorted(Entry(name[cut:], int(info["size"])) for name, info in found.items() if len(name) >= cut)
+        return sorted(
+            Entry(name[cut:], int(info["size"])) for name, info in found.items() if len(name) >= cut
+        )

@@ -34,7 +34,9 @@ class S3Object:
     async def open(self) -> int:
         """Its size in bytes, as it is now. Whatever obstore and botocore raise; TransferError for no answer in time."""
         store = (await self.bucket.stores()).single
-        found = await within(self._config.patience_seconds, head_object(store, self._key), self._late)
+        found = await within(
+            self._config.patience_seconds, head_object(store, self._key), self._late
+        )
         self._e_tag = found["e_tag"]
         return found["size"]
 
@@ -44,7 +46,9 @@ class S3Object:
         asked = obstore.get_async(store, self._key, options={"range": (begin, end)})
         answer = await within(self._config.patience_seconds, asked, self._late)
         if answer.meta["e_tag"] != self._e_tag:
-            raise ChangedError(f"its ETag was {self._e_tag} when it was opened and is {answer.meta['e_tag']}")
+            raise ChangedError(
+                f"its ETag was {self._e_tag} when it was opened and is {answer.meta['e_tag']}"
+            )
         return whole(await self._watched(aiter(answer.stream(_CHUNK_BYTES))), end - begin)
 
     async def _watched(self, chunks: AsyncIterator[Any]) -> bytes:
@@ -52,7 +56,9 @@ class S3Object:
         data, began = bytearray(), time.monotonic()
         while True:
             rate = self._config.min_rate
-            seconds = self._config.patience_seconds + (len(data) / rate if rate else time.monotonic() - began)
+            seconds = self._config.patience_seconds + (
+                len(data) / rate if rate else time.monotonic() - began
+            )
             late = f"{len(data)} bytes in {seconds:.3g} s are less than storage.min_rate ({rate} bytes/s)"
             try:
                 data += await within(began + seconds - time.monotonic(), anext(chunks), late)
@@ -83,16 +89,24 @@ class FsspecObject:
 
     async def open(self) -> int:
         seconds = self._config.patience_seconds
-        info = await within(seconds, self._call("info"), f"no answer within {seconds:g} s (storage.patience_seconds)")
+        info = await within(
+            seconds,
+            self._call("info"),
+            f"no answer within {seconds:g} s (storage.patience_seconds)",
+        )
         if info.get("size") is None:
-            raise ChangedError(f"{self._path}: the server does not say how long it is, so it cannot be read in ranges")
+            raise ChangedError(
+                f"{self._path}: the server does not say how long it is, so it cannot be read in ranges"
+            )
         return int(info["size"])
 
     async def get(self, begin: int, end: int) -> bytes:
         rate = self._config.min_rate
         limit = self._config.patience_seconds + (end - begin) / rate if rate else None
         late = f"not all of it came within {limit or 0:.3g} s (storage.min_rate, {rate} bytes/s)"
-        return whole(await within(limit, self._call("cat_file", start=begin, end=end), late), end - begin)
+        return whole(
+            await within(limit, self._call("cat_file", start=begin, end=end), late), end - begin
+        )
 
     async def _call(self, method: str, **arguments: Any) -> Any:
         if self._fs.async_impl:
@@ -131,7 +145,11 @@ class RangedFile(BlockFile):
     """
 
     def __init__(
-        self, url: str, remote: S3Object | FsspecObject, config: StorageConfig, checksums: Checksums | None = None
+        self,
+        url: str,
+        remote: S3Object | FsspecObject,
+        config: StorageConfig,
+        checksums: Checksums | None = None,
     ) -> None:
         self.url, self._object, self._config, self._checksums = url, remote, config, checksums
         self._ahead: dict[int, Future[bytes]] = {}
@@ -153,7 +171,9 @@ class RangedFile(BlockFile):
             future = self._start(block)
         else:
             _budget.reserve(-self.block_bytes)
-        for number in range(block + 1, min(block + 1 + self._depth, -(-self.size // self.block_bytes))):
+        for number in range(
+            block + 1, min(block + 1 + self._depth, -(-self.size // self.block_bytes))
+        ):
             if number not in self._ahead:
                 if not _budget.reserve(self.block_bytes, self._config.read_ahead_bytes):
                     break

@@ -36,7 +36,9 @@ class Retry:
     seconds: float | None = None  # None: the attempts are all that counts, and messages name them
     backoff_seconds: float = 0.2  # doubled by each attempt
 
-    async def __call__(self, what: str, action: Callable[[], Awaitable[T]], bucket: Bucket | None) -> T:
+    async def __call__(
+        self, what: str, action: Callable[[], Awaitable[T]], bucket: Bucket | None
+    ) -> T:
         """What `action` gives at last; StorageError with `url`, `what`, the reason and the remedy.
 
         bucket: where it asks, if it is one, whose credentials may be renewed.
@@ -53,15 +55,23 @@ class Retry:
                 renew = bucket is not None and bucket.renew(kind, generation, renewed)
                 if not (renew or kind == "again") or (attempt >= self.attempts and left <= 0):
                     raise final_error(kind, message) from e
-                _log.log(logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG, "%s; trying again", message)
+                _log.log(
+                    logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG,
+                    "%s; trying again",
+                    message,
+                )
             else:
                 if bucket is not None:
                     bucket.worked = True
                 return done
             renewed = renewed or renew
-            longest = min(LONGEST_BACKOFF_SECONDS, self.backoff_seconds * 2.0 ** min(attempt - 1, 64))
+            longest = min(
+                LONGEST_BACKOFF_SECONDS, self.backoff_seconds * 2.0 ** min(attempt - 1, 64)
+            )
             pause = _random.uniform(longest / 2, longest)  # so that workers do not march
-            await asyncio.sleep(min(pause, left) if left > 0 else pause)  # the last one is at the end of the patience
+            await asyncio.sleep(
+                min(pause, left) if left > 0 else pause
+            )  # the last one is at the end of the patience
         raise AssertionError("unreachable")
 
 

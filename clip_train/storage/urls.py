@@ -56,12 +56,16 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
     bucket, _ = _split(url)
     if not bucket or "@" in bucket:
         shown = f"s3://...{bucket[bucket.rfind('@') :]}" if "@" in bucket else url
-        raise UserError(f"{shown}: write s3://bucket/prefix; credentials come from the environment or a profile")
+        raise UserError(
+            f"{shown}: write s3://bucket/prefix; credentials come from the environment or a profile"
+        )
     return ObjectStorage(url, patience_seconds=patience_seconds)
 
 
 def open_read(
-    url: str | os.PathLike[str], config: StorageConfig | None = None, checksums: Checksums | None = None
+    url: str | os.PathLike[str],
+    config: StorageConfig | None = None,
+    checksums: Checksums | None = None,
 ) -> BinaryIO:
     """A seekable stream over a local file or a remote object, compared with `checksums` where they are given.
 
@@ -76,7 +80,9 @@ def open_read(
     from clip_train.storage.reader import FsspecObject, RangedFile, S3Object
 
     bucket, key = _split(url)
-    remote = S3Object(shared_bucket(bucket), key, config) if is_s3(url) else FsspecObject(url, config)
+    remote = (
+        S3Object(shared_bucket(bucket), key, config) if is_s3(url) else FsspecObject(url, config)
+    )
     return cast(BinaryIO, RangedFile(url, remote, config, checksums))
 
 
@@ -129,7 +135,11 @@ def _matching_objects(url: str) -> list[str]:
     like = re.compile(glob_translate(pattern))
     found = open_storage(f"s3://{bucket}").list(_MAGIC.split(pattern)[0].rpartition("/")[0])
     folders = {each.name.rpartition("/")[0] for each in found}  # consoles make objects for them
-    return [f"s3://{bucket}/{each.name}" for each in found if like.match(each.name) and each.name not in folders]
+    return [
+        f"s3://{bucket}/{each.name}"
+        for each in found
+        if like.match(each.name) and each.name not in folders
+    ]
 
 
 def _split(url: str) -> tuple[str, str]:

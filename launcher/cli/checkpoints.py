@@ -23,7 +23,14 @@ def run(args: argparse.Namespace) -> int:
     lines = list_checkpoints(places, settings.policy(), verify=args.verify)
     status = 1 if any(line.problem and line.committed for line in lines) else 0
     if args.json:
-        print(json.dumps({"places": [each.url for each in places[:2] if each], "checkpoints": [*map(asdict, lines)]}))
+        print(
+            json.dumps(
+                {
+                    "places": [each.url for each in places[:2] if each],
+                    "checkpoints": [*map(asdict, lines)],
+                }
+            )
+        )
         return status
     console = Console(width=None if sys.stdout.isatty() else 160)
     if not lines:
@@ -31,9 +38,15 @@ def run(args: argparse.Namespace) -> int:
         return status
     table = Table(box=None, pad_edge=False)
     for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state", "retention"):
-        table.add_column(column, justify="right" if column in ("step", "MB") else "left", overflow="fold")
+        table.add_column(
+            column, justify="right" if column in ("step", "MB") else "left", overflow="fold"
+        )
     for line in lines:
-        held = f"{line.ranks} x {describe(line.engine)}, {line.engine.get('precision')}" if line.ranks else "?"
+        held = (
+            f"{line.ranks} x {describe(line.engine)}, {line.engine.get('precision')}"
+            if line.ranks
+            else "?"
+        )
         table.add_row(
             str(line.step),
             str(line.epoch),
@@ -45,5 +58,7 @@ def run(args: argparse.Namespace) -> int:
             line.future,
         )
     console.print(table)
-    console.print(" ".join(["in", *(each.url for each in places[:2] if each is not None)]), soft_wrap=True)
+    console.print(
+        " ".join(["in", *(each.url for each in places[:2] if each is not None)]), soft_wrap=True
+    )
     return status

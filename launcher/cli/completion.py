@@ -40,7 +40,11 @@ def run(args: argparse.Namespace) -> int:
 
 def bash(script: str) -> str:
     # what stands where no file does
-    offered = {"overrides": ["$keys"], "shell": [*SHELLS], "prefix?": [f"{name}." for name, _, _ in all_keys("")]}
+    offered = {
+        "overrides": ["$keys"],
+        "shell": [*SHELLS],
+        "prefix?": [f"{name}." for name, _, _ in all_keys("")],
+    }
     cases = []
     for name, verb in VERBS.items():
         for option, metavar, *_ in verb.options:
@@ -51,4 +55,6 @@ def bash(script: str) -> str:
         file = "" if set(verb.positions) <= offered.keys() else "file=1 "
         cases.append(f'"{name} "*) {file}words="{" ".join(words)}" ;;')
     keys = " ".join(f"{key.name}=" for _, _, keys in all_keys("") for key in keys)
-    return script.format(keys=keys, verbs=" ".join(VERBS), cases="\n".join(f"            {case}" for case in cases))
+    return script.format(
+        keys=keys, verbs=" ".join(VERBS), cases="\n".join(f"            {case}" for case in cases)
+    )

@@ -31,9 +31,17 @@ def run(args: argparse.Namespace) -> int:
     config = check_config(apply_overrides(raw, args.overrides), recipe)
     status = train(config, args.outcome, args.stop, args.startup)
     num_classes = len(ZeroShotClasses.load(data.classes).classnames)
-    what = f"{num_classes} captions never seen in training" if kind == "shapes" else "held-out handwritten digits"
-    log(f"zero-shot is over {data.num_val} images and {num_classes} classes ({what}); chance is {1 / num_classes:.1%}")
-    log("run the demo again with run.steps=<more> to go on from its last checkpoint, or batch.micro_size=16 to see")
+    what = (
+        f"{num_classes} captions never seen in training"
+        if kind == "shapes"
+        else "held-out handwritten digits"
+    )
+    log(
+        f"zero-shot is over {data.num_val} images and {num_classes} classes ({what}); chance is {1 / num_classes:.1%}"
+    )
+    log(
+        "run the demo again with run.steps=<more> to go on from its last checkpoint, or batch.micro_size=16 to see"
+    )
     log("that the loss curve does not care; report.html in the run directory shows the curves")
     return status
 
@@ -42,4 +50,6 @@ def build_data(kind: str, folder: Path) -> SyntheticData:
     """With a progress bar; at once where the folder is already complete."""
     with Progress(transient=True) as bar:
         task = bar.add_task(f"drawing {kind}", total=None)
-        return BUILDERS[kind](folder, progress=lambda done, total: bar.update(task, completed=done, total=total))
+        return BUILDERS[kind](
+            folder, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )

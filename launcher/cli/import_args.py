@@ -31,7 +31,9 @@ PER_SHARD = 10_000  # samples that img2dataset puts into one
 ASSUMED = 10_000_000  # samples, where not even the number of shards is known
 SCHEDULES = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
 TEXTS = {"train-data", "val-data", "imagenet-val", "wandb-project-name"}
-CLIPA = re.compile(r"(ViT-\w+-\d+)-CL(\d+)\b.*")  # names that its scripts have and OpenCLIP no longer
+CLIPA = re.compile(
+    r"(ViT-\w+-\d+)-CL(\d+)\b.*"
+)  # names that its scripts have and OpenCLIP no longer
 
 Keys = dict[str, Any]  # of a recipe, flat
 Notes = list[tuple[str, str]]  # flag, what to know of it
@@ -42,13 +44,22 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size or ranks
     keys, notes = translate(flags, world_size or 1)
     if world_size is None:
-        notes.insert(0, ("--world-size", "how many GPUs is not in this command: 1 is assumed; say --world-size N"))
+        notes.insert(
+            0,
+            (
+                "--world-size",
+                "how many GPUs is not in this command: 1 is assumed; say --world-size N",
+            ),
+        )
     sections: dict[str, Any] = {}
     for key, value in keys.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     check_config(sections, "the recipe made of this command")
-    text = [f"# {line}" for line in ("From an OpenCLIP command line. What is another's meaning here:", *ALWAYS)]
+    text = [
+        f"# {line}"
+        for line in ("From an OpenCLIP command line. What is another's meaning here:", *ALWAYS)
+    ]
     text += [f"# {flag}: {what}" for flag, what in dict.fromkeys(notes)]
     ordered = {name: sections[name] for name in RunConfig.model_fields if name in sections}
     print(*text, yaml.safe_dump(ordered, sort_keys=False), sep="\n", end="")
@@ -66,10 +77,17 @@ def translate(flags: dict[str, Any], world_size: int) -> tuple[Keys, Notes]:
     keys["batch.global_size"] = per_rank * cut * world_size
     keys["batch.micro_size"] = per_rank
     if cut > 1:
-        notes.append(("--accum-freq", f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it"))
+        notes.append(
+            (
+                "--accum-freq",
+                f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it",
+            )
+        )
     for flag, key in SAME.items():
         if flag in given:
-            keys[key] = given[flag] if given[flag] is True or flag in TEXTS else as_value(str(given[flag]))
+            keys[key] = (
+                given[flag] if given[flag] is True or flag in TEXTS else as_value(str(given[flag]))
+            )
     if "imagenet-val" in flags:
         keys["evaluate.zero_shot_classes"] = "imagenet"
     _model(keys, notes, given)
@@ -78,7 +96,11 @@ def translate(flags: dict[str, Any], world_size: int) -> tuple[Keys, Notes]:
     _schedule(keys, notes, given)
     _rest(keys, notes, flags)
     _loss(keys, notes, flags)
-    _augmentation(keys, notes, dict(setting.split("=", 1) for setting in flags.get("aug-cfg", []) if "=" in setting))
+    _augmentation(
+        keys,
+        notes,
+        dict(setting.split("=", 1) for setting in flags.get("aug-cfg", []) if "=" in setting),
+    )
     return keys, notes
 
 
@@ -140,7 +162,9 @@ def model_name(name: str, quick_gelu: bool, flag: str = "") -> str:
 def _data(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     kind = str(flags.get("dataset-type", "auto"))
     if "audio" in kind:
-        raise UserError(f"--dataset-type {kind}: images and texts alone are trained on here; leave it out")
+        raise UserError(
+            f"--dataset-type {kind}: images and texts alone are trained on here; leave it out"
+        )
     if kind == "synthetic":
         keys["data.kind"] = "synthetic"
         keys.pop("data.train", None)
@@ -151,7 +175,9 @@ def _data(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     for flag in ("train-data", "val-data"):
         key = SAME[flag]
         if key in keys:
-            sources = [_source(f"--{flag}", each, notes, flags) for each in split_sources(str(keys[key]))]
+            sources = [
+                _source(f"--{flag}", each, notes, flags) for each in split_sources(str(keys[key]))
+            ]
             keys[key] = "::".join(sources)
     if "data.num_samples" not in keys:
         keys["data.num_samples"] = _assumed(keys["data.train"], notes)
@@ -159,11 +185,17 @@ def _data(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     if weights := flags.get("json-text-key-probs"):
         shares = dict(zip(captions, map(as_value, weights), strict=False))
         keys["data.caption_key"] = {name: share for name, share in shares.items() if share}
-    elif captions := captions or [each for each in str(flags.get("text-key", "")).split(";") if each]:
+    elif captions := captions or [
+        each for each in str(flags.get("text-key", "")).split(";") if each
+    ]:
         keys["data.caption_key"] = captions if len(captions) > 1 else captions[0]
     if "train-data-upsampling-factors" in flags:
-        keys["data.train_weights"] = [as_value(x) for x in flags["train-data-upsampling-factors"].split("::")]
-        notes.append(("--train-data-upsampling-factors", "shares of the stream, whatever the sources' sizes"))
+        keys["data.train_weights"] = [
+            as_value(x) for x in flags["train-data-upsampling-factors"].split("::")
+        ]
+        notes.append(
+            ("--train-data-upsampling-factors", "shares of the stream, whatever the sources' sizes")
+        )
 
 
 def _source(flag: str, source: str, notes: Notes, flags: Mapping[str, Any]) -> str:
@@ -172,14 +204,21 @@ def _source(flag: str, source: str, notes: Notes, flags: Mapping[str, Any]) -> s
         words = source.removeprefix("pipe:").split()
         read_by_it = [w for w in words if ".tar" in w] or [w for w in words if "://" in w]
         if not read_by_it:
-            raise UserError(f"{flag} ({source}): no path or URL of shards in this command; give it as it is")
+            raise UserError(
+                f"{flag} ({source}): no path or URL of shards in this command; give it as it is"
+            )
         notes.append((flag, "no shell between: the URL is read as it is"))
         source = read_by_it[0]
     if source.lower().endswith(TABLES) or flags.get("dataset-type") == "csv":
         folder = re.sub(r"\.\w+$", "", source) + "-shards"
-        named = {"--image-key": flags.get("csv-img-key"), "--caption-key": flags.get("csv-caption-key")}
+        named = {
+            "--image-key": flags.get("csv-img-key"),
+            "--caption-key": flags.get("csv-caption-key"),
+        }
         columns = "".join(f" {option} {name}" for option, name in named.items() if name)
-        notes.append((flag, f"first make shards of it: clip-train shards {source} {folder}{columns}"))
+        notes.append(
+            (flag, f"first make shards of it: clip-train shards {source} {folder}{columns}")
+        )
         source = f"{folder}/*.tar"
     return source
 
@@ -198,13 +237,20 @@ def _assumed(train: str, notes: Notes) -> int:
 
 def _engine(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
     precision = str(given["precision"])
-    keys["engine.precision"] = "fp32" if precision == "fp32" else "fp16" if "fp16" in precision else "bf16"
+    keys["engine.precision"] = (
+        "fp32" if precision == "fp32" else "fp16" if "fp16" in precision else "bf16"
+    )
     if precision == "amp":
-        notes.append(("--precision amp", "fp16 autocast there; bf16 here, with fp32 master weights and loss"))
+        notes.append(
+            ("--precision amp", "fp16 autocast there; bf16 here, with fp32 master weights and loss")
+        )
     elif precision.startswith("pure"):
         notes.append((f"--precision {precision}", "master weights are fp32 here"))
     if "fsdp" in given:
-        keys |= {"engine.kind": "fsdp", "engine.zero_stage": 2 if "fsdp-no-reshard-after-forward" in given else 3}
+        keys |= {
+            "engine.kind": "fsdp",
+            "engine.zero_stage": 2 if "fsdp-no-reshard-after-forward" in given else 3,
+        }
         keys |= {"engine.offload": "optimizer"} if "fsdp-offload-cpu" in given else {}
 
 
@@ -226,7 +272,12 @@ def _schedule(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
     steps = max(1, keys["run.epochs"] * keys["data.num_samples"] // keys["batch.global_size"])
     if warmup >= steps:
         keys["schedule.warmup_steps"] = steps // 10
-        notes.append(("--warmup", f"{warmup} is more than the {steps} steps of this run: {steps // 10} instead"))
+        notes.append(
+            (
+                "--warmup",
+                f"{warmup} is more than the {steps} steps of this run: {steps // 10} instead",
+            )
+        )
     keys["checkpoint.every_steps"] = whole(given, "save-frequency") * epoch or None  # 0: at the end
     evaluated = {"data.val": "val-frequency", "evaluate.zero_shot_data": "zeroshot-frequency"}
     every = [whole(given, flag) for key, flag in evaluated.items() if key in keys]
@@ -236,19 +287,27 @@ def _schedule(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
 
 def _rest(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     if "name" in flags:
-        keys["run.name"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(flags["name"])).strip("._-") or "clip"
+        keys["run.name"] = (
+            re.sub(r"[^A-Za-z0-9._-]", "-", str(flags["name"])).strip("._-") or "clip"
+        )
     if str(flags.get("logs", "none")).lower() != "none":
         keys["run.dir"] = f"{str(flags['logs']).rstrip('/')}/{keys.get('run.name', 'clip')}"
     if "lock-image" not in flags:  # of no effect there
         keys.pop("model.lock_image_freeze_bn_stats", None)
     if "force-image-size" in flags:
-        keys["model.image_size"] = whole({"force-image-size": flags["force-image-size"][0]}, "force-image-size")
+        keys["model.image_size"] = whole(
+            {"force-image-size": flags["force-image-size"][0]}, "force-image-size"
+        )
     if "remote-sync" in flags:
-        keys["checkpoint.remote"] = f"{str(flags['remote-sync']).rstrip('/')}/{keys.get('run.name', 'clip')}"
+        keys["checkpoint.remote"] = (
+            f"{str(flags['remote-sync']).rstrip('/')}/{keys.get('run.name', 'clip')}"
+        )
     for tracker in ("wandb", "tensorboard", "trackio"):
         if "report-to" in flags and (tracker != "trackio" or tracker in flags["report-to"]):
             keys[f"log.{tracker}"] = tracker in flags["report-to"] or flags["report-to"] == "all"
-    keys["optim.grad_clip_norm"] = as_value(str(flags["grad-clip-norm"])) if "grad-clip-norm" in flags else None
+    keys["optim.grad_clip_norm"] = (
+        as_value(str(flags["grad-clip-norm"])) if "grad-clip-norm" in flags else None
+    )
     if "delete-previous-checkpoint" in flags:
         keys["checkpoint.keep_last"] = 1
     if "opt" in flags:
@@ -261,7 +320,11 @@ def _augmentation(keys: Keys, notes: Notes, settings: dict[str, str]) -> None:
     """`--aug-cfg`, as OpenCLIP acts on it: what does nothing there is left out."""
     given = {name: literal(value) for name, value in settings.items()}
     timm = given.pop("use_timm", False)
-    idle = dict.fromkeys(("color_jitter_prob", "gray_scale_prob"), "with") if timm else {"ratio": "without"}
+    idle = (
+        dict.fromkeys(("color_jitter_prob", "gray_scale_prob"), "with")
+        if timm
+        else {"ratio": "without"}
+    )
     if not timm and not given.get("color_jitter_prob"):
         idle["color_jitter"] = "without color_jitter_prob or"
     for name, value in given.items():
@@ -269,7 +332,9 @@ def _augmentation(keys: Keys, notes: Notes, settings: dict[str, str]) -> None:
         if name not in ("scale", "ratio", "color_jitter", "color_jitter_prob", "gray_scale_prob"):
             notes.append((f"--aug-cfg {name}", "has no counterpart"))
         elif name in idle:
-            notes.append((f"--aug-cfg {name}", f"does nothing there {idle[name]} use_timm; {key} would here"))
+            notes.append(
+                (f"--aug-cfg {name}", f"does nothing there {idle[name]} use_timm; {key} would here")
+            )
         elif name == "color_jitter":  # timm's: one number for three, or three without hue
             values = [value] * 3 if isinstance(value, int | float) else list(value)
             keys[key] = [*values, 0.0][:4]
@@ -279,7 +344,11 @@ def _augmentation(keys: Keys, notes: Notes, settings: dict[str, str]) -> None:
 
 def _loss(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     if "siglip" in flags:
-        keys |= {"loss.kind": "sigmoid", "model.init_logit_bias": -10.0, "model.init_logit_scale": math.log(10)}
+        keys |= {
+            "loss.kind": "sigmoid",
+            "model.init_logit_bias": -10.0,
+            "model.init_logit_scale": math.log(10),
+        }
         keys["loss.exchange"] = "gather" if flags.get("loss-dist-impl") == "gather" else "ring"
     elif "loss-dist-impl" in flags:
         notes.append(("--loss-dist-impl", "for --siglip only"))

@@ -13,7 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from clip_train.data.config import existing
 from clip_train.data.index import look_up
-from clip_train.data.inspect import OUT_OF_ORDER, Indexed, differences, index_shards, try_folders, write_indexes
+from clip_train.data.inspect import (
+    OUT_OF_ORDER,
+    Indexed,
+    differences,
+    index_shards,
+    try_folders,
+    write_indexes,
+)
 from clip_train.errors import DataError, UserError
 from clip_train.storage.config import StorageConfig
 
@@ -23,7 +30,11 @@ SHOWN = 20  # shards named in a message
 def run(args: argparse.Namespace) -> int:
     names = args.caption_key.split(",") if args.caption_key else None
     return run_index(
-        args.shards, caption_key=names, workers=args.workers, check=args.check, overwrite_sizes=args.overwrite_sizes
+        args.shards,
+        caption_key=names,
+        workers=args.workers,
+        check=args.check,
+        overwrite_sizes=args.overwrite_sizes,
     )
 
 
@@ -36,7 +47,11 @@ def run_index(
     overwrite_sizes: bool = False,
 ) -> int:
     """Reads every shard once. UserError for shards that are not there; DataError for what is wrong with them."""
-    shards = list(dict.fromkeys(shard for spec in specs for part in existing(spec, "SHARDS") for shard in part))
+    shards = list(
+        dict.fromkeys(
+            shard for spec in specs for part in existing(spec, "SHARDS") for shard in part
+        )
+    )
     if workers is not None and workers < 1:
         raise UserError(f"--workers ({workers}) must be at least 1")
     known = look_up([shards], "auto", StorageConfig()).entries if check else {}
@@ -48,25 +63,41 @@ def run_index(
     size = sum(each.entry.checksums.size for each in found.values())
     summary = f"{len(found)} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
     if check:
-        wrong = {url: why for url, each in found.items() if (why := differences(known.get(url), each.entry))}
+        wrong = {
+            url: why
+            for url, each in found.items()
+            if (why := differences(known.get(url), each.entry))
+        }
         if wrong:
-            raise DataError(listing(f"{len(wrong)} of {len(found)} shards are not what their index says", wrong))
+            raise DataError(
+                listing(f"{len(wrong)} of {len(found)} shards are not what their index says", wrong)
+            )
         print(f"{summary}: all as the index says")
         return 0
     with writing():
         written, left = write_indexes(found, overwrite_sizes=overwrite_sizes)
     print(f"{summary}; wrote {', '.join(written)}{'' if left else ' and sizes.json'}")
     if left:
-        print(f"left as another tool has written it: {', '.join(left)}; --overwrite-sizes writes these counts into it")
-    invalid = sum((each.invalid for each in found.values()), Counter[str]())  # to be replaced by other samples
+        print(
+            f"left as another tool has written it: {', '.join(left)}; --overwrite-sizes writes these counts into it"
+        )
+    invalid = sum(
+        (each.invalid for each in found.values()), Counter[str]()
+    )  # to be replaced by other samples
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
     if invalid[OUT_OF_ORDER]:
-        print("the files of a sample must be neighbours in the tar: write it again with `tar --sort=name`")
-    damaged = {url: each.entry.damage for url, each in found.items() if each.entry.damage is not None}
+        print(
+            "the files of a sample must be neighbours in the tar: write it again with `tar --sort=name`"
+        )
+    damaged = {
+        url: each.entry.damage for url, each in found.items() if each.entry.damage is not None
+    }
     if damaged:
-        raise DataError(listing(f"{len(damaged)} shards are damaged, and were counted up to there", damaged))
+        raise DataError(
+            listing(f"{len(damaged)} shards are damaged, and were counted up to there", damaged)
+        )
     if invalid.total() == samples:
         names = next((", ".join(each.names) for each in found.values() if each.names), "nothing")
         raise DataError(
@@ -82,7 +113,9 @@ def writing() -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise UserError(f"the index cannot be written beside the shards ({type(e).__name__}: {e})") from e
+        raise UserError(
+            f"the index cannot be written beside the shards ({type(e).__name__}: {e})"
+        ) from e
 
 
 def read(shards: list[str], caption_key: Sequence[str] | None, workers: int) -> dict[str, Indexed]:
@@ -100,4 +133,6 @@ def read(shards: list[str], caption_key: Sequence[str] | None, workers: int) -> 
 
 def listing(head: str, rows: Mapping[str, str]) -> str:
     lines = [f"  {url}: {why}" for url, why in list(rows.items())[:SHOWN]]
-    return "\n".join([head, *lines, *([f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])])
+    return "\n".join(
+        [head, *lines, *([f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])]
+    )

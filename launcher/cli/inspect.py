@@ -21,7 +21,13 @@ from clip_train.models.config import AnyArchitecture, Architecture, load_archite
 from clip_train.models.export import export_openclip, save_texts
 from clip_train.models.openclip.config import PREFIX
 from clip_train.models.transformers import check_transformers, export_transformers
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, WholeState, initial_weights, silent
+from clip_train.models.weights import (
+    CONFIG_NAME,
+    WEIGHTS_NAMES,
+    WholeState,
+    initial_weights,
+    silent,
+)
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
 from launcher.cli.import_args import model_name
@@ -34,7 +40,12 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
 from launcher.weights import find_run, holds_weights, recipe_in, weights_here
 
-LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data", "evaluate.linear_probe")
+LOOKED_AT = (
+    "data.val",
+    "evaluate.zero_shot_classes",
+    "evaluate.zero_shot_data",
+    "evaluate.linear_probe",
+)
 
 
 def evaluate_run(args: argparse.Namespace) -> int:
@@ -44,7 +55,9 @@ def evaluate_run(args: argparse.Namespace) -> int:
     args.outcome.heartbeat = Heartbeat(env, args.outcome.publish)
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
-        config, architecture, source, where = to_evaluate(args.place, args.overrides, args.weights, args.ema)
+        config, architecture, source, where = to_evaluate(
+            args.place, args.overrides, args.weights, args.ema
+        )
         for each in config.evaluated_on.items():
             dist.on_main(partial(check_place, *each))
         model = build_model(architecture)
@@ -79,9 +92,16 @@ def to_evaluate(
     if raw is None and weights is None:
         config, found = run_at(place, overrides)
         source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader
-        return config, parse_saved(found.state["architecture"]), source, f"step {found.step} of {found.path}"
+        return (
+            config,
+            parse_saved(found.state["architecture"]),
+            source,
+            f"step {found.step} of {found.path}",
+        )
     if ema:
-        raise UserError(f"--ema is of a run's checkpoint, not of weights ({weights or place}); leave it out")
+        raise UserError(
+            f"--ema is of a run's checkpoint, not of weights ({weights or place}); leave it out"
+        )
     if raw is None:
         config = load_config(recipe_in(place) or place, overrides)
     else:
@@ -93,7 +113,12 @@ def to_evaluate(
         if raw is not None and "name" not in config.model.model_fields_set:
             name = dist.agreed(partial(described, model.init_from or "", place))
             model = model.model_copy(update={"name": name})  # noqa: PLW2901
-        return config, model.architecture(), dist.agreed(partial(initial_weights, model, config.run.seed, say)), weights
+        return (
+            config,
+            model.architecture(),
+            dist.agreed(partial(initial_weights, model, config.run.seed, say)),
+            weights,
+        )
 
 
 def recipe_of_model(place: str, weights: str | None) -> dict[str, Any] | None:
@@ -131,7 +156,10 @@ def run_at(place: str, overrides: list[str]) -> tuple[RunConfig, Resumed]:
     found = open_to_look(places, only=only)
     if config is not None:
         return config, found
-    recipe_there, said = found.state["recipe"], {override.partition("=")[0] for override in overrides}
+    recipe_there, said = (
+        found.state["recipe"],
+        {override.partition("=")[0] for override in overrides},
+    )
     for name in LOOKED_AT if is_remote(place) else ():
         section, key = name.split(".")
         url = recipe_there[section].get(key)
@@ -152,8 +180,15 @@ def check_names(found: Resumed, model: str, *, said: bool) -> None:
     that neither OpenCLIP's model of this name has, nor one of which the command line has said that it is it."""
 
     def names(architecture: dict[str, Any]) -> set[str]:
-        text, trunk = architecture["text_cfg"], architecture["vision_cfg"].get("timm_model_name") or ""
-        return {text.get("hf_tokenizer_name"), text.get("hf_model_name"), trunk if ":" in trunk else None} - {None}
+        text, trunk = (
+            architecture["text_cfg"],
+            architecture["vision_cfg"].get("timm_model_name") or "",
+        )
+        return {
+            text.get("hf_tokenizer_name"),
+            text.get("hf_model_name"),
+            trunk if ":" in trunk else None,
+        } - {None}
 
     if foreign := names(found.state["architecture"]):
         openclips = model.startswith(PREFIX) and not os.path.exists(model.removeprefix(PREFIX))
@@ -172,10 +207,14 @@ def export_run(args: argparse.Namespace) -> int:
         hub.check_push(args.push)
     config, places, only = find_run(args.place, args.overrides)
     if config is None and args.overrides:
-        raise UserError(f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe")
+        raise UserError(
+            f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe"
+        )
     found = open_to_look(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
-    architecture = parse_saved(found.state["architecture"])  # whatever has become of the recipe's files
+    architecture = parse_saved(
+        found.state["architecture"]
+    )  # whatever has become of the recipe's files
     if args.format == "transformers":
         if not isinstance(architecture, Architecture):
             raise UserError(

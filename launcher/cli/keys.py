@@ -64,7 +64,9 @@ def print_keys(prefix: str) -> int:
         for key in keys:
             text = f"{key.allowed}. {key.meaning}"
             if width:
-                print(f"{key.name}: {key.default}\n{textwrap.indent(textwrap.fill(text, width - 4), '    ')}")
+                print(
+                    f"{key.name}: {key.default}\n{textwrap.indent(textwrap.fill(text, width - 4), '    ')}"
+                )
             else:
                 print(f"{key.name}\t{key.default}\t{text}")
     return 0
@@ -74,9 +76,15 @@ def print_page(prefix: str) -> int:
     """The same in Markdown, for docs/recipe.md."""
     print(PAGE, end="")
     for section, what, keys in all_keys(prefix):
-        print(f"\n## {section}\n\n{' '.join(what.split())}\n\n| Key | Default | May be | Meaning |\n|---|---|---|---|")
+        print(
+            f"\n## {section}\n\n{' '.join(what.split())}\n\n| Key | Default | May be | Meaning |\n|---|---|---|---|"
+        )
         for key in keys:
-            words = [text.replace("<", "&lt;").replace("*", "\\*") for text in (key.allowed, key.meaning)]
-            cells = [each.replace("|", "\\|") for each in (f"`{key.name}`", f"`{key.default}`", *words)]
+            words = [
+                text.replace("<", "&lt;").replace("*", "\\*") for text in (key.allowed, key.meaning)
+            ]
+            cells = [
+                each.replace("|", "\\|") for each in (f"`{key.name}`", f"`{key.default}`", *words)
+            ]
             print(f"| {' | '.join(cells)} |")
     return 0

@@ -25,7 +25,9 @@ def entry() -> NoReturn:
     which races at times ("terminate called without an active exception") and would turn a finished run's
     status 0, or a preempted one's 75, into a crash.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stacks whenever another rank has gone
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # else C++ stacks whenever another rank has gone
     stderr = sys.stderr.buffer if sys.stderr else open(os.devnull, "wb")  # noqa: SIM115
     sys.stderr = Unfailing(stderr, errors="backslashreplace", line_buffering=True)
     stop = StopRequest()
@@ -52,7 +54,9 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     startup.done("python")
     # launchers of ranks may append --local_rank=N; the environment has it already.
     arguments = [
-        a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith(("--local_rank", "--local-rank"))
+        a
+        for a in (sys.argv[1:] if argv is None else argv)
+        if not a.startswith(("--local_rank", "--local-rank"))
     ]
     args = parse(arguments)
     configure(quiet=args.quiet, verbose=args.verbose)
@@ -61,7 +65,9 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         module, _, function = VERBS[args.verb].run.partition(":")
         return getattr(importlib.import_module(module), function)(args)
     except (Exception, KeyboardInterrupt) as e:
-        if isinstance(e, BrokenPipeError) and args.verb != "train":  # whoever read has gone: `... | head`
+        if (
+            isinstance(e, BrokenPipeError) and args.verb != "train"
+        ):  # whoever read has gone: `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         return outcome.finish(e)

@@ -36,9 +36,17 @@ POSITIONS: dict[str, dict[str, Any]] = {
     },
     "out": {"metavar": "OUT", "help": "folder for the shards"},
     "shell": {"metavar": "SHELL", "choices": SHELLS, "help": f"one of {', '.join(SHELLS)}"},
-    "shards": {"metavar": "SHARDS", "nargs": "+", "help": "as data.train: paths, URLs, braces, globs"},
+    "shards": {
+        "metavar": "SHARDS",
+        "nargs": "+",
+        "help": "as data.train: paths, URLs, braces, globs",
+    },
     "run": {"metavar": "RUN", "help": "a run's folder, or its recipe"},
-    "runs": {"metavar": "RUN", "nargs": "+", "help": "a run's folder, or its recipe; several are compared"},
+    "runs": {
+        "metavar": "RUN",
+        "nargs": "+",
+        "help": "a run's folder, or its recipe; several are compared",
+    },
     "overrides": {
         "metavar": "key.path=value",
         "nargs": "*",
@@ -58,7 +66,9 @@ class Verb:
     description: str
     examples: str
     positions: tuple[str, ...] = ("recipe", "overrides")
-    options: tuple[tuple[Any, ...], ...] = ()  # name, metavar (None: a switch; a list: its choices), help, default
+    options: tuple[
+        tuple[Any, ...], ...
+    ] = ()  # name, metavar (None: a switch; a list: its choices), help, default
 
 
 VERBS = {
@@ -75,7 +85,11 @@ VERBS = {
         positions=("recipe?", "overrides"),
         options=(
             ("ranks", "N", "without a launcher: ranks on this machine (default: GPUs, else 1)"),
-            ("dry-run", None, "check recipe, shards and devices, print the plan, and start nothing"),
+            (
+                "dry-run",
+                None,
+                "check recipe, shards and devices, print the plan, and start nothing",
+            ),
             ("keys", None, "as clip-train keys"),
         ),
     ),
@@ -100,8 +114,16 @@ VERBS = {
         clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, engines, speed, traffic on it""",
         options=(
             ("world-size", "N", "ranks (default: WORLD_SIZE, else 1)"),
-            ("samples-per-second", "RATE", "over all ranks, for the ETA (default: from the run's metrics)"),
-            ("gpu", "NAME", "H200, H100, A100-80, ...: its memory is the limit; layouts, engines, speed on it"),
+            (
+                "samples-per-second",
+                "RATE",
+                "over all ranks, for the ETA (default: from the run's metrics)",
+            ),
+            (
+                "gpu",
+                "NAME",
+                "H200, H100, A100-80, ...: its memory is the limit; layouts, engines, speed on it",
+            ),
             JSON,
         ),
     ),
@@ -129,7 +151,11 @@ VERBS = {
                 ["train", "chain", "torchrun"],
                 "of slurm/ (default: train); chain: where jobs may not requeue",
             ),
-            ("site", "FILE", "the site's defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)"),
+            (
+                "site",
+                "FILE",
+                "the site's defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)",
+            ),
             ("dry-run", None, "check, print the batch script, and submit nothing"),
             ("offline", None, "look neither at shards nor at checkpoint.remote"),
         ),
@@ -159,7 +185,11 @@ VERBS = {
         clip-train evaluate open_clip:ViT-B-32/openai data.val='val/*.tar' evaluate.zero_shot_classes=imagenet""",
         positions=("place", "overrides"),
         options=(
-            ("weights", "PLACE", "an exported folder or weights instead of the run's newest checkpoint"),
+            (
+                "weights",
+                "PLACE",
+                "an exported folder or weights instead of the run's newest checkpoint",
+            ),
             EMA,
             JSON,
         ),
@@ -178,7 +208,12 @@ VERBS = {
         options=(
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),
             ("step", "N", "the checkpoint of this step (default: the newest)"),
-            ("format", ["open_clip", "transformers"], "for which library (default: open_clip)", "open_clip"),
+            (
+                "format",
+                ["open_clip", "transformers"],
+                "for which library (default: open_clip)",
+                "open_clip",
+            ),
             EMA,
             ("push", "PLACE", "upload it to hf-hub:org/name too; a new repository is private"),
         ),
@@ -194,7 +229,11 @@ VERBS = {
         clip-train shards photos shards                         each x.jpg with its x.txt; or a metadata.csv in it""",
         positions=("source", "out"),
         options=(
-            ("image-key", "NAME", "column of the image's path or bytes (default: filepath, file_name, image, ...)"),
+            (
+                "image-key",
+                "NAME",
+                "column of the image's path or bytes (default: filepath, file_name, image, ...)",
+            ),
             (
                 "caption-key",
                 "NAMES",
@@ -214,7 +253,11 @@ VERBS = {
         clip-train index shards/*.tar --check                   have they changed, or been damaged?""",
         positions=("shards",),
         options=(
-            ("caption-key", "NAMES", "as data.caption_key: samples with one of these can be used (default: txt)"),
+            (
+                "caption-key",
+                "NAMES",
+                "as data.caption_key: samples with one of these can be used (default: txt)",
+            ),
             ("overwrite-sizes", None, "write sizes.json over that of another tool too"),
             ("workers", "N", "processes (default: one for each CPU, 2 to 16)"),
             ("check", None, "read again and compare with the index; write nothing"),
@@ -243,7 +286,11 @@ VERBS = {
         clip-train report runs/a runs/b --output a-b.html       curves over each other, keys that differ""",
         positions=("runs",),
         options=(
-            ("output", "FILE", "where to (default: report.html in the run's folder; comparison.html of several)"),
+            (
+                "output",
+                "FILE",
+                "where to (default: report.html in the run's folder; comparison.html of several)",
+            ),
         ),
     ),
     "watch": Verb(
@@ -266,7 +313,13 @@ VERBS = {
         clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar --train-num-samples 100000"
         clip-train import-args logs/my-run/params.txt           print it; > my.yaml keeps it""",
         positions=("command",),
-        options=(("world-size", "N", "GPUs, where the command does not say (default: torchrun's, else 1)"),),
+        options=(
+            (
+                "world-size",
+                "N",
+                "GPUs, where the command does not say (default: torchrun's, else 1)",
+            ),
+        ),
     ),
     "demo": Verb(
         "launcher.cli.demo:run",
@@ -310,7 +363,11 @@ def build_parser() -> argparse.ArgumentParser:
     for name, verb in VERBS.items():
         examples = "examples:\n" + textwrap.indent(textwrap.dedent(verb.examples), "  ")
         sub = verbs.add_parser(
-            name, help=verb.help, description=textwrap.dedent(verb.description), epilog=examples, formatter_class=style
+            name,
+            help=verb.help,
+            description=textwrap.dedent(verb.description),
+            epilog=examples,
+            formatter_class=style,
         )
         for position in verb.positions:
             nargs: dict[str, Any] = {"nargs": "?"} if position.endswith("?") else {}
@@ -321,8 +378,14 @@ def build_parser() -> argparse.ArgumentParser:
                 takes = {"action": "store_true"}
             elif isinstance(metavar, list):
                 takes = {"choices": metavar}
-            sub.add_argument(f"--{option}", help=text, **takes, **({"default": default[0]} if default else {}))
+            sub.add_argument(
+                f"--{option}", help=text, **takes, **({"default": default[0]} if default else {})
+            )
         loudness = sub.add_mutually_exclusive_group()
-        loudness.add_argument("--quiet", action="store_true", help="log warnings and errors alone, and no progress")
-        loudness.add_argument("--verbose", action="store_true", help="log what is tried again, and other details")
+        loudness.add_argument(
+            "--quiet", action="store_true", help="log warnings and errors alone, and no progress"
+        )
+        loudness.add_argument(
+            "--verbose", action="store_true", help="log what is tried again, and other details"
+        )
     return parser

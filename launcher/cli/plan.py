@@ -48,7 +48,11 @@ def make_plan(
     """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. device: whose memory is the limit."""
     found = find_gpu(gpu) if gpu is not None else None
     if config.chosen:
-        limit = usable(found) if found and config.batch.memory_limit is None else memory_limit(config, device)
+        limit = (
+            usable(found)
+            if found and config.batch.memory_limit is None
+            else memory_limit(config, device)
+        )
         checked = decide(config, checked, limit)
     plan, architecture, engine = checked.plan, checked.architecture, checked.engine
     checkpointing = bool(engine.activation_checkpointing)
@@ -77,18 +81,25 @@ def make_plan(
         "activation_checkpointing": checkpointing,
         "reduce_gradients": engine.reduce_gradients if engine.zero_stage >= 2 else "once",
         "memory_limit_bytes": checked.layout.room.limit if checked.layout else None,
-        "reason": f"{', '.join(config.chosen)} = auto: {checked.layout.describe()}" if checked.layout else None,
-        "advice": pays_twice(plan) if checkpointing and plan.kept_graphs < plan.accum_steps else None,
+        "reason": f"{', '.join(config.chosen)} = auto: {checked.layout.describe()}"
+        if checked.layout
+        else None,
+        "advice": pays_twice(plan)
+        if checkpointing and plan.kept_graphs < plan.accum_steps
+        else None,
         "lanes": checked.streams,
         "times_read": times_read(config.batch.sizes, checked.streams, plan.world_size),
         "steps": config.steps,
         "samples": samples,
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
-        "flops_per_step": plan.global_size * (forward * (2 + forwards + recomputed) + teacher_flops),
+        "flops_per_step": plan.global_size
+        * (forward * (2 + forwards + recomputed) + teacher_flops),
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,
-        "gpu": {"name": gpu, **estimate(config, checked, found, forwards + recomputed)} if found else None,
+        "gpu": {"name": gpu, **estimate(config, checked, found, forwards + recomputed)}
+        if found
+        else None,
     }
 
 
@@ -96,7 +107,9 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, args.overrides)
     said = os.environ.get("WORLD_SIZE", "1")
     if args.world_size is None and not said.isdigit():
-        raise UserError(f"WORLD_SIZE ({said}) must be a whole number; unset it, or give --world-size")
+        raise UserError(
+            f"WORLD_SIZE ({said}) must be a whole number; unset it, or give --world-size"
+        )
     world_size = args.world_size if args.world_size is not None else int(said)
     if world_size < 1:
         raise UserError(f"--world-size ({world_size}) must be at least 1")
@@ -123,7 +136,9 @@ def show(config: RunConfig, plan: dict[str, Any]) -> None:
 
 
 def gpu_tables(gpu: dict[str, Any]) -> Iterator[Table]:
-    layouts = Table(title=f"layouts on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable", box=None)
+    layouts = Table(
+        title=f"layouts on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable", box=None
+    )
     for head in ("b", "k", "m", "checkpointing", "GiB", "fits", "s/step at 40%", ""):
         layouts.add_column(head, justify="right")
     for row in gpu["layouts"]:
@@ -134,11 +149,25 @@ def gpu_tables(gpu: dict[str, Any]) -> Iterator[Table]:
         )  # fmt: skip
     yield layouts
     engines = Table(title="engines", box=None)
-    for head in ("engine", "parameters", "gradients", "optimizer", "buffers", "fixed GiB", "largest b", "checkpointed"):
+    for head in (
+        "engine",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "buffers",
+        "fixed GiB",
+        "largest b",
+        "checkpointed",
+    ):
         engines.add_column(head, justify="right")
     for row in gpu["engines"]:
-        parts = (f"{row[part] / GIB:.2f}" for part in ("parameters", "gradients", "optimizer", "buffers", "fixed"))
-        largest = (f"{row[name]:,}" for name in ("largest_micro_size", "with_activation_checkpointing"))
+        parts = (
+            f"{row[part] / GIB:.2f}"
+            for part in ("parameters", "gradients", "optimizer", "buffers", "fixed")
+        )
+        largest = (
+            f"{row[name]:,}" for name in ("largest_micro_size", "with_activation_checkpointing")
+        )
         engines.add_row(f"{row['kind']}: {row['engine']}", *parts, *largest)
     yield engines
     rates = Table(title="speed in bf16", box=None)
@@ -149,18 +178,27 @@ def gpu_tables(gpu: dict[str, Any]) -> Iterator[Table]:
     yield rates
     rest = Table(title="on each rank, at 40% MFU", box=None, show_header=False)
     for name, size in gpu["collective_bytes"].items():
-        rest.add_row(f"{name} sent", f"{size / 1e9:.3g} GB a step, {1e3 * gpu['collective_seconds'][name]:.3g} ms")
-    rest.add_row("loader", f"{gpu['loader']['cores']:.1f} cores, {gpu['loader']['bytes_per_second'] / 1e9:.2f} GB/s")
+        rest.add_row(
+            f"{name} sent",
+            f"{size / 1e9:.3g} GB a step, {1e3 * gpu['collective_seconds'][name]:.3g} ms",
+        )
+    rest.add_row(
+        "loader",
+        f"{gpu['loader']['cores']:.1f} cores, {gpu['loader']['bytes_per_second'] / 1e9:.2f} GB/s",
+    )
     saved = gpu["checkpoint"]
     rest.add_row(
-        "checkpoint", f"{saved['bytes'] / 1e9:.2f} GB in {saved['requests']:,.0f} requests, all ranks together"
+        "checkpoint",
+        f"{saved['bytes'] / 1e9:.2f} GB in {saved['requests']:,.0f} requests, all ranks together",
     )
     yield rest
 
 
 def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
     memory = plan["memory_bytes"]
-    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items() if name != "total")
+    parts = ", ".join(
+        f"{name} {size / GIB:.2f}" for name, size in memory.items() if name != "total"
+    )
     epochs = f", {plan['epochs']:.1f} epochs" if plan["epochs"] else ""
     eta = (
         f"{format_seconds(plan['eta_seconds'])} at {plan['samples_per_second']:,.0f} samples/s"
@@ -168,7 +206,11 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         else "unknown: give --samples-per-second, or plan again when the run has some steps"
     )
     uneven = f"{plan['per_rank'] - 1:,} or " if plan["global_size"] % plan["world_size"] else ""
-    trained = f", {plan['trained_parameters']:,} trained" if plan["trained_parameters"] < plan["parameters"] else ""
+    trained = (
+        f", {plan['trained_parameters']:,} trained"
+        if plan["trained_parameters"] < plan["parameters"]
+        else ""
+    )
     return [
         ("parameters", f"{plan['parameters']:,}{trained}"),
         *([("batch schedule", plan["schedule"])] if plan["schedule"] else []),

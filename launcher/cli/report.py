@@ -24,7 +24,14 @@ from launcher.runtime.log import log
 LOOK_SECONDS = 2.0
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = ("loss", "grad_norm", "samples_per_second")
-COLOURS = {"ok": "green", "warning": "yellow", "error": "red", "DONE": "green", "training": "green", "silent": "red"}
+COLOURS = {
+    "ok": "green",
+    "warning": "yellow",
+    "error": "red",
+    "DONE": "green",
+    "training": "green",
+    "silent": "red",
+}
 COLOURS |= {"PREEMPTED": "yellow", "FAILED": "red", "FATAL": "red"}
 
 
@@ -57,7 +64,9 @@ def folder_of(place: str) -> Path:
     path = Path(place).expanduser()
     folder = load_config(place).run_dir if path.is_file() else path
     if not any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl")):
-        raise UserError(f"{folder} holds no run (no recipe.yaml, no metrics.jsonl): give a run's folder, or its recipe")
+        raise UserError(
+            f"{folder} holds no run (no recipe.yaml, no metrics.jsonl): give a run's folder, or its recipe"
+        )
     return folder
 
 
@@ -81,12 +90,18 @@ def _lines(run: Run, width: int) -> Iterator[RenderableType]:
     for name, title in CHARTS.items():
         if curve := run.curves.get(name):
             values = [number(value) for value in (curve.last, curve.recent, curve.first)]
-            spark = sparkline([each.mean for each in curve.buckets], max(10, width - 70)) if name in SPARKS else ""
+            spark = (
+                sparkline([each.mean for each in curve.buckets], max(10, width - 70))
+                if name in SPARKS
+                else ""
+            )
             table.add_row(title, *values, spark)
     yield table
     for which, each in enumerate(run.starts, 1):
         how = f": {each['ended'][0]}, {each['ended'][1]}" if each["ended"] else ""
-        yield Text(f"attempt {which} from step {each['step']:,}, {each.get('time', '')}{how}", style="dim")
+        yield Text(
+            f"attempt {which} from step {each['step']:,}, {each.get('time', '')}{how}", style="dim"
+        )
     if run.evaluations:
         found = "  ".join(f"{name} {number(value)}" for name, value in run.evaluations[-1].items())
         yield Text(f"evaluation: {found}")
@@ -97,4 +112,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     size = -(-len(values) // width)
     means = [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
     low, high = min(means), max(means)
-    return "".join(BARS[int((len(BARS) - 1) * (each - low) / ((high - low) or 1))] for each in means)
+    return "".join(
+        BARS[int((len(BARS) - 1) * (each - low) / ((high - low) or 1))] for each in means
+    )

@@ -22,11 +22,20 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--per-shard ({per_shard}) and --workers ({workers}) must be at least 1")
     caption_keys = args.caption_key.split(",") if args.caption_key else []
     rows = read_rows(source, args.image_key, caption_keys)
-    root = Path(args.images).expanduser() if args.images else source if source.is_dir() else source.parent
+    root = (
+        Path(args.images).expanduser()
+        if args.images
+        else source
+        if source.is_dir()
+        else source.parent
+    )
     size = source.stat().st_size if source.is_file() else None
     settings = {"source": str(source.absolute()), "bytes": size, "per_shard": per_shard}
     same_settings(folder, settings | {"image_key": args.image_key, "caption_key": args.caption_key})
-    columns = (SpinnerColumn(), TextColumn("{task.fields[samples]:,} samples in {task.completed:,.0f} shards"))
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.fields[samples]:,} samples in {task.completed:,.0f} shards"),
+    )
     samples, done = 0, list[Written]()
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=None, samples=0)
@@ -43,7 +52,13 @@ def run(args: argparse.Namespace) -> int:
             example = next(image for each in done for image, why in each.left_out if why == reason)
             print(f"  {count:,} {reason}, such as {example}")
         print("all of them are in the NNNNN_stats.json beside the shards")
-    pattern = f"{folder}/{{{done[0].path.stem}..{done[-1].path.stem}}}.tar" if len(done) > 1 else str(done[0].path)
-    status = run_index([str(each.path) for each in done], caption_key=None, workers=workers, check=False)
+    pattern = (
+        f"{folder}/{{{done[0].path.stem}..{done[-1].path.stem}}}.tar"
+        if len(done) > 1
+        else str(done[0].path)
+    )
+    status = run_index(
+        [str(each.path) for each in done], caption_key=None, workers=workers, check=False
+    )
     print(f"next: clip-train train recipes/vit_b32.yaml data.train='{pattern}'")
     return status

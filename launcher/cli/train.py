@@ -39,6 +39,8 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     show(config, make_plan(config, checked, device=device))
     assert checked.source is not None  # read_data
-    print(f"data.train: {checked.source.index.describe()}; the first caption: {checked.source.first_caption!r}")
+    print(
+        f"data.train: {checked.source.index.describe()}; the first caption: {checked.source.first_caption!r}"
+    )
     print("nothing was started or written: the same line without --dry-run trains")
     return 0

@@ -18,7 +18,9 @@ from launcher.engines import KINDS, describe, package
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
 MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
-DECODED_PER_CORE = 1200.0  # samples/s of a loader on one core: 0.77 to 0.87 ms each in benchmarks/data.py
+DECODED_PER_CORE = (
+    1200.0  # samples/s of a loader on one core: 0.77 to 0.87 ms each in benchmarks/data.py
+)
 SAMPLE_BYTES = 40e3  # of an image of 256 to 384 pixels with its caption in a shard
 LARGEST_TABLE = 16  # rows
 
@@ -46,7 +48,9 @@ GPUS = {
 
 def find_gpu(name: str) -> GPU:
     if name.upper() not in GPUS:
-        raise UserError(f"--gpu ({name}) is not known: use one of {', '.join(GPUS)}, or batch.memory_limit=80GB")
+        raise UserError(
+            f"--gpu ({name}) is not known: use one of {', '.join(GPUS)}, or batch.memory_limit=80GB"
+        )
     return GPUS[name.upper()]
 
 
@@ -85,7 +89,8 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU, forwards: float) -> 
         },
         "checkpoint": {
             "bytes": saved,
-            "requests": W * (3 + saved // W // PART_BYTES) + 3,  # parts; two manifests; manifest, layout, marker
+            "requests": W * (3 + saved // W // PART_BYTES)
+            + 3,  # parts; two manifests; manifest, layout, marker
         },
         "layouts": layouts(config, checked, limit, gpu.flops * MFUS[1] / forward),
         "engines": engines(config, checked, limit),
@@ -97,7 +102,9 @@ def collectives(config: RunConfig, checked: Checked, P: int, trained: int) -> di
     plan, engine = checked.plan, checked.engine
     W, k, m, stage = plan.world_size, plan.accum_steps, plan.kept_graphs, engine.zero_stage
     word = 4 if engine.precision == "fp32" else 2
-    fp32_sums = package(engine.kind).sums_fp32(engine) or (stage == 1 and engine.precision == "bf16")
+    fp32_sums = package(engine.kind).sums_fp32(engine) or (
+        stage == 1 and engine.precision == "bf16"
+    )
     gathered = 0 if config.batch.accumulation == "local" else plan.global_size
     reduced = 4 if fp32_sums else word
     times = 1 if stage < 2 or engine.reduce_gradients == "once" else k
@@ -111,11 +118,15 @@ def collectives(config: RunConfig, checked: Checked, P: int, trained: int) -> di
     }
 
 
-def layouts(config: RunConfig, checked: Checked, limit: float, forwards_per_second: float) -> list[dict[str, Any]]:
+def layouts(
+    config: RunConfig, checked: Checked, limit: float, forwards_per_second: float
+) -> list[dict[str, Any]]:
     """Ways to cut the batch on the recipe's engine, those that fit first; `auto`: what it would choose."""
     plan, engine = checked.plan, checked.engine
     free = config.model_copy(
-        update={"batch": config.batch.model_copy(update={"micro_size": "auto", "kept_graphs": "auto"})}
+        update={
+            "batch": config.batch.model_copy(update={"micro_size": "auto", "kept_graphs": "auto"})
+        }
     )
     asked = replace(checked, engine=engine.model_copy(update={"activation_checkpointing": "auto"}))
     try:
@@ -125,8 +136,15 @@ def layouts(config: RunConfig, checked: Checked, limit: float, forwards_per_seco
     assert chosen is not None
     profiles = {on: predicted_profile(config, checked, on) for on in (False, True)}
     found = candidates(plan.global_size, plan.world_size, chosen.room, profiles)
-    by_k = [each for each in found if each.plan.accum_steps & (each.plan.accum_steps - 1) == 0 or each == chosen]
-    near = sorted(by_k, key=lambda each: (each.bytes > limit, each.cost if each.bytes <= limit else each.bytes))
+    by_k = [
+        each
+        for each in found
+        if each.plan.accum_steps & (each.plan.accum_steps - 1) == 0 or each == chosen
+    ]
+    near = sorted(
+        by_k,
+        key=lambda each: (each.bytes > limit, each.cost if each.bytes <= limit else each.bytes),
+    )
     return [
         {
             "micro_size": each.plan.micro_size,
@@ -149,13 +167,31 @@ def engines(config: RunConfig, checked: Checked, limit: float) -> list[dict[str,
     one = replace(checked.plan, micro_size=1, kept_graphs=1)
     for kind in KINDS:
         for stage in (0, 1, 2, 3):
-            at = {"kind": kind, "zero_stage": stage, "ds_config": None, "precision": checked.engine.precision}
+            at = {
+                "kind": kind,
+                "zero_stage": stage,
+                "ds_config": None,
+                "precision": checked.engine.precision,
+            }
             engine = config.engine.model_copy(update=at)
-            if any(package(kind).mistakes(engine, engine_facts(config, checked.plan, checked.plan.world_size))):
+            if any(
+                package(kind).mistakes(
+                    engine, engine_facts(config, checked.plan, checked.plan.world_size)
+                )
+            ):
                 continue
             fixed = estimate_memory(config, engine, one, checked.architecture, None)
             left = max(0.0, limit - fixed.total)
-            largest = {on: int(left // max(profile.peak, profile.forward)) for on, profile in profiles.items()}
+            largest = {
+                on: int(left // max(profile.peak, profile.forward))
+                for on, profile in profiles.items()
+            }
             row = {"engine": describe(engine), "kind": kind, **asdict(fixed), "fixed": fixed.total}
-            rows.append(row | {"largest_micro_size": largest[False], "with_activation_checkpointing": largest[True]})
+            rows.append(
+                row
+                | {
+                    "largest_micro_size": largest[False],
+                    "with_activation_checkpointing": largest[True],
+                }
+            )
     return rows

@@ -33,19 +33,28 @@ GPU_MARGIN = 0.1  # of what is free: fragments, libraries' workspaces
 
 
 def estimate_memory(
-    config: RunConfig, engine: EngineConfig, plan: BatchPlan, architecture: AnyArchitecture, profile: Profile | None
+    config: RunConfig,
+    engine: EngineConfig,
+    plan: BatchPlan,
+    architecture: AnyArchitecture,
+    profile: Profile | None,
 ) -> Memory:
     """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without activations."""
     P, D = count_parameters(architecture), architecture.embed_dim
     trained = trained_parameters(config.model, architecture)
-    held: Memory = package(engine.kind).memory(engine, P, trained, moment_bytes(config.optim), plan.world_size)
-    teacher = config.model.teacher_architecture()  # which every rank holds, as it does the memory banks
+    held: Memory = package(engine.kind).memory(
+        engine, P, trained, moment_bytes(config.optim), plan.world_size
+    )
+    teacher = (
+        config.model.teacher_architecture()
+    )  # which every rank holds, as it does the memory banks
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
     sample = 3 * architecture.vision_cfg.image_size**2 + 8 * architecture.text_cfg.context_length
     return replace(
         held,
-        parameters=held.parameters + (DTYPES[engine.precision].itemsize * count_parameters(teacher) if teacher else 0),
+        parameters=held.parameters
+        + (DTYPES[engine.precision].itemsize * count_parameters(teacher) if teacher else 0),
         activations=profile.bytes_for(plan) if profile else 0.0,
         features=4 * D * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked)
         + 8 * min(side, plan.global_size) ** 2  # on whatever it will run, at most
@@ -83,16 +92,23 @@ def _profile(
         if not architecture.vision_cfg.stages:
             towers["vision_cfg", "image"] = architecture.vision_cfg.depth
         blocks += architecture.vision_cfg.pool_type == "avg"
-    shallow = {name: min(depth, blocks + (tower in frozen)) for (name, tower), depth in towers.items()}
+    shallow = {
+        name: min(depth, blocks + (tower in frozen)) for (name, tower), depth in towers.items()
+    }
 
     def profile(layers: dict[str, int]) -> Profile:
-        cut = {name: getattr(architecture, name).model_copy(update={"layers": n}) for name, n in layers.items()}
+        cut = {
+            name: getattr(architecture, name).model_copy(update={"layers": n})
+            for name, n in layers.items()
+        }
 
         def make_model() -> torch.nn.Module:
             torch.set_default_dtype(DTYPES[precision])
             try:
                 model = build_model(
-                    architecture.model_copy(update=cut), dropout=dropout, activation_checkpointing=checkpointing
+                    architecture.model_copy(update=cut),
+                    dropout=dropout,
+                    activation_checkpointing=checkpointing,
                 )
             finally:
                 torch.set_default_dtype(torch.float32)
@@ -121,18 +137,30 @@ def predicted_profile(config: RunConfig, checked: Checked, checkpointing: bool) 
 
 
 def decide(
-    config: RunConfig, checked: Checked, limit: float, *, measured: Profile | None = None, allocated: float = 0.0
+    config: RunConfig,
+    checked: Checked,
+    limit: float,
+    *,
+    measured: Profile | None = None,
+    allocated: float = 0.0,
 ) -> Checked:
     """`checked` with every `auto` decided: the layout of least work within `limit` bytes a rank.
 
     The numbers that the recipe gives stay as they are. measured: by the engine itself, built as `checked.engine` says;
     allocated: bytes that it holds.
     """
-    engine, batch, plan, architecture = checked.engine, config.batch, checked.plan, checked.architecture
+    engine, batch, plan, architecture = (
+        checked.engine,
+        config.batch,
+        checked.plan,
+        checked.architecture,
+    )
     wanted = engine.activation_checkpointing
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
     options = (False, True) if wanted == "auto" else (bool(wanted),)
-    ways = [engine.model_copy(update={"reduce_gradients": way}) for way in ("each_backward", "once")]
+    ways = [
+        engine.model_copy(update={"reduce_gradients": way}) for way in ("each_backward", "once")
+    ]
     each, once = (estimate_memory(config, way, plan, architecture, None).total for way in ways)
     reductions: tuple[bool, ...] = (engine.zero_stage >= 2 and engine.reduce_gradients == "once",)
     if engine.zero_stage >= 2 and engine.reduce_gradients == "auto":
@@ -156,7 +184,9 @@ def decide(
         "activation_checkpointing": layout.activation_checkpointing,
         "reduce_gradients": "once" if layout.reduce_once else "each_backward",
     }
-    return replace(checked, plan=layout.plan, engine=engine.model_copy(update=resolved), layout=layout)
+    return replace(
+        checked, plan=layout.plan, engine=engine.model_copy(update=resolved), layout=layout
+    )
 
 
 def memory_limit(config: RunConfig, device: torch.device | None) -> float:
@@ -179,6 +209,10 @@ def measure(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
     if where.type != "cuda" and config.engine.compile:
         return checked  # compiled code makes its tensors out of the counter's sight
     seen = real_profile(engine, partial(micro_batch, checked.architecture, where), predicted)
-    seen = Profile(*dist.max_scalars(max(seen.forward, predicted.forward), seen.graph, seen.building, seen.backward))
+    seen = Profile(
+        *dist.max_scalars(
+            max(seen.forward, predicted.forward), seen.graph, seen.building, seen.backward
+        )
+    )
     allocated = dist.max_scalar(torch.cuda.memory_allocated(where)) if where.type == "cuda" else 0.0
     return decide(config, checked, checked.layout.room.limit, measured=seen, allocated=allocated)

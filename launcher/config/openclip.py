@@ -150,6 +150,16 @@ def suggest(unknown: Sequence[str], line: Sequence[str]) -> str:
         flag = option.removeprefix("--").replace("_", "-")
         if option.startswith("--") and flag in FLAGS:
             behind = "" if equals else " ".join(line[line.index(word) + 1 :][:1])
-            value = "true" if flag in SWITCHES else value or ("..." if behind.startswith("--") else behind or "...")
-            said.append(f"{option}: {SAME[flag]}={value}" if flag in SAME else f"{option}: {meaning(flag)}")
-    return "\nof OpenCLIP's flags, a recipe has\n  " + "\n  ".join(said).replace("`", "") if said else ""
+            value = (
+                "true"
+                if flag in SWITCHES
+                else value or ("..." if behind.startswith("--") else behind or "...")
+            )
+            said.append(
+                f"{option}: {SAME[flag]}={value}" if flag in SAME else f"{option}: {meaning(flag)}"
+            )
+    return (
+        "\nof OpenCLIP's flags, a recipe has\n  " + "\n  ".join(said).replace("`", "")
+        if said
+        else ""
+    )

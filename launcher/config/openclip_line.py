@@ -16,8 +16,13 @@ from launcher.config.openclip import FLAGS, LISTS, SWITCHES
 
 _MAIN = re.compile(r"(^|[./])main(\.py)?$")  # the word behind which the flags stand
 _ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|[^\s;]*)\s*;?\s*")
-_VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
-_PER_NODE, _NODES = r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)", r"--(?:nnodes?|nodes)[= ](\d+)"
+_VARIABLE = re.compile(
+    r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))"
+)
+_PER_NODE, _NODES = (
+    r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)",
+    r"--(?:nnodes?|nodes)[= ](\d+)",
+)
 _IN_ALL = r"(?:--ntasks[= ]|\s-np? )(\d+)"
 
 
@@ -32,12 +37,16 @@ def read(given: str, stdin: str | None = None) -> tuple[dict[str, Any], int | No
     path = Path(given)
     if os.path.isdir(given):
         path /= "params.txt"
-    elif not os.path.isfile(given) and (" " in given or path.suffix not in (".sh", ".sbatch", ".txt")):
+    elif not os.path.isfile(given) and (
+        " " in given or path.suffix not in (".sh", ".sbatch", ".txt")
+    ):
         return read_command(given)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}; correct the path") from None
+        raise UserError(
+            f"cannot read {path}: {getattr(e, 'strerror', None) or e}; correct the path"
+        ) from None
     return read_params(text) if path.suffix == ".txt" else read_command(text)
 
 
@@ -45,12 +54,27 @@ def read_command(text: str) -> tuple[dict[str, Any], int | None]:
     """The same of a command line, or of the script that it stands in: its variables and #SBATCH lines count too."""
     text = re.sub(r"\\[ \t]*\r?\n|\n\s*(?=--\w)", " ", text).rstrip("\\ \t\r\n")
     lines = text.splitlines()
-    command = next((line for line in lines if re.search(r"\bmain(\.py)?\s", line) and not line.startswith("#")), text)
+    command = next(
+        (
+            line
+            for line in lines
+            if re.search(r"\bmain(\.py)?\s", line) and not line.startswith("#")
+        ),
+        text,
+    )
     words = _words(_with_values(command, lines))
     start = next((i + 1 for i, word in enumerate(words) if _MAIN.search(word)), 0)
     launcher = " ".join([*(line for line in lines if line.startswith("#SBATCH")), *words[:start]])
-    per_node, nodes, in_all = (re.search(pattern, launcher) for pattern in (_PER_NODE, _NODES, _IN_ALL))
-    ranks = int(per_node[1]) * int(nodes[1] if nodes else 1) if per_node else int(in_all[1]) if in_all else None
+    per_node, nodes, in_all = (
+        re.search(pattern, launcher) for pattern in (_PER_NODE, _NODES, _IN_ALL)
+    )
+    ranks = (
+        int(per_node[1]) * int(nodes[1] if nodes else 1)
+        if per_node
+        else int(in_all[1])
+        if in_all
+        else None
+    )
     return _flags(words[start:]), ranks
 
 
@@ -61,7 +85,9 @@ def _words(command: str) -> list[str]:
     try:
         return list(lexer)
     except ValueError as e:
-        raise UserError(f"this is no command line: {e}; quote it as one argument, or give - and pipe it in") from None
+        raise UserError(
+            f"this is no command line: {e}; quote it as one argument, or give - and pipe it in"
+        ) from None
 
 
 def _with_values(command: str, lines: list[str]) -> str:
@@ -127,7 +153,9 @@ def read_params(text: str) -> tuple[dict[str, Any], int | None]:
     parts = (line.partition(":") for line in text.splitlines())
     found = {name.strip().replace("_", "-"): value.strip() for name, _, value in parts}
     ranks = found.get("world-size", "")
-    kept = {k: v for k, v in found.items() if k in FLAGS and v not in ("None", "False", "", "{}", "[]")}
+    kept = {
+        k: v for k, v in found.items() if k in FLAGS and v not in ("None", "False", "", "{}", "[]")
+    }
     flags = {k: True if k in SWITCHES else _listed(v) if k in LISTS else v for k, v in kept.items()}
     return flags, int(ranks) if ranks.isdigit() else None
 

@@ -38,7 +38,9 @@ class RunSection(Settings):
 
     name: Annotated[
         str,
-        Allowed("letters, digits, dots, dashes and underscores, at most 100, a letter or digit first"),
+        Allowed(
+            "letters, digits, dots, dashes and underscores, at most 100, a letter or digit first"
+        ),
         Silent,
     ] = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Letters, digits, dots, dashes and underscores."""
@@ -46,17 +48,23 @@ class RunSection(Settings):
     """Everything the run writes lies here; null: runs/<run.name>. All ranks must see it."""
     seed: Annotated[NonNegativeInt, Refused] = 0
     """Of the initial weights, the order of the data, augmentation and dropout."""
-    steps: Annotated[PositiveInt | None, Allowed("a whole number of at least 1", example="10000")] = None
+    steps: Annotated[
+        PositiveInt | None, Allowed("a whole number of at least 1", example="10000")
+    ] = None
     """Optimizer steps in all. Give this or run.epochs."""
     epochs: Annotated[
-        float | None, Field(gt=0, le=1e6), Allowed("a number greater than 0, at most 1,000,000", example="32")
+        float | None,
+        Field(gt=0, le=1e6),
+        Allowed("a number greater than 0, at most 1,000,000", example="32"),
     ] = None
     """An alternative to run.steps; needs an index of the shards, or data.num_samples."""
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
         if (self.steps is None) == (self.epochs is None):
-            both = f"run.steps (it is {shown(self.steps)}) and run.epochs (it is {shown(self.epochs)})"
+            both = (
+                f"run.steps (it is {shown(self.steps)}) and run.epochs (it is {shown(self.epochs)})"
+            )
             raise ValueError(f"give exactly one of {both}; the other is null")
         return self
 
@@ -117,7 +125,9 @@ class RunConfig(Settings):
             if chosen and self.loss.kind != "info_nce":
                 raise ValueError(f"{what} goes with loss.kind=info_nce, not with {self.loss.kind}")
         if self.model.teacher is not None and self.batch.accumulation == "local":
-            raise ValueError(f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached")
+            raise ValueError(
+                f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached"
+            )
         if self.batch.accumulation == "local" and self.chosen:
             raise ValueError(
                 f"{self.chosen[0]} (auto) needs batch.accumulation=cached: with local the size of a micro-batch "
@@ -128,8 +138,17 @@ class RunConfig(Settings):
     @property
     def chosen(self) -> list[str]:
         """The keys that say `auto` and are chosen by memory (see `launcher.config.memory`)."""
-        keys = ("batch.micro_size", "batch.kept_graphs", "engine.activation_checkpointing", "engine.reduce_gradients")
-        return [key for key in keys if getattr(getattr(self, key.split(".")[0]), key.split(".")[1]) == "auto"]
+        keys = (
+            "batch.micro_size",
+            "batch.kept_graphs",
+            "engine.activation_checkpointing",
+            "engine.reduce_gradients",
+        )
+        return [
+            key
+            for key in keys
+            if getattr(getattr(self, key.split(".")[0]), key.split(".")[1]) == "auto"
+        ]
 
     @property
     def steps(self) -> int:
@@ -186,7 +205,9 @@ def parse_value(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=RecipeLoader)
     except yaml.YAMLError as e:
-        raise UserError(f"{where}: {text!r} is not a YAML value: {' '.join(str(e).split())}; quote it") from None
+        raise UserError(
+            f"{where}: {text!r} is not a YAML value: {' '.join(str(e).split())}; quote it"
+        ) from None
 
 
 def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
@@ -199,10 +220,16 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
     try:
         raw = yaml.load(text, Loader=RecipeLoader)
     except yaml.YAMLError as e:
-        raise UserError(f"the {what} {path} is not YAML: {' '.join(str(e).split())}; mend that line") from None
+        raise UserError(
+            f"the {what} {path} is not YAML: {' '.join(str(e).split())}; mend that line"
+        ) from None
     if not isinstance(raw, dict):
-        holds = "sections (run:, data:, ...)" if what == "recipe" else "lines such as partition: gpu"
-        raise UserError(f"the {what} {path} must hold {holds}, and it is {shown(raw)}; see recipes/ and docs/slurm.md")
+        holds = (
+            "sections (run:, data:, ...)" if what == "recipe" else "lines such as partition: gpu"
+        )
+        raise UserError(
+            f"the {what} {path} must hold {holds}, and it is {shown(raw)}; see recipes/ and docs/slurm.md"
+        )
     return raw
 
 
@@ -213,7 +240,9 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
         path, equals, text = override.partition("=")
         parts = path.split(".")
         if not equals or not all(parts):
-            raise UserError(f"{override!r} is not an override; write key.path=value, for example optim.lr=1e-3")
+            raise UserError(
+                f"{override!r} is not an override; write key.path=value, for example optim.lr=1e-3"
+            )
         node = out
         for part in parts[:-1]:
             inner = node.get(part)
@@ -231,15 +260,25 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
 def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
     """`raw` with data.num_samples as it stands beside the shards, where run.epochs needs it and nobody gave it."""
     try:
-        run, data = RunSection.model_validate(raw.get("run")), DataConfig.model_validate(raw.get("data"))
+        run, data = (
+            RunSection.model_validate(raw.get("run")),
+            DataConfig.model_validate(raw.get("data")),
+        )
         storage = StorageConfig.model_validate(raw.get("storage") or {})
     except ValidationError:
         return raw  # to be explained with all other mistakes
-    if run.epochs is None or data.num_samples is not None or data.train_weights is not None or data.resampled:
+    if (
+        run.epochs is None
+        or data.num_samples is not None
+        or data.train_weights is not None
+        or data.resampled
+    ):
         return raw  # nobody asks, or there is no epoch in which each sample comes once
     counted = index_of(data.train, data.verify, storage).num_samples
     if counted is None:
-        existing(data.train, "data.train")  # what is not there is not counted either: the clearer error
+        existing(
+            data.train, "data.train"
+        )  # what is not there is not counted either: the clearer error
     return raw if counted is None else {**raw, "data": {**raw["data"], "num_samples": counted}}
 
 
@@ -281,9 +320,17 @@ def nearest(path: str) -> str:
     known = [key for key, _ in known_keys()]
     own = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}
     sections = {key: key for key in RunConfig.model_fields}
-    names = {**{key.split(".")[1]: key for key in known}, **OTHER_NAMES, **(own if name else sections)}
+    names = {
+        **{key.split(".")[1]: key for key in known},
+        **OTHER_NAMES,
+        **(own if name else sections),
+    }
     near = difflib.get_close_matches((name or section).replace("-", "_"), names, n=1)
-    return f"did you mean {names[near[0]]}?" if near else f"known ones are {', '.join(own.values() or sections)}"
+    return (
+        f"did you mean {names[near[0]]}?"
+        if near
+        else f"known ones are {', '.join(own.values() or sections)}"
+    )
 
 
 def known_keys() -> Iterator[tuple[str, FieldInfo]]:

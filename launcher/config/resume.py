@@ -20,7 +20,9 @@ def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
     if path == "batch.micro_size" and config.batch.accumulation == "local":
         return "refused"  # it decides which samples are each other's negatives
     section = RunConfig.model_fields[path.split(".", maxsplit=1)[0]].metadata
-    return next((each.change for each in [*metadata, *section] if isinstance(each, AtResume)), "reported")
+    return next(
+        (each.change for each in [*metadata, *section] if isinstance(each, AtResume)), "reported"
+    )
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Change:
         return f"{self.path} was {self.before!r}, is {self.after!r}"
 
 
-def changes(config: RunConfig, then: Mapping[str, Any], architecture: Mapping[str, Any] | None = None) -> list[Change]:
+def changes(
+    config: RunConfig, then: Mapping[str, Any], architecture: Mapping[str, Any] | None = None
+) -> list[Change]:
     """Every key that differs from a recipe as resolved then, which may lack newer keys; with the architecture of then
     also all of the model that does."""
     now = config.model_dump(mode="json")
@@ -59,7 +63,9 @@ def changes(config: RunConfig, then: Mapping[str, Any], architecture: Mapping[st
 def in_vain(config: RunConfig, found: list[Change], where: str) -> str:
     """Of what differs after the last step, that it would train nothing, though it was to make another run; or ""."""
     kinds = ("refused", "reported")
-    vain = "; ".join(str(each) for each in found if each.kind in kinds and not each.path.startswith("run."))
+    vain = "; ".join(
+        str(each) for each in found if each.kind in kinds and not each.path.startswith("run.")
+    )
     return vain and (
         f"all {config.steps} steps are trained ({where}), so that {vain} would train nothing: "
         "raise run.steps, or choose another run.name"
@@ -71,9 +77,13 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
 
     def parts(architecture: Mapping[str, Any]) -> dict[str, Any]:
         towers = {
-            f"{key}.{name}": size for key in ("vision_cfg", "text_cfg") for name, size in architecture[key].items()
+            f"{key}.{name}": size
+            for key in ("vision_cfg", "text_cfg")
+            for name, size in architecture[key].items()
         }
-        own = {key: architecture[key] for key in ("embed_dim", "quick_gelu", "image_mean", "image_std")}
+        own = {
+            key: architecture[key] for key in ("embed_dim", "quick_gelu", "image_mean", "image_std")
+        }
         return towers | own | {"built by OpenCLIP": "open_clip" in architecture}
 
     before, after = parts(then), parts(config.model.architecture().model_dump(mode="json"))
@@ -84,12 +94,20 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
     ]
 
 
-def compare_with(config: RunConfig, resumed: Resumed, world_size: int, teacher: str | None = None) -> list[str]:
+def compare_with(
+    config: RunConfig, resumed: Resumed, world_size: int, teacher: str | None = None
+) -> list[str]:
     """What to report about resuming from this checkpoint, below where it is from. UserError where it is another run's,
     but with `checkpoint.allow_changed_recipe`, and where it has all steps and the change would train nothing."""
     found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
-    if (before := resumed.state.get("teacher")) != teacher:  # its digest: what lies at a place may change
-        found.append(Change(f"model.teacher ({config.model.teacher}): its digest", before, teacher, "refused"))
+    if (
+        before := resumed.state.get("teacher")
+    ) != teacher:  # its digest: what lies at a place may change
+        found.append(
+            Change(
+                f"model.teacher ({config.model.teacher}): its digest", before, teacher, "refused"
+            )
+        )
     another = [change for change in found if change.kind == "refused"]
     if another and not config.checkpoint.allow_changed_recipe:
         raise UserError(
@@ -98,12 +116,16 @@ def compare_with(config: RunConfig, resumed: Resumed, world_size: int, teacher: 
             "checkpoint.resume=never; or resume all the same with checkpoint.allow_changed_recipe=true"
         )
     reported = [change for change in found if change.kind == "reported"]
-    if resumed.step >= config.steps and (vain := in_vain(config, found, f"step {resumed.step}, {resumed.path}")):
+    if resumed.step >= config.steps and (
+        vain := in_vain(config, found, f"step {resumed.step}, {resumed.path}")
+    ):
         raise UserError(vain)
     rounds = [change.path for change in found if change.kind == "rounding"]
     before = layout(resumed.world_size, resumed.state["recipe"].get("engine", {}))
     after = layout(world_size, config.engine.model_dump())
-    lines = [f"  layout         {f'the same ({after})' if before == after else f'{before} -> {after}'}"]
+    lines = [
+        f"  layout         {f'the same ({after})' if before == after else f'{before} -> {after}'}"
+    ]
     if rounds:
         lines[0] += f"; {', '.join(rounds)} changed: equal within rounding"
     elif before == after and not (reported or another or config.chosen):

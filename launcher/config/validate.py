@@ -39,7 +39,9 @@ class Checked:
     source: SourceSummary | None = None  # on the rank that has looked at the shards
 
 
-def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank: bool = False) -> Checked:
+def check(
+    config: RunConfig, world_size: int, *, read_data: bool = True, is_rank: bool = False
+) -> Checked:
     """Every mistake that can be found without a process group. UserError, all of them at once.
 
     is_rank: this process is to train, so its devices have to do for the recipe.
@@ -60,7 +62,11 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
         collect(config.model.teacher_architecture)
         model = config.model
         given = (model.init_from, model.init_image_from, model.init_text_from, model.teacher)
-        collect(lambda: [hub.resolve(place) for place in given if place is not None and hub.is_on_hub(place)])
+        collect(
+            lambda: [
+                hub.resolve(place) for place in given if place is not None and hub.is_on_hub(place)
+            ]
+        )
         collect(partial(trained_parameters, config.model, architecture))
         if (
             isinstance(architecture, OpenCLIPArchitecture)
@@ -75,9 +81,16 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     engine, resolved = package(config.engine.kind), on_this_machine(config.engine)
     facts = collect(lambda: engine_facts(config, plan, world_size))
     problems += map(UserError, engine.mistakes(resolved, facts) if facts is not None else ())
-    problems += map(UserError, [*engine.mistakes_here(resolved), *config.log.mistakes_here()] if is_rank else ())
+    problems += map(
+        UserError, [*engine.mistakes_here(resolved), *config.log.mistakes_here()] if is_rank else ()
+    )
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
-    if read_data and config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
+    if (
+        read_data
+        and config.chosen
+        and config.batch.memory_limit is None
+        and not torch.cuda.is_available()
+    ):
         problems.append(UserError(no_limit(config)))
     source = None
     if read_data:
@@ -92,7 +105,9 @@ def check(config: RunConfig, world_size: int, *, read_data: bool = True, is_rank
     if problems or plan is None:
         if len(problems) == 1:
             raise problems[0]
-        kind = RankError if all(isinstance(problem, RankError) for problem in problems) else UserError
+        kind = (
+            RankError if all(isinstance(problem, RankError) for problem in problems) else UserError
+        )
         raise kind("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
     return Checked(plan, architecture, streams, resolved, source=source)
 

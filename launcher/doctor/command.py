@@ -46,7 +46,11 @@ def guarded(checks: tuple[tuple[str, Check], ...]) -> Iterator[Finding]:
         except UserError as e:
             yield error(name, str(e), "see the message")
         except Exception as e:
-            yield error(name, f"{type(e).__name__}: {e}", "mend it, or report it if it is no fault of this machine")
+            yield error(
+                name,
+                f"{type(e).__name__}: {e}",
+                "mend it, or report it if it is no fault of this machine",
+            )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,8 +67,14 @@ def run(args: argparse.Namespace) -> int:
     counts: Counter[str] = Counter(finding.level for finding in findings)
     worst = "error" if counts["error"] else "warning" if counts["warning"] else "ok"
     if args.json:
-        print(json.dumps({"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print(
+            json.dumps(
+                {"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=2
+            )
+        )
     else:
         line = ", ".join(f"{counts[level]} {level}" for level in COLOURS)
-        console.print(line + ("" if args.recipe else "; with a recipe also shards, captions, S3 and disk"))
+        console.print(
+            line + ("" if args.recipe else "; with a recipe also shards, captions, S3 and disk")
+        )
     return int(worst == "error")

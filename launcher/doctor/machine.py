@@ -48,7 +48,11 @@ def check_versions() -> Iterator[Finding]:
 
 def check_devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield warning("devices", "no GPU is visible, training would run on CPU", "check nvidia-smi and the torch build")
+        yield warning(
+            "devices",
+            "no GPU is visible, training would run on CPU",
+            "check nvidia-smi and the torch build",
+        )
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -62,7 +66,9 @@ def check_ranks() -> Iterator[Finding]:
     left = [name for name in LAUNCHERS if name in os.environ]
     wrong = bool(left) and launcher_pid(os.environ) is None and "SLURM_STEP_ID" not in os.environ
     message = f"{', '.join(left)} are set in this shell, and sbatch and srun would hand them to every task"
-    yield warning_if(wrong, "ranks", message if wrong else env.describe(), f"unset {' '.join(left)}")
+    yield warning_if(
+        wrong, "ranks", message if wrong else env.describe(), f"unset {' '.join(left)}"
+    )
 
 
 def check_group() -> Iterator[Finding]:
@@ -82,7 +88,11 @@ def check_group() -> Iterator[Finding]:
             check=True,
         )
     except subprocess.TimeoutExpired:
-        yield error("process group", f"{ranks} ranks do not find each other within {GROUP_SECONDS} s", remedy)
+        yield error(
+            "process group",
+            f"{ranks} ranks do not find each other within {GROUP_SECONDS} s",
+            remedy,
+        )
         return
     except subprocess.CalledProcessError as e:
         lines = [text for text in e.stderr.splitlines() if "Error" in text]
@@ -91,7 +101,9 @@ def check_group() -> Iterator[Finding]:
     found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
     speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
     slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
-    yield warning_if(slow, "process group", f"{ranks} ranks, {speed}", "slow for GPUs: check nvidia-smi topo -m")
+    yield warning_if(
+        slow, "process group", f"{ranks} ranks, {speed}", "slow for GPUs: check nvidia-smi topo -m"
+    )
 
 
 def check_limits() -> Iterator[Finding]:
@@ -100,14 +112,23 @@ def check_limits() -> Iterator[Finding]:
     yield warning_if(files < 4096, "limits", f"{files} open files (ulimit -n)", remedy)
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free
-        remedy = "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
-        yield warning_if(free < 2**30, "limits", f"/dev/shm has {free / 2**20:.0f} MiB free", remedy)
+        remedy = (
+            "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
+        )
+        yield warning_if(
+            free < 2**30, "limits", f"/dev/shm has {free / 2**20:.0f} MiB free", remedy
+        )
 
 
 def check_time() -> Iterator[Finding]:
     """The kernel says whether something keeps the clock right: a job's end and S3's signatures depend on it."""
-    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # struct timex; zeros: change nothing
-    message = {5: "the clock is not synchronised", -1: "the kernel does not tell of its clock"}  # 5: TIME_ERROR
+    state = ctypes.CDLL(None).adjtimex(
+        ctypes.create_string_buffer(512)
+    )  # struct timex; zeros: change nothing
+    message = {
+        5: "the clock is not synchronised",
+        -1: "the kernel does not tell of its clock",
+    }  # 5: TIME_ERROR
     remedy = "start chronyd or systemd-timesyncd"
     yield warning_if(state == 5, "time", message.get(state, "the clock is synchronised"), remedy)
 
@@ -118,7 +139,9 @@ def check_slurm() -> Iterator[Finding]:
         return
     shown = answer("scontrol", "show", "config")
     if not shown:
-        yield warning("slurm", "scontrol does not answer", "is this a login node, and is SLURM_CONF right?")
+        yield warning(
+            "slurm", "scontrol does not answer", "is this a login node, and is SLURM_CONF right?"
+        )
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
     yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
@@ -131,9 +154,13 @@ def check_slurm() -> Iterator[Finding]:
             yield warning("slurm", message, f"unset {name}, or name PATH and HOME in it")
     for text in answer("scontrol", "show", "partition", "--oneliner").splitlines():
         values = dict(word.split("=", 1) for word in text.split() if "=" in word)
-        if values.get("PreemptMode", "OFF") != "OFF" and int(values.get("GraceTime", "0")) < 60:  # seconds
+        if (
+            values.get("PreemptMode", "OFF") != "OFF" and int(values.get("GraceTime", "0")) < 60
+        ):  # seconds
             message = f"partition {values['PartitionName']} preempts {values.get('GraceTime', '0')} s after its warning"
-            yield warning("slurm", message, "lower checkpoint.every_minutes: a save that takes longer is lost")
+            yield warning(
+                "slurm", message, "lower checkpoint.every_minutes: a save that takes longer is lost"
+            )
 
 
 MACHINE: tuple[tuple[str, Check], ...] = (
@@ -163,7 +190,11 @@ if __name__ == "__main__":
     torch_dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=60))
     latency, seconds = measure(4, device, 20), measure(16 * 2**20, device, 3)
     if dist.is_main():
-        found = {"device": device.type, "latency": latency, "bandwidth": 16 * 2**20 / seconds}  # bytes per second
+        found = {
+            "device": device.type,
+            "latency": latency,
+            "bandwidth": 16 * 2**20 / seconds,
+        }  # bytes per second
         print(json.dumps(found), flush=True)
     dist.barrier()
     torch_dist.destroy_process_group()

@@ -59,19 +59,25 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
             if synthetic_size(last) is not None:
                 yield ok("shards", f"{name}: {found.index.describe()}")
                 continue
-            if is_remote(last):  # these are not listed: a range of braces that is too long shows here
+            if is_remote(
+                last
+            ):  # these are not listed: a range of braces that is too long shows here
                 with open_shard(last, Reading(storage)) as file:
                     file.read(512)
         except UserError as e:
             message = which + str(e).replace("data.train", key, 1)
-            yield error("shards", message, "see the message; `clip-train index --check` reads all of them")
+            yield error(
+                "shards", message, "see the message; `clip-train index --check` reads all of them"
+            )
             continue
         except OSError as e:
             message = f"{name}: {last} cannot be read ({type(e).__name__}: {e})"
             yield error("shards", message, "correct the range in braces, or upload what is missing")
             continue
         first = f"the first sample is {found.first_key}: {found.first_caption[:60]!r}"
-        yield ok("shards", f"{name}: {found.num_shards} shard{'s' * (found.num_shards > 1)}, {first}")
+        yield ok(
+            "shards", f"{name}: {found.num_shards} shard{'s' * (found.num_shards > 1)}, {first}"
+        )
         if key == "data.train":
             yield from check_index(name, data, found)
         yield from check_captions(name, data, found, storage, LOOK_SECONDS / len(each))
@@ -88,7 +94,9 @@ def check_index(name: str, data: DataConfig, found: SourceSummary) -> Iterator[F
         message = f"{missing} of {found.num_shards} shards have none, so damage in them goes unseen{counted}"
     names = [data.caption_key] if isinstance(data.caption_key, str) else data.caption_key or []
     with_key = f" --caption-key {','.join(names)}" if names else ""
-    yield warning_if(bool(missing), "index", f"{name}: {message}", f"clip-train index '{data.train}'{with_key}")
+    yield warning_if(
+        bool(missing), "index", f"{name}: {message}", f"clip-train index '{data.train}'{with_key}"
+    )
 
 
 def check_captions(
@@ -135,7 +143,10 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
-    lacking = [*package(config.engine.kind).mistakes_here(on_this_machine(config.engine)), *config.log.mistakes_here()]
+    lacking = [
+        *package(config.engine.kind).mistakes_here(on_this_machine(config.engine)),
+        *config.log.mistakes_here(),
+    ]
     for mistake in lacking:
         yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     checked = check(config, world, read_data=False)
@@ -157,7 +168,11 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
         skew = probe.stat().st_mtime - time.time()
         probe.unlink()
     except OSError as e:
-        yield error("disk", f"run.dir ({run_dir}) cannot be written: {e}", "choose another, or mend its permissions")
+        yield error(
+            "disk",
+            f"run.dir ({run_dir}) cannot be written: {e}",
+            "choose another, or mend its permissions",
+        )
         return
     if abs(skew) > 5:
         message = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
@@ -179,7 +194,9 @@ def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
         local = next((path for path in site.local_paths if place.is_relative_to(path)), None)
         if local is not None:
             message = f"{key} ({place}) is under {local}, which every node has for itself"
-            yield warning("disk", message, "choose a shared folder (or correct local_paths in the site file)")
+            yield warning(
+                "disk", message, "choose a shared folder (or correct local_paths in the site file)"
+            )
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:

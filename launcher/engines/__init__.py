@@ -42,7 +42,10 @@ class Facts:
     world_size: int
     micro_size: int = 1
     grad_clip_norm: float | None = None
-    optimizer: tuple[str, str] = ("adamw", "elements")  # its name, and what its update needs (`clip_train.optim`)
+    optimizer: tuple[str, str] = (
+        "adamw",
+        "elements",
+    )  # its name, and what its update needs (`clip_train.optim`)
     several_graphs: bool = False  # a step may have more than one micro-batch
 
 
@@ -61,7 +64,9 @@ def on_this_machine(config: EngineConfig) -> EngineConfig:
     """With the precision that `auto` is on the devices seen here."""
     import torch
 
-    return config.on(torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False))
+    return config.on(
+        torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
 
 
 def build(
@@ -83,6 +88,10 @@ def build(
 
     config = on_this_machine(config) if device.type == "cuda" else config.on(False)
     torch.set_float32_matmul_precision("high" if config.matmul == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = config.matmul == "tf32"  # convolutions: torch would, whatever is said of products
+    torch.backends.cudnn.allow_tf32 = (
+        config.matmul == "tf32"
+    )  # convolutions: torch would, whatever is said of products
     facts = Facts(dist.world_size(), micro_size, grad_clip_norm)
-    return package(f"{config.kind}.engine").build_engine(config, make_model, make_optimizer, device, facts)
+    return package(f"{config.kind}.engine").build_engine(
+        config, make_model, make_optimizer, device, facts
+    )

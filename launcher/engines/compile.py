@@ -28,7 +28,9 @@ def compile_units(model: nn.Module) -> None:
     are shared by the blocks of a tower: two (with a gradient or without), three with dropout (and none in evaluation);
     the patches have two of their own.
     """
-    torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal need not stay so
+    torch.fx.experimental._config.use_duck_shape = (
+        False  # sizes that happen to be equal need not stay so
+    )
     towers = [each for each in model.modules() if isinstance(each, Transformer)]
     lists = [[*each.resblocks][: -1 if each.one_token else None] for each in towers]
     patches = [each for each in model.modules() if isinstance(each, PatchEmbedding)]
@@ -40,4 +42,6 @@ def _compiled(eager: Callable[..., Any], compiled: Callable[..., Any], *inputs: 
     """A single sample, such as a last micro-batch, and views of other tensors would need graphs of their own."""
     if len(inputs[0]) == 1:
         return eager(*inputs)
-    return compiled(*(x.clone() if isinstance(x, torch.Tensor) and x._is_view() else x for x in inputs))
+    return compiled(
+        *(x.clone() if isinstance(x, torch.Tensor) and x._is_view() else x for x in inputs)
+    )

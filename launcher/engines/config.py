@@ -36,7 +36,9 @@ class EngineConfig(Settings):
     auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""
     offload: Annotated[Literal["none", "optimizer"], Rounding] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
-    reduce_gradients: Annotated[Literal["once", "each_backward", "auto"], Rounding] = "each_backward"
+    reduce_gradients: Annotated[Literal["once", "each_backward", "auto"], Rounding] = (
+        "each_backward"
+    )
     """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per step, holding
     a whole gradient on every rank until then (with DeepSpeed summed in the model's precision, with FSDP in fp32).
     Stages 0 and 1 always do it once. auto: by the memory that there is, where the order of the sums is all that
@@ -49,9 +51,15 @@ class EngineConfig(Settings):
     @model_validator(mode="after")
     def _what_is_offloaded_is_shared_out(self) -> EngineConfig:
         if self.zero_stage == 0 and self.offload != "none":
-            raise ValueError(f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)")
+            raise ValueError(
+                f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)"
+            )
         return self
 
     def on(self, bf16: bool) -> EngineConfig:
         """With a precision in place of `auto`. bf16: whether the devices are GPUs that compute in it."""
-        return self.model_copy(update={"precision": "bf16" if bf16 else "fp32"}) if self.precision == "auto" else self
+        return (
+            self.model_copy(update={"precision": "bf16" if bf16 else "fp32"})
+            if self.precision == "auto"
+            else self
+        )

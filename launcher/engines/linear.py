@@ -19,7 +19,10 @@ if TYPE_CHECKING:  # a recipe is read without torch
     from torch import nn
 
 MULTIPLE = 16  # of both sides of a weight: the tensor cores' tiles
-CAPABILITY = {"int8": (8, 0), "fp8": (9, 0)}  # of the GPUs whose tensor cores take them; scaled by rows
+CAPABILITY = {
+    "int8": (8, 0),
+    "fp8": (9, 0),
+}  # of the GPUs whose tensor cores take them; scaled by rows
 
 
 def mistakes(config: EngineConfig) -> Iterator[str]:
@@ -44,7 +47,9 @@ def mistakes_here(config: EngineConfig) -> Iterator[str]:
     found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if found is None or found < least:
         seen = "no GPU is visible" if found is None else f"this one has {found[0]}.{found[1]}"
-        other = "engine.linear=int8, or " if found is not None and found >= CAPABILITY["int8"] else ""
+        other = (
+            "engine.linear=int8, or " if found is not None and found >= CAPABILITY["int8"] else ""
+        )
         yield (
             f"engine.linear ({config.linear}) needs GPUs of compute capability {least[0]}.{least[1]} or newer, and "
             f"{seen}: set {other}engine.linear=null"
@@ -70,7 +75,9 @@ def convert(model: nn.Module, kind: str, emulate: bool) -> None:
     if kind == "fp8":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        by_rows = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=emulate)
+        by_rows = replace(
+            Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=emulate
+        )
         convert_to_float8_training(model, module_filter_fn=fits, config=by_rows)
     else:
         from torchao.prototype.quantized_training import int8_mixed_precision_training

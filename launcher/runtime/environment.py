@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 SLURM_STEP = "the SLURM step"
-END_TIME = "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.slurm.controller for older ones
-LAUNCHER = "CLIP_TRAIN_LAUNCHER"  # the process that has started this rank (`launcher.runtime.launch`)
+END_TIME = (
+    "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.slurm.controller for older ones
+)
+LAUNCHER = (
+    "CLIP_TRAIN_LAUNCHER"  # the process that has started this rank (`launcher.runtime.launch`)
+)
 PARENT = os.getppid()  # as it was when this process began, or nearly so: the imports take seconds
 
 
@@ -31,7 +35,9 @@ class RankEnv:
     master_addr: str
     master_port: int
     found: str  # where this is from
-    agent_store: bool = False  # the launcher (torchrun's agent, or ours) holds the store, else rank 0
+    agent_store: bool = (
+        False  # the launcher (torchrun's agent, or ours) holds the store, else rank 0
+    )
 
     def describe(self) -> str:
         return f"rank {self.rank} of {self.world_size} (local {self.local_rank}), from {self.found}"
@@ -49,7 +55,9 @@ class Launcher(NamedTuple):
     command: str
 
 
-TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", (), "RANK and WORLD_SIZE", "torchrun")
+TORCHRUN = Launcher(
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", (), "RANK and WORLD_SIZE", "torchrun"
+)
 SRUN = Launcher(
     "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
     ("SLURM_JOB_ID", "SLURM_STEP_ID"), SLURM_STEP, "srun",
@@ -61,7 +69,10 @@ MPI = (
     ),
     Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_ID",), "MPICH or Intel MPI", "mpirun"),
 )  # fmt: skip
-NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # set by launchers that start several ranks on each node: of how many nodes
+NODES = (
+    "GROUP_WORLD_SIZE",
+    "CROSS_SIZE",
+)  # set by launchers that start several ranks on each node: of how many nodes
 
 
 def detect(environ: Mapping[str, str]) -> RankEnv:
@@ -70,7 +81,9 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
     RankError for variables that are incomplete, out of range or not numbers, or of two launchers that disagree.
     """
     # SRUN's are set inside a step only: a batch script's own shell has SLURM_NTASKS too, but is not a rank.
-    above = [each for each in (SRUN, *MPI) if each.rank in environ and _number(environ, each.size, 1) > 1]
+    above = [
+        each for each in (SRUN, *MPI) if each.rank in environ and _number(environ, each.size, 1) > 1
+    ]
     # A batch script may have exported WORLD_SIZE alone, as many do: then the step has to agree.
     if "RANK" in environ or ("WORLD_SIZE" in environ and not above):
         env = _rank_env(environ, TORCHRUN)
@@ -92,18 +105,26 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     try:
-        return int(re.split(r"[(,]", environ.get(name, str(default)))[0])  # Slurm writes 4(x2) for 4 on each of 2 nodes
+        return int(
+            re.split(r"[(,]", environ.get(name, str(default)))[0]
+        )  # Slurm writes 4(x2) for 4 on each of 2 nodes
     except ValueError as e:
         raise RankError(f"{name} must be a whole number: {e}") from None
 
 
 def _refuse_two(env: RankEnv, above: Launcher, environ: Mapping[str, str]) -> None:
     """A task of srun or mpirun is one rank, or the launcher of one node's ranks; anything else is a mistake."""
-    tasks, task, launcher = _number(environ, above.size, 1), _number(environ, above.rank, 0), above.command
+    tasks, task, launcher = (
+        _number(environ, above.size, 1),
+        _number(environ, above.rank, 0),
+        above.command,
+    )
     if env.world_size == tasks and env.rank == task:
         return
     nodes = next((_number(environ, name, 1) for name in NODES if name in environ), None)
-    if nodes is None:  # left over from another launcher: every task of this one would be the same rank
+    if (
+        nodes is None
+    ):  # left over from another launcher: every task of this one would be the same rank
         raise RankError(
             f"the environment has RANK={env.rank} and WORLD_SIZE={env.world_size}, but {launcher} started {tasks} "
             f"tasks and this is task {task}: unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before "
@@ -128,14 +149,18 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
         )
     rank, world = _number(environ, names.rank, 0), _number(environ, names.size, 1)
     if not 0 <= rank < world:
-        raise RankError(f"{names.rank} ({rank}) must be at least 0 and below {names.size} ({world})")
+        raise RankError(
+            f"{names.rank} ({rank}) must be at least 0 and below {names.size} ({world})"
+        )
     local = _number(environ, names.local_rank, 0 if names is SRUN else rank)
     local_size = _number(environ, names.local_size, _number(environ, "LOCAL_SIZE", 1))
     host = environ.get("MASTER_ADDR", "")
     if not host and local_size >= world:
         host = "127.0.0.1"  # one node: nobody else need reach the store
     elif not host and names is SRUN:
-        host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1")
+        host = first_host(
+            environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+        )
     elif not host and local_size < world:
         raise RankError(
             f"{names.size} ({world}) ranks are on several hosts, and MPI does not say which is first: "
@@ -145,7 +170,9 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
     job = ".".join(environ[name] for name in names.job if name in environ) or str(os.getppid())
     port = _number(environ, "MASTER_PORT", 20000 + zlib.crc32(job.encode()) % 12000)
     agent_store = names is TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankEnv(rank, world, local, local_size, host or "127.0.0.1", port, names.name, agent_store)
+    return RankEnv(
+        rank, world, local, local_size, host or "127.0.0.1", port, names.name, agent_store
+    )
 
 
 def first_host(nodelist: str) -> str:

@@ -34,14 +34,18 @@ def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, An
         "commit": commit(),
         "hardware": f"{ranks}; {node_name()}: {what}",
         "versions": versions() | ({"CUDA": version} if version else {}),
-        "changed": {f"{section}.{key}": value for section, keys in differing for key, value in keys.items()},
+        "changed": {
+            f"{section}.{key}": value for section, keys in differing for key, value in keys.items()
+        },
     }
 
 
 def commit() -> str | None:
     """Of git, `-dirty` where files differ; of a job's frozen code that of its submission. None where there is none."""
     if (ROOT / ".git").exists():
-        return answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None
+        return (
+            answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None
+        )
     with contextlib.suppress(OSError, ValueError):
         return json.loads((ROOT.parent / "submit.json").read_text()).get("commit")
     return None
@@ -51,6 +55,8 @@ def processor() -> str:
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+        name = next(
+            (line.partition(": ")[2] for line in lines if line.startswith("model name")), name
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{name}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"

@@ -22,7 +22,9 @@ BEAT_SECONDS = 3.0
 SILENT_BEATS = 5  # a rank whose key has not changed for so many looks is lost: 15 to 18 s
 SILENT_SECONDS = 20.0  # the store itself, if it does not answer for so long
 LEAVE_SECONDS = 15.0  # for the others, before the rank that holds the store ends
-LEAVE_EARLY_SECONDS = 120.0  # the same before all have come: imports may take one rank much longer than another
+LEAVE_EARLY_SECONDS = (
+    120.0  # the same before all have come: imports may take one rank much longer than another
+)
 LEFT = "left"
 
 
@@ -47,7 +49,9 @@ class Heartbeat:
         self._store: Store = HashStore()  # until `open`: of this rank alone
         self._server: Store | None = None  # it is closed when the last reference to it goes
         self._answered = 0.0  # seconds, monotonic: the store's last answer
-        self._seen: dict[int, tuple[bytes, int]] = {}  # rank -> its key's value, and looks since it changed
+        self._seen: dict[
+            int, tuple[bytes, int]
+        ] = {}  # rank -> its key's value, and looks since it changed
         self._all_came = False
         self._closed = threading.Event()
         self._claimed = False  # by a thread of this rank, which publishes it
@@ -81,7 +85,9 @@ class Heartbeat:
             for awaited in ("recipe", "all"):  # wakes the ranks that wait for the others
                 self._store.compare_set(awaited, "", "null")
         self._learn(first)
-        with self._lock:  # not who learned of it: this rank's other threads may have read it in the store by now
+        with (
+            self._lock
+        ):  # not who learned of it: this rank's other threads may have read it in the store by now
             is_mine = first == failure and not self._claimed
             self._claimed = self._claimed or is_mine
         if is_mine:
@@ -114,9 +120,16 @@ class Heartbeat:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT)
             left = self._store.add("left", 1)
-            lost = sum(looks >= SILENT_BEATS - 1 and value != LEFT.encode() for value, looks in self._seen.values())
+            lost = sum(
+                looks >= SILENT_BEATS - 1 and value != LEFT.encode()
+                for value, looks in self._seen.values()
+            )
             end = time.monotonic() + (LEAVE_SECONDS if self._all_came else LEAVE_EARLY_SECONDS)
-            while self._server is not None and left < self.env.world_size - lost and time.monotonic() < end:
+            while (
+                self._server is not None
+                and left < self.env.world_size - lost
+                and time.monotonic() < end
+            ):
                 time.sleep(0.05)
                 left = self._store.add("left", 0)
 
@@ -127,7 +140,12 @@ class Heartbeat:
         """
         self._answered += frozen_seconds
         silent = time.monotonic() - self._answered
-        if self.is_open and self.abort is None and not self._closed.is_set() and silent > self._silent_seconds:
+        if (
+            self.is_open
+            and self.abort is None
+            and not self._closed.is_set()
+            and silent > self._silent_seconds
+        ):
             self._lose_store(f"its store does not answer for {silent:.0f} s")
         return self.abort
 
@@ -157,13 +175,25 @@ class Heartbeat:
 
     def _look(self) -> None:
         """Rank 0 at all keys, which are W, the others at rank 0's: nothing grows as W squared."""
-        ranks = [r for r in (range(self.env.world_size) if self.env.rank == 0 else [0]) if r != self.env.rank]
-        for rank, value in zip(ranks, self._store.multi_get([f"beat/{r}" for r in ranks]), strict=True):
+        ranks = [
+            r
+            for r in (range(self.env.world_size) if self.env.rank == 0 else [0])
+            if r != self.env.rank
+        ]
+        for rank, value in zip(
+            ranks, self._store.multi_get([f"beat/{r}" for r in ranks]), strict=True
+        ):
             before, looks = self._seen.get(rank, (b"", 0))
             looks = looks + 1 if value == before else 0
             self._seen[rank] = (value, looks)
             if looks >= SILENT_BEATS and value != LEFT.encode():
-                self.claim(lost(rank, self._node(rank), f"no heartbeat for {looks * self._beat_seconds:.0f} s"))
+                self.claim(
+                    lost(
+                        rank,
+                        self._node(rank),
+                        f"no heartbeat for {looks * self._beat_seconds:.0f} s",
+                    )
+                )
                 return
 
     def _node(self, rank: int) -> str:
@@ -173,7 +203,9 @@ class Heartbeat:
         """Rank 0 held it. Where torchrun's agent did, the watchdog asks the ranks to save and end."""
         failure = lost(0, self._node(0), how)
         # Nobody is left to ask which rank is the first: rank 1, and where it may be lost as well, one for each node.
-        publishes = self.env.rank == 1 or (self.env.rank > self.env.local_rank == 0 and self._node(0) != node_name())
+        publishes = self.env.rank == 1 or (
+            self.env.rank > self.env.local_rank == 0 and self._node(0) != node_name()
+        )
         if not self.env.agent_store and self._learn(failure) and publishes:
             self._publish(failure, "")
 

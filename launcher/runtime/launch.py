@@ -19,7 +19,9 @@ from launcher.runtime import rendezvous
 from launcher.runtime.environment import LAUNCHER, detect
 from launcher.runtime.watchdog import CLOSE_SECONDS
 
-TOGETHER_SECONDS = CLOSE_SECONDS + 30  # for all ranks to end once one has failed; they do within 30 s, or close
+TOGETHER_SECONDS = (
+    CLOSE_SECONDS + 30
+)  # for all ranks to end once one has failed; they do within 30 s, or close
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
@@ -40,8 +42,12 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
 
     stop: has listened since the process began. A signal from now on goes to each rank, once.
     """
-    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # HUP is, under nohup
-    signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # the ranks begin with them blocked too, until they listen
+    handled = [
+        number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
+    ]  # HUP is, under nohup
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, handled
+    )  # the ranks begin with them blocked too, until they listen
     rendezvous.raise_open_files()
     store = rendezvous.serve("127.0.0.1", 0, seconds=60)
     world = {
@@ -61,7 +67,9 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
 
     try:
         if stop.look() is not None:
-            raise Preempted(f"stopped by {stop.reason} before the first step; run the same line to begin")
+            raise Preempted(
+                f"stopped by {stop.reason} before the first step; run the same line to begin"
+            )
         for rank in range(ranks):
             environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             # in sessions of their own: Ctrl-C of a terminal comes here alone

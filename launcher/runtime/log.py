@@ -48,7 +48,9 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        sys.stderr.write(f"{now} [rank {self.rank}] {record.levelname.lower()}: {record.getMessage()}\n")
+        sys.stderr.write(
+            f"{now} [rank {self.rank}] {record.levelname.lower()}: {record.getMessage()}\n"
+        )
         sys.stderr.flush()
 
 
@@ -56,7 +58,9 @@ def configure(*, quiet: bool = False, verbose: bool = False) -> None:
     """Before anything is logged: both packages write the same lines. quiet: warnings and errors alone."""
     handler = Lines()
     for logger in OURS:
-        logger.handlers = [each for each in logger.handlers if not isinstance(each, Lines)] + [handler]
+        logger.handlers = [each for each in logger.handlers if not isinstance(each, Lines)] + [
+            handler
+        ]
         logger.setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
 
 
@@ -68,7 +72,9 @@ class Startup:
     """`done("imports")` at the end of each phase; the phases follow each other."""
 
     def __init__(self) -> None:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # ticks since the boot
+        started = int(
+            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        )  # ticks since the boot
         self._started = self._before = started / os.sysconf("SC_CLK_TCK")
         self._phases: list[str] = []
 

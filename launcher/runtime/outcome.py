@@ -16,10 +16,24 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clip_train.errors import ClipTrainError, DivergedError, Preempted, RankError, RemoteRankError, UserError
+from clip_train.errors import (
+    ClipTrainError,
+    DivergedError,
+    Preempted,
+    RankError,
+    RemoteRankError,
+    UserError,
+)
 from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.log import log, warn
-from launcher.runtime.verdict import Failure, Word, node_name, read_verdict, write_report, write_verdict
+from launcher.runtime.verdict import (
+    Failure,
+    Word,
+    node_name,
+    read_verdict,
+    write_report,
+    write_verdict,
+)
 
 if TYPE_CHECKING:
     from clip_train.trainer import Trainer
@@ -39,7 +53,9 @@ class Outcome:
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
         self.watchdog: Watchdog | None = None
-        self.run_dir: Path | None = None  # once the run there is known to be this recipe's: verdicts go there
+        self.run_dir: Path | None = (
+            None  # once the run there is known to be this recipe's: verdicts go there
+        )
         self.trainer: Trainer | None = None
 
     def done(self) -> None:
@@ -111,7 +127,11 @@ class Outcome:
             status, message = 130, "interrupted"
             if self.trainer is not None:
                 good = self.trainer.checkpoints.last_good
-                saved = f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
+                saved = (
+                    f"step {good.step} is committed ({good.path})"
+                    if good
+                    else "nothing is committed"
+                )
                 message = f"interrupted at step {self._step}, without a save: {saved}; run the same line to go on"
         elif isinstance(error, Preempted):
             word = "PREEMPTED"
@@ -123,14 +143,20 @@ class Outcome:
             message = f"{type(error).__name__}: {message}"
         env, suspect = world(), not foreseen or isinstance(error, RankError)
         trace = "" if foreseen else "".join(traceback.format_exception(error))
-        return Failure(env.rank if env else 0, node_name(), message, word, status, lost, suspect), trace
+        return Failure(
+            env.rank if env else 0, node_name(), message, word, status, lost, suspect
+        ), trace
 
     def publish(self, failure: Failure, trace: str = "") -> None:
         """Print it, with the traceback of what nobody has foreseen, and leave verdict and report. The first one stays.
 
         A disk that is full or gone is no second error.
         """
-        where = f"[rank {failure.rank} on {failure.node}] " if failure.rank > 0 and not failure.lost else ""
+        where = (
+            f"[rank {failure.rank} on {failure.node}] "
+            if failure.rank > 0 and not failure.lost
+            else ""
+        )
         if trace:
             print(trace, file=sys.stderr, flush=True)
         elif failure.status in (75, 130):
@@ -140,7 +166,12 @@ class Outcome:
         write_report(failure, trace)
         if self.run_dir is not None and read_verdict(self.run_dir) is None:
             try:
-                write_verdict(self.run_dir, failure.word, self._step, str(failure) if failure.lost else failure.message)
+                write_verdict(
+                    self.run_dir,
+                    failure.word,
+                    self._step,
+                    str(failure) if failure.lost else failure.message,
+                )
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
 

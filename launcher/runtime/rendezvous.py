@@ -72,13 +72,23 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
 
     def client(seconds: float) -> Store:
         timeout = datetime.timedelta(seconds=seconds)
-        return TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=False,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
 
     holds = env.rank == 0 and not env.agent_store
     raise_open_files()
     store = serve(env.master_addr, env.master_port, seconds) if holds else client(seconds)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts ranks
-    heartbeat.open(PrefixStore(f"ranks/{attempt}", client(ANSWER_SECONDS)), server=store if holds else None)
+    attempt = os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", "0"
+    )  # torchrun keeps its store when it restarts ranks
+    heartbeat.open(
+        PrefixStore(f"ranks/{attempt}", client(ANSWER_SECONDS)), server=store if holds else None
+    )
     return PrefixStore(f"ranks/{attempt}", store)
 
 
@@ -93,7 +103,9 @@ def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> No
             break
         missing = f"{store.add('here', 0)} of {env.world_size} ranks have come to {env.master_addr}:{env.master_port}"
         if time.monotonic() > end:
-            raise RuntimeError(f"Timed out waiting for the other ranks: {missing} within {seconds:.0f} s")
+            raise RuntimeError(
+                f"Timed out waiting for the other ranks: {missing} within {seconds:.0f} s"
+            )
         if env.rank == 0:
             log(f"waiting: {missing}, by {env.found}. If there are no others, unset what says so")
     if heartbeat.wait(0.0) is not None:
@@ -109,7 +121,9 @@ def code_version() -> str:
     digest = hashlib.sha256()
     for package in SOURCES:
         for file in sorted((ROOT / package).rglob("*.py")):
-            digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+            digest.update(
+                file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0"
+            )
     return digest.hexdigest()[:12]
 
 
@@ -127,12 +141,19 @@ def versions() -> dict[str, str]:
 
 def check_same(store: Store, rank: int, recipe: dict[str, Any], seconds: float) -> None:
     """UserError on a rank that differs from rank 0. recipe: as resolved. seconds: to wait for rank 0."""
-    keys = {f"{section}.{key}": value for section, values in recipe.items() for key, value in values.items()}
+    keys = {
+        f"{section}.{key}": value
+        for section, values in recipe.items()
+        for key, value in values.items()
+    }
     here = json.dumps(versions() | keys)
     if rank == 0:
         return store.set("recipe", json.dumps([node_name(), here]))
     store.wait(["recipe"], datetime.timedelta(seconds=seconds))
-    node, there = json.loads(store.get("recipe")) or ("", here)  # none: a rank has failed, as `meet` will find
+    node, there = json.loads(store.get("recipe")) or (
+        "",
+        here,
+    )  # none: a rank has failed, as `meet` will find
     one, other = json.loads(there), json.loads(here)
     found = [
         f"{key}: {one.get(key)!r} against {other.get(key)!r}"

@@ -36,7 +36,9 @@ FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four ti
 ABORT_SECONDS = 5.0  # the main thread has this long to end by itself once another rank has failed
 CLOSE_SECONDS = 300.0  # or, while it closes what it has open, for a checkpoint that is under way
 FINISH_SECONDS = 300.0  # of `Outcome.finish`
-EARLY_SECONDS = 3.0  # from a stop during the start: the main thread may come to the first step by itself
+EARLY_SECONDS = (
+    3.0  # from a stop during the start: the main thread may come to the first step by itself
+)
 
 
 class LaunchConfig(Settings):
@@ -76,7 +78,9 @@ class Watchdog:
         """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_limit: called with the limit of a
         phase, in seconds, where it is another one than before. on_first_step: called when it is done."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
-        self.committed: Callable[[], int | None] = lambda: None  # the newest committed step, once there is a trainer
+        self.committed: Callable[[], int | None] = lambda: (
+            None
+        )  # the newest committed step, once there is a trainer
         self._heartbeat = heartbeat or Heartbeat(detect({}))
         self._on_limit, self._on_first_step = on_limit, on_first_step
         self._launcher = launcher_pid(environ)
@@ -127,7 +131,9 @@ class Watchdog:
 
     def _arm(self) -> None:
         """The last resort, in C: a main thread that holds the interpreter's lock stops this module's thread too."""
-        faulthandler.dump_traceback_later(2 * self._limit + 60, exit=True, file=2)  # stderr, whoever holds sys.stderr
+        faulthandler.dump_traceback_later(
+            2 * self._limit + 60, exit=True, file=2
+        )  # stderr, whoever holds sys.stderr
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z; Slurm before it suspends a job. The timer in C would take the pause for a hang when it is over."""
@@ -141,13 +147,17 @@ class Watchdog:
             now = time.monotonic()
             frozen, before = now - before, now
             if frozen < FROZEN_SECONDS:
-                frozen = 0.0  # else not even this thread ran: Ctrl-Z, a suspended job, a paused machine
+                frozen = (
+                    0.0  # else not even this thread ran: Ctrl-Z, a suspended job, a paused machine
+                )
             self._since += frozen
             try:
                 self._look(now, frozen)
             except Exception as e:  # it goes on watching, whatever a disk or a library makes of it
                 warn(f"the watchdog could not look: {type(e).__name__}: {e}")
-            if self._heartbeat.env.world_size == 1 and (now - armed > 30 or frozen):  # the lock is free
+            if self._heartbeat.env.world_size == 1 and (
+                now - armed > 30 or frozen
+            ):  # the lock is free
                 armed = now
                 self._arm()
 
@@ -155,7 +165,9 @@ class Watchdog:
         self._look_for_stop()
         if self._phase == "start" and not self._begun and self.stop.look():
             self._asked = self._asked or now
-            if now - self._asked > EARLY_SECONDS:  # nothing is to be saved, and the others may be gone already
+            if (
+                now - self._asked > EARLY_SECONDS
+            ):  # nothing is to be saved, and the others may be gone already
                 message = f"stopped by {self.stop.reason} before the first step"
                 self._exit(self._claim(message, word="PREEMPTED", status=75))
         abort = self._heartbeat.check(frozen_seconds)
@@ -178,7 +190,9 @@ class Watchdog:
             self.stop.ask("its launcher's death")
 
     def _claim(self, message: str, **more: Any) -> Failure:
-        return self._heartbeat.claim(Failure(self._heartbeat.env.rank, node_name(), message, **more))
+        return self._heartbeat.claim(
+            Failure(self._heartbeat.env.rank, node_name(), message, **more)
+        )
 
     def _exit(self, abort: Failure) -> None:
         """At once, whatever the main thread does; a store that does not answer must not hold this up."""
@@ -204,8 +218,15 @@ class Watchdog:
         message = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
         log(f"[rank {self._heartbeat.env.rank} on {node_name()}] {message}", logging.ERROR)
         faulthandler.dump_traceback(all_threads=True)
-        newest = [f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}" for e in entries[-4:]]
-        print(f"the last collectives: {'; '.join(newest) or 'none recorded'}", file=sys.stderr, flush=True)
+        newest = [
+            f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}"
+            for e in entries[-4:]
+        ]
+        print(
+            f"the last collectives: {'; '.join(newest) or 'none recorded'}",
+            file=sys.stderr,
+            flush=True,
+        )
         if waiting:
             self._heartbeat.wait(5)  # the rank that hangs itself is the one to name
         abort = self._claim(message, node_suspect=not waiting)
@@ -255,7 +276,9 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
     if frame is None:
         return "and the main thread is gone", False
     stack = traceback.extract_stack(frame)
-    entered = next((i for i, f in enumerate(stack) if any(part in f.filename for part in COMMUNICATION)), None)
+    entered = next(
+        (i for i, f in enumerate(stack) if any(part in f.filename for part in COMMUNICATION)), None
+    )
     if entered is None and stack[-1].filename.endswith(OUR_COMMUNICATION):
         entered = max(i for i, f in enumerate(stack) if f.filename != stack[-1].filename) + 1
     here = stack[-1] if entered is None else stack[max(0, entered - 1)]
@@ -263,7 +286,11 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
     if entered is None:
         return f"in {place}", False
     collective = next(
-        (f.name for f in stack[entered:] if f.name not in ("wrapper", "log_wrapper", "inner") and f.name[0] != "_"),
+        (
+            f.name
+            for f in stack[entered:]
+            if f.name not in ("wrapper", "log_wrapper", "inner") and f.name[0] != "_"
+        ),
         stack[-1].name,
     )
     return f"waiting in {collective}, called from {place}", True
@@ -284,6 +311,10 @@ def unfinished(entries: Sequence[Mapping[str, Any]]) -> str | None:
     newest = {str(entry.get("process_group")): entry for entry in entries}
     for entry in newest.values():
         name = str(entry.get("profiling_name"))
-        if name.startswith("nccl:") and entry.get("state") != "completed" and not entry.get("retired"):
+        if (
+            name.startswith("nccl:")
+            and entry.get("state") != "completed"
+            and not entry.get("retired")
+        ):
             return name
     return None

@@ -37,7 +37,9 @@ class Outcome:
     step: int  # and when it ended
     reason: str
     blamed: tuple[str, ...] = ()  # the node of the rank that failed, if it may be the node's fault
-    terminated: bool = False  # by TERM to the batch script: scancel, or Slurm requeues the job itself
+    terminated: bool = (
+        False  # by TERM to the batch script: scancel, or Slurm requeues the job itself
+    )
     stop_file: bool = False
 
 
@@ -76,7 +78,9 @@ class History:
 
         number: the next one, as it was before this job looked whether another trains."""
         line = json.dumps({"event": "begin", "attempt": number, **begin})
-        if not LocalStorage(self.folder).put_bytes(f"{number:04d}.job", line.encode(), if_absent=True):
+        if not LocalStorage(self.folder).put_bytes(
+            f"{number:04d}.job", line.encode(), if_absent=True
+        ):
             return None
         self.append("begin", attempt=number, **begin)
         return number
@@ -84,7 +88,9 @@ class History:
     @property
     def ends(self) -> list[dict[str, Any]]:
         """One for each attempt: two jobs that start in the same moment may both settle a lost one."""
-        return list({line["attempt"]: line for line in self.lines if line["event"] == "end"}.values())
+        return list(
+            {line["attempt"]: line for line in self.lines if line["event"] == "end"}.values()
+        )
 
     @property
     def begun(self) -> dict[int, dict[str, Any]]:
@@ -106,7 +112,9 @@ class History:
     def unfinished(self) -> dict[str, Any] | None:
         """The `begin` of an attempt that never ended: it runs, or its batch script was lost."""
         ended = {line["attempt"] for line in self.ends}
-        return next((line for number, line in sorted(self.begun.items()) if number not in ended), None)
+        return next(
+            (line for number, line in sorted(self.begun.items()) if number not in ended), None
+        )
 
     def resumed(self) -> int | None:
         """The step after which the newest attempt went on, 0: it began anew; None: it did not come so far."""
@@ -114,7 +122,9 @@ class History:
         return begun[-1]["step"] if begun and begun[-1]["event"] == "start" else None
 
     def was_terminated(self, attempt: int) -> bool:
-        return any(line["event"] == "terminated" and line.get("attempt") == attempt for line in self.lines)
+        return any(
+            line["event"] == "terminated" and line.get("attempt") == attempt for line in self.lines
+        )
 
     def counts(self) -> tuple[int, int]:
         """Failures and fruitless attempts in a row so far; a user who submits again after a stop starts anew."""
@@ -154,7 +164,11 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
         (outcome.verdict == "DONE", "done", "trained to the last step"),
         (outcome.terminated, "leave", ended),
         (outcome.verdict == "FATAL", "stop", f"it would come again: {outcome.reason}"),
-        (outcome.stop_file, "leave", "the run directory has a STOP file: remove it and submit again to resume"),
+        (
+            outcome.stop_file,
+            "leave",
+            "the run directory has a STOP file: remove it and submit again to resume",
+        ),
         (failures >= MOST_FAILURES, "give up", f"{failures} failures {last}"),
         (fruitless >= MOST_FRUITLESS, "give up", f"{fruitless} attempts {last}"),
         (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),

@@ -44,20 +44,28 @@ if TYPE_CHECKING:
 
 USAGE = "[--chain] RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
-REST_SECONDS = 60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
+REST_SECONDS = (
+    60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     terminated = threading.Event()
     listen(terminated)  # before anything else: Slurm may be in a hurry
-    parser = argparse.ArgumentParser(prog="python -m launcher.slurm.controller", usage="%(prog)s [-h] " + USAGE)
-    parser.add_argument("--chain", action="store_true", help="the next job of an array resumes instead")
+    parser = argparse.ArgumentParser(
+        prog="python -m launcher.slurm.controller", usage="%(prog)s [-h] " + USAGE
+    )
+    parser.add_argument(
+        "--chain", action="store_true", help="the next job of an array resumes instead"
+    )
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     args, command = parser.parse_args(arguments[:split]), list(arguments[split + 1 :])
     if not command or "SLURM_JOB_ID" not in os.environ:
-        parser.error("SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, see slurm/")
+        parser.error(
+            "SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, see slurm/"
+        )
     from clip_train.errors import RankError, UserError
     from launcher.config.recipe import load_config
 
@@ -74,28 +82,48 @@ def main(arguments: Sequence[str]) -> int:
             say(f"the recipe is read again after {wait:g} s")
     try:
         return Controller(config, terminated, chain=args.chain).run([*command, *config.counted])
-    except OSError as e:  # without a history nothing is to be counted, so nothing is requeued either
-        say(f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again")
+    except (
+        OSError
+    ) as e:  # without a history nothing is to be counted, so nothing is requeued either
+        say(
+            f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again"
+        )
         return 1
 
 
-RECIPE_WAITS = (15.0, 60.0, 240.0)  # seconds, where what it names, such as a shard's count, cannot be read for now
+RECIPE_WAITS = (
+    15.0,
+    60.0,
+    240.0,
+)  # seconds, where what it names, such as a shard's count, cannot be read for now
 
 
 def listen(terminated: threading.Event) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)  # --signal=B:USR1, to this script alone: see END_TIME
+    signal.signal(
+        signal.SIGUSR1, lambda number, frame: None
+    )  # --signal=B:USR1, to this script alone: see END_TIME
 
 
 def say(message: str) -> None:
-    print(f"{time.strftime('%F %T')} [job {os.environ.get('SLURM_JOB_ID', '-')}] {message}", flush=True)
+    print(
+        f"{time.strftime('%F %T')} [job {os.environ.get('SLURM_JOB_ID', '-')}] {message}",
+        flush=True,
+    )
 
 
 class Controller:
     """One attempt of one run."""
 
-    def __init__(self, config: RunConfig, terminated: threading.Event, *, chain: bool = False) -> None:
-        self.config, self.run_dir, self.terminated, self.chain = config, config.run_dir, terminated, chain
+    def __init__(
+        self, config: RunConfig, terminated: threading.Event, *, chain: bool = False
+    ) -> None:
+        self.config, self.run_dir, self.terminated, self.chain = (
+            config,
+            config.run_dir,
+            terminated,
+            chain,
+        )
         self.job = os.environ["SLURM_JOB_ID"]
         self.nodes = node_names()
 
@@ -109,14 +137,20 @@ class Controller:
             if status is not None:
                 return status
             before = committed_step(self.run_dir)
-            number = self.history.claim(following, job=self.job, restart=restart, nodes=self.nodes, step=before)
+            number = self.history.claim(
+                following, job=self.job, restart=restart, nodes=self.nodes, step=before
+            )
         log = self._log(number)
-        say(f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}")
+        say(
+            f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}"
+        )
         clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
         started = time.monotonic()
         status = self._run_ranks(command, number)
         outcome = self._outcome(status, before, log)
-        decision = self._end(number, outcome, seconds=round(time.monotonic() - started, 1), status=status)
+        decision = self._end(
+            number, outcome, seconds=round(time.monotonic() - started, 1), status=status
+        )
         return self._act(decision, outcome)
 
     def _log(self, number: int) -> Path:
@@ -127,7 +161,9 @@ class Controller:
         begun = self.history.unfinished()
         job = str(begun.get("job", "")) if begun is not None else ""
         if job not in ("", self.job) and answer("squeue", "-h", "-j", job, "-o", "%T") in RUNNING:
-            say(f"error: job {job} trains {self.run_dir} already: scancel one of them, or choose another run.name")
+            say(
+                f"error: job {job} trains {self.run_dir} already: scancel one of them, or choose another run.name"
+            )
             return 2
         if begun is not None:
             decision = self._settle_lost_attempt(begun["attempt"], begun["step"], begun["nodes"][0])
@@ -160,17 +196,25 @@ class Controller:
         if node is None and self.history.was_terminated(number):
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
             return self._end(number, Outcome("PREEMPTED", before, after, reason))
-        reason = f"Slurm lost the node {node}" if node else f"the batch script on {first_node} was lost"
+        reason = (
+            f"Slurm lost the node {node}" if node else f"the batch script on {first_node} was lost"
+        )
         return self._end(number, Outcome("LOST", before, after, reason, (node or first_node,)))
 
     def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
         decision = decide(outcome, *self.history.counts())
         resumed = History(self.run_dir).resumed()  # as rank 0 has noted it since
-        self.history.append("end", attempt=number, resumed=resumed, **asdict(outcome), **asdict(decision), **more)
-        say(f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}")
+        self.history.append(
+            "end", attempt=number, resumed=resumed, **asdict(outcome), **asdict(decision), **more
+        )
+        say(
+            f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}"
+        )
         for node, count in self.history.suspects().items():
             if node in outcome.blamed:
-                say(f"{node} failed {count} times: to leave it out, cancel and submit again with --exclude={node}")
+                say(
+                    f"{node} failed {count} times: to leave it out, cancel and submit again with --exclude={node}"
+                )
         return decision
 
     def _run_ranks(self, command: Sequence[str], number: int) -> int:
@@ -180,7 +224,9 @@ class Controller:
         environ.setdefault(END_TIME, end_time(self.job))
         with log.open("ab", buffering=0) as copy:
             try:
-                process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(
+                    command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                )
             except OSError as e:
                 copy_lines([f"{command[0]} cannot be started: {e}\n".encode()], copy)
                 return 127
@@ -228,10 +274,14 @@ class Controller:
 
     def _requeue(self, decision: Decision) -> int:
         for _ in range(3):
-            if self.terminated.is_set():  # since: a requeue now would restart what the user has cancelled
+            if (
+                self.terminated.is_set()
+            ):  # since: a requeue now would restart what the user has cancelled
                 say("not requeued: Slurm ended the job in the meantime")
                 return 143
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the requeue itself sends; KillWait is left
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # which the requeue itself sends; KillWait is left
             _, refused = slurm("scontrol", "requeue", self.job)
             if not refused:
                 say(f"requeued: {decision.why}")
@@ -243,7 +293,9 @@ class Controller:
 
     def _give_up(self, decision: Decision) -> int:
         say(f"GIVING UP: {decision.why}")
-        write_verdict(self.run_dir, "FAILED", committed_step(self.run_dir), f"gave up: {decision.why}")
+        write_verdict(
+            self.run_dir, "FAILED", committed_step(self.run_dir), f"gave up: {decision.why}"
+        )
         self._end_chain()
         return 1
 
@@ -255,7 +307,9 @@ class Controller:
 
 
 # What srun prints of a rank that ended badly: "srun: error: n2: task 1: Killed". The first one is the cause.
-SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited with exit code 75)(\w[\w ]*)")
+SRUN_ERROR = re.compile(
+    r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited with exit code 75)(\w[\w ]*)"
+)
 NODE_FAILURE = re.compile(r"srun: error: Node failure on ([\w.-]+)")
 
 
@@ -265,7 +319,9 @@ def lost_node(log: str) -> str | None:
     return found[1] if found else None
 
 
-def explain(word: str, report: Failure | None, log: str, status: int) -> tuple[str, str, tuple[str, ...]]:
+def explain(
+    word: str, report: Failure | None, log: str, status: int
+) -> tuple[str, str, tuple[str, ...]]:
     """Verdict, reason and the node to blame, of an attempt that is neither done nor preempted by its VERDICT.
 
     report: of the first rank that failed, if it came to write one. log: the attempt's.
@@ -274,14 +330,34 @@ def explain(word: str, report: Failure | None, log: str, status: int) -> tuple[s
     node = lost_node(log)
     if node is not None:
         return word or "CRASHED", f"Slurm lost the node {node}", (node,)
-    if report is not None and report.word == "PREEMPTED" and (killed is None or "SIGTERM" not in report.message):
-        return "PREEMPTED", report.message, ()  # before the first step; srun sends TERM when another rank has died
-    if report is not None and report.word != "PREEMPTED" and (report.node_suspect or not report.lost):
+    if (
+        report is not None
+        and report.word == "PREEMPTED"
+        and (killed is None or "SIGTERM" not in report.message)
+    ):
+        return (
+            "PREEMPTED",
+            report.message,
+            (),
+        )  # before the first step; srun sends TERM when another rank has died
+    if (
+        report is not None
+        and report.word != "PREEMPTED"
+        and (report.node_suspect or not report.lost)
+    ):
         verdict = "FATAL" if report.word == "FATAL" else word or "CRASHED"
         return verdict, str(report), (report.node,) if report.node_suspect else ()
     if killed is not None:
-        return word or "CRASHED", f"rank {killed[2]} on {killed[1]}: {killed[3].strip()}", (killed[1],)
-    reason = str(report) if report is not None else f"the ranks ended with status {status} and left no error report"
+        return (
+            word or "CRASHED",
+            f"rank {killed[2]} on {killed[1]}: {killed[3].strip()}",
+            (killed[1],),
+        )
+    reason = (
+        str(report)
+        if report is not None
+        else f"the ranks ended with status {status} and left no error report"
+    )
     return word or "CRASHED", reason, ()
 
 
@@ -300,7 +376,10 @@ def committed_step(run_dir: Path) -> int:
     steps = [0]
     with contextlib.suppress(OSError, ValueError):
         steps.append(int((run_dir / PROGRESS_FILE).read_text()))
-    numbers = (file.stem.rpartition("-s")[2] for file in (run_dir / "checkpoints" / "commit").glob("e*-s*.json"))
+    numbers = (
+        file.stem.rpartition("-s")[2]
+        for file in (run_dir / "checkpoints" / "commit").glob("e*-s*.json")
+    )
     return max(steps + [int(number) for number in numbers if number.isdigit()])
 
 

@@ -48,7 +48,9 @@ class Site(Settings):
     """Variables to export: NCCL_SOCKET_IFNAME, HF_HOME, ..."""
     sbatch: dict[str, str] = Field(default_factory=dict)
     """Other options of sbatch, such as constraint: h100."""
-    local_paths: list[str] = Field(default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"])
+    local_paths: list[str] = Field(
+        default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
+    )
     """Folders that every node has for itself: no place for a run directory."""
 
     @property
@@ -69,10 +71,16 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
     named = path or os.environ.get(ENV)
     file = Path(named) if named else HOME.expanduser()
     raw = read_recipe(str(file), what="site file") if named is not None or file.exists() else {}
-    given = {name: value for name, value in (options or {}).items() if name in Site.model_fields and value is not None}
+    given = {
+        name: value
+        for name, value in (options or {}).items()
+        if name in Site.model_fields and value is not None
+    }
     try:
         return Site.model_validate(raw | given)
     except ValidationError as e:
         known = f"known keys: {', '.join(Site.model_fields)}"
         mistakes = explain(e, Site, raw | given, unknown=lambda path: known, within="site file")
-        raise UserError(f"submit's options, or the site file {file}: {'; '.join(mistakes)}") from None
+        raise UserError(
+            f"submit's options, or the site file {file}: {'; '.join(mistakes)}"
+        ) from None

@@ -40,7 +40,9 @@ FROZEN = (*SOURCES, "ds_configs")
 def check_shape(job: Site) -> None:
     """Ranks, GPUs and time. UserError."""
     if not job.tasks:
-        raise UserError("--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node")
+        raise UserError(
+            "--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node"
+        )
     if job.gpus_per_node and job.tasks != job.gpus_per_node:
         raise UserError(
             f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one rank for each GPU; "
@@ -58,7 +60,9 @@ def parse_time(text: str) -> int:
     """Seconds of sbatch's `minutes`, `minutes:seconds`, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
-        raise UserError(f"--time ({text}) is none of minutes, hours:minutes:seconds, days-hours; write 24:00:00")
+        raise UserError(
+            f"--time ({text}) is none of minutes, hours:minutes:seconds, days-hours; write 24:00:00"
+        )
     days, _, _, third = match.groups()
     units = (86400, 3600, 60, 1) if days is not None or third is not None else (0, 60, 1, 0)
     return sum(int(part or 0) * unit for part, unit in zip(match.groups(), units, strict=True))
@@ -87,10 +91,14 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
 def check_slurm(job: Site, run_dir: Path) -> None:
     """What only the cluster itself knows. UserError."""
     if shutil.which("sbatch") is None:
-        raise UserError("sbatch is not here: submit from a login node, or look at the script with --dry-run")
+        raise UserError(
+            "sbatch is not here: submit from a login node, or look at the script with --dry-run"
+        )
     partitions = answer("sinfo", "-h", "-o", "%R").split()
     if job.partition is not None and partitions and job.partition not in partitions:
-        raise UserError(f"--partition ({job.partition}) is not one of this cluster's: {', '.join(partitions)}")
+        raise UserError(
+            f"--partition ({job.partition}) is not one of this cluster's: {', '.join(partitions)}"
+        )
     for file in sorted(run_dir.glob("submit/*/submit.json")):
         number = json.loads(file.read_text()).get("job")
         if number and answer("squeue", "-h", "-j", number, "-o", "%T"):
@@ -116,13 +124,23 @@ def render(template: str, job: Site, *, name: str, folder: Path) -> str:
         "signal": f"USR1@{job.warn_seconds}",
         "output": f"{folder}/%x-%{'A-%a' if job.template == 'chain' else 'j'}.log",
     }
-    extra = {"partition": job.partition, "account": job.account, "qos": job.qos, "exclude": job.exclude, **job.sbatch}
+    extra = {
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "exclude": job.exclude,
+        **job.sbatch,
+    }
     added = [
         "",
         "# -- by clip-train submit: what was frozen, and this site's settings",
         f"export CLIP_TRAIN_HOME={shlex.quote(str(folder / 'code'))}",
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
-        *([f"export RANKS_PER_NODE={job.tasks}", f"export SAVE_SECONDS={job.warn_seconds}"] if torchrun else []),
+        *(
+            [f"export RANKS_PER_NODE={job.tasks}", f"export SAVE_SECONDS={job.warn_seconds}"]
+            if torchrun
+            else []
+        ),
         *(f"export {key}={shlex.quote(value)}" for key, value in job.environment.items()),
         *job.setup,
         f"set -- {shlex.quote(str(folder / 'recipe.yaml'))}",
@@ -132,7 +150,9 @@ def render(template: str, job: Site, *, name: str, folder: Path) -> str:
     for line in template.splitlines():
         match = re.match(r"#SBATCH --([a-z-]+)=(\S+)\s*(#.*)?$", line)
         if line.startswith("set -euo pipefail"):
-            lines += [f"#SBATCH --{key}={value}" for key, value in extra.items() if value is not None]
+            lines += [
+                f"#SBATCH --{key}={value}" for key, value in extra.items() if value is not None
+            ]
             lines += [line, *added]
         elif match is None or match[1] not in values:
             lines.append(line)
@@ -200,7 +220,9 @@ def run(args: argparse.Namespace) -> int:
         f"watch:   clip-train watch {run_dir}; squeue -j {identity}; tail -F {folder}/{config.run.name}-{identity}*.log"
     )
     print(f"history: {run_dir / 'attempts.jsonl'}")
-    print(f"stop:    touch {run_dir / 'STOP'}   (saves first);   cancel: scancel {identity}   (saves if Slurm lets it)")
+    print(
+        f"stop:    touch {run_dir / 'STOP'}   (saves first);   cancel: scancel {identity}   (saves if Slurm lets it)"
+    )
     return 0
 
 

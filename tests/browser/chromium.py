@@ -16,12 +16,19 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE = 120.0  # seconds
-BROKEN = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Network.loadingFailed")
+BROKEN = (
+    "Runtime.exceptionThrown",
+    "Runtime.consoleAPICalled",
+    "Log.entryAdded",
+    "Network.loadingFailed",
+)
 
 
 def find() -> str | None:
     """$CLIP_TRAIN_CHROMIUM, or the first that is on the path."""
-    return os.environ.get("CLIP_TRAIN_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    return os.environ.get("CLIP_TRAIN_CHROMIUM") or next(
+        filter(None, map(shutil.which, NAMES)), None
+    )
 
 
 class Chromium:
@@ -46,7 +53,9 @@ class Chromium:
         self._numbers, self._buffer, self._session = itertools.count(1), b"", None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -75,21 +84,35 @@ class Chromium:
     def show(self, page: Path | str, width: int, *, dark: bool, fragment: str = "") -> None:
         """Load a file or a URL anew, in a window of so many CSS pixels."""
         self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=(page if isinstance(page, str) else page.as_uri()) + fragment)
+        self.call(
+            "Page.navigate", url=(page if isinstance(page, str) else page.as_uri()) + fragment
+        )
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive()
 
     def evaluate(self, expression: str) -> Any:
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        result = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def asked(self) -> list[str]:
         """URLs that the page has asked for, without those that are data themselves."""
-        sent = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        sent = [
+            e["params"]["request"]["url"]
+            for e in self.events
+            if e["method"] == "Network.requestWillBeSent"
+        ]
         return [url for url in sent if not url.startswith("data:")]
 
     def broken(self) -> list[dict[str, Any]]:
@@ -100,7 +123,9 @@ class Chromium:
     def screenshot(self, width: int, height: int) -> bytes:
         """PNG of the page's top."""
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        shot = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        shot = self.call(
+            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+        )
         return base64.b64decode(shot["data"])
 
     def _receive(self) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from tests.browser.chromium import Chromium, find
 def browser() -> Iterator[Chromium]:
     program = find()
     if program is None:
-        pytest.skip("BROWSER MISSING: no chromium on the path, nor in $CLIP_TRAIN_CHROMIUM; scripts/setup_browser.sh")
+        pytest.skip(
+            "BROWSER MISSING: no chromium on the path, nor in $CLIP_TRAIN_CHROMIUM; scripts/setup_browser.sh"
+        )
     with Chromium(program) as chromium:
         yield chromium

@@ -21,7 +21,11 @@ from tests import site as documentation
 from tests.browser.chromium import Chromium, find
 
 pytestmark = pytest.mark.browser
-PICTURES = (("index.html", 1280, False), ("your_data.html", 1280, True), ("troubleshooting.html", 390, True))
+PICTURES = (
+    ("index.html", 1280, False),
+    ("your_data.html", 1280, True),
+    ("troubleshooting.html", 390, True),
+)
 
 # Of what stands in the article: text that is too small or too faint (WCAG's contrast, its colours over the backgrounds
 # behind them), pictures that are not there. Of the page: whether it scrolls sideways.
@@ -67,7 +71,9 @@ def serve(folder: Path) -> Iterator[str]:
         def log_message(self, *args: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Silent, directory=str(folder))) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Silent, directory=str(folder))
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -123,9 +129,13 @@ def take_pictures() -> None:
         browser = stack.enter_context(Chromium(program))
         for name, width, dark in PICTURES:
             assert look(browser, address, name, width, dark=dark) == []
-            picture = Image.open(io.BytesIO(browser.screenshot(width, 900))).convert("RGB").quantize(64)
+            picture = (
+                Image.open(io.BytesIO(browser.screenshot(width, 900))).convert("RGB").quantize(64)
+            )
             page = name.removesuffix(".html").replace("_", "-")
-            picture.save(images / f"site-{page}-{'dark' if dark else 'light'}-{width}.png", optimize=True)
+            picture.save(
+                images / f"site-{page}-{'dark' if dark else 'light'}-{width}.png", optimize=True
+            )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280, 1920)
 
 
-def check(browser: Chromium, page: Path, width: int, *, dark: bool, fragment: str = "") -> np.ndarray:
+def check(
+    browser: Chromium, page: Path, width: int, *, dark: bool, fragment: str = ""
+) -> np.ndarray:
     """Its first screen, uint8 [height, width, 3]."""
     browser.show(page, width, dark=dark, fragment=fragment)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -40,9 +42,19 @@ def check(browser: Chromium, page: Path, width: int, *, dark: bool, fragment: st
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_shows_without_errors_and_requests(browser, tmp_path, width, dark):
-    run = write_run(tmp_path / "a-run-with-a-name-that-is-as-long-as-people-make-them-who-sweep-rates")
-    invalid = {"reason": "caption is empty", "shard": "s3://bucket/00001.tar", "key": "k" * 60, "picture": PIXEL}
-    found = {"bad_samples": {"caption is empty\ts3://bucket/00001.tar": 3}, "pictures": [invalid] * 3}
+    run = write_run(
+        tmp_path / "a-run-with-a-name-that-is-as-long-as-people-make-them-who-sweep-rates"
+    )
+    invalid = {
+        "reason": "caption is empty",
+        "shard": "s3://bucket/00001.tar",
+        "key": "k" * 60,
+        "picture": PIXEL,
+    }
+    found = {
+        "bad_samples": {"caption is empty\ts3://bucket/00001.tar": 3},
+        "pictures": [invalid] * 3,
+    }
     (run / "invalid.json").write_text(json.dumps(found))
     page = write_report([run])
     pixels = check(browser, page, width, dark=dark)
@@ -57,10 +69,17 @@ def test_curves_answer_the_pointer(browser, tmp_path):
     box = "const box = document.querySelector('.plot').getBoundingClientRect(); "
     x, y = browser.evaluate(f"{{ {box} [box.left + box.width / 2, box.top + box.height / 2] }}")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    shown = browser.evaluate("[...document.querySelectorAll('figcaption output')].map(each => each.textContent)")
-    assert shown[0].startswith("step 60: 0.083") and shown[1] == "step 60: 14", shown  # loss (5 / 60), logit scale
+    shown = browser.evaluate(
+        "[...document.querySelectorAll('figcaption output')].map(each => each.textContent)"
+    )
+    assert shown[0].startswith("step 60: 0.083") and shown[1] == "step 60: 14", (
+        shown
+    )  # loss (5 / 60), logit scale
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
-    assert browser.evaluate("document.querySelector('figcaption output').textContent") == f"{5 / 120:.4g}"
+    assert (
+        browser.evaluate("document.querySelector('figcaption output').textContent")
+        == f"{5 / 120:.4g}"
+    )
 
 
 def test_the_axis_may_be_time(browser, tmp_path):
@@ -72,19 +91,31 @@ def test_the_axis_may_be_time(browser, tmp_path):
     choose = "document.querySelector('input[value={}]').click()"
     browser.evaluate(choose.format("time"))
     xs = [float(point.split(",")[0]) for point in browser.evaluate(line).split()]
-    assert len(xs) == 120 and xs[29] == 100 and xs[59] == 200 and xs[60] == 803.3 and xs[119] == 1000
+    assert (
+        len(xs) == 120 and xs[29] == 100 and xs[59] == 200 and xs[60] == 803.3 and xs[119] == 1000
+    )
     drawn = "['start', 'gap', 'save'].map(name => document.querySelector('.plot .' + name).getAttribute('d'))"
-    assert browser.evaluate(drawn) == ["M800.0,0V1000", "M200.0,0H800.0V1000H200.0Z", "M200.0,1000v25"]
+    assert browser.evaluate(drawn) == [
+        "M800.0,0V1000",
+        "M200.0,0H800.0V1000H200.0Z",
+        "M200.0,1000v25",
+    ]
     ticks = "[...document.querySelector('.plot').querySelectorAll('.x:not([hidden])')].map(each => each.textContent)"
     assert browser.evaluate(ticks) == ["0", "1 h", "2 h"]
     box = "const box = document.querySelector('.plot').getBoundingClientRect(); "
     x, y = browser.evaluate(f"{{ {box} [box.left + 0.1 * box.width, box.top + box.height / 2] }}")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    assert browser.evaluate("document.querySelector('figcaption output').textContent").startswith("0.25 h: 0.16")
-    assert browser.evaluate("location.hash") == "#time"  # which a page that is loaded anew finds again
+    assert browser.evaluate("document.querySelector('figcaption output').textContent").startswith(
+        "0.25 h: 0.16"
+    )
+    assert (
+        browser.evaluate("location.hash") == "#time"
+    )  # which a page that is loaded anew finds again
     browser.evaluate(choose.format("step"))
     assert (
-        browser.evaluate(line) == over_steps and "0" in browser.evaluate(ticks) and "1 h" not in browser.evaluate(ticks)
+        browser.evaluate(line) == over_steps
+        and "0" in browser.evaluate(ticks)
+        and "1 h" not in browser.evaluate(ticks)
     )
     assert browser.broken() == []
 
@@ -106,7 +137,9 @@ def take_pictures(run: str) -> None:
         for width, dark in ((1280, False), (390, True)):
             check(browser, page, width, dark=dark)
             picture = Image.open(io.BytesIO(browser.screenshot(width, 900))).convert("RGB")
-            picture.save(folder / f"report-{'dark' if dark else 'light'}-{width}.png", optimize=True)
+            picture.save(
+                folder / f"report-{'dark' if dark else 'light'}-{width}.png", optimize=True
+            )
 
 
 if __name__ == "__main__":

@@ -39,11 +39,16 @@ def damage(marker: bytes, read: Callable[[str], bytes]) -> str | None:
 
 def block_sums(content: bytes) -> list[str]:
     """sha256 of every 16 MiB."""
-    return [hashlib.sha256(content[at : at + (16 << 20)]).hexdigest() for at in range(0, len(content), 16 << 20)]
+    return [
+        hashlib.sha256(content[at : at + (16 << 20)]).hexdigest()
+        for at in range(0, len(content), 16 << 20)
+    ]
 
 
 def _look_into(
-    content: bytes, pieces: dict[tuple[str, str], list[tuple[int, int]]], shapes: dict[str, list[int]]
+    content: bytes,
+    pieces: dict[tuple[str, str], list[tuple[int, int]]],
+    shapes: dict[str, list[int]],
 ) -> None:
     """Of a safetensors file: which elements of which parameter's slots it has."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -54,7 +59,9 @@ def _look_into(
             pieces[name, slot].append((int(start), int(start) + math.prod(body["shape"])))
 
 
-def _gap(pieces: dict[tuple[str, str], list[tuple[int, int]]], shapes: dict[str, list[int]]) -> str | None:
+def _gap(
+    pieces: dict[tuple[str, str], list[tuple[int, int]]], shapes: dict[str, list[int]]
+) -> str | None:
     """Every slot must have every element of its parameter once."""
     slots = {slot for _, slot in pieces}
     for name, shape in shapes.items():
@@ -92,7 +99,9 @@ def orphans_in(names: list[str], markers: list[bytes]) -> list[str]:
     folders = tuple(f"{each['prefix']}/" for each in body)
     refs = {f"e{each['epoch']:06d}-s{each['step']:010d}.json" for each in body}
     known = {f"{kind}/{ref}" for kind in ("commit", "metric") for ref in refs}
-    return [name for name in names if not name.startswith(("lease/", *folders)) and name not in known]
+    return [
+        name for name in names if not name.startswith(("lease/", *folders)) and name not in known
+    ]
 
 
 def newest_in(folder: Path) -> list[tuple[int, int]]:

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from clip_train.protocols import Fragment
 
-SHAPES = {"visual.conv1.weight": (5, 3, 2, 2), "ln.weight": (7,), "logit_scale": (1,), "odd|name": (3, 11)}
+SHAPES = {
+    "visual.conv1.weight": (5, 3, 2, 2),
+    "ln.weight": (7,),
+    "logit_scale": (1,),
+    "odd|name": (3, 11),
+}
 SLOTS = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -50,7 +55,9 @@ def bits(tensor: Tensor) -> bytes:
 def committed(folder: Path) -> dict[int, Path]:
     """step -> data folder of every checkpoint that is whole, by reading the files as their format says."""
     found = {}
-    for marker in sorted((folder / "commit").glob("e*-s*.json")) if (folder / "commit").is_dir() else []:
+    for marker in (
+        sorted((folder / "commit").glob("e*-s*.json")) if (folder / "commit").is_dir() else []
+    ):
         body: dict[str, Any] = json.loads(marker.read_bytes())
         data = folder / body["prefix"]
         manifest = (data / "_MANIFEST.json").read_bytes()
@@ -64,7 +71,10 @@ def committed(folder: Path) -> dict[int, Path]:
 
 def block_sums(content: bytes) -> list[str]:
     """sha256 of every 16 MiB."""
-    return [hashlib.sha256(content[at : at + (16 << 20)]).hexdigest() for at in range(0, len(content), 16 << 20)]
+    return [
+        hashlib.sha256(content[at : at + (16 << 20)]).hexdigest()
+        for at in range(0, len(content), 16 << 20)
+    ]
 
 
 def rewrite(folder: Path, step: int, version: int) -> None:
@@ -74,7 +84,11 @@ def rewrite(folder: Path, step: int, version: int) -> None:
     path = folder / commit["prefix"] / "_MANIFEST.json"
     manifest = {**json.loads(path.read_bytes()), "format": version}
     path.write_text(json.dumps(manifest))
-    commit = {**commit, "format": version, "manifest_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    commit = {
+        **commit,
+        "format": version,
+        "manifest_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
     del commit["sha256"]
     body = json.dumps(commit, sort_keys=True, separators=(",", ":")).encode()
     commit["seal" if version < 3 else "sha256"] = hashlib.sha256(body).hexdigest()

@@ -27,11 +27,15 @@ RUNS: list[Run] = []  # conftest.py closes them after each test
 class Run:
     """One rank's life: a manager, and short names."""
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic, **config: Any) -> None:
+    def __init__(
+        self, folder: Path, *, clock: Callable[[], float] = time.monotonic, **config: Any
+    ) -> None:
         self.said: list[str] = []
         self.numbers: dict[str, float] = {}
         config = {"grace_seconds": PATIENCE, "orphan_grace_minutes": 0.0, **config}
-        self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append, clock=clock)
+        self.manager = CheckpointManager(
+            CheckpointConfig(**config), folder, log=self.said.append, clock=clock
+        )
         RUNS.append(self)
 
     def resume(self) -> Resumed | None:
@@ -94,7 +98,10 @@ def writers() -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"clip_train.checkpoint" in (folder / "cmdline").read_bytes():
+            if (
+                parent == os.getpid()
+                and b"clip_train.checkpoint" in (folder / "cmdline").read_bytes()
+            ):
                 found.append(int(folder.name))
     return found
 
@@ -111,7 +118,9 @@ def the_writer() -> int:
 def stop_writer() -> None:
     """As a disk that hangs. Returns when the writer does nothing any more."""
     pid = the_writer()
-    util.Finalize(None, wake_writers, exitpriority=0)  # of a rank that fails meanwhile: it would stay for ever
+    util.Finalize(
+        None, wake_writers, exitpriority=0
+    )  # of a rank that fails meanwhile: it would stay for ever
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED)
 

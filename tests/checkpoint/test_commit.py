@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from clip_train.checkpoint import lease, manifest
-from clip_train.checkpoint.commit import FencedError, RefusedError, SaveRequest, commit, put_rank_manifest
+from clip_train.checkpoint.commit import (
+    FencedError,
+    RefusedError,
+    SaveRequest,
+    commit,
+    put_rank_manifest,
+)
 from clip_train.checkpoint.manifest import FileEntry
 from clip_train.storage.base import Entry
 from clip_train.storage.local import LocalStorage
@@ -69,7 +75,9 @@ def test_a_rank_whose_manifest_never_comes_is_named(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     put(storage, range(WORLD_SIZE - 1))
     end = time.monotonic() + 3.0
-    with pytest.raises(RefusedError, match=f"no manifest of ranks {WORLD_SIZE - 1} under {tmp_path}"):
+    with pytest.raises(
+        RefusedError, match=f"no manifest of ranks {WORLD_SIZE - 1} under {tmp_path}"
+    ):
         commit(storage, request(0), lambda: None, "", lambda: end)
     assert not storage.exists(request(0).ref.name)
 
@@ -90,7 +98,9 @@ def test_the_marker_of_an_earlier_attempt_of_ones_own_is_no_other_process(
     storage = LocalStorage(tmp_path)
     earlier = manifest.attempt_prefix(0, 7, 2)
     put(storage, range(WORLD_SIZE))
-    storage.put_bytes(request(0).ref.name, manifest.Commit(0, 7, earlier, "0" * 64, token).to_bytes())
+    storage.put_bytes(
+        request(0).ref.name, manifest.Commit(0, 7, earlier, "0" * 64, token).to_bytes()
+    )
     mine, end = request(0), time.monotonic() + 60
     with pytest.raises(FencedError) if fenced else contextlib.nullcontext():
         commit(storage, mine, lambda: None, "mine", lambda: end)

@@ -54,7 +54,9 @@ def test_what_a_killed_fetch_has_left_is_used_by_the_next(tmp_path: Path) -> Non
         process.start()
         process.join()
         assert process.exitcode == 9
-        assert len(list((tmp_path / "new").rglob("*.safetensors"))) <= 1  # however often it is killed
+        assert (
+            len(list((tmp_path / "new").rglob("*.safetensors"))) <= 1
+        )  # however often it is killed
         assert not (tmp_path / "new/commit").exists()
     resumed = manager(tmp_path, "new").resume()
     assert resumed is not None and resumed.step == 1 and set(committed(tmp_path / "new")) == {1}
@@ -72,7 +74,8 @@ def test_a_disk_that_fills_up_is_not_taken_for_the_store(
     with monkeypatch.context() as patched:
         patched.setattr(os, call, full)
         with pytest.raises(
-            CheckpointError, match=f"the disk is full at {re.escape(str(tmp_path / 'new'))}, .*make room"
+            CheckpointError,
+            match=f"the disk is full at {re.escape(str(tmp_path / 'new'))}, .*make room",
         ):
             manager(tmp_path, "new").resume()
     assert manager(tmp_path, "new").resume() is not None

@@ -21,13 +21,22 @@ def test_an_older_format_is_no_fresh_start(tmp_path: Path, version: int) -> None
     """clip-train 0.1's checkpoints are not read any more; nor are they taken for damage."""
     Run(tmp_path).save(1, 2)
     rewrite(tmp_path, 2, version)
-    with pytest.raises(CheckpointError, match=f"format {version}, .* reads format 3: .*model.init_from"):
+    with pytest.raises(
+        CheckpointError, match=f"format {version}, .* reads format 3: .*model.init_from"
+    ):
         Run(tmp_path).resume()
-    assert_is(Run(tmp_path / "new", resume=str(next((tmp_path / "commit").glob("*-s0000000001.json")))).resume(), 1)
+    assert_is(
+        Run(
+            tmp_path / "new", resume=str(next((tmp_path / "commit").glob("*-s0000000001.json")))
+        ).resume(),
+        1,
+    )
 
 
 @pytest.mark.parametrize("where", ["marker", "manifest"])
-def test_a_newer_format_names_version_and_remedy(tmp_path: Path, where: str, capsys: pytest.CaptureFixture) -> None:
+def test_a_newer_format_names_version_and_remedy(
+    tmp_path: Path, where: str, capsys: pytest.CaptureFixture
+) -> None:
     Run(tmp_path).save(1, 2)
     rewrite(tmp_path, 2, 4)
     if where == "manifest":  # the marker could be the same as ever
@@ -39,7 +48,9 @@ def test_a_newer_format_names_version_and_remedy(tmp_path: Path, where: str, cap
     says = r"format 4, and this clip-train reads format 3: update clip-train, or name an older checkpoint"
     with pytest.raises(CheckpointError, match=says):
         Run(tmp_path).resume()
-    older = Run(tmp_path / "new", resume=str(next((tmp_path / "commit").glob("*-s0000000001.json"))))
+    older = Run(
+        tmp_path / "new", resume=str(next((tmp_path / "commit").glob("*-s0000000001.json")))
+    )
     assert_is(older.resume(), 1)  # as the remedy says
     # the listing is not stopped by it, and an older program's retention leaves it alone
     assert main(["checkpoints", str(tmp_path), "--json"]) == 1
@@ -64,11 +75,21 @@ def test_the_listing_tells_everything_apart(tmp_path: Path, capsys: pytest.Captu
     run.manager.close()
     assert listed(verify=True)[0] == 0
     # what is not ours is nobody's business
-    for name in ("README.md", "commit/notes.txt", "ckpt/mine/x.bin", "ckpt/s0000000001/mine/y", "latest.txt"):
+    for name in (
+        "README.md",
+        "commit/notes.txt",
+        "ckpt/mine/x.bin",
+        "ckpt/s0000000001/mine/y",
+        "latest.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("foreign")
     status, lines = listed(verify=True)
-    assert status == 0 and set(lines) == {1, 2, 3, 4, 5, 6} and all(line["problem"] is None for line in lines.values())
+    assert (
+        status == 0
+        and set(lines) == {1, 2, 3, 4, 5, 6}
+        and all(line["problem"] is None for line in lines.values())
+    )
 
     flip(data_file(tmp_path, 1))
     data_file(tmp_path, 2).unlink()
@@ -79,11 +100,18 @@ def test_the_listing_tells_everything_apart(tmp_path: Path, capsys: pytest.Captu
     shutil.copytree(data_file(tmp_path, 6).parent, tmp_path / "ckpt/s0000000007/e000000-0123abcd")
     status, lines = listed(verify=False)
     assert status == 1 and set(lines) == {1, 2, 3, 4, 5, 6, 7}
-    reasons = {2: "is missing", 3: "bytes instead of", 4: "_MANIFEST.json is missing", 5: "is not readable"}
+    reasons = {
+        2: "is missing",
+        3: "bytes instead of",
+        4: "_MANIFEST.json is missing",
+        5: "is not readable",
+    }
     for step, reason in reasons.items():
         assert reason in lines[step]["problem"], lines[step]
     assert lines[6]["problem"] is lines[1]["problem"] is None
-    assert "never committed" in lines[7]["problem"] and lines[7]["future"].startswith("goes 60 min after its end")
+    assert "never committed" in lines[7]["problem"] and lines[7]["future"].startswith(
+        "goes 60 min after its end"
+    )
     assert lines[6]["future"] == "stays: one of the 3 newest" and not lines[7]["committed"]
     status, lines = listed(verify=True)
     assert status == 1 and "does not have its sha256" in lines[1]["problem"]

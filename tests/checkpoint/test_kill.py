@@ -24,7 +24,9 @@ def save_on_and_on(folder: Path, pipe: Connection) -> None:
     run = Run(folder, keep_last=2)
     resumed = run.resume()
     if resumed is not None:
-        assert assert_is(resumed, resumed.step).skipped == []  # a kill never makes a committed one damaged
+        assert (
+            assert_is(resumed, resumed.step).skipped == []
+        )  # a kill never makes a committed one damaged
     run.manager.begin()
     step = resumed.step if resumed else 0
     while not (found := writers()):  # it is there, but may have no command line for a moment
@@ -62,7 +64,9 @@ def test_kills_in_the_middle_of_saving(tmp_path: Path, trials: int, at_least: in
         for _ in range(rng.randrange(3) if took else 1):
             began = time.monotonic()
             heard.append(receiver.recv())
-            took = time.monotonic() - began  # seconds of a save, on this machine and as busy as it is
+            took = (
+                time.monotonic() - began
+            )  # seconds of a save, on this machine and as busy as it is
         time.sleep(rng.uniform(0.0, 1.2 * took))
         process.kill()
         process.join()

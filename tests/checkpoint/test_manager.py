@@ -70,16 +70,26 @@ def test_damage_steps_back_and_says_why(
     three: Path, tmp_path: Path, name: str, damage: Callable[[Path], object], reason: str
 ) -> None:
     folder = shutil.copytree(three, tmp_path / "copy")
-    damage(folder / "commit/e000000-s0000000003.json" if name == "commit" else data_file(folder, 3, name))
+    damage(
+        folder / "commit/e000000-s0000000003.json"
+        if name == "commit"
+        else data_file(folder, 3, name)
+    )
     resumed = assert_is(Run(folder).resume(), 2)
     assert [each.ref.step for each in resumed.skipped] == [3]
     assert re.search(reason, resumed.describe())
 
 
 @pytest.mark.parametrize("name", ["commit", "_MANIFEST.json"])
-def test_a_step_whose_checkpoint_is_damaged_is_saved_again(three: Path, tmp_path: Path, name: str) -> None:
+def test_a_step_whose_checkpoint_is_damaged_is_saved_again(
+    three: Path, tmp_path: Path, name: str
+) -> None:
     folder = shutil.copytree(three, tmp_path / "copy")
-    truncate(folder / "commit/e000000-s0000000003.json" if name == "commit" else data_file(folder, 3, name))
+    truncate(
+        folder / "commit/e000000-s0000000003.json"
+        if name == "commit"
+        else data_file(folder, 3, name)
+    )
     run = Run(folder)
     assert_is(run.resume(), 2)
     run.save(3)
@@ -92,7 +102,9 @@ def test_all_damaged(tmp_path: Path) -> None:
         flip(data_file(tmp_path, step))
     run = Run(tmp_path)
     assert run.resume() is None
-    assert "STARTING FRESH" in run.said[0] and "step 1: " in run.said[0] and "step 2: " in run.said[0]
+    assert (
+        "STARTING FRESH" in run.said[0] and "step 1: " in run.said[0] and "step 2: " in run.said[0]
+    )
     with pytest.raises(CheckpointError, match="none of the checkpoints"):
         Run(tmp_path, resume="must").resume()
     run.save(1)  # the fresh run's own, newer than the damaged step 2
@@ -126,7 +138,9 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
     assert set(committed(old)) == before  # another run's checkpoints are not ours to remove
     again = Run(new, resume=str(old))  # the same line once more, as a requeued job has it
     assert_is(again.resume(), 9)
-    assert any("this run has checkpoints of its own and goes on from them" in line for line in again.said)
+    assert any(
+        "this run has checkpoints of its own and goes on from them" in line for line in again.said
+    )
     with pytest.raises(UserError, match="no such path; use auto, must, never"):
         Run(new, resume=str(tmp_path / "absent")).resume()
     with pytest.raises(UserError, match="holds no checkpoints"):
@@ -156,7 +170,11 @@ def test_the_same_line_goes_back_once(tmp_path: Path) -> None:
     assert [life(attempt, 1), life(attempt, 1, 11), life(attempt, 11, 21), life(attempt, 21, 31)] == [
         False, False, True, True
     ]  # fmt: skip
-    assert set(committed(tmp_path)) == {1, 21, 31}  # what the line names must be there at the next requeue
+    assert set(committed(tmp_path)) == {
+        1,
+        21,
+        31,
+    }  # what the line names must be there at the next requeue
     assert [life(marker, 1, 12), life(marker, 12)] == [False, True]
     assert_is(Run(tmp_path).resume(), 12)
 
@@ -194,7 +212,11 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     assert left == {"e000001-s0000000005.json", *(f"e000000-s000000000{s}.json" for s in (2, 3, 4))}
     run.save(6)
     left = {p.name for p in (tmp_path / "commit").iterdir()}
-    assert left == {"e000001-s0000000005.json", "e000001-s0000000006.json", "e000000-s0000000002.json"}
+    assert left == {
+        "e000001-s0000000005.json",
+        "e000001-s0000000006.json",
+        "e000000-s0000000002.json",
+    }
 
 
 def test_leftovers_of_killed_saves_go_after_a_grace(tmp_path: Path) -> None:
@@ -272,7 +294,9 @@ def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
     run.save(3)  # success starts the count anew
     break_it()
     assert save(4) is False
-    with pytest.raises(CheckpointError, match=r"step 5 failed \(2 in a row\).*last good one is .*s0000000003"):
+    with pytest.raises(
+        CheckpointError, match=r"step 5 failed \(2 in a row\).*last good one is .*s0000000003"
+    ):
         save(5)
     assert run.manager.last_good is not None and run.manager.last_good.step == 3
     assert set(committed(tmp_path)) == {1, 3}
@@ -292,7 +316,9 @@ def test_a_second_snapshot_of_a_step_has_a_folder_of_its_own(tmp_path: Path) -> 
     assert committed(tmp_path)[2] != first.parent and first.read_bytes() == content
 
 
-def test_what_another_run_left_under_the_same_name_is_not_taken_for_this_one_s(tmp_path: Path) -> None:
+def test_what_another_run_left_under_the_same_name_is_not_taken_for_this_one_s(
+    tmp_path: Path,
+) -> None:
     """The bucket and rank 0's folder were emptied, another node's disk was not: numbers begin anew."""
     run = Run(tmp_path, resume="never")
     run.start(1, wait=True)
@@ -346,11 +372,16 @@ def test_a_checkpoint_writer_that_dies_is_replaced(tmp_path: Path) -> None:
     assert_is(Run(tmp_path).resume(), 2)
 
 
-def test_no_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=1000))
     assert run.start(1) is False
-    assert f"not enough space for a checkpoint at {tmp_path}" in run.said[0] and "0.000 GB free" in run.said[0]
+    assert (
+        f"not enough space for a checkpoint at {tmp_path}" in run.said[0]
+        and "0.000 GB free" in run.said[0]
+    )
     assert [path.name for path in tmp_path.rglob("*")] == ["lease", "e000000.json"]
 
 
@@ -366,7 +397,8 @@ def test_who_began_last_may_commit(tmp_path: Path) -> None:
     zombie.save(1)
     successor.manager.begin()
     with pytest.raises(
-        CheckpointError, match=r"process \d+ on .* writes to .* now \(its epoch is 1, this process's is 0"
+        CheckpointError,
+        match=r"process \d+ on .* writes to .* now \(its epoch is 1, this process's is 0",
     ):
         zombie.manager.save(2, [], {}, {}, wait=True)
     assert set(committed(tmp_path)) == {1}
@@ -375,7 +407,9 @@ def test_who_began_last_may_commit(tmp_path: Path) -> None:
     assert_is(Run(tmp_path).resume(), 1)
 
 
-def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_not_taken_for_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Run(tmp_path).save(1, 2)
     real = Path.open
 

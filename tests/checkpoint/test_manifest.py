@@ -40,27 +40,41 @@ def test_state_comes_back(state: dict) -> None:
     assert [type(v) for v in back.values()] == [type(v) for v in state.values()]
 
 
-@pytest.mark.parametrize("value", [{1: 0, "a": 0}, {1: 0}, {(1,): 0}, {"x": object()}, {"x": {1, 2}}, {True: 1}])
+@pytest.mark.parametrize(
+    "value", [{1: 0, "a": 0}, {1: 0}, {(1,): 0}, {"x": object()}, {"x": {1, 2}}, {True: 1}]
+)
 def test_state_that_json_cannot_hold(value: object) -> None:
     with pytest.raises(TypeError, match="state"):
         encode_state(value)
 
 
 def test_manifest_and_commit_come_back() -> None:
-    manifest = Manifest(3, 0, 2, [FileEntry("rank00000.safetensors", 7, ["ab"], 0)], "cd", {"cursors": {"0": 1}}, "now")
+    manifest = Manifest(
+        3,
+        0,
+        2,
+        [FileEntry("rank00000.safetensors", 7, ["ab"], 0)],
+        "cd",
+        {"cursors": {"0": 1}},
+        "now",
+    )
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     commit = Commit(0, 3, attempt_prefix(0, 3), "ff", "token")
     assert Commit.from_bytes(commit.to_bytes()) == commit
 
 
-@pytest.mark.parametrize("data", [b"", b"\0", b"[]", b"{}", b'{"format": 3}', b'{"format": 3, "files": [{}]}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"\0", b"[]", b"{}", b'{"format": 3}', b'{"format": 3, "files": [{}]}']
+)
 def test_rubbish_is_a_value_error(data: bytes) -> None:
     for kind in (Manifest, Commit):
         with pytest.raises(ValueError):
             kind.from_bytes(data)
 
 
-@pytest.mark.parametrize("version, remedy", [(1, "the clip-train that wrote it"), (2, "export"), (4, "update")])
+@pytest.mark.parametrize(
+    "version, remedy", [(1, "the clip-train that wrote it"), (2, "export"), (4, "update")]
+)
 def test_another_versions_format_is_not_rubbish(version: int, remedy: str) -> None:
     for kind in (Manifest, Commit):
         with pytest.raises(FormatError, match=f"format {version}.*{remedy}"):
@@ -83,7 +97,9 @@ def test_a_manifest_cannot_point_elsewhere() -> None:
         Commit.from_bytes(Commit(0, 3, "../ckpt", "ff").to_bytes())
 
 
-@pytest.mark.parametrize("wrong", [{"name": 3}, {"size": "9"}, {"size": 9, "blocks": ["a", "b"]}, {"size": 1 << 40}])
+@pytest.mark.parametrize(
+    "wrong", [{"name": 3}, {"size": "9"}, {"size": 9, "blocks": ["a", "b"]}, {"size": 1 << 40}]
+)
 def test_a_manifest_with_a_wrong_file_is_stepped_over(wrong: dict) -> None:
     entry = {"name": "rank00000.safetensors", "size": 9, "blocks": ["a"], "rank": 0} | wrong
     body = json.loads(Manifest(1, 0, 1, [FileEntry(**entry)], "", {}).to_bytes())
@@ -99,6 +115,12 @@ def test_config_checks_itself() -> None:
         3,
         "auto",
     )
-    for wrong in ({"keep_last": 0}, {"every_steps": 0}, {"every_minutes": 0}, {"remote": ""}, {"unknown": 1}):
+    for wrong in (
+        {"keep_last": 0},
+        {"every_steps": 0},
+        {"every_minutes": 0},
+        {"remote": ""},
+        {"unknown": 1},
+    ):
         with pytest.raises(ValueError):
             CheckpointConfig(**wrong)

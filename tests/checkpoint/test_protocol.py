@@ -49,10 +49,14 @@ class Interrupted(LocalStorage):
 def epoch_0(folder: Path, **policy: Any) -> Policy:
     """Of the first process that wrote there."""
     token = json.loads((folder / "lease/e000000.json").read_bytes())["token"]
-    return Policy(**{"keep_last": 9, "orphan_grace_seconds": 0.0, "epoch": 0, "token": token, **policy})
+    return Policy(
+        **{"keep_last": 9, "orphan_grace_seconds": 0.0, "epoch": 0, "token": token, **policy}
+    )
 
 
-@pytest.mark.parametrize("call,name", [("list", "ckpt"), ("delete", "commit"), ("delete", "metric")])
+@pytest.mark.parametrize(
+    "call,name", [("list", "ckpt"), ("delete", "commit"), ("delete", "metric")]
+)
 def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successor(
     tmp_path: Path, call: str, name: str
 ) -> None:
@@ -93,7 +97,11 @@ def test_a_marker_that_the_listing_hides_keeps_its_data(tmp_path: Path) -> None:
 
     class Hiding(LocalStorage):
         def list(self, prefix: str = "") -> list:  # type: ignore[type-arg]
-            return [entry for entry in super().list(prefix) if "commit/e000000-s0000000002" not in entry.name]
+            return [
+                entry
+                for entry in super().list(prefix)
+                if "commit/e000000-s0000000002" not in entry.name
+            ]
 
     apply_retention(Hiding(tmp_path), epoch_0(tmp_path))
     assert damaged_in(tmp_path) == [] and set(committed(tmp_path)) == {1, 2, 3}
@@ -107,7 +115,9 @@ def test_a_number_that_is_none_is_not_the_best() -> None:
         assert [ref.step for ref in why] == [5, best]
 
 
-def test_damaged_ones_go_only_when_there_are_as_many_good_ones_as_shall_stay(tmp_path: Path) -> None:
+def test_damaged_ones_go_only_when_there_are_as_many_good_ones_as_shall_stay(
+    tmp_path: Path,
+) -> None:
     """All were damaged and the run began anew: what may still be mended by hand goes last."""
     Run(tmp_path).save(1, 2)
     for step in (1, 2):
@@ -132,7 +142,9 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
         for attempt in attempts:
             (tmp_path / attempt).mkdir(parents=True)
             (tmp_path / attempt / "rank00001.safetensors").write_bytes(b"half")
-        (tmp_path / "tmp" / f"{attempts[0].replace('/', '+')}+rank00000.safetensors").write_bytes(b"half")
+        (tmp_path / "tmp" / f"{attempts[0].replace('/', '+')}+rank00000.safetensors").write_bytes(
+            b"half"
+        )
 
     storage = Interrupted(tmp_path, "list", "ckpt", begins)
     apply_retention(storage, epoch_0(tmp_path))
@@ -149,7 +161,12 @@ def test_small_files_that_a_kill_left_go_too(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (time.time() - 700,) * 2)
     storage.put_bytes("preflight/young", b"")
     apply_retention(storage, epoch_0(tmp_path, orphan_grace_seconds=600.0))
-    assert [storage.exists(name) for name in [*names, "preflight/young"]] == [False, False, True, True]
+    assert [storage.exists(name) for name in [*names, "preflight/young"]] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_chosen(tmp_path: Path) -> None:
@@ -163,7 +180,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_chosen(tmp_path: Path) -> None
 
 def test_the_same_step_again_after_its_writer_has_died(tmp_path: Path) -> None:
     """It is committed, and its rank has not heard of it: no reason to take oneself for another process."""
-    gate = Gate(tmp_path / "metric/e000000-s0000000001.json")  # read after the commit, to decide what may go
+    gate = Gate(
+        tmp_path / "metric/e000000-s0000000001.json"
+    )  # read after the commit, to decide what may go
     run = Run(tmp_path, keep_best="top1")
     assert run.start(1)
     run.until(gate.reached)
@@ -179,13 +198,25 @@ def test_the_same_step_again_after_its_writer_has_died(tmp_path: Path) -> None:
 def test_a_disk_of_ones_own_is_cleared_of_all_that_was_brought_to_it(tmp_path: Path) -> None:
     """Four ranks wrote it and two have resumed it: rank 0 brought the files of ranks 0 and 2."""
     storage = LocalStorage(tmp_path)
-    for step, epoch, ranks in ((1, 0, (0, 1, 2, 3)), (2, 1, (0, 1)), (3, 1, (0, 1)), (4, 1, (0, 1))):
+    for step, epoch, ranks in (
+        (1, 0, (0, 1, 2, 3)),
+        (2, 1, (0, 1)),
+        (3, 1, (0, 1)),
+        (4, 1, (0, 1)),
+    ):
         for rank in ranks:
-            storage.put_bytes(f"ckpt/s{step:010d}/e{epoch:06d}-0123abcd/{manifest.rank_file(rank)}", b"x")
-    for name in ("ckpt+s0000000001+e000000-0123abcd+rank00003", "ckpt+s0000000005+e000001-0123abcd+rank00001"):
+            storage.put_bytes(
+                f"ckpt/s{step:010d}/e{epoch:06d}-0123abcd/{manifest.rank_file(rank)}", b"x"
+            )
+    for name in (
+        "ckpt+s0000000001+e000000-0123abcd+rank00003",
+        "ckpt+s0000000005+e000001-0123abcd+rank00001",
+    ):
         storage.put_bytes(f"tmp/{name}.safetensors", b"half")
     remove_own_files(storage, 0, Policy(keep_last=2, epoch=1), ())
-    left = [(int(entry.name[6:16]), int(entry.name[-13])) for entry in storage.list("ckpt")]  # step, rank
+    left = [
+        (int(entry.name[6:16]), int(entry.name[-13])) for entry in storage.list("ckpt")
+    ]  # step, rank
     assert left == [(2, 1), (3, 0), (3, 1), (4, 0), (4, 1)]  # rank 1's it clears itself
     assert [entry.name[9:20] for entry in storage.list("tmp")] == ["s0000000005"]
 
@@ -200,7 +231,10 @@ def test_the_age_of_what_is_left_behind_is_told_by_the_disks_clock(
     other.write_bytes(b"half")
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 7200)
-    storage, policy = LocalStorage(tmp_path), Policy(keep_last=9, epoch=1, orphan_grace_seconds=3600.0)
+    storage, policy = (
+        LocalStorage(tmp_path),
+        Policy(keep_last=9, epoch=1, orphan_grace_seconds=3600.0),
+    )
     apply_retention(storage, policy)
     assert other.exists() and committed(tmp_path)
     os.utime(other, (real() - 3700,) * 2)
@@ -217,7 +251,11 @@ def test_a_manifest_that_flips_on_its_way_to_the_disk_is_read_again(tmp_path: Pa
     class Flipping(LocalStorage):
         def read_bytes(self, name: str) -> bytes:
             data = super().read_bytes(name)
-            return bytes([data[0] ^ 1]) + data[1:] if "MANIFEST" in name and once and once.pop() else data
+            return (
+                bytes([data[0] ^ 1]) + data[1:]
+                if "MANIFEST" in name and once and once.pop()
+                else data
+            )
 
     remote, local = LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b")
     found = commit.read_found(remote, CommitRef(0, 1))

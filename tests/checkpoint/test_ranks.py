@@ -51,7 +51,9 @@ def life(folder: Path) -> dict[str, Any]:
                 raise MemoryError("no host memory for the snapshot")
 
         state = {"step": step, "by": rank}
-        shared = {"bank": torch.arange(6).reshape(3, 2) + 100 * rank}  # the same on all in earnest: rank 0's is kept
+        shared = {
+            "bank": torch.arange(6).reshape(3, 2) + 100 * rank
+        }  # the same on all in earnest: rank 0's is kept
         return manager.save(step, fragments(), own_tensors(rank), state, shared, wait=True)
 
     seen["first"] = [manager.resume() is None, save(1), save(2)]
@@ -138,7 +140,9 @@ def a_disk_that_fails_on_rank_1(folder: Path) -> dict[str, Any]:
         return (real_usage if kwargs.pop("usage", False) else real_stat)(path, *args, **kwargs)
 
     def save(step: int) -> bool:
-        return manager.save(step, cut(whole(step), rank, world_size), own_tensors(rank), {"step": step}, wait=True)
+        return manager.save(
+            step, cut(whole(step), rank, world_size), own_tensors(rank), {"step": step}, wait=True
+        )
 
     assert manager.resume() is None
     seen: dict[str, Any] = {"said": said}
@@ -207,7 +211,9 @@ def resumed_apart(root: Path, disks: list[int], bank: int) -> dict[str, Any]:
     resumed = manager.resume()
     assert resumed is not None
     mine = cut(whole(resumed.step), rank, world_size)
-    resumed.reader.prepare(Wanted(f.name, slot, f.start, t.numel()) for f in mine for slot, t in f.tensors.items())
+    resumed.reader.prepare(
+        Wanted(f.name, slot, f.start, t.numel()) for f in mine for slot, t in f.tensors.items()
+    )
     remote.read_range = gone  # type: ignore[method-assign]
     same = all(
         bits(resumed.reader.read(f.name, slot, f.start, t.numel())) == bits(t)
@@ -216,7 +222,14 @@ def resumed_apart(root: Path, disks: list[int], bank: int) -> dict[str, Any]:
     )
     same &= bits(resumed.reader.shared_tensors()["bank"]) == bits(torch.arange(float(bank)))
     own = resumed.rank_tensors and resumed.rank_tensors["rng"].tolist()
-    return {"step": resumed.step, "same": same, "own": own, "read": read, "fetched": resumed.fetched, "said": said}
+    return {
+        "step": resumed.step,
+        "same": same,
+        "own": own,
+        "read": read,
+        "fetched": resumed.fetched,
+        "said": said,
+    }
 
 
 def fetched_twice(root: Path, disks: list[int], bank: int) -> list[dict[str, Any]]:
@@ -252,15 +265,21 @@ def test_ranks_on_one_disk_fetch_a_block_once(tmp_path: Path, disks: list[int], 
         assert each["same"] and each["own"] == [empty.index(each), 7], each
     everything: Counter[tuple[str, int]] = Counter()
     for disk in set(disks):
-        on_it = sum((seen["read"] for seen, its in zip(empty, disks, strict=True) if its == disk), Counter())
-        assert all(count <= min(sizes[name] - start, 16 << 20) for (name, start), count in on_it.items()), on_it
+        on_it = sum(
+            (seen["read"] for seen, its in zip(empty, disks, strict=True) if its == disk), Counter()
+        )
+        assert all(
+            count <= min(sizes[name] - start, 16 << 20) for (name, start), count in on_it.items()
+        ), on_it
         everything |= on_it
     assert everything.total() == sum(sizes.values())  # every block has been verified by somebody
     if len(set(disks)) == 1:
         assert all(each["fetched"] == sum(sizes.values()) for each in empty)
     # each rank's own file is there: of that nothing is fetched
     for rank, each in enumerate(again):
-        assert each["same"] and not any(name == f"rank{rank:05d}.safetensors" for name, _ in each["read"]), each
+        assert each["same"] and not any(
+            name == f"rank{rank:05d}.safetensors" for name, _ in each["read"]
+        ), each
     if len(set(disks)) == 1:
         assert not any(each["read"] for each in again)
 
@@ -274,8 +293,12 @@ def test_ranks_on_another_disk_fetch_what_they_need_once(tmp_path: Path) -> None
     assert all(each["same"] and each["own"] is None for each in seen)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "store").rglob("*.safetensors")}
     for disk in (0, 1):
-        on_it = sum((each["read"] for each, its in zip(seen, disks, strict=True) if its == disk), Counter())
-        assert on_it["rank00000.safetensors", 0] == sizes["rank00000.safetensors"]  # all need the bank
+        on_it = sum(
+            (each["read"] for each, its in zip(seen, disks, strict=True) if its == disk), Counter()
+        )
+        assert (
+            on_it["rank00000.safetensors", 0] == sizes["rank00000.safetensors"]
+        )  # all need the bank
         assert all(count == sizes[name] for (name, _), count in on_it.items()), on_it
 
 
@@ -291,7 +314,9 @@ def changed_since(root: Path) -> str:
             flip(path)
     dist.barrier()
     try:
-        resumed.reader.prepare(Wanted(name, slot, 0, t.numel()) for (name, slot), t in whole(1).items())
+        resumed.reader.prepare(
+            Wanted(name, slot, 0, t.numel()) for (name, slot), t in whole(1).items()
+        )
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return "nothing"
@@ -299,7 +324,10 @@ def changed_since(root: Path) -> str:
 
 def test_what_has_changed_since_ends_all_ranks(tmp_path: Path) -> None:
     zero, one = run_ranks(changed_since, 2, tmp_path)
-    assert zero.startswith("CheckpointError: ") and "rank00001.safetensors does not have its sha256" in zero
+    assert (
+        zero.startswith("CheckpointError: ")
+        and "rank00001.safetensors does not have its sha256" in zero
+    )
     assert one.startswith("RemoteRankError: rank 0 failed: CheckpointError: ")
 
 

@@ -52,7 +52,9 @@ def reader_of(folder: Path, plans: dict[str, Plan]) -> FragmentReader:
 def plans(seed: int, ranks: Iterable[int], world_size: int) -> dict[str, Plan]:
     return {
         f"rank{rank:05d}.safetensors": plan_file(
-            rank, cut(whole(seed), rank, world_size), {"cpu": torch.tensor([rank, 255], dtype=torch.uint8)}
+            rank,
+            cut(whole(seed), rank, world_size),
+            {"cpu": torch.tensor([rank, 255], dtype=torch.uint8)},
         )
         for rank in ranks
     }
@@ -66,7 +68,9 @@ def write(folder: Path, seed: int, world_size: int) -> FragmentReader:
 def test_any_range_at_any_cut(tmp_path: Path, world_size: int) -> None:
     state, reader = whole(5), write(tmp_path, 5, world_size)
     assert reader.names() == SHAPES
-    assert all(reader.slots(name) == set(SLOTS) for name in SHAPES) and reader.slots("other") == set()
+    assert (
+        all(reader.slots(name) == set(SLOTS) for name in SHAPES) and reader.slots("other") == set()
+    )
     for other_world in (1, 2, 3, 4):  # as a run on another number of ranks would ask
         for rank in range(other_world):
             for fragment in cut(state, rank, other_world):
@@ -97,7 +101,9 @@ def test_rank_tensors_are_each_ranks_own(tmp_path: Path) -> None:
 
 def test_a_gap_is_an_error(tmp_path: Path) -> None:
     reader = reader_of(tmp_path, plans(1, (0, 2), 3))
-    with pytest.raises(CheckpointError, match=r"'param' of visual.conv1.weight \[5, 3, 2, 2\] lacks element 33"):
+    with pytest.raises(
+        CheckpointError, match=r"'param' of visual.conv1.weight \[5, 3, 2, 2\] lacks element 33"
+    ):
         reader.read("visual.conv1.weight", "param", 0, 60)
     assert reader.read("visual.conv1.weight", "param", 0, 33).numel() == 33
     with pytest.raises(CheckpointError, match="lacks element 33"):
@@ -158,7 +164,9 @@ def test_the_layout_says_where_the_library_finds_it(tmp_path: Path) -> None:
     """A byte offset of the layout against the library's slice of the same file."""
     reader = write(tmp_path, 3, 2)
     for rank in range(2):
-        with safetensors.safe_open(tmp_path / PREFIX / f"rank{rank:05d}.safetensors", framework="pt") as f:
+        with safetensors.safe_open(
+            tmp_path / PREFIX / f"rank{rank:05d}.safetensors", framework="pt"
+        ) as f:
             for key in f.keys():  # noqa: SIM118
                 if not key.startswith("@"):
                     slot, start, name = key.split("|", 2)
@@ -220,7 +228,9 @@ def test_what_is_read_can_be_written_to_and_the_file_stays(tmp_path: Path) -> No
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("data", [b"", b"no zlib", zlib.compress(b""), zlib.compress(bytes([255] * 8) + b"{}")])
+@pytest.mark.parametrize(
+    "data", [b"", b"no zlib", zlib.compress(b""), zlib.compress(bytes([255] * 8) + b"{}")]
+)
 def test_a_layout_that_makes_no_sense_is_an_error(tmp_path: Path, data: bytes) -> None:
     found = Found(Commit(0, 1, PREFIX, ""), Manifest(1, 0, 0, [], "", {}))
     with pytest.raises(CheckpointError, match="its layout is not readable"):

@@ -17,7 +17,9 @@ def attempt(step: int, name: str, epoch: int = 0) -> str:
 
 def left(folder: Path) -> set[str]:
     return {
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() or not any(path.iterdir())
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() or not any(path.iterdir())
     }
 
 
@@ -60,7 +62,11 @@ def test_what_was_never_committed_leaves_no_metric(tmp_path: Path) -> None:
     storage.path(attempt(3, "d")).mkdir(parents=True)
     policy = Policy(keep_last=1, orphan_grace_seconds=600.0, token=held.token)
     apply_retention(storage, policy)
-    assert [entry.name[-7:-5] for entry in storage.list("metric")] == ["02", "03", "04"]  # 1 went with its checkpoint
+    assert [entry.name[-7:-5] for entry in storage.list("metric")] == [
+        "02",
+        "03",
+        "04",
+    ]  # 1 went with its checkpoint
     assert {name for name in left(tmp_path) if name.startswith("ckpt")} == {
         f"{attempt(2, 'b')}/rank00000.safetensors",
         attempt(3, "d"),  # newer than all: another rank may be about to write there
@@ -90,4 +96,6 @@ def test_the_rest_goes_where_unfinished_uploads_cannot_be_listed(tmp_path: Path)
     policy = Policy(keep_last=1, orphan_grace_seconds=0.0, epoch=24, token=leases[-1].token)
     apply_retention(storage, policy, note=noted.append)
     assert storage.list("metric") == storage.list("preflight") == []
-    assert len(noted) == 1 and "(s3:ListBucketMultipartUploads), or let a lifecycle rule" in noted[0]
+    assert (
+        len(noted) == 1 and "(s3:ListBucketMultipartUploads), or let a lifecycle rule" in noted[0]
+    )

@@ -38,14 +38,18 @@ class FakeCuda:
 
 
 @pytest.mark.parametrize("status", [0, 2, 712], ids=["pinned", "no memory", "registered already"])
-def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     cuda = FakeCuda(status)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch, "zeros", cuda.zeros)
     plan = dataclasses.replace(plan_file(0, [], {"rng": torch.arange(7)}), on_gpu=True)
     memory = SharedMemory()
     memory.reserve(plan)
-    assert cuda.last_error == 0 and (cuda.registered, cuda.kernels) == ((1, 0) if status == 0 else (0, 1))
+    assert cuda.last_error == 0 and (cuda.registered, cuda.kernels) == (
+        (1, 0) if status == 0 else (0, 1)
+    )
     memory.fill(dataclasses.replace(plan, on_gpu=False))
     ((at, tensor),) = plan.places
     assert os.pread(memory.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()

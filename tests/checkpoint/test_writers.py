@@ -20,7 +20,15 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.errors import CheckpointError
 from tests.checkpoint.parts import committed
-from tests.checkpoint.runs import PATIENCE, Gate, Run, assert_holds, kill_writer, stop_writer, wake_writers
+from tests.checkpoint.runs import (
+    PATIENCE,
+    Gate,
+    Run,
+    assert_holds,
+    kill_writer,
+    stop_writer,
+    wake_writers,
+)
 from tests.ranks import run_ranks
 
 ENDED = "the checkpoint writer has ended"
@@ -87,7 +95,11 @@ def assert_readable(folder: Path, step: int) -> None:
 
 
 def hanging_disk(folder: Path) -> dict[str, Any]:
-    run, is_one, steps = Rank(folder, every_steps=1, max_failed_saves=1), dist.rank() == 1, itertools.count(1)
+    run, is_one, steps = (
+        Rank(folder, every_steps=1, max_failed_saves=1),
+        dist.rank() == 1,
+        itertools.count(1),
+    )
 
     def stop_rank_1() -> None:
         if is_one:
@@ -97,7 +109,9 @@ def hanging_disk(folder: Path) -> dict[str, Any]:
     stop_rank_1()
     first = run.until_due(steps)
     assert run.start(first)
-    wait_for(lambda: len(parts_of(folder, first)) == 1)  # rank 0's buffer is free, as far as it is concerned
+    wait_for(
+        lambda: len(parts_of(folder, first)) == 1
+    )  # rank 0's buffer is free, as far as it is concerned
     for _ in range(20):
         assert not run.due(next(steps))
         time.sleep(0.01)
@@ -115,7 +129,12 @@ def hanging_disk(folder: Path) -> dict[str, Any]:
     last = next(steps)
     ended_well = run.start(last, wait=True)  # waits for the buffer, then for the commit
     run.manager.close()
-    return {"saved": [first, late, again, last], "ended well": ended_well, "said": run.said, "numbers": numbers}
+    return {
+        "saved": [first, late, again, last],
+        "ended well": ended_well,
+        "said": run.said,
+        "numbers": numbers,
+    }
 
 
 @pytest.mark.distributed
@@ -126,7 +145,9 @@ def test_a_save_that_comes_too_early_is_deferred(tmp_path: Path) -> None:
     assert zero["numbers"]["checkpoint_late_steps"] == late - (first + 1) >= 20
     deferred = [line.split(" to ")[0] for line in zero["said"]]
     text = "checkpoint of step {} is deferred: step {} is still being written"
-    assert deferred[0] == text.format(first + 1, first) and deferred[-1] == text.format(again + 1, again)
+    assert deferred[0] == text.format(first + 1, first) and deferred[-1] == text.format(
+        again + 1, again
+    )
     assert not any("failed" in line for line in zero["said"]) and one["said"] == []
     assert_whole(tmp_path, {first, late, again, last})
     for step in zero["saved"]:
@@ -155,26 +176,38 @@ def test_minutes_count_from_the_save_that_was_deferred(tmp_path: Path) -> None:
 
 def test_a_disk_that_hangs_for_good_ends_the_run(tmp_path: Path) -> None:
     now = 0.0
-    run = Rank(tmp_path, clock=lambda: now, every_steps=1, max_failed_saves=2, save_timeout_minutes=1.0)
+    run = Rank(
+        tmp_path, clock=lambda: now, every_steps=1, max_failed_saves=2, save_timeout_minutes=1.0
+    )
     stop_writer()
     assert run.due(1) and run.start(1)
-    with pytest.raises(CheckpointError, match=r"step 2 failed \(2 in a row\).* step 1 is still being written to"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 failed \(2 in a row\).* step 1 is still being written to"
+    ):
         for step in range(2, 100):
             assert not run.due(step)
             now += 15.0
     assert now > 120  # a minute for each failure
-    assert "is deferred" in run.said[0] and "step 2 failed (1 in a row)" in run.said[1] and len(run.said) == 2
+    assert (
+        "is deferred" in run.said[0]
+        and "step 2 failed (1 in a row)" in run.said[1]
+        and len(run.said) == 2
+    )
     kill_writer()
 
 
 # -- writers that are killed
 
 DEATHS = [
-    (victims, moment) for moment in ("idle", "writing", "written", "at the end") for victims in ((0,), (1,), (0, 1))
+    (victims, moment)
+    for moment in ("idle", "writing", "written", "at the end")
+    for victims in ((0,), (1,), (0, 1))
 ]
 
 
-def deaths(folder: Path, remote: str | None, cases: Sequence[tuple[tuple[int, ...], str]]) -> list[dict[str, Any]]:
+def deaths(
+    folder: Path, remote: str | None, cases: Sequence[tuple[tuple[int, ...], str]]
+) -> list[dict[str, Any]]:
     """A good save, a death, a good save; again and again."""
     run, rank = Rank(folder, remote=remote), dist.rank()
     steps, seen, not_saved = itertools.count(1), [], set()
@@ -195,7 +228,11 @@ def deaths(folder: Path, remote: str | None, cases: Sequence[tuple[tuple[int, ..
         else:
             not_saved.add(step)
         if moment == "written" and dies:
-            wait_for(lambda step=step: any(part.stem == f"_rank{rank:05d}" for part in parts_of(folder, step)))
+            wait_for(
+                lambda step=step: any(
+                    part.stem == f"_rank{rank:05d}" for part in parts_of(folder, step)
+                )
+            )
         dist.barrier()
         if dies and moment != "at the end":
             kill_writer()
@@ -205,7 +242,13 @@ def deaths(folder: Path, remote: str | None, cases: Sequence[tuple[tuple[int, ..
         step = next(steps)
         run.save(step)
         seen.append(
-            {"moment": moment, "survived": survived, "said": list(run.said), "step": step, "not saved": not_saved}
+            {
+                "moment": moment,
+                "survived": survived,
+                "said": list(run.said),
+                "step": step,
+                "not saved": not_saved,
+            }
         )
     run.manager.close()
     return seen
@@ -232,9 +275,9 @@ def test_writers_that_are_killed(tmp_path: Path, remote: bool, cases: str) -> No
     last = zero[-1]["step"]
     found = committed(folder)
     # what a writer had under way the next one repeats
-    assert {seen["step"] for seen in zero} <= set(found) and set(found) == set(range(1, last + 1)) - zero[-1][
-        "not saved"
-    ]
+    assert {seen["step"] for seen in zero} <= set(found) and set(found) == set(
+        range(1, last + 1)
+    ) - zero[-1]["not saved"]
     assert_whole(folder, set(found))
     assert_readable(folder, last)
     if remote:
@@ -268,10 +311,14 @@ def deaths_after_the_local_commit(folder: Path, store: Path) -> list[Any]:
 def test_a_save_that_was_committed_locally_is_uploaded_by_the_next_writer(tmp_path: Path) -> None:
     zero, one = run_ranks(deaths_after_the_local_commit, 2, tmp_path / "local", tmp_path / "store")
     assert zero[0] == one[0] == [True, True], zero
-    assert any(ENDED in line for line in zero[1] + one[1]) and not any("another process" in line for line in zero[1])
+    assert any(ENDED in line for line in zero[1] + one[1]) and not any(
+        "another process" in line for line in zero[1]
+    )
     assert set(committed(tmp_path / "local")) == {1, 2, 3}
     assert_whole(tmp_path / "store", {1, 2, 3})
-    resumed = CheckpointManager(CheckpointConfig(remote=str(tmp_path / "store")), tmp_path / "local").resume()
+    resumed = CheckpointManager(
+        CheckpointConfig(remote=str(tmp_path / "store")), tmp_path / "local"
+    ).resume()
     assert resumed is not None and (resumed.step, resumed.skipped) == (3, [])
 
 
@@ -282,7 +329,9 @@ def a_writer_that_always_dies(folder: Path) -> list[Any]:
     if dist.rank() == 1:
         stop_writer()
         real = subprocess.Popen
-        subprocess.Popen = lambda line, **more: real([sys.executable, "-c", "raise SystemExit(3)"], **more)  # type: ignore[misc,assignment]
+        subprocess.Popen = lambda line, **more: real(
+            [sys.executable, "-c", "raise SystemExit(3)"], **more
+        )  # type: ignore[misc,assignment]
     dist.barrier()
     run.start_when_free(2)
     if dist.rank() == 1:
@@ -300,10 +349,14 @@ def a_writer_that_always_dies(folder: Path) -> list[Any]:
 def test_a_writer_that_always_dies_is_a_failed_save_on_all_ranks(tmp_path: Path) -> None:
     zero, one = run_ranks(a_writer_that_always_dies, 2, tmp_path)
     assert zero[0] == one[0] == [False, True], zero
-    first, second = (line for line in zero[1] if "failed" in line)  # `save` tries a step that has failed once more
+    first, second = (
+        line for line in zero[1] if "failed" in line
+    )  # `save` tries a step that has failed once more
     assert f"step 2 failed (1 in a row): rank 1: {ENDED} (exit status 3), 3 times in a row" in first
     assert "step 2 failed (2 in a row): rank 1: " in second
-    assert one[1] and all(line.startswith("rank 1: ") and "writer has ended" in line for line in one[1])
+    assert one[1] and all(
+        line.startswith("rank 1: ") and "writer has ended" in line for line in one[1]
+    )
     assert_whole(tmp_path, {1, 2, 3})
 
 
@@ -336,17 +389,27 @@ def test_uploads_that_are_slower_than_saves_are_no_failures(tmp_path: Path) -> N
     gate = Gate(store / name)  # it is asked whether it has been committed before
     for step in (1, 2, 3, 4):
         assert run.start(step)
-        run.until(lambda step=step: run.manager.last_good is not None and run.manager.last_good.step == step)
+        run.until(
+            lambda step=step: (
+                run.manager.last_good is not None and run.manager.last_good.step == step
+            )
+        )
         if step == 1:
             first = (folder / name).read_bytes()
             run.until(gate.reached)
-    run.until(lambda: len(run.said) == 2)  # of those that wait: 4 takes the place of 3, and 3 has taken that of 2
+    run.until(
+        lambda: len(run.said) == 2
+    )  # of those that wait: 4 takes the place of 3, and 3 has taken that of 2
     gate.open(first)
     good = {run.manager.last_good}
     run.until(lambda: good.add(run.manager.last_good) or run.numbers.get("checkpoint_step") == 4)
-    assert good | {run.manager.last_good} == {(4, str(committed(place)[4])) for place in (folder, store)}
+    assert good | {run.manager.last_good} == {
+        (4, str(committed(place)[4])) for place in (folder, store)
+    }
     run.manager.close()
-    assert [" is not uploaded: superseded by step " in line for line in run.said] == [True, True], run.said
+    assert [" is not uploaded: superseded by step " in line for line in run.said] == [True, True], (
+        run.said
+    )
     assert run.numbers["checkpoint_failures"] == 0
     assert_whole(folder, {3, 4})
     assert_whole(store, {1, 4})

@@ -9,7 +9,9 @@ from torch import Tensor
 from tests.toy import oracle_loss
 
 
-def features(N: int, D: int, dtype: torch.dtype, aligned: float = 0.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+def features(
+    N: int, D: int, dtype: torch.dtype, aligned: float = 0.0, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """N random pairs of length 1; the more `aligned`, the closer the two of a pair."""
     g = torch.Generator().manual_seed(seed)
     image = torch.randn(N, D, generator=g, dtype=torch.float64)
@@ -25,7 +27,11 @@ def siglip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def autograd(
-    image: Tensor, text: Tensor, scale: float, bias: float | None = None, dtype: torch.dtype = torch.float64
+    image: Tensor,
+    text: Tensor,
+    scale: float,
+    bias: float | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, ...]:
     """(loss, d_image, d_text, d_scale[, d_bias]) of InfoNCE, or with a bias of the sigmoid loss."""
     leaves = [image.to(dtype), text.to(dtype), torch.tensor([scale], dtype=dtype)]

@@ -25,7 +25,9 @@ def ours(scale, z, tile=10, aligned=0.5, dtype=torch.float64):
     image, text = pairs(N, D, 1, aligned)
     U, V = pairs(N, 2 * D, 2, 1.0)
     teacher = Features(U[own].to(dtype), V[own].to(dtype), torch.tensor([z], dtype=dtype))
-    student = Features(image[own].to(dtype), text[own].to(dtype), torch.tensor([scale], dtype=dtype))
+    student = Features(
+        image[own].to(dtype), text[own].to(dtype), torch.tensor([scale], dtype=dtype)
+    )
     out = Distillation(no_teacher, tile=tile)(student, Context(prepared=teacher))
     return out.loss, out.d_image, out.d_text, out.d_logit_scale, out.metrics
 

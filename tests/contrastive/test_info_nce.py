@@ -21,7 +21,9 @@ def test_float64_equals_autograd(N, D, tile, scale):
     loss, *gradients = autograd(image, text, scale)
     outcome = InfoNCE(tile=tile)(Features(image, text, torch.tensor([scale], dtype=torch.float64)))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-12)
-    for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
+    for ours, theirs in zip(
+        (outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True
+    ):
         assert relative(ours, theirs) < 1e-11
 
 
@@ -31,7 +33,9 @@ def test_float32_is_exact_to_rounding(aligned):
     loss, *gradients = autograd(image, text, 60.0)
     outcome = InfoNCE(tile=100)(Features(image, text, torch.tensor([60.0])))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=2e-5)
-    for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
+    for ours, theirs in zip(
+        (outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True
+    ):
         assert relative(ours, theirs) < 2e-5
 
 
@@ -45,7 +49,9 @@ def test_logits_so_spread_that_every_exponential_underflows_fall_back_to_a_runni
     deferred = InfoNCE(tile=16)(given, Context(deferred=True)).unsafe
     assert deferred is not None and deferred.item()  # the fallback was needed
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    for ours, theirs in zip((outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True):
+    for ours, theirs in zip(
+        (outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True
+    ):
         assert relative(ours, theirs) < 1e-4  # logits of 3,000 have no more digits in float32
 
 
@@ -82,16 +88,30 @@ def test_float32_keeps_the_digits_of_a_tiny_loss():
         assert relative(mine, exact) < relative(other, exact) / 100
 
 
-@pytest.mark.parametrize("n, N", [(1, 1), (7, 7), (1000, 1000), (1025, 1025), (300, 9000), (16384, 16384), (3, 5000)])
+@pytest.mark.parametrize(
+    "n, N", [(1, 1), (7, 7), (1000, 1000), (1025, 1025), (300, 9000), (16384, 16384), (3, 5000)]
+)
 def test_the_automatic_tile_covers_the_matrix_in_nearly_equal_pieces(n, N):
     side = auto_side(n, N)
     pieces = list(tiles(n, N, AUTO_SIDE))
     widths = [cols.stop - cols.start for _, cols in pieces]
-    assert sum((rows.stop - rows.start) * width for (rows, _), width in zip(pieces, widths, strict=True)) == n * N
+    assert (
+        sum(
+            (rows.stop - rows.start) * width
+            for (rows, _), width in zip(pieces, widths, strict=True)
+        )
+        == n * N
+    )
     assert max(widths) <= side <= 4096
     assert min(widths) > side - 16 * len(pieces)  # no thin strip at the edge
-    _, _, S, spare = next(Block(torch.ones(n, 1), torch.ones(N, 1)).logits(torch.ones(1), None, AUTO_SIDE))
-    assert S.untyped_storage().nbytes() == 2 * 4 * min(n, side) * min(N, side) == spare.untyped_storage().nbytes()
+    _, _, S, spare = next(
+        Block(torch.ones(n, 1), torch.ones(N, 1)).logits(torch.ones(1), None, AUTO_SIDE)
+    )
+    assert (
+        S.untyped_storage().nbytes()
+        == 2 * 4 * min(n, side) * min(N, side)
+        == spare.untyped_storage().nbytes()
+    )
 
 
 def test_the_automatic_tile_gives_the_same_loss():
@@ -130,14 +150,22 @@ def count_collectives() -> list[str]:
 
         return call
 
-    for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce", "all_gather", "all_gather_object"):
+    for name in (
+        "all_gather_single",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+    ):
         if hasattr(torch.distributed, name):
             setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
     return calls
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size, spread, N", [(2, False, 48), (2, True, 48), (2, False, 47), (3, False, 49)])
+@pytest.mark.parametrize(
+    "world_size, spread, N", [(2, False, 48), (2, True, 48), (2, False, 47), (3, False, 49)]
+)
 def test_ranks_hold_shares_of_the_gradient_of_the_global_mean(world_size, spread, N):
     image, text = features(N, 16, torch.float64, aligned=0.5)
     if spread:
@@ -159,5 +187,7 @@ def with_the_wrong_size():
 
 @pytest.mark.distributed
 def test_samples_dealt_out_otherwise_are_refused_before_anything_is_sent():
-    with pytest.raises(RankFailedError, match="holds 3 samples of a global batch of 7, and must hold 4"):
+    with pytest.raises(
+        RankFailedError, match="holds 3 samples of a global batch of 7, and must hold 4"
+    ):
         run_ranks(with_the_wrong_size, 2)

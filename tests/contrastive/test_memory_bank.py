@@ -76,7 +76,9 @@ def check(results: list, steps, tolerance: float = 1e-11):
 
 
 @pytest.mark.parametrize("mode", ["negatives", "contaccum"])
-@pytest.mark.parametrize("size, warmup, tile", [(40, 0, 7), (40, 2, 2048), (5, 0, 3), (12, 1, 4), (1, 0, 1)])
+@pytest.mark.parametrize(
+    "size, warmup, tile", [(40, 0, 7), (40, 2, 2048), (5, 0, 3), (12, 1, 4), (1, 0, 1)]
+)
 def test_float64_equals_autograd_over_the_concatenation(mode, size, warmup, tile):
     ours = run_steps(objective(size, warmup, mode, tile), 0, 6)
     check([ours], expected(6, size, warmup, mode))
@@ -116,7 +118,9 @@ def test_the_step_tells_how_far_the_banks_bend_the_gradient():
     image, text, _ = stream(2)
     I, T, s = leaves(image, text, SCALE)
     nothing = torch.zeros(0, D).double()
-    loss = banked_loss(I, T, s, nothing, nothing, torch.arange(N), torch.zeros(0).long(), "negatives")
+    loss = banked_loss(
+        I, T, s, nothing, nothing, torch.arange(N), torch.zeros(0).long(), "negatives"
+    )
     loss.backward()
     exact, banked = torch.cat([I.grad, T.grad]), torch.cat(ours[1:3])
     told = ours[4]

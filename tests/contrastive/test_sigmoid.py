@@ -20,14 +20,24 @@ def scalars(*values: float, dtype: torch.dtype = torch.float32):
 
 
 def parts(outcome):
-    return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale, outcome.d_logit_bias
+    return (
+        outcome.loss,
+        outcome.d_image,
+        outcome.d_text,
+        outcome.d_logit_scale,
+        outcome.d_logit_bias,
+    )
 
 
 @pytest.mark.parametrize("scale, bias", [(10.0, -10.0), (1.0, 0.0), (100.0, -13.0), (100.0, 5.0)])
-@pytest.mark.parametrize("N, D, tile", [(64, 16, 2048), (50, 24, 17), (7, 8, 3), (2, 4, 1), (1, 4, 0)])
+@pytest.mark.parametrize(
+    "N, D, tile", [(64, 16, 2048), (50, 24, 17), (7, 8, 3), (2, 4, 1), (1, 4, 0)]
+)
 def test_float64_equals_autograd(N, D, tile, scale, bias):
     image, text = features(N, D, torch.float64, aligned=0.3)
-    outcome = SigmoidLoss(tile=tile)(Features(image, text, *scalars(scale, bias, dtype=torch.float64)))
+    outcome = SigmoidLoss(tile=tile)(
+        Features(image, text, *scalars(scale, bias, dtype=torch.float64))
+    )
     for ours, theirs in zip(parts(outcome), autograd(image, text, scale, bias), strict=True):
         assert ours.dtype == torch.float64
         assert relative(ours, theirs) < 1e-11
@@ -60,12 +70,16 @@ def test_bfloat16_features_are_multiplied_in_float32():
 
 
 def test_a_model_without_a_bias_is_told_what_to_set():
-    with pytest.raises(ValueError, match=r"model\.init_logit_bias=-10 model\.init_logit_scale=2\.3026"):
+    with pytest.raises(
+        ValueError, match=r"model\.init_logit_bias=-10 model\.init_logit_scale=2\.3026"
+    ):
         SigmoidLoss()(Features(*features(4, 8, torch.float32), torch.ones(1)))
 
 
 def test_the_recipe_chooses_the_loss():
-    loss = build_loss(LossConfig.model_validate({"kind": "sigmoid", "exchange": "ring", "tile": 64}))
+    loss = build_loss(
+        LossConfig.model_validate({"kind": "sigmoid", "exchange": "ring", "tile": 64})
+    )
     assert isinstance(loss, SigmoidLoss) and (loss.exchange, loss.tile) == ("ring", 64)
     assert LossConfig(tile="auto").model_dump(mode="json")["tile"] == "auto"
     with pytest.raises(ValueError, match=r"loss\.exchange=gather"):

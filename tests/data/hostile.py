@@ -52,7 +52,12 @@ def encoded(image: Image.Image, kind: str, **options) -> bytes:
 
 
 def png_chunk(name: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+    return (
+        struct.pack(">I", len(content))
+        + name
+        + content
+        + struct.pack(">I", zlib.crc32(name + content))
+    )
 
 
 def png_bomb(side: int) -> bytes:
@@ -112,9 +117,13 @@ def around(name: str, hostile: Members) -> Members:
     return [*sample(f"{name}-a", 1), *hostile, *sample(f"{name}-z", 2)]
 
 
-def broken(name: str, reason: str, hostile: Members, count: int = 1, undecodable: bool = False) -> Kind:
+def broken(
+    name: str, reason: str, hostile: Members, count: int = 1, undecodable: bool = False
+) -> Kind:
     data = tar_bytes(around(name, hostile), tarfile.PAX_FORMAT)
-    return Kind(name, data, (f"{name}-a", f"{name}-z"), {reason: count}, count if undecodable else 0)
+    return Kind(
+        name, data, (f"{name}-a", f"{name}-z"), {reason: count}, count if undecodable else 0
+    )
 
 
 def odd(name: str, hostile: Members, *keys: str) -> Kind:
@@ -127,8 +136,15 @@ def image(name: str, data: bytes, extension: str = "jpg") -> Kind:
     return odd(name, [(f"{name}.{extension}", data), (f"{name}.txt", b"a picture")])
 
 
-def bad_image(name: str, data: bytes, reason: str = "image does not decode", extension: str = "jpg") -> Kind:
-    return broken(name, reason, [(f"{name}.{extension}", data), (f"{name}.txt", b"a picture")], undecodable=bool(data))
+def bad_image(
+    name: str, data: bytes, reason: str = "image does not decode", extension: str = "jpg"
+) -> Kind:
+    return broken(
+        name,
+        reason,
+        [(f"{name}.{extension}", data), (f"{name}.txt", b"a picture")],
+        undecodable=bool(data),
+    )
 
 
 def damaged(name: str, reason: str, spoil: Callable[[bytes], bytes], usable: int) -> Kind:
@@ -150,7 +166,12 @@ def pax_header(content: bytes) -> bytes:
     """A pax header with `content` for records, before a shard of two samples."""
     info = tarfile.TarInfo("pax")
     info.type, info.size = tarfile.XHDTYPE, len(content)
-    return info.tobuf() + content + bytes(-len(content) % 512) + tar_bytes(sample("x", 0) + sample("y", 1))
+    return (
+        info.tobuf()
+        + content
+        + bytes(-len(content) % 512)
+        + tar_bytes(sample("x", 0) + sample("y", 1))
+    )
 
 
 def special_files() -> Kind:
@@ -158,7 +179,11 @@ def special_files() -> Kind:
     members = [("._s.jpg", b"1"), ("README", b"2"), ("__index__.json", b"3")]
     buffer = io.BytesIO(tar_bytes([*members, *sample("special", 3)]))
     with tarfile.open(fileobj=buffer, mode="a") as tar:
-        kinds = {"folder.d": tarfile.DIRTYPE, "link.jpg": tarfile.SYMTYPE, "pipe.jpg": tarfile.FIFOTYPE}
+        kinds = {
+            "folder.d": tarfile.DIRTYPE,
+            "link.jpg": tarfile.SYMTYPE,
+            "pipe.jpg": tarfile.FIFOTYPE,
+        }
         for name, kind in kinds.items():
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "special.jpg"
@@ -202,14 +227,35 @@ def shard_kinds() -> list[Kind]:
         damaged("two-in-one", hole, lambda d: d + d, 4),
         Kind(
             "claims-8-tib",
-            with_header(tar_bytes(sample("c", 0) + sample("d", 0)), first, b"\x80" + (8 << 40).to_bytes(11, "big")),
+            with_header(
+                tar_bytes(sample("c", 0) + sample("d", 0)),
+                first,
+                b"\x80" + (8 << 40).to_bytes(11, "big"),
+            ),
             ("c",),
             {"member is too large": 1, truncated: 1},  # of the sample, and of what seems to follow
         ),
-        damaged("claims-200-mib", truncated, lambda d: with_header(d, first, b"%011o\0" % (200 << 20)), 1),
-        damaged("claims-less-than-nothing", header, lambda d: with_header(d, first, b"-0000001000\0"), 0),
-        Kind("pax-of-many-digits", pax_header(b"9" * 6000 + b" size=3\n"), (), {"damaged shard: bad pax header": 1}),
-        Kind("pax-of-strange-digits", pax_header("11 size=²²\n".encode()), (), {"damaged shard: bad pax header": 1}),
+        damaged(
+            "claims-200-mib",
+            truncated,
+            lambda d: with_header(d, first, b"%011o\0" % (200 << 20)),
+            1,
+        ),
+        damaged(
+            "claims-less-than-nothing", header, lambda d: with_header(d, first, b"-0000001000\0"), 0
+        ),
+        Kind(
+            "pax-of-many-digits",
+            pax_header(b"9" * 6000 + b" size=3\n"),
+            (),
+            {"damaged shard: bad pax header": 1},
+        ),
+        Kind(
+            "pax-of-strange-digits",
+            pax_header("11 size=²²\n".encode()),
+            (),
+            {"damaged shard: bad pax header": 1},
+        ),
         special_files(),
         strange_names(),
     ]
@@ -219,8 +265,15 @@ def sample_kinds() -> list[Kind]:
     """What is wrong with a sample's members or its caption."""
     p, out_of_order = jpeg(7), "out-of-order"
     interleaved = [("o.jpg", p), ("q.jpg", p), ("o.txt", b"x"), ("q.txt", b"y")]
-    dotted = [(f"photo.{i}.{ext}", content) for i in (1, 2) for ext, content in (("jpg", p), ("txt", b"x"))]
-    extras = [(f"extras.{ext}", b"\x93NUMPY" * 500) for ext in ("npy", "mp4", "cls", "seg.png", "__key__", "__url__")]
+    dotted = [
+        (f"photo.{i}.{ext}", content)
+        for i in (1, 2)
+        for ext, content in (("jpg", p), ("txt", b"x"))
+    ]
+    extras = [
+        (f"extras.{ext}", b"\x93NUMPY" * 500)
+        for ext in ("npy", "mp4", "cls", "seg.png", "__key__", "__url__")
+    ]
 
     def caption(name: str, text: bytes) -> Members:
         return [(f"{name}.jpg", p), (f"{name}.txt", text)]
@@ -234,18 +287,38 @@ def sample_kinds() -> list[Kind]:
         ),
         odd("caption-first", [("caption-first.txt", b"x"), ("caption-first.jpg", p)]),
         broken("same-key", "duplicate key", [*sample("twin", 1), *sample("twin", 2)]),
-        odd("same-key-apart", [*sample("far", 1), *sample("between", 2), *sample("far", 3)], "far", "between", "far"),
+        odd(
+            "same-key-apart",
+            [*sample("far", 1), *sample("between", 2), *sample("far", 3)],
+            "far",
+            "between",
+            "far",
+        ),
         broken("dots-in-keys", "no image: dots in the key", dotted),
         odd("extra-members", [*sample("extras", 3), *extras], "extras"),
         odd("upper-case", [("upper-case.JPG", p), ("upper-case.TXT", b"x")]),
-        broken("no-caption", "no caption", [("n1.jpg", p), ("n2.jpg", p), ("n3.json", b"{}"), ("n3.jpg", p)], 3),
+        broken(
+            "no-caption",
+            "no caption",
+            [("n1.jpg", p), ("n2.jpg", p), ("n3.json", b"{}"), ("n3.jpg", p)],
+            3,
+        ),
         broken("no-image", "no image", [("n.txt", b"x"), ("m.npy", b"y")], 2),
-        broken("empty-caption", "caption is empty", caption("e1", b"") + caption("e2", b" \n\t"), 2),
-        broken("latin-1-caption", "caption is not UTF-8", caption("l", "un café".encode("latin-1"))),
+        broken(
+            "empty-caption", "caption is empty", caption("e1", b"") + caption("e2", b" \n\t"), 2
+        ),
+        broken(
+            "latin-1-caption", "caption is not UTF-8", caption("l", "un café".encode("latin-1"))
+        ),
         broken("utf-16-caption", "caption is not UTF-8", caption("u", "a cat".encode("utf-16"))),
         broken("document", "caption is too long", caption("d", b"word " * 100_000)),
-        odd("endless-word", caption("endless-word", bytes(ord("a") + i * i % 23 for i in range(32_000)))),
-        odd("odd-caption", caption("odd-caption", "\ufeff\0\U0001f408 &amp;amp; zalgơ̷\x07".encode())),
+        odd(
+            "endless-word",
+            caption("endless-word", bytes(ord("a") + i * i % 23 for i in range(32_000))),
+        ),
+        odd(
+            "odd-caption", caption("odd-caption", "\ufeff\0\U0001f408 &amp;amp; zalgơ̷\x07".encode())
+        ),
     ]
 
 
@@ -271,7 +344,9 @@ def image_kinds() -> list[Kind]:
         image("animated-png", animation("PNG"), "png"),
         image("one-pixel", encoded(picture(size=(1, 1)), "JPEG")),
         image("one-pixel-high", encoded(picture(size=(3000, 1)), "PNG"), "png"),
-        bad_image("float-tiff", encoded(picture("F"), "TIFF"), "image has floating-point pixels", "tif"),
+        bad_image(
+            "float-tiff", encoded(picture("F"), "TIFF"), "image has floating-point pixels", "tif"
+        ),
         bad_image("empty-image", b"", "image is empty"),
         bad_image("text-image", b"this is no image"),
         bad_image("cut-jpeg", jpeg(8)[:-120]),
@@ -304,9 +379,15 @@ def json_kinds() -> list[Kind]:
         _json("json-no-key", {"no caption": 3}, b"{}", meta(None), b'{"captions": "x"}'),
         _json("json-broken", {"json does not parse": 3}, b"{", b"", b'{"caption": "\xff"}'),
         _json("json-no-object", {"json does not parse": 2}, b'["x"]', b'"x"'),
-        _json("json-deep", {"json does not parse": 1}, b'{"caption": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        _json(
+            "json-deep",
+            {"json does not parse": 1},
+            b'{"caption": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        ),
         _json("json-number", {"caption is not a text": 2}, meta(3), meta({"en": "x"})),
-        _json("json-empty", {"caption is empty": 4}, meta(""), meta("  "), meta([]), meta(["", " "])),
+        _json(
+            "json-empty", {"caption is empty": 4}, meta(""), meta("  "), meta([]), meta(["", " "])
+        ),
         _json("json-half-surrogate", {"caption is not UTF-8": 1}, b'{"caption": "\\ud83d"}'),
         _json("json-long", {"caption is too long": 1}, meta("word " * 100_000)),
         _json("json-list-of-numbers", {"caption is not a text": 1}, meta([1, 2])),
@@ -332,4 +413,6 @@ def write_hostile(folder: Path, chosen: list[Kind]) -> str:
 
 def planted(chosen: list[Kind]) -> Counter[tuple[str, str]]:
     """(reason, shard's name) -> count, of one epoch."""
-    return Counter({(reason, f"{kind.name}.tar"): n for kind in chosen for reason, n in kind.bad.items()})
+    return Counter(
+        {(reason, f"{kind.name}.tar"): n for kind in chosen for reason, n in kind.bad.items()}
+    )

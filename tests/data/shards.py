@@ -18,7 +18,9 @@ from PIL import Image
 def jpeg(number: int, size: int = 24) -> bytes:
     """A small image that differs from every other number's."""
     rng = np.random.default_rng(number)
-    pixels = np.kron(rng.integers(0, 256, (3, 3, 3)), np.ones((size // 3, size // 3, 1))).astype(np.uint8)
+    pixels = np.kron(rng.integers(0, 256, (3, 3, 3)), np.ones((size // 3, size // 3, 1))).astype(
+        np.uint8
+    )
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=92)
     return buffer.getvalue()

@@ -18,7 +18,13 @@ from clip_train.data.validation import ValLoader
 from clip_train.errors import UserError
 from tests.data.shards import jpeg, write_shard
 
-META = {"original": "an original", "synthetic": ["one", "two", "three"], "none": None, "number": 3, "empty": " "}
+META = {
+    "original": "an original",
+    "synthetic": ["one", "two", "three"],
+    "none": None,
+    "number": 3,
+    "empty": " ",
+}
 MEMBERS = {
     "jpg": b"x",
     "txt": b"the text",
@@ -62,7 +68,11 @@ def test_a_sample_without_any_has_the_first_reason(key, reason):
 
 def test_a_broken_json_matters_where_it_is_needed():
     members = {**MEMBERS, "json": b"{"}
-    assert captions(members, ["txt", "original"]) == captions(members, {"original": 9, "txt": 1}) == ["the text"]
+    assert (
+        captions(members, ["txt", "original"])
+        == captions(members, {"original": 9, "txt": 1})
+        == ["the text"]
+    )
     with pytest.raises(InvalidSample, match="json does not parse"):
         captions(members, ["nowhere", "original"])
 
@@ -89,7 +99,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("captions")
     members = []
     for i in range(60):
-        meta = {"original": f"0 {i} 0"} | ({"synthetic": [f"1 {i} {j}" for j in range(3)]} if i % 3 else {})
+        meta = {"original": f"0 {i} 0"} | (
+            {"synthetic": [f"1 {i} {j}" for j in range(3)]} if i % 3 else {}
+        )
         members += [(f"k{i}.jpg", jpeg(i)), (f"k{i}.json", json.dumps(meta).encode())]
     write_shard(folder / "0.tar", members[: len(members) // 2])
     write_shard(folder / "1.tar", members[len(members) // 2 :])
@@ -101,9 +113,13 @@ def numbers(texts: list[str]) -> torch.Tensor:
     return torch.tensor([[int(word) for word in text.split()] for text in texts])
 
 
-def visits(folder: Path, steps: int, ranks: int = 1, workers: int = 0, step: int = 0) -> list[list[list]]:
+def visits(
+    folder: Path, steps: int, ranks: int = 1, workers: int = 0, step: int = 0
+) -> list[list[list]]:
     """Per step, of all ranks in turn: (key, seed, the caption as numbers)."""
-    config = DataConfig(train=f"{folder}/*.tar", caption_key=WEIGHTS, workers=workers, lanes=6, shuffle_block=5)
+    config = DataConfig(
+        train=f"{folder}/*.tar", caption_key=WEIGHTS, workers=workers, lanes=6, shuffle_block=5
+    )
     loaders = [
         TrainLoader(
             config, image_size=8, context_length=3, global_size=24, seed=7, rank=rank, world_size=ranks, step=step,
@@ -114,7 +130,9 @@ def visits(folder: Path, steps: int, ranks: int = 1, workers: int = 0, step: int
     out = []
     for _ in range(steps):
         batches = [next(loader) for loader in loaders]
-        rows = [zip(b.keys, b.sample_seeds.tolist(), b.texts.tolist(), strict=True) for b in batches]
+        rows = [
+            zip(b.keys, b.sample_seeds.tolist(), b.texts.tolist(), strict=True) for b in batches
+        ]
         out.append([list(row) for each in rows for row in each])
     for loader in loaders:
         loader.close()
@@ -129,7 +147,9 @@ def reference(folder) -> list[list[list]]:
 def test_each_visit_draws_by_the_samples_seed(reference):
     for key, seed, (name, sample, _) in (row for step in reference for row in step):
         there = {"original"} | ({"synthetic"} if int(key[1:]) % 3 else set())
-        assert sample == int(key[1:]) and ["original", "synthetic"][name] == expected_name(WEIGHTS, there, seed)
+        assert sample == int(key[1:]) and ["original", "synthetic"][name] == expected_name(
+            WEIGHTS, there, seed
+        )
 
 
 def test_shares_are_those_of_the_names_that_a_sample_has(reference):
@@ -151,7 +171,12 @@ def test_ranks_workers_and_resumes_change_no_draw(folder, reference, ranks, work
 def test_validation_takes_all(folder):
     key = {"synthetic": 1.0, "original": 1.0}
     loader = ValLoader(
-        f"{folder}/*.tar", image_size=8, context_length=3, batch_size=16, caption_key=key, tokenizer=numbers
+        f"{folder}/*.tar",
+        image_size=8,
+        context_length=3,
+        batch_size=16,
+        caption_key=key,
+        tokenizer=numbers,
     )
     texts = torch.cat([batch.texts for batch in loader]).tolist()
     synthetic = [[[1, i, j] for j in range(3)] if i % 3 else [] for i in range(60)]
@@ -161,7 +186,9 @@ def test_validation_takes_all(folder):
 def test_the_check_before_a_run_goes_by_the_names(folder):
     check = lambda key: check_source(DataConfig(train=f"{folder}/*.tar", caption_key=key))  # noqa: E731
     assert check(["nowhere", "original"]).first_caption == "0 0 0"
-    with pytest.raises(UserError, match=r"no caption.*\(now \[nowhere, txt\]\).*which are here: original"):
+    with pytest.raises(
+        UserError, match=r"no caption.*\(now \[nowhere, txt\]\).*which are here: original"
+    ):
         check(["nowhere", "txt"])
 
 

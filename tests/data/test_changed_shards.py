@@ -22,11 +22,15 @@ SIZES = BatchSizes.constant(4)
 
 
 def config_of(folder: Path, **settings) -> DataConfig:
-    return DataConfig(**{"train": str(folder / "*.tar"), "workers": 0, "lanes": 2, "shuffle_block": 4, **settings})
+    return DataConfig(
+        **{"train": str(folder / "*.tar"), "workers": 0, "lanes": 2, "shuffle_block": 4, **settings}
+    )
 
 
 def loader_of(config: DataConfig, **arguments) -> TrainLoader:
-    return TrainLoader(config, image_size=16, context_length=8, global_size=SIZES, seed=1, **arguments)
+    return TrainLoader(
+        config, image_size=16, context_length=8, global_size=SIZES, seed=1, **arguments
+    )
 
 
 def index(folder: Path) -> None:
@@ -43,10 +47,14 @@ def checkpoint(config: DataConfig) -> tuple[dict, list[list[str]]]:
 def resume(state: dict, config: DataConfig, seed: int = 1, order: bool = False) -> ResumedData:
     found = index_of(config.train, config.verify, StorageConfig())
     keys = order_keys(config, SIZES, seed)
-    return resume_data(state, found, keys, changed_shards=config.allow_changed_shards, changed_order=order)
+    return resume_data(
+        state, found, keys, changed_shards=config.allow_changed_shards, changed_order=order
+    )
 
 
-def went_on(data: ResumedData, config: DataConfig, steps: int = 6, step: int = STEP) -> list[list[str]]:
+def went_on(
+    data: ResumedData, config: DataConfig, steps: int = 6, step: int = STEP
+) -> list[list[str]]:
     found = count_missing(data.index, StorageConfig(), together=False)
     with loader_of(config, step=step, began=data.began, index=found) as loader:
         return [next(loader).keys for _ in range(steps)]
@@ -69,7 +77,10 @@ def change(folder: Path) -> None:
 CHANGES = {
     "added": (add, r"1 added \(003\.tar\)\."),
     "removed": (lambda folder: (folder / "000.tar").unlink(), r"1 removed \(000\.tar\)\."),
-    "renamed": (lambda folder: (folder / "000.tar").rename(folder / "009.tar"), r"1 added \(009.*1 removed \(000"),
+    "renamed": (
+        lambda folder: (folder / "000.tar").rename(folder / "009.tar"),
+        r"1 added \(009.*1 removed \(000",
+    ),
     "changed": (change, r"1 changed in content \(001\.tar\)\."),
 }
 
@@ -112,14 +123,20 @@ def test_what_began_anew_repeats_no_seed_and_can_be_gone_on_with(folder: Path) -
 def test_without_an_index_the_names_are_compared(folder: Path) -> None:
     state, expected = checkpoint(config_of(folder))
     change(folder)
-    assert went_on(resume(state, config_of(folder)), config_of(folder)) == expected  # by their names, the same
+    assert (
+        went_on(resume(state, config_of(folder)), config_of(folder)) == expected
+    )  # by their names, the same
     add(folder)
     with pytest.raises(UserError, match=r"1 added \(003\.tar\)"):
         resume(state, config_of(folder))
 
 
-@pytest.mark.parametrize("began_with, then", [(None, "index"), ("index", None), ("sizes", "index"), (None, "sizes")])
-def test_a_run_keeps_the_counts_that_it_began_with(folder: Path, began_with: str | None, then: str | None) -> None:
+@pytest.mark.parametrize(
+    "began_with, then", [(None, "index"), ("index", None), ("sizes", "index"), (None, "sizes")]
+)
+def test_a_run_keeps_the_counts_that_it_began_with(
+    folder: Path, began_with: str | None, then: str | None
+) -> None:
     """So an index that comes or goes does not change the order, even where it corrects them."""
 
     def known(what: str | None) -> None:
@@ -152,7 +169,9 @@ def test_a_run_keeps_the_counts_that_it_began_with(folder: Path, began_with: str
         ({"seed": 2}, r"run\.seed was 1, is 2"),
     ],
 )
-def test_another_order_is_refused_with_what_it_was(folder: Path, changed: dict, message: str) -> None:
+def test_another_order_is_refused_with_what_it_was(
+    folder: Path, changed: dict, message: str
+) -> None:
     state, _ = checkpoint(config_of(folder))
     seed = changed.pop("seed", 1)
     config = config_of(folder, **changed)
@@ -182,12 +201,17 @@ def test_captions_that_are_drawn_count_by_their_ratio_and_order(folder: Path) ->
 
 def test_another_order_of_the_same_shards(folder: Path) -> None:
     names = [str(folder / f"00{i}.tar") for i in range(3)]
-    first, second, twice = (ShardIndex(shards).rows() for shards in (names, names[::-1], [*names, names[0]]))
+    first, second, twice = (
+        ShardIndex(shards).rows() for shards in (names, names[::-1], [*names, names[0]])
+    )
     assert changes(first, second) == "the same shards are in another order"
     assert changes(first, first) == ""
     moved = [name.replace(str(folder), "s3://elsewhere") for name in names]
     assert changes(first, ShardIndex(moved).rows()) == ""
-    assert changes(first, twice) == "1 added (000.tar)" and changes(twice, first) == "1 removed (000.tar)"
+    assert (
+        changes(first, twice) == "1 added (000.tar)"
+        and changes(twice, first) == "1 removed (000.tar)"
+    )
 
 
 def test_it_stays_small(folder: Path) -> None:

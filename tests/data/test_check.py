@@ -17,7 +17,11 @@ def check(train, **settings):
 def test_good_data_is_summed_up(tmp_path):
     train = write_dataset(tmp_path, [2, 3])
     summary = check(train)
-    assert (summary.num_shards, summary.first_key, summary.first_caption) == (2, "s0n0", "caption 0")
+    assert (summary.num_shards, summary.first_key, summary.first_caption) == (
+        2,
+        "s0n0",
+        "caption 0",
+    )
     assert check(f"{tmp_path}/{{000..001}}.tar::{tmp_path}/001.tar").num_shards == 3
     assert check(f"file://{tmp_path}/000.tar").num_shards == 1
 
@@ -58,15 +62,27 @@ META = json.dumps({"text": "a cat", "url": "x", "number": 3}).encode()
         ([("a.txt", b"x"), ("a.npy", b"y")], {}, r"first sample, a, .*no image.*\.txt, \.npy"),
         ([("a.jpg", b""), ("a.txt", b"y")], {}, r"image is empty"),
         ([("a.jpg", jpeg(0)), ("a.cls", b"3")], {}, r"no caption.*\.jpg, \.cls.*\.txt"),
-        ([("a.jpg", jpeg(0)), ("a.json", META)], {}, r"no caption.*data\.caption_key.*text, url, number"),
+        (
+            [("a.jpg", jpeg(0)), ("a.json", META)],
+            {},
+            r"no caption.*data\.caption_key.*text, url, number",
+        ),
         (
             [("a.jpg", jpeg(0)), ("a.json", META)],
             {"caption_key": "caption"},
             r"no caption.*caption_key \(now caption\).*text, url",
         ),
-        ([("a.jpg", jpeg(0)), ("a.json", META)], {"caption_key": "number"}, r"caption is not a text"),
+        (
+            [("a.jpg", jpeg(0)), ("a.json", META)],
+            {"caption_key": "number"},
+            r"caption is not a text",
+        ),
         ([("a.jpg", jpeg(0)), ("a.json", b"{")], {"caption_key": "text"}, r"json does not parse"),
-        (sample("a", 0), {"caption_key": "text"}, r"no caption.*\.jpg, \.txt.*set data\.caption_key \(now text\)"),
+        (
+            sample("a", 0),
+            {"caption_key": "text"},
+            r"no caption.*\.jpg, \.txt.*set data\.caption_key \(now text\)",
+        ),
         ([("a.jpg", jpeg(0)), ("a.txt", b"  ")], {}, r"caption is empty"),
         ([("a.1.jpg", b"x"), ("a.2.jpg", b"x"), ("a.1.jpg", b"x")], {}, r"first dot"),
         ([("README", b"x")], {}, r"holds no sample"),
@@ -105,7 +121,13 @@ def test_one_damaged_shard_is_no_reason_not_to_start(tmp_path):
 def test_config_checks_itself():
     with pytest.raises(ValueError, match="aug_scale"):
         DataConfig(train="x", aug_scale=(0.9, 0.5))
-    for bad in ({"workers": -1}, {"lanes": 0}, {"lanes": "many"}, {"shuffle_block": 0}, {"unknown": 1}):
+    for bad in (
+        {"workers": -1},
+        {"lanes": 0},
+        {"lanes": "many"},
+        {"shuffle_block": 0},
+        {"unknown": 1},
+    ):
         with pytest.raises(ValueError):
             DataConfig(train="x", **bad)
 
@@ -123,7 +145,9 @@ def test_remote_urls_are_read_through_the_storage(tmp_path):
 
 def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
     """So a job tries again, perhaps elsewhere; a shard that is missing from its folder is one."""
-    with pytest.raises(RankError, match=r"000000.tar, nor is there a folder .*/unmounted: .* mount it on \w"):
+    with pytest.raises(
+        RankError, match=r"000000.tar, nor is there a folder .*/unmounted: .* mount it on \w"
+    ):
         check_source(DataConfig(train=f"{tmp_path}/unmounted/{{000000..000005}}.tar"))
     with pytest.raises(UserError, match="6 of 6 shards are not there") as e:
         check_source(DataConfig(train=f"{tmp_path}/{{000..005}}.tar"))

@@ -53,7 +53,9 @@ def test_hue_is_turned(pixels, factor):
 
     expected = 255 * np.apply_along_axis(turned, 2, pixels.astype(float))
     error = np.abs(adjusted(pixels, color.HUE, factor) - expected)
-    assert error.max() <= 6 * 2.5 and error.mean() < 3  # hue has 255 steps: 6 levels of a saturated channel each
+    assert (
+        error.max() <= 6 * 2.5 and error.mean() < 3
+    )  # hue has 255 steps: 6 levels of a saturated channel each
 
 
 def test_red_becomes_green():
@@ -74,12 +76,18 @@ def test_orders_and_factors_are_drawn_as_torchvision_does():
     for operation, (low, high) in enumerate([(0.6, 1.4), (0.7, 1.3), (0.0, 2.5), (-0.1, 0.1)]):
         factors = np.array([dict(each)[operation] for each in seen])
         width = high - low
-        assert low <= factors.min() < low + 0.01 * width and high - 0.01 * width < factors.max() <= high
+        assert (
+            low <= factors.min() < low + 0.01 * width
+            and high - 0.01 * width < factors.max() <= high
+        )
         assert abs(factors.mean() - (low + high) / 2) < 0.03 * width
 
 
 def test_a_strength_of_zero_leaves_an_operation_out():
-    assert {operation for each in drawn((0.4, 0, 0, 0.1), 50) for operation, _ in each} == {0, color.HUE}
+    assert {operation for each in drawn((0.4, 0, 0, 0.1), 50) for operation, _ in each} == {
+        0,
+        color.HUE,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +96,19 @@ def image(pixels) -> torch.Tensor:
 
 
 def test_the_crop_is_the_same_with_and_without(image):
-    plain, idle = TrainTransform(16, (0.3, 1.0)), TrainTransform(16, (0.3, 1.0), color_jitter=(0, 0, 0, 0))
+    plain, idle = (
+        TrainTransform(16, (0.3, 1.0)),
+        TrainTransform(16, (0.3, 1.0), color_jitter=(0, 0, 0, 0)),
+    )
     for seed in range(20):
         assert torch.equal(plain(image, seed), idle(image, seed))
 
 
 def test_probabilities_hold_and_the_seed_decides(image):
     plain = TrainTransform(16, (0.3, 1.0))
-    both = TrainTransform(16, (0.3, 1.0), color_jitter=(0.5, 0, 0, 0), color_jitter_prob=0.8, gray_scale_prob=0.3)
+    both = TrainTransform(
+        16, (0.3, 1.0), color_jitter=(0.5, 0, 0, 0), color_jitter_prob=0.8, gray_scale_prob=0.3
+    )
     grays = jittered = 0
     for seed in range(1000):
         out = both(image, seed)
@@ -117,5 +130,7 @@ def test_gray_is_the_gray_of_the_crop(image):
 
 def test_the_crops_ratio(image):
     wide = TrainTransform(16, (0.1, 0.2), (2.0, 3.0))
-    ratios = [w / h for _, _, h, w in (wide.crop(300, 300, random.Random(seed)) for seed in range(200))]
+    ratios = [
+        w / h for _, _, h, w in (wide.crop(300, 300, random.Random(seed)) for seed in range(200))
+    ]
     assert 1.9 < min(ratios) < 2.1 and 2.9 < max(ratios) < 3.1

@@ -38,7 +38,9 @@ def counted(folder: Path, **arguments) -> list[int | None]:
 def test_all_places_that_say_it_agree(folder: Path) -> None:
     assert known(folder) == [None] * 5 and counted(folder) == SIZES
     for number, size in enumerate(SIZES):
-        (folder / f"{number:03d}_stats.json").write_text(json.dumps({"count": 99, "successes": size}))
+        (folder / f"{number:03d}_stats.json").write_text(
+            json.dumps({"count": 99, "successes": size})
+        )
     assert known(folder) == SIZES  # img2dataset's
     write_indexes(index_shards([str(path) for path in folder.glob("*.tar")], workers=1))
     for path in folder.glob("*_stats.json"):
@@ -51,14 +53,17 @@ def test_all_places_that_say_it_agree(folder: Path) -> None:
 def test_damage_has_a_place_in_every_count(tmp_path: Path) -> None:
     write_hostile(tmp_path, kinds())
     expected = [
-        len(kind.usable) + sum(kind.bad.values()) for kind in sorted(kinds(), key=lambda kind: f"{kind.name}.tar")
+        len(kind.usable) + sum(kind.bad.values())
+        for kind in sorted(kinds(), key=lambda kind: f"{kind.name}.tar")
     ]
     assert counted(tmp_path) == expected
     write_indexes(index_shards([str(path) for path in tmp_path.glob("*.tar")], workers=2))
     assert known(tmp_path, "auto") == known(tmp_path) == expected
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"000.tar": "12"}', '{"000.tar": -1}', '{"000.tar": true}'])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"000.tar": "12"}', '{"000.tar": -1}', '{"000.tar": true}']
+)
 def test_what_says_no_number_is_passed_over(folder: Path, text: str) -> None:
     (folder / "sizes.json").write_text(text)
     (folder / "000_stats.json").write_text(text)
@@ -87,7 +92,9 @@ def test_ranks_count_side_by_side(folder: Path, tmp_path: Path) -> None:
     assert found == [(SIZES, 1), (SIZES, 0)]
     rows = [path.read_text().splitlines() for path in sorted((tmp_path / "kept").iterdir())]
     assert [len(lines) for lines in rows] == [2, 2, 1]
-    assert sorted(path.name for path in folder.iterdir()) == [f"{i:03d}.tar" for i in range(5)]  # nothing beside them
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"{i:03d}.tar" for i in range(5)
+    ]  # nothing beside them
 
 
 def failing_rank(folder: Path) -> str:
@@ -110,7 +117,9 @@ def test_a_shard_that_one_rank_cannot_read_ends_all(folder: Path) -> None:
     }
 
 
-def test_a_count_goes_on_where_a_kill_has_ended_it(folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_count_goes_on_where_a_kill_has_ended_it(
+    folder: Path, tmp_path: Path, monkeypatch
+) -> None:
     """Also with a line that was cut; a shard that has another length since is counted again."""
     keep = tmp_path / "kept"
     assert counted(folder, keep=keep) == SIZES
@@ -129,7 +138,9 @@ def test_a_count_goes_on_where_a_kill_has_ended_it(folder: Path, tmp_path: Path,
         with pytest.raises(AssertionError):
             counted(folder, keep=keep)
     last = (folder / "004.tar").stat().st_size
-    assert set(read) <= {(folder / "002.tar").stat().st_size, last} and read  # the first error ends the count
+    assert (
+        set(read) <= {(folder / "002.tar").stat().st_size, last} and read
+    )  # the first error ends the count
     assert counted(folder, keep=keep) == [12, 0, 40, 15, 1]
     assert counted(folder, keep=keep) == [12, 0, 40, 15, 1]
 

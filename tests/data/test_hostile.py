@@ -105,9 +105,14 @@ def test_the_loader_counts_every_epoch_alike(tmp_path, caption_key):
     loader = loader_of(train, caption_key, global_size=slots)
     for _ in range(3):
         batch = next(loader)
-        counts = {tuple(place.split(f"\t{tmp_path}/")): count for place, count in batch.bad_samples.items()}
+        counts = {
+            tuple(place.split(f"\t{tmp_path}/")): count
+            for place, count in batch.bad_samples.items()
+        }
         assert counts == planted(chosen(caption_key))
-        assert len(batch) == slots and set(batch.keys) == {key for kind in chosen(caption_key) for key in kind.usable}
+        assert len(batch) == slots and set(batch.keys) == {
+            key for kind in chosen(caption_key) for key in kind.usable
+        }
 
 
 @pytest.mark.parametrize("caption_key", SETS)
@@ -127,7 +132,13 @@ def test_batches_stay_full_and_alike_on_every_layout(tmp_path, caption_key):
             shares = [next(loader) for loader in loaders]
             assert all(len(share) == 24 // world_size for share in shares)
             images = b"".join(share.images.numpy().tobytes() for share in shares)
-            out.append(([k for s in shares for k in s.keys], [t for s in shares for t in s.texts.tolist()], images))
+            out.append(
+                (
+                    [k for s in shares for k in s.keys],
+                    [t for s in shares for t in s.texts.tolist()],
+                    images,
+                )
+            )
             for share in shares:
                 bads.update(share.bad_samples)
         for loader in loaders:
@@ -142,17 +153,23 @@ def test_batches_stay_full_and_alike_on_every_layout(tmp_path, caption_key):
 
 def test_a_list_of_captions_is_drawn_from_once_per_visit(tmp_path):
     """By the sample's seed: another run with that seed draws the same, on any layout; all are drawn in time."""
-    train = write_hostile(tmp_path, [kind for kind in chosen(CAPTION_KEY) if kind.name == "json-list"])
+    train = write_hostile(
+        tmp_path, [kind for kind in chosen(CAPTION_KEY) if kind.name == "json-list"]
+    )
 
     def drawn(steps: int, **arguments) -> list[tuple[str, tuple[int, ...]]]:
         with loader_of(train, CAPTION_KEY, global_size=4, **arguments) as loader:
             batches = [next(loader) for _ in range(steps)]
-        return [(k, tuple(t)) for b in batches for k, t in zip(b.keys, b.texts.tolist(), strict=True)]
+        return [
+            (k, tuple(t)) for b in batches for k, t in zip(b.keys, b.texts.tolist(), strict=True)
+        ]
 
     epochs = drawn(30)
     texts = collections.Counter(text for key, text in epochs if key == "json-list0")
     assert len(texts) == 3 and sum(texts.values()) == 30 and min(texts.values()) >= 3
-    assert len({text for key, text in epochs if key == "json-list1"}) == 1  # of its three only one can be used
+    assert (
+        len({text for key, text in epochs if key == "json-list1"}) == 1
+    )  # of its three only one can be used
     assert drawn(30, workers=1) == epochs
 
 
@@ -197,7 +214,9 @@ def test_memory_is_bounded(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("side", [6_000, pytest.param(9_450, marks=pytest.mark.full)])  # the largest that is let in
+@pytest.mark.parametrize(
+    "side", [6_000, pytest.param(9_450, marks=pytest.mark.full)]
+)  # the largest that is let in
 def test_the_memory_for_a_large_image(tmp_path, side):
     """Transparent pixels: Pillow's 4 bytes for each and our 3. Beside them no more than one strip of it takes."""
     Image.new("RGBA", (side, side), (0, 200, 0, 100)).save(tmp_path / "large.png", compress_level=1)

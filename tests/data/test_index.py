@@ -27,7 +27,13 @@ from clip_train.data.index import (
     parse,
     to_bytes,
 )
-from clip_train.data.inspect import BLOCK_BYTES, differences, index_shard, index_shards, write_indexes
+from clip_train.data.inspect import (
+    BLOCK_BYTES,
+    differences,
+    index_shard,
+    index_shards,
+    write_indexes,
+)
 from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import Files
 from clip_train.data.shards import PLAIN
@@ -52,7 +58,9 @@ def folder(tmp_path: Path) -> Path:
 
 def make(folder: Path, **settings) -> None:
     write_indexes(
-        index_shards([str(p) for p in sorted(folder.glob("*.tar"))], block_bytes=BLOCK, workers=1, **settings)
+        index_shards(
+            [str(p) for p in sorted(folder.glob("*.tar"))], block_bytes=BLOCK, workers=1, **settings
+        )
     )
 
 
@@ -83,10 +91,15 @@ def test_sizes_json_is_openclips_and_grows_with_the_index(folder: Path) -> None:
     first = index_shards([str(folder / "000.tar")], workers=1)
     assert write_indexes(first)[1] == []
     write_indexes(index_shards([str(folder / "001.tar"), str(folder / "002.tar")], workers=2))
-    assert json.loads((folder / "sizes.json").read_text()) == {"000.tar": 12, "001.tar": 9, "002.tar": 15}
+    assert json.loads((folder / "sizes.json").read_text()) == {
+        "000.tar": 12,
+        "001.tar": 9,
+        "002.tar": 15,
+    }
     known = parse((folder / INDEX_NAME).read_bytes())
     assert (
-        sorted(known) == ["000.tar", "001.tar", "002.tar"] and known["000.tar"] == first[str(folder / "000.tar")].entry
+        sorted(known) == ["000.tar", "001.tar", "002.tar"]
+        and known["000.tar"] == first[str(folder / "000.tar")].entry
     )
     assert to_bytes(known) == (folder / INDEX_NAME).read_bytes()
 
@@ -97,7 +110,10 @@ def test_the_sum_of_an_index_is_that_of_its_json(folder: Path) -> None:
     urls = [str(path) for path in sorted(folder.iterdir())]
     entries = index_shards(urls, workers=1)
     written = json.loads(Path(*write_indexes(entries)[0]).read_text())
-    assert written["sha256"] == hashlib.sha256(json.dumps(written["shards"], sort_keys=True).encode()).hexdigest()
+    assert (
+        written["sha256"]
+        == hashlib.sha256(json.dumps(written["shards"], sort_keys=True).encode()).hexdigest()
+    )
     assert len(written["shards"]['d\u00e9 "j".tar']["offsets"]) == 2
     assert known(*urls).entries == {url: each.entry for url, each in entries.items()}
 
@@ -120,11 +136,19 @@ def test_marks_take_little_memory_in_trainer_and_workers() -> None:
 
 def test_an_index_counts_all_samples_whatever_their_captions(tmp_path: Path) -> None:
     """What cannot be used has a place in an epoch too; which it is depends on data.caption_key."""
-    members = [*sample("a", 0), ("b.txt", b"no image"), ("c.jpg", b"x"), ("c.json", b'{"title": "c"}')]
+    members = [
+        *sample("a", 0),
+        ("b.txt", b"no image"),
+        ("c.jpg", b"x"),
+        ("c.json", b'{"title": "c"}'),
+    ]
     write_shard(tmp_path / "0.tar", members)
     plain, titled = (index_shard(str(tmp_path / "0.tar"), key) for key in (None, "title"))
     assert plain.entry == titled.entry and plain.entry.samples == 3
-    assert plain.invalid == {"no image": 1, "no caption": 1} and titled.invalid == {"no caption": 1, "no image": 1}
+    assert plain.invalid == {"no image": 1, "no caption": 1} and titled.invalid == {
+        "no caption": 1,
+        "no image": 1,
+    }
     make(tmp_path)
     assert index_of(str(tmp_path / "*.tar"), "auto", StorageConfig()).num_samples == 3
 
@@ -179,7 +203,11 @@ def test_verified_reading_gives_the_same_bytes(folder: Path) -> None:
     data = path.read_bytes()
     checksums = known(str(path)).checksums[str(path)]
     with open_read(path, checksums=checksums) as file:
-        assert file.read(5) == data[:5] and file.seek(BLOCK - 2) and file.read(9) == data[BLOCK - 2 : BLOCK + 7]
+        assert (
+            file.read(5) == data[:5]
+            and file.seek(BLOCK - 2)
+            and file.read(9) == data[BLOCK - 2 : BLOCK + 7]
+        )
         assert file.seek(0, 2) == len(data) and file.read() == b""
         file.seek(-4, 2)
         assert file.read() == data[-4:]
@@ -195,22 +223,33 @@ def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
         "3 shards, all indexed: every block is verified, 36 samples in an epoch"
     )
     whole = (folder / INDEX_NAME).read_bytes()
-    (folder / INDEX_NAME).write_bytes(whole.replace(b'"samples": 12', b'"samples": 13'))  # still JSON, and plausible
-    with pytest.raises(UserError, match=r"index\.json is damaged.*remove it, and run `clip-train index` again"):
+    (folder / INDEX_NAME).write_bytes(
+        whole.replace(b'"samples": 12', b'"samples": 13')
+    )  # still JSON, and plausible
+    with pytest.raises(
+        UserError, match=r"index\.json is damaged.*remove it, and run `clip-train index` again"
+    ):
         check_source(config)
     assert check_source(config.model_copy(update={"verify": "off"})).num_shards == 3
 
 
 def test_an_index_that_cannot_be_read_is_not_no_index(folder: Path) -> None:
     (folder / INDEX_NAME).mkdir()
-    with pytest.raises(UserError, match=r"cannot be found out.*IsADirectoryError.*data\.verify=off"):
+    with pytest.raises(
+        UserError, match=r"cannot be found out.*IsADirectoryError.*data\.verify=off"
+    ):
         known(str(folder / "000.tar"))
 
 
 def test_epochs_need_no_number_where_there_is_an_index(folder: Path, tmp_path_factory) -> None:
     recipe = tmp_path_factory.mktemp("recipe") / "r.yaml"
     data = {"train": str(folder / "*.tar")}
-    sections = {"run": {"epochs": 3}, "data": data, "batch": {"global_size": 4}, "schedule": {"warmup_steps": 1}}
+    sections = {
+        "run": {"epochs": 3},
+        "data": data,
+        "batch": {"global_size": 4},
+        "schedule": {"warmup_steps": 1},
+    }
     recipe.write_text(yaml.safe_dump(sections))
     with pytest.raises(UserError, match=r"data\.num_samples.*clip-train index"):
         load_config(str(recipe))
@@ -229,7 +268,11 @@ def test_the_command(folder: Path, capsys) -> None:
     write_shard(folder / "002.tar", sample("new", 1))
     assert main(["index", train, "--check", "--workers", "1"]) == 1
     told = capsys.readouterr().err
-    assert "2 of 3 shards" in told and "001.tar: differs in 1 blocks" in told and "002.tar: has 10240 bytes" in told
+    assert (
+        "2 of 3 shards" in told
+        and "001.tar: differs in 1 blocks" in told
+        and "002.tar: has 10240 bytes" in told
+    )
     assert main(["index", str(folder / "{000..007}.tar")]) == 2
     assert "5 of 8 shards are not there" in capsys.readouterr().err
 
@@ -259,7 +302,9 @@ def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, c
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     told = capsys.readouterr().err
-    assert "cannot be written beside the shards (OSError: [Errno 27" in told and "indexing" not in told
+    assert (
+        "cannot be written beside the shards (OSError: [Errno 27" in told and "indexing" not in told
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["000.tar", "001.tar", "002.tar"]
     assert main(line) == 0
     assert "indexing" in capsys.readouterr().err
@@ -268,15 +313,22 @@ def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, c
 def test_no_usable_sample_is_an_error_that_names_what_is_there(tmp_path: Path, capsys) -> None:
     """They are counted all the same: the index holds for any caption key."""
     meta = json.dumps({"alt": "a cat", "url": "x"}).encode()
-    write_shard(tmp_path / "0.tar", [m for i in range(7) for m in ((f"{i}.jpg", b"x"), (f"{i}.json", meta))])
+    write_shard(
+        tmp_path / "0.tar", [m for i in range(7) for m in ((f"{i}.jpg", b"x"), (f"{i}.json", meta))]
+    )
     assert main(["index", str(tmp_path / "*.tar"), "--workers", "1"]) == 1
     out, err = capsys.readouterr()
-    assert "1 shards, 7 samples" in out and "7 of 7 samples cannot be used as they are: 7 no caption" in out
+    assert (
+        "1 shards, 7 samples" in out
+        and "7 of 7 samples cannot be used as they are: 7 no caption" in out
+    )
     assert "no sample of 1 shards can be used; the first has jpg, json, json.alt, json.url" in err
     assert "--caption-key NAME" in err and "data.caption_key=NAME" in err
     assert json.loads((tmp_path / "sizes.json").read_text()) == {"0.tar": 7}
     for names in ("alt", "json.alt", "txt,alt"):
-        assert main(["index", str(tmp_path / "*.tar"), "--workers", "1", "--caption-key", names]) == 0
+        assert (
+            main(["index", str(tmp_path / "*.tar"), "--workers", "1", "--caption-key", names]) == 0
+        )
         assert "cannot be used" not in capsys.readouterr().out
 
 
@@ -296,7 +348,9 @@ def test_members_out_of_order_are_called_that(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("theirs", ['{"000.tar": 10, "else.tar": 3}', "{}", "no json at all"])
-def test_another_tools_sizes_json_is_left_alone_unless_asked(folder: Path, capsys, theirs: str) -> None:
+def test_another_tools_sizes_json_is_left_alone_unless_asked(
+    folder: Path, capsys, theirs: str
+) -> None:
     (folder / "sizes.json").write_text(theirs)
     line = ["index", str(folder / "*.tar"), "--workers", "1"]
     for _ in range(2):
@@ -305,7 +359,9 @@ def test_another_tools_sizes_json_is_left_alone_unless_asked(folder: Path, capsy
         assert f"left as another tool has written it: {folder}/sizes.json; --overwrite-sizes" in out
         assert (folder / "sizes.json").read_text() == theirs
     counts = {"000.tar": 12, "001.tar": 9, "002.tar": 15}
-    assert {name: each.count for name, each in parse((folder / INDEX_NAME).read_bytes()).items()} == counts
+    assert {
+        name: each.count for name, each in parse((folder / INDEX_NAME).read_bytes()).items()
+    } == counts
     assert main([*line, "--overwrite-sizes"]) == 0
     kept = {"else.tar": 3} if "else" in theirs else {}
     assert json.loads((folder / "sizes.json").read_text()) == counts | kept
@@ -316,7 +372,11 @@ def test_our_own_sizes_json_follows_the_shards(folder: Path, capsys) -> None:
     assert main(line) == 0
     write_shard(folder / "001.tar", sample("new", 1))
     assert main(line) == 0 and "another tool" not in capsys.readouterr().out
-    assert json.loads((folder / "sizes.json").read_text()) == {"000.tar": 12, "001.tar": 1, "002.tar": 15}
+    assert json.loads((folder / "sizes.json").read_text()) == {
+        "000.tar": 12,
+        "001.tar": 1,
+        "002.tar": 15,
+    }
 
 
 class Stopped(io.BytesIO):

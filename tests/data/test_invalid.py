@@ -24,13 +24,20 @@ def one_rank() -> tuple[str | None, str | None, dict]:
 
 def test_ranks_add_up_and_a_resumed_run_goes_on():
     for told, again, state in run_ranks(one_rank, 2):
-        assert told is not None and told.startswith("epoch 1 is done (step 4): 5 invalid samples in it, 5 so far\n")
+        assert told is not None and told.startswith(
+            "epoch 1 is done (step 4): 5 invalid samples in it, 5 so far\n"
+        )
         rows = [line.split() for line in told.splitlines()[2:]]
         assert rows == [["3", "no", "caption", "a.tar"], ["2", "no", "image", "b.tar"]]
-        assert again is not None and again.startswith("epoch 2 is done (step 9): 2 invalid samples in it, 7 so far\n")
+        assert again is not None and again.startswith(
+            "epoch 2 is done (step 9): 2 invalid samples in it, 7 so far\n"
+        )
         assert state == {
             "bad_samples": {"no caption\ta.tar": 5, "no image\tb.tar": 2},
-            "bad_epochs": [{"epoch": 1, "step": 4, "bad_samples": 5}, {"epoch": 2, "step": 9, "bad_samples": 7}],
+            "bad_epochs": [
+                {"epoch": 1, "step": 4, "bad_samples": 5},
+                {"epoch": 2, "step": 9, "bad_samples": 7},
+            ],
         }
 
 
@@ -41,7 +48,10 @@ def test_an_epoch_without_any_is_reported_too():
 def test_a_few_pictures_of_each_reason_are_kept():
     log = InvalidLog()
     for number in range(9):
-        log.add({}, [{"reason": reason, "key": f"{reason}{number}"} for reason in "ab"[: 1 + number % 2]])
+        log.add(
+            {},
+            [{"reason": reason, "key": f"{reason}{number}"} for reason in "ab"[: 1 + number % 2]],
+        )
     assert [each["key"] for each in log.pictures] == ["a0", "a1", "b1", "a2", "b3", "b5"]
     assert "picture" not in json.dumps(log.state())  # a checkpoint goes without
 

@@ -59,12 +59,16 @@ def config_of(folder: Path, **settings) -> DataConfig:
 
 
 def loader_of(config: DataConfig, **arguments) -> TrainLoader:
-    return TrainLoader(config, **{"image_size": 16, "context_length": 8, "global_size": N, "seed": 5, **arguments})
+    return TrainLoader(
+        config, **{"image_size": 16, "context_length": 8, "global_size": N, "seed": 5, **arguments}
+    )
 
 
 def global_batches(config: DataConfig, steps: int, world_size: int = 1, **arguments):
     """Per step: (keys, seeds, images, texts) of all ranks in turn; the invalid samples by reason and shard."""
-    loaders = [loader_of(config, rank=r, world_size=world_size, **arguments) for r in range(world_size)]
+    loaders = [
+        loader_of(config, rank=r, world_size=world_size, **arguments) for r in range(world_size)
+    ]
     steps_out, bads = [], collections.Counter()
     for _ in range(steps):
         batches = [next(loader) for loader in loaders]
@@ -104,7 +108,9 @@ def test_lanes_that_do_not_divide_among_ranks(folder, world_size, lanes):
     assert global_batches(config, 6, world_size) == global_batches(config, 6)
 
 
-@pytest.mark.parametrize("stop,world_size,workers", [(0, 2, 0), (4, 1, 2), (5, 3, 0), (8, 4, 0), (10, 1, 0)])
+@pytest.mark.parametrize(
+    "stop,world_size,workers", [(0, 2, 0), (4, 1, 2), (5, 3, 0), (8, 4, 0), (10, 1, 0)]
+)
 def test_resume_on_another_layout_is_exact(folder, reference, stop, world_size, workers):
     config = config_of(folder, workers=workers)
     resumed, _ = global_batches(config, 11 - stop, world_size, step=stop + 1)
@@ -115,7 +121,9 @@ def test_every_bad_sample_is_counted_once_per_epoch(folder):
     config = config_of(folder, lanes=1, shuffle_block=6)
     loader = loader_of(config, global_size=8)
     counts = collections.Counter()
-    for _ in range(3 * 56 // 8):  # three epochs of 56: 44 good ones, and in mixed.tar 8 good, 3 broken, 1 without text
+    for _ in range(
+        3 * 56 // 8
+    ):  # three epochs of 56: 44 good ones, and in mixed.tar 8 good, 3 broken, 1 without text
         counts.update(next(loader).bad_samples)
     mixed = str(folder / "mixed.tar")
     assert counts == {f"image does not decode\t{mixed}": 9, f"no caption\t{mixed}": 3}
@@ -245,7 +253,9 @@ def test_a_killed_worker_is_an_error_not_a_hang(folder, workers):
 
 def test_what_workers_send_is_small_enough_to_be_written_whole(tmp_path, monkeypatch):
     """More than PIPE_BUF is written in parts, and the trainer waits for the rest of what a killed worker began."""
-    write_shard(tmp_path / "a.tar", [m for i in range(40) for m in sample(f"{i:090d}", i)])  # long keys
+    write_shard(
+        tmp_path / "a.tar", [m for i in range(40) for m in sample(f"{i:090d}", i)]
+    )  # long keys
     sizes, receive = [], Connection.recv_bytes
 
     def weighing(self, *args):
@@ -280,7 +290,9 @@ loader = loader_of(config_of(Path({str(folder)!r}), workers=1))
 next(loader)
 raise RuntimeError("an error of theirs")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1 and "RuntimeError: an error of theirs" in done.stderr
 
 
@@ -303,7 +315,11 @@ def test_too_many_bad_samples_stop_the_run_with_a_table(tmp_path):
             next(loader)
             seen += N
     assert 150 < seen < 260  # 20 bad ones are there after 200 samples
-    assert "image does not decode" in str(caught.value) and "a.tar" in str(caught.value) and "k0" in str(caught.value)
+    assert (
+        "image does not decode" in str(caught.value)
+        and "a.tar" in str(caught.value)
+        and "k0" in str(caught.value)
+    )
     patient = loader_of(config_of(tmp_path, lanes=1, bad_sample_limit=0.2))
     assert sum(sum(next(patient).bad_samples.values()) for _ in range(30)) > 50
 
@@ -317,9 +333,16 @@ def test_what_can_be_seen_of_invalid_samples_comes_with_the_batch(tmp_path, work
     whole = io.BytesIO()
     picture.save(whole, "JPEG", quality=95)
     cut = whole.getvalue()[: len(whole.getvalue()) * 2 // 3]
-    members += [("cut.jpg", cut), ("cut.txt", b"x"), ("silent.jpg", whole.getvalue()), ("silent.txt", b" ")]
+    members += [
+        ("cut.jpg", cut),
+        ("cut.txt", b"x"),
+        ("silent.jpg", whole.getvalue()),
+        ("silent.txt", b" "),
+    ]
     write_shard(tmp_path / "a.tar", [*members, ("none.jpg", b"\xff\xd8 none"), ("none.txt", b"x")])
-    batch = next(loader_of(config_of(tmp_path, lanes=1, shuffle_block=9, workers=workers), global_size=9))
+    batch = next(
+        loader_of(config_of(tmp_path, lanes=1, shuffle_block=9, workers=workers), global_size=9)
+    )
     assert sum(batch.bad_samples.values()) == 3
     found = {each["key"]: each for each in batch.bad_pictures}
     reasons = {key: each["reason"] for key, each in found.items()}
@@ -328,11 +351,17 @@ def test_what_can_be_seen_of_invalid_samples_comes_with_the_batch(tmp_path, work
     for key, each in found.items():
         kind, data = each["picture"].split(",")
         shown = Image.open(io.BytesIO(base64.b64decode(data)))
-        assert kind == "data:image/jpeg;base64" and shown.size == (160, 100) and each["shard"].endswith("a.tar")
+        assert (
+            kind == "data:image/jpeg;base64"
+            and shown.size == (160, 100)
+            and each["shard"].endswith("a.tar")
+        )
         red, green, blue = shown.getpixel((80, 10))
         assert red > 200 and max(green, blue) < 60
         below[key] = shown.getpixel((80, 90))
-    assert min(below["silent"]) > 240 and max(below["cut"]) < 140  # white, and the grey of what did not come
+    assert (
+        min(below["silent"]) > 240 and max(below["cut"]) < 140
+    )  # white, and the grey of what did not come
 
 
 def test_a_worker_makes_a_few_pictures_of_each_reason(tmp_path):
@@ -341,7 +370,9 @@ def test_a_worker_makes_a_few_pictures_of_each_reason(tmp_path):
     for i in range(20):
         members += [(f"{i}{'k' * 90}.jpg", members[0][1]), (f"{i}{'k' * 90}.txt", b" ")]
     write_shard(tmp_path / "a.tar", members)
-    loader = loader_of(config_of(tmp_path, lanes=1, shuffle_block=40, bad_sample_limit=1.0), global_size=20)
+    loader = loader_of(
+        config_of(tmp_path, lanes=1, shuffle_block=40, bad_sample_limit=1.0), global_size=20
+    )
     batches = [next(loader) for _ in range(4)]
     assert sum(sum(batch.bad_samples.values()) for batch in batches) == 40
     found = [each for batch in batches for each in batch.bad_pictures]
@@ -390,9 +421,13 @@ def test_a_piece_is_not_overwritten_before_it_is_fetched(tmp_path, prefetch):
     """The trainer holds the first worker's piece until it has the second one's; meanwhile the first worker goes on as
     far as it can, which is `prefetch` pieces more, and leaves alone what the trainer holds."""
     folder = tmp_path / "shards"
-    write_dataset(folder, [30, 50])  # all decode: a sample that takes another's place would pass the stage too
+    write_dataset(
+        folder, [30, 50]
+    )  # all decode: a sample that takes another's place would pass the stage too
     (tmp_path / "0").touch()
-    stage = webdataset.map(functools.partial(wait_for_the_first_worker, tmp_path, prefetch * N // 2))
+    stage = webdataset.map(
+        functools.partial(wait_for_the_first_worker, tmp_path, prefetch * N // 2)
+    )
     plain = loader_of(config_of(folder))
     with loader_of(config_of(folder, workers=2, prefetch=prefetch), stages=(stage,)) as loader:
         for _ in range(6):
@@ -405,7 +440,10 @@ def test_shared_memory_is_as_large_as_the_largest_piece(folder):
         found = {}
         for fd in os.listdir("/proc/self/fd"):
             try:
-                name, size = os.readlink(f"/proc/self/fd/{fd}"), os.stat(f"/proc/self/fd/{fd}").st_size
+                name, size = (
+                    os.readlink(f"/proc/self/fd/{fd}"),
+                    os.stat(f"/proc/self/fd/{fd}").st_size,
+                )
             except FileNotFoundError:  # of the listing itself
                 continue
             if name.startswith("/dev/shm/torch"):
@@ -416,4 +454,6 @@ def test_shared_memory_is_as_large_as_the_largest_piece(folder):
     with loader_of(config_of(folder, workers=2)) as loader:
         next(loader)
         new = [size for name, size in shared().items() if name not in before]
-        assert max(new) == 2 * 3 * 12 * 3 * 16 * 16  # workers, prefetch + 1, N / 2 samples of 3 x 16 x 16 bytes
+        assert (
+            max(new) == 2 * 3 * 12 * 3 * 16 * 16
+        )  # workers, prefetch + 1, N / 2 samples of 3 x 16 x 16 bytes

@@ -17,7 +17,9 @@ G = 24
 def loader_of(**arguments) -> TrainLoader:
     keys = {name: arguments.pop(name) for name in ("workers", "num_samples") if name in arguments}
     config = DataConfig(kind="synthetic", **{"workers": 0, "lanes": 6, "shuffle_block": 8, **keys})
-    return TrainLoader(config, **{"image_size": 16, "context_length": 32, "global_size": G, "seed": 3, **arguments})
+    return TrainLoader(
+        config, **{"image_size": 16, "context_length": 32, "global_size": G, "seed": 3, **arguments}
+    )
 
 
 def batches(steps: int, ranks: int = 1, **arguments) -> list[tuple]:
@@ -25,8 +27,13 @@ def batches(steps: int, ranks: int = 1, **arguments) -> list[tuple]:
     out = []
     for _ in range(steps):
         parts = [next(loader) for loader in loaders]
-        images, texts = (torch.cat([getattr(part, name).clone() for part in parts]) for name in ("images", "texts"))
-        out.append((images.numpy().tobytes(), texts.tolist(), [key for part in parts for key in part.keys]))
+        images, texts = (
+            torch.cat([getattr(part, name).clone() for part in parts])
+            for name in ("images", "texts")
+        )
+        out.append(
+            (images.numpy().tobytes(), texts.tolist(), [key for part in parts for key in part.keys])
+        )
     for loader in loaders:
         loader.close()
     return out
@@ -55,7 +62,11 @@ def test_an_epoch_holds_each_sample_once():
 
 
 def test_it_goes_before_the_shards_of_a_recipe():
-    there = {"train": "/nowhere/*.tar::/else/*.tar", "train_weights": [1, 2], "resampled": [True, False]}
+    there = {
+        "train": "/nowhere/*.tar::/else/*.tar",
+        "train_weights": [1, 2],
+        "resampled": [True, False],
+    }
     config = DataConfig(kind="synthetic", num_samples=500, **there)
     found = check_source(config)
     assert found.index.num_samples == 500 and "noise" in found.index.describe()
@@ -65,6 +76,12 @@ def test_it_goes_before_the_shards_of_a_recipe():
 
 def test_a_run_goes_on_from_its_checkpoint():
     config = DataConfig(kind="synthetic")
-    index, keys = index_of(config.train, "auto", StorageConfig()), order_keys(config, BatchSizes.constant(G), 3)
-    state = {**TrainLoader(config, image_size=8, context_length=8, global_size=G, seed=3).state(), "step": 5}
+    index, keys = (
+        index_of(config.train, "auto", StorageConfig()),
+        order_keys(config, BatchSizes.constant(G), 3),
+    )
+    state = {
+        **TrainLoader(config, image_size=8, context_length=8, global_size=G, seed=3).state(),
+        "step": 5,
+    }
     assert resume_data(state, index, keys, changed_shards=False, changed_order=False).began == 0

@@ -22,7 +22,9 @@ from launcher.config.recipe import check_config
 from tests.covering import pairwise
 from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more than cores
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning"
+)  # more than cores
 SIZES = [130, 3, 1, 70, OFFSET_EVERY, 2 * OFFSET_EVERY + 1, 0, 17]  # samples; none divides another
 LAYOUTS = [(1, 3), (2, 0), (4, 1)]  # ranks, workers
 
@@ -34,15 +36,21 @@ def place(source: Source, position: int) -> tuple[int, int]:
     """(shard, number in it) of the sample at a position of a source's stream."""
     stream, count = position % source.streams, position // source.streams
     block = source.block(stream, count)
-    samples = [(segment.shard, n) for segment in block.segments for n in range(segment.start, segment.stop)]
-    assert len(samples) == len(block.order) <= source.block_size and block.first <= count < block.first + len(samples)
+    samples = [
+        (segment.shard, n) for segment in block.segments for n in range(segment.start, segment.stop)
+    ]
+    assert len(samples) == len(
+        block.order
+    ) <= source.block_size and block.first <= count < block.first + len(samples)
     return samples[block.order[count - block.first]]
 
 
 COUNTS = ([1], [30, 5, 17, 1], [0, 40, 0, 23], [64] * 5, [200, 1, 1, 1], list(range(12)))
 
 
-@pytest.mark.parametrize("counts, streams, block", pairwise(COUNTS, (1, 2, 7, 16, 300), (1, 3, 50, 1000)))
+@pytest.mark.parametrize(
+    "counts, streams, block", pairwise(COUNTS, (1, 2, 7, 16, 300), (1, 3, 50, 1000))
+)
 def test_each_epoch_holds_every_sample_once(counts, streams, block):
     source = Source(counts, streams, 5, block)
     everything = [(shard, n) for shard, count in enumerate(counts) for n in range(count)]
@@ -56,8 +64,15 @@ def test_each_epoch_holds_every_sample_once(counts, streams, block):
 def test_any_shard_sizes_streams_and_blocks():
     draw = random.Random(1)
     for _ in range(150):
-        counts = [draw.choice([0, 1, 2, 31, draw.randrange(200)]) for _ in range(draw.randrange(1, 9))] + [1]
-        source = Source(counts, draw.choice([1, 2, 3, 8, 40, 129]), draw.randrange(99), draw.choice([1, 2, 9, 400]))
+        counts = [
+            draw.choice([0, 1, 2, 31, draw.randrange(200)]) for _ in range(draw.randrange(1, 9))
+        ] + [1]
+        source = Source(
+            counts,
+            draw.choice([1, 2, 3, 8, 40, 129]),
+            draw.randrange(99),
+            draw.choice([1, 2, 9, 400]),
+        )
         begin = draw.randrange(10**6) * source.total
         found = [place(source, begin + p) for p in range(source.total)]
         assert len(set(found)) == source.total and max(n for _, n in found) == max(counts) - 1
@@ -144,16 +159,25 @@ def unequal(tmp_path_factory) -> Path:
 def second(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("second")
     for shard in range(5):
-        write_shard(folder / f"x{shard}.tar", [m for i in range(9 + shard) for m in sample(f"x{shard}n{i}", 900 + i)])
+        write_shard(
+            folder / f"x{shard}.tar",
+            [m for i in range(9 + shard) for m in sample(f"x{shard}n{i}", 900 + i)],
+        )
     return folder
 
 
-def loader_of(config: DataConfig, rank: int = 0, world_size: int = 1, global_size: int = 24, step: int = 0):
+def loader_of(
+    config: DataConfig, rank: int = 0, world_size: int = 1, global_size: int = 24, step: int = 0
+):
     arguments = {"image_size": 8, "context_length": 8, "seed": 5, "step": step}
-    return TrainLoader(config, global_size=global_size, rank=rank, world_size=world_size, **arguments)
+    return TrainLoader(
+        config, global_size=global_size, rank=rank, world_size=world_size, **arguments
+    )
 
 
-def keys_of(config: DataConfig, steps: int, world_size: int = 1, global_size: int = 24, step: int = 0):
+def keys_of(
+    config: DataConfig, steps: int, world_size: int = 1, global_size: int = 24, step: int = 0
+):
     """Per step the keys of all ranks in turn; invalid samples by reason."""
     loaders = [loader_of(config, r, world_size, global_size, step) for r in range(world_size)]
     out, invalid = [], collections.Counter()
@@ -172,7 +196,9 @@ def config_of(train: Path | str, **settings) -> DataConfig:
     return DataConfig(train=str(train), **{**defaults, **settings})
 
 
-@pytest.mark.parametrize("streams, global_size", [(1, 48), (8, 48), (64, 48), (100, 37), (450, 450)])
+@pytest.mark.parametrize(
+    "streams, global_size", [(1, 48), (8, 48), (64, 48), (100, 37), (450, 450)]
+)
 @pytest.mark.parametrize("verify", ["auto", "off"])
 def test_every_epoch_of_the_loader_delivers_each_sample_once(unequal, streams, global_size, verify):
     """With an index and without; the places of the invalid ones are filled by others."""
@@ -180,12 +206,16 @@ def test_every_epoch_of_the_loader_delivers_each_sample_once(unequal, streams, g
     E = len(keys_in(unequal))
     assert sum(SIZES) == len(good) == E - 9
     steps = -(-2 * E // global_size)
-    keys, invalid = keys_of(config_of(f"{unequal}/*.tar", lanes=streams, verify=verify), steps, global_size=global_size)
+    keys, invalid = keys_of(
+        config_of(f"{unequal}/*.tar", lanes=streams, verify=verify), steps, global_size=global_size
+    )
     by_stream: dict[int, list[str]] = {stream: [] for stream in range(streams)}
     position = 0
     for batch in keys:  # stream after stream, position p of stream p mod L
         for p, key in zip(
-            sorted(range(position, position + len(batch)), key=lambda p: (p % streams, p)), batch, strict=True
+            sorted(range(position, position + len(batch)), key=lambda p: (p % streams, p)),
+            batch,
+            strict=True,
         ):
             by_stream[p % streams].append(key)
         position += len(batch)
@@ -194,16 +224,23 @@ def test_every_epoch_of_the_loader_delivers_each_sample_once(unequal, streams, g
         counts = collections.Counter(stream[epoch * E : (epoch + 1) * E])
         assert set(counts) == good and counts.total() == E, f"epoch {epoch}"
     assert stream[:E] != stream[E:]
-    assert 18 <= invalid.total() <= 18 + 9 and {place.split("\t")[0] for place in invalid} == {"no caption"}
+    assert 18 <= invalid.total() <= 18 + 9 and {place.split("\t")[0] for place in invalid} == {
+        "no caption"
+    }
 
 
 @pytest.fixture(scope="module")
 def whole(unequal) -> dict[int, list[list[str]]]:
     """streams -> the keys of each step of a run that nothing stops."""
-    return {streams: keys_of(config_of(f"{unequal}/*.tar", lanes=streams), 40)[0] for streams in (1, 7, 64)}
+    return {
+        streams: keys_of(config_of(f"{unequal}/*.tar", lanes=streams), 40)[0]
+        for streams in (1, 7, 64)
+    }
 
 
-@pytest.mark.parametrize("streams, layout, verify", pairwise((1, 7, 64), ((1, 3), (2, 0), (4, 1)), ("auto", "off")))
+@pytest.mark.parametrize(
+    "streams, layout, verify", pairwise((1, 7, 64), ((1, 3), (2, 0), (4, 1)), ("auto", "off"))
+)
 def test_a_run_resumes_at_any_step(unequal, whole, streams, layout, verify):
     """With the offsets of an index and without: the order is the same, since the counts are."""
     stop, (ranks, workers) = random.Random(f"{streams} {layout}").randrange(1, 35), layout
@@ -226,12 +263,16 @@ def weighted(unequal, second) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("world_size, workers", LAYOUTS)
-def test_weighted_sources_are_the_same_on_every_layout(unequal, second, weighted, world_size, workers):
+def test_weighted_sources_are_the_same_on_every_layout(
+    unequal, second, weighted, world_size, workers
+):
     assert keys_of(mixed(unequal, second, workers=workers), 30, world_size)[0] == weighted[:30]
 
 
 @pytest.mark.parametrize("stop, world_size, workers", [(7, 1, 3), (24, 4, 1), (38, 2, 0)])
-def test_weighted_sources_resume_on_another_layout(unequal, second, weighted, stop, world_size, workers):
+def test_weighted_sources_resume_on_another_layout(
+    unequal, second, weighted, stop, world_size, workers
+):
     again, _ = keys_of(mixed(unequal, second, workers=workers), 5, world_size, step=stop)
     assert again == weighted[stop : stop + 5]
 
@@ -247,10 +288,20 @@ def test_shares_hold_in_every_batch_and_stream(weighted):
 def test_each_source_keeps_its_own_order(unequal, second):
     """The first source of a mixture gives what it gives alone, stream by stream, with epochs of its own."""
     keys, _ = keys_of(mixed(unequal, second, shuffle_block=9), 60)
-    alone, _ = keys_of(config_of(f"{unequal}/*.tar", shuffle_block=6), 60)  # 9 x 3 / 4.5: blocks are shared
+    alone, _ = keys_of(
+        config_of(f"{unequal}/*.tar", shuffle_block=6), 60
+    )  # 9 x 3 / 4.5: blocks are shared
     for stream in range(8):
-        own = [key for batch in keys for key in batch[3 * stream : 3 * stream + 3] if not of_second(key)]
-        assert own == [key for batch in alone for key in batch[3 * stream : 3 * stream + 3]][: len(own)]
+        own = [
+            key
+            for batch in keys
+            for key in batch[3 * stream : 3 * stream + 3]
+            if not of_second(key)
+        ]
+        assert (
+            own
+            == [key for batch in alone for key in batch[3 * stream : 3 * stream + 3]][: len(own)]
+        )
 
 
 # -- mistakes
@@ -280,7 +331,14 @@ def test_weights_as_openclip_writes_them():
 
 @pytest.mark.parametrize(
     "global_size, streams, block",
-    [(256, 64, 512), (2048, 64, 512), (8192, 256, 128), (32_768, 1024, 32), (65_536, 1024, 32), (40_000, 1000, 32)],
+    [
+        (256, 64, 512),
+        (2048, 64, 512),
+        (8192, 256, 128),
+        (32_768, 1024, 32),
+        (65_536, 1024, 32),
+        (40_000, 1000, 32),
+    ],
 )
 def test_streams_grow_with_the_global_batch_and_blocks_shrink(global_size, streams, block):
     sizes = BatchSizes.constant(global_size)
@@ -289,7 +347,9 @@ def test_streams_grow_with_the_global_batch_and_blocks_shrink(global_size, strea
     assert resolve_block(7, streams) == 7
 
 
-@pytest.mark.parametrize("global_size, expected", [(96, 48), (100, 50), (7, 7), (97, 24), (134, 33), (1009, 64)])
+@pytest.mark.parametrize(
+    "global_size, expected", [(96, 48), (100, 50), (7, 7), (97, 24), (134, 33), (1009, 64)]
+)
 def test_auto_streams(global_size, expected):
     assert resolve_streams("auto", BatchSizes.constant(global_size)) == expected
 
@@ -301,7 +361,9 @@ def test_auto_streams_of_a_schedule_divide_all_sizes_where_they_can():
     assert streams({"until_step": 9, "global_size": 96}, last=128) == 32
     rising = [{"until_step": 1 + i, "global_size": 96 + 48 * i} for i in range(8)]
     assert streams(*rising, last=480) == 48
-    assert streams({"until_step": 9, "global_size": 96}, last=127) == 24  # a quarter of the smallest
+    assert (
+        streams({"until_step": 9, "global_size": 96}, last=127) == 24
+    )  # a quarter of the smallest
     assert streams({"until_step": 9, "global_size": 2}, last=4096) == 2
 
 
@@ -319,12 +381,17 @@ def test_the_default_divides_well_for_any_number_of_ranks(world_size):
 
 
 def open_shards() -> int:
-    return sum(os.path.realpath(f"/proc/self/fd/{fd}").endswith(".tar") for fd in os.listdir("/proc/self/fd"))
+    return sum(
+        os.path.realpath(f"/proc/self/fd/{fd}").endswith(".tar")
+        for fd in os.listdir("/proc/self/fd")
+    )
 
 
 def test_many_streams_are_closed_between_blocks(unequal):
     """One process reads all 80 streams, whose shards it does not keep open; or two read 40 each, and do."""
-    config = config_of(f"{unequal}/*.tar", lanes=80, verify="off")  # a verified shard is opened for each block anyway
+    config = config_of(
+        f"{unequal}/*.tar", lanes=80, verify="off"
+    )  # a verified shard is opened for each block anyway
     gc.collect()  # what earlier loaders held open
     assert open_shards() == 0
     alone = loader_of(config, global_size=80)

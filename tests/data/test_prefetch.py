@@ -36,7 +36,9 @@ class Source:
         self.working = False
         if number == self.fails_at:
             raise DataError("a shard is gone")
-        return Batch(torch.full((2, 3, 4, 4), number, dtype=torch.uint8), torch.zeros(2, 5), torch.arange(2))
+        return Batch(
+            torch.full((2, 3, 4, 4), number, dtype=torch.uint8), torch.zeros(2, 5), torch.arange(2)
+        )
 
     def stop(self) -> None:
         self.stopped = True
@@ -83,7 +85,9 @@ def test_closing_ends_the_thread():
     next(batches)
     assert source.wait_for(1)  # one is ready
     batches.close()
-    assert not any(thread.name == "prefetch" and thread.is_alive() for thread in threading.enumerate())
+    assert not any(
+        thread.name == "prefetch" and thread.is_alive() for thread in threading.enumerate()
+    )
 
 
 def test_the_source_is_not_closed_under_the_thread():

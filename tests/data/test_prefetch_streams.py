@@ -48,7 +48,9 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Stream", self.make)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         monkeypatch.setattr(torch.cuda, "synchronize", None)  # a call of it fails
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: self.recorded.append((id(t), s.name)))
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda t, s: self.recorded.append((id(t), s.name))
+        )
 
     def make(self, device: torch.device) -> Stream:
         return self.streams.setdefault("copies", Stream("copies"))
@@ -100,7 +102,9 @@ class Source:
 
     def __next__(self) -> Batch:
         number, self.given = self.given, self.given + 1
-        return Numbered(torch.zeros(1), torch.zeros(1), torch.zeros(1), keys=[str(number)], gpu=self.gpu)
+        return Numbered(
+            torch.zeros(1), torch.zeros(1), torch.zeros(1), keys=[str(number)], gpu=self.gpu
+        )
 
     def stop(self) -> None: ...
     def close(self) -> None: ...

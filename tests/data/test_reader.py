@@ -19,8 +19,16 @@ from clip_train.errors import DataError
 from tests.data.shards import jpeg, sample, shards_open_as, write_dataset, write_shard
 
 
-def loader_of(folder: Path, lanes: int, global_size: int = 1, block: int = 8, seed: int = 3, **arguments):
-    config = DataConfig(train=str(folder / "*.tar"), workers=0, lanes=lanes, shuffle_block=block, bad_sample_limit=1.0)
+def loader_of(
+    folder: Path, lanes: int, global_size: int = 1, block: int = 8, seed: int = 3, **arguments
+):
+    config = DataConfig(
+        train=str(folder / "*.tar"),
+        workers=0,
+        lanes=lanes,
+        shuffle_block=block,
+        bad_sample_limit=1.0,
+    )
     sizes = {"image_size": 8, "context_length": 8, "global_size": global_size}
     return TrainLoader(config, **sizes, seed=seed, **arguments)
 
@@ -33,7 +41,9 @@ def stream(loader: TrainLoader, steps: int) -> list[tuple[list[str], list[int]]]
 
 def test_order_depends_on_the_seed_and_is_mixed(tmp_path):
     write_dataset(tmp_path, [64])
-    first, other, again = (next(loader_of(tmp_path, 1, 64, block=32, seed=seed)).keys for seed in (1, 2, 1))
+    first, other, again = (
+        next(loader_of(tmp_path, 1, 64, block=32, seed=seed)).keys for seed in (1, 2, 1)
+    )
     assert sorted(first) == sorted(other) and first != other
     assert first != [f"s0n{i}" for i in range(64)]
     assert first == again
@@ -41,7 +51,9 @@ def test_order_depends_on_the_seed_and_is_mixed(tmp_path):
 
 def test_seeds_differ_and_fit_int64(tmp_path):
     write_dataset(tmp_path, [10, 10])
-    seeds, other = (next(loader_of(tmp_path, 2, 200, seed=seed)).sample_seeds.tolist() for seed in (3, 4))
+    seeds, other = (
+        next(loader_of(tmp_path, 2, 200, seed=seed)).sample_seeds.tolist() for seed in (3, 4)
+    )
     assert len(set(seeds)) == 200 and all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds).bit_length() > 60
     assert not set(seeds) & set(other)
@@ -53,7 +65,10 @@ def test_resume_after_any_sample_is_exact(tmp_path, lanes, global_size):
     write_dataset(tmp_path, [11, 6, 9])
     whole = stream(loader_of(tmp_path, lanes, global_size, block=4), 45)
     for stop in range(1, 40):
-        assert stream(loader_of(tmp_path, lanes, global_size, block=4, step=stop), 5) == whole[stop : stop + 5]
+        assert (
+            stream(loader_of(tmp_path, lanes, global_size, block=4, step=stop), 5)
+            == whole[stop : stop + 5]
+        )
 
 
 class Metered(io.BytesIO):
@@ -72,7 +87,10 @@ def test_a_resume_reads_nothing_of_what_came_before(tmp_path, monkeypatch, index
     """Late in a long run. In the shards where its streams stand it looks for their places: with an index from the last
     mark on, without by the headers alone."""
     for shard in range(6):
-        write_shard(tmp_path / f"{shard}.tar", [m for i in range(300) for m in sample(f"{shard}n{i}", i % 9)])
+        write_shard(
+            tmp_path / f"{shard}.tar",
+            [m for i in range(300) for m in sample(f"{shard}n{i}", i % 9)],
+        )
     paths = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
     shard_bytes = Path(paths[0]).stat().st_size
     if indexed:
@@ -100,7 +118,9 @@ def test_a_shard_with_fewer_samples_than_its_count_has_invalid_ones(tmp_path, la
     for _ in range(3):
         batch = next(loader)
         assert set(batch.keys) == {f"s0n{i}" for i in range(10)} | {f"s1n{i}" for i in range(14)}
-        assert batch.bad_samples == {f"missing: its shard has fewer samples\t{tmp_path / '000.tar'}": 3}
+        assert batch.bad_samples == {
+            f"missing: its shard has fewer samples\t{tmp_path / '000.tar'}": 3
+        }
 
 
 def test_what_a_shard_has_beyond_its_count_is_left_over_and_logged(tmp_path, caplog):
@@ -108,8 +128,14 @@ def test_what_a_shard_has_beyond_its_count_is_left_over_and_logged(tmp_path, cap
     loader = loader_of(tmp_path, 1, 17, index=counted(tmp_path, 3, 14))
     with caplog.at_level(logging.WARNING):
         keys = [next(loader).keys for _ in range(2)]
-    assert all(sorted(each) == sorted([f"s0n{i}" for i in range(3)] + [f"s1n{i}" for i in range(14)]) for each in keys)
-    assert "000.tar has more samples than the 3 that are known" in caplog.text and "001.tar" not in caplog.text
+    assert all(
+        sorted(each) == sorted([f"s0n{i}" for i in range(3)] + [f"s1n{i}" for i in range(14)])
+        for each in keys
+    )
+    assert (
+        "000.tar has more samples than the 3 that are known" in caplog.text
+        and "001.tar" not in caplog.text
+    )
 
 
 def test_a_shard_that_is_invalid_throughout_is_replaced_by_what_follows(tmp_path):
@@ -186,7 +212,9 @@ def flipping(shard: Path, members: int) -> Callable[[bytes], io.BytesIO]:
 
     def flipped(data: bytes) -> io.BytesIO:
         at = next(headers, None)
-        return io.BytesIO(data if at is None else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        return io.BytesIO(
+            data if at is None else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        )
 
     return flipped
 
@@ -199,13 +227,17 @@ def test_a_header_broken_on_the_way_is_read_again_and_told(tmp_path, monkeypatch
     batches = [next(loader) for _ in range(24)]
     assert [(batch.keys, batch.sample_seeds.tolist()) for batch in batches] == whole
     assert not any(batch.bad_samples for batch in batches)
-    assert "bad header at byte 0 at first, but not when read again" in caplog.text and "clip-train index" in caplog.text
+    assert (
+        "bad header at byte 0 at first, but not when read again" in caplog.text
+        and "clip-train index" in caplog.text
+    )
 
 
 def test_bytes_that_always_change_stop_the_run(tmp_path, monkeypatch):
     members = [("k.jpg", jpeg(0)), ("k.txt", b"x"), *((f"k.{i}", b"more") for i in range(20))]
     shards_open_as(monkeypatch, flipping(write_shard(tmp_path / "000.tar", members), len(members)))
     with pytest.raises(
-        DataError, match=r"000\.tar comes damaged from byte 0 on, each time elsewhere.*clip-train index"
+        DataError,
+        match=r"000\.tar comes damaged from byte 0 on, each time elsewhere.*clip-train index",
     ):
         next(loader_of(tmp_path, 1))

@@ -19,7 +19,9 @@ from clip_train.errors import UserError
 
 def digest(folder: Path) -> str:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.name.encode() + path.read_bytes() for path in files)
+    ).hexdigest()
 
 
 def captions(pattern: str) -> list[str]:
@@ -32,7 +34,13 @@ def captions(pattern: str) -> list[str]:
 
 def test_shapes(tmp_path):
     ticks = []
-    data = shapes(tmp_path / "a", 120, size=32, per_shard=50, progress=lambda done, total: ticks.append((done, total)))
+    data = shapes(
+        tmp_path / "a",
+        120,
+        size=32,
+        per_shard=50,
+        progress=lambda done, total: ticks.append((done, total)),
+    )
     assert ticks[-1] == (120 + 608, 120 + 608) and len(ticks) == 728
     assert (data.num_train, data.num_val) == (120, 608)
     summary = check_source(DataConfig(train=data.train, val=data.val))
@@ -43,10 +51,14 @@ def test_shapes(tmp_path):
     assert set(val.values()) == {8}
     assert set(val) == {t.format(c) for t in classes["templates"] for c in classes["classnames"]}
     # a held-out combination is never trained on, in any of the templates' word orders
-    held_out = [frozenset(name.split()) - {"on", "a", "background"} for name in classes["classnames"]]
+    held_out = [
+        frozenset(name.split()) - {"on", "a", "background"} for name in classes["classnames"]
+    ]
     train = captions(data.train)
     assert len(train) == 120
-    assert not any(combination <= set(c.replace(",", "").split()) for combination in held_out for c in train)
+    assert not any(
+        combination <= set(c.replace(",", "").split()) for combination in held_out for c in train
+    )
     batch = next(iter(ValLoader(data.val, image_size=32, context_length=16, batch_size=8)))
     assert batch.metadata[0]["classname"] in batch.captions[0][0]
 
@@ -97,13 +109,18 @@ def test_digits_without_scikit_learn(tmp_path, monkeypatch):
 
 
 def test_writer_is_read_by_webdataset(tmp_path):
-    samples = [{"__key__": f"k{i}", "jpg": bytes([i]), "txt": f"caption {i}", "json": {"i": i}} for i in range(5)]
+    samples = [
+        {"__key__": f"k{i}", "jpg": bytes([i]), "txt": f"caption {i}", "json": {"i": i}}
+        for i in range(5)
+    ]
     paths = write_shards(tmp_path, samples, 2)
     assert [path.name for path in paths] == ["00000.tar", "00001.tar", "00002.tar"]
     back = []
     for path in paths:
         with path.open("rb") as file:
-            back += tariterators.group_by_keys(tariterators.tar_file_expander([{"url": str(path), "stream": file}]))
+            back += tariterators.group_by_keys(
+                tariterators.tar_file_expander([{"url": str(path), "stream": file}])
+            )
     assert [s["__key__"] for s in back] == [f"k{i}" for i in range(5)]
     assert [s["jpg"] for s in back] == [bytes([i]) for i in range(5)]
     assert json.loads(back[3]["json"]) == {"i": 3} and back[3]["txt"] == b"caption 3"

@@ -8,7 +8,11 @@ import pytest
 from clip_train.data.tar import TarError, iter_samples
 from tests.data.shards import tar_bytes
 
-MEMBERS = [(f"dir/{i:03d}.{ext}", bytes([i]) * (i * 37 % 1500)) for i in range(20) for ext in ("jpg", "txt")]
+MEMBERS = [
+    (f"dir/{i:03d}.{ext}", bytes([i]) * (i * 37 % 1500))
+    for i in range(20)
+    for ext in ("jpg", "txt")
+]
 
 
 def by_tarfile(data: bytes) -> list[tuple[str, bytes]]:
@@ -50,7 +54,9 @@ def test_pax_and_base256_sizes():
 
 
 def test_directories_hidden_files_and_metadata_are_no_samples():
-    buffer = io.BytesIO(tar_bytes([("._a.jpg", b"1"), ("a.jpg", b"2"), ("README", b"3"), ("__index__.json", b"4")]))
+    buffer = io.BytesIO(
+        tar_bytes([("._a.jpg", b"1"), ("a.jpg", b"2"), ("README", b"3"), ("__index__.json", b"4")])
+    )
     with tarfile.open(fileobj=buffer, mode="a") as tar:
         folder = tarfile.TarInfo("folder.d")
         folder.type = tarfile.DIRTYPE
@@ -66,7 +72,9 @@ def test_reading_goes_on_at_the_end_of_any_sample():
         data = tar_bytes(MEMBERS[:6] + LONG + MEMBERS[6:12], format)
         samples = list(iter_samples(io.BytesIO(data)))
         for i, sample in enumerate(samples):
-            assert [s.key for s in iter_samples(io.BytesIO(data), sample.end)] == [s.key for s in samples[i + 1 :]]
+            assert [s.key for s in iter_samples(io.BytesIO(data), sample.end)] == [
+                s.key for s in samples[i + 1 :]
+            ]
             assert next(iter_samples(io.BytesIO(data), sample.start)).key == sample.key
 
 
@@ -105,7 +113,10 @@ def test_the_same_damage_is_found_whether_members_are_read_or_not(at):
 
 def test_a_repeated_member_marks_the_sample():
     data = tar_bytes([("a.jpg", b"1"), ("a.txt", b"2"), ("a.jpg", b"3"), ("b.jpg", b"4")])
-    assert [(s.key, s.duplicate) for s in iter_samples(io.BytesIO(data))] == [("a", True), ("b", False)]
+    assert [(s.key, s.duplicate) for s in iter_samples(io.BytesIO(data))] == [
+        ("a", True),
+        ("b", False),
+    ]
 
 
 def test_extensions_are_lower_case_and_may_hold_dots():

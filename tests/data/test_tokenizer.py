@@ -65,7 +65,11 @@ def test_context_length_must_be_positive():
         Tokenizer(0)
 
 
-def test_another_tokenizer_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_another_tokenizer_without_its_package_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"hf_tokenizer_name \(bert-base-uncased\) .*pip install 'clip-train\[hf\]'"):
+    with pytest.raises(
+        UserError, match=r"hf_tokenizer_name \(bert-base-uncased\) .*pip install 'clip-train\[hf\]'"
+    ):
         HFTokenizer("bert-base-uncased", 32)

@@ -18,11 +18,16 @@ from clip_train.data.invalid import InvalidSample
 def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
     """Smooth areas with edges and some noise."""
     rng = np.random.default_rng(seed)
-    image = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
+    image = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize(
+        (width, height), Image.BICUBIC
+    )
     draw = ImageDraw.Draw(image)
     for _ in range(6):
         x, y = rng.integers(0, width), rng.integers(0, height)
-        draw.ellipse((x, y, x + width // 4, y + height // 3), fill=tuple(int(v) for v in rng.integers(0, 256, 3)))
+        draw.ellipse(
+            (x, y, x + width // 4, y + height // 3),
+            fill=tuple(int(v) for v in rng.integers(0, 256, 3)),
+        )
     image = image.filter(ImageFilter.GaussianBlur(1))
     noisy = np.asarray(image).astype(float) + rng.normal(0, 4, (height, width, 3))
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
@@ -67,7 +72,9 @@ def test_eval_equals_pillow(width, height):
 
 
 def test_crop_is_drawn_as_torchvision_does():
-    transform = TrainTransform(32, (0.3, 0.7))  # never larger than a square image: no draw is rejected
+    transform = TrainTransform(
+        32, (0.3, 0.7)
+    )  # never larger than a square image: no draw is rejected
     areas, ratios = [], []
     for seed in range(2000):
         top, left, h, w = transform.crop(640, 640, random.Random(seed))
@@ -80,7 +87,9 @@ def test_crop_is_drawn_as_torchvision_does():
     assert transform.crop(480, 640, random.Random(7)) == transform.crop(480, 640, random.Random(7))
 
 
-@pytest.mark.parametrize("height,width,expected", [(10, 1000, (10, 13)), (1000, 10, (13, 10)), (1, 1, (1, 1))])
+@pytest.mark.parametrize(
+    "height,width,expected", [(10, 1000, (10, 13)), (1000, 10, (13, 10)), (1, 1, (1, 1))]
+)
 def test_fallback_is_the_middle(height, width, expected):
     top, left, h, w = TrainTransform(32, (0.9, 1.0)).crop(height, width, random.Random(0))
     assert (h, w) == expected
@@ -97,12 +106,20 @@ def test_jpeg_decodes_as_pillow_does():
     for mode in ("RGB", "L"):
         for options in ({"quality": 85}, {"quality": 95, "progressive": True}):
             data = encoded(photograph(90, 61).convert(mode), **options)
-            assert psnr(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))) > 50
+            assert (
+                psnr(
+                    array(decode_image(data)),
+                    np.asarray(Image.open(io.BytesIO(data)).convert("RGB")),
+                )
+                > 50
+            )
 
 
 def test_cmyk_jpeg_goes_through_pillow():
     data = encoded(photograph(40, 30).convert("CMYK"), quality=95)
-    assert np.array_equal(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    assert np.array_equal(
+        array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -114,7 +131,9 @@ def test_other_kinds(kind):
 
 def test_transparency_is_laid_over_white():
     image = Image.new("RGBA", (4, 1))
-    for x, pixel in enumerate([(200, 0, 0, 255), (200, 0, 0, 0), (0, 0, 0, 128), (255, 255, 255, 0)]):
+    for x, pixel in enumerate(
+        [(200, 0, 0, 255), (200, 0, 0, 0), (0, 0, 0, 128), (255, 255, 255, 0)]
+    ):
         image.putpixel((x, 0), pixel)
     out = array(decode_image(encoded(image, "PNG")))[0].astype(int)
     assert np.abs(out - [[200, 0, 0], [255, 255, 255], [127, 127, 127], [255, 255, 255]]).max() <= 1
@@ -142,7 +161,10 @@ def test_large_images_are_converted_in_strips():
     for image, kind, options in cases:
         halves = [image.crop((0, top, width, top + height // 2)) for top in (0, height // 2)]
         at_once = [decode_image(encoded(half, kind, **options)) for half in halves]
-        assert torch.equal(decode_image(encoded(image, kind, **options)), torch.cat(at_once, 1)), (image.mode, kind)
+        assert torch.equal(decode_image(encoded(image, kind, **options)), torch.cat(at_once, 1)), (
+            image.mode,
+            kind,
+        )
 
 
 def test_exif_rotation_is_left_alone_as_openclip_does():
@@ -151,17 +173,27 @@ def test_exif_rotation_is_left_alone_as_openclip_does():
     exif[0x0112] = 6  # turn by a quarter to see it upright
     data = encoded(photograph(40, 30), quality=95, exif=exif)
     assert decode_image(data).shape == (3, 30, 40)
-    assert psnr(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))) > 50
+    assert (
+        psnr(array(decode_image(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+        > 50
+    )
 
 
 def bomb(side: int) -> bytes:
     """The header of a PNG of side x side pixels."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        return (
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
+        )
 
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
+    )
 
 
 def jpeg_bomb() -> bytes:

@@ -17,7 +17,9 @@ from clip_train.errors import UserError
 from tests.covering import pairwise
 from tests.data.test_loader import config_of, folder, loader_of  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more than cores
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning"
+)  # more than cores
 
 SCHEDULE = [
     {"until_step": 3, "global_size": 7},
@@ -29,10 +31,17 @@ G = [7, 7, 7, 10, 13, 16, 19, 22, 25, 5, 5, *[23] * 9]
 LANES = (5, 12, 31)
 
 
-def steps_of(config: DataConfig, steps: int, world_size: int = 1, sizes: BatchSizes | int = SIZES, step: int = 0):
+def steps_of(
+    config: DataConfig,
+    steps: int,
+    world_size: int = 1,
+    sizes: BatchSizes | int = SIZES,
+    step: int = 0,
+):
     """Per step: what all ranks hold in turn, and how much each holds."""
     loaders: list[TrainLoader] = [
-        loader_of(config, rank=r, world_size=world_size, global_size=sizes, step=step) for r in range(world_size)
+        loader_of(config, rank=r, world_size=world_size, global_size=sizes, step=step)
+        for r in range(world_size)
     ]
     out, bads = [], collections.Counter()
     for _ in range(steps):
@@ -77,16 +86,23 @@ def test_the_order_is_what_its_definition_says(reference, lanes):
 
 @pytest.mark.parametrize("lanes, world_size, workers", pairwise(LANES, (2, 3, 5), (0, 1, 2)))
 def test_ranks_and_workers_change_nothing(folder: Path, reference, lanes, world_size, workers):  # noqa: F811
-    assert steps_of(config_of(folder, lanes=lanes, workers=workers), len(G), world_size) == reference[lanes]
+    assert (
+        steps_of(config_of(folder, lanes=lanes, workers=workers), len(G), world_size)
+        == reference[lanes]
+    )
 
 
-@pytest.mark.parametrize("lanes, stop, first, second", pairwise(LANES, (1, 6, 13), (1, 2, 4), ((1, 3), (3, 1), (5, 0))))
+@pytest.mark.parametrize(
+    "lanes, stop, first, second", pairwise(LANES, (1, 6, 13), (1, 2, 4), ((1, 3), (3, 1), (5, 0)))
+)
 def test_resume_anywhere_on_another_layout(folder: Path, reference, lanes, stop, first, second):  # noqa: F811
     """In a stage of its own: of several steps, of one, after the last."""
     (ranks, workers), whole = second, reference[lanes][0]
     begun, _ = steps_of(config_of(folder, lanes=lanes), stop, first)
     assert begun == whole[:stop]
-    resumed, _ = steps_of(config_of(folder, lanes=lanes, workers=workers), len(G) - stop, ranks, step=stop)
+    resumed, _ = steps_of(
+        config_of(folder, lanes=lanes, workers=workers), len(G) - stop, ranks, step=stop
+    )
     assert resumed == whole[stop:]
 
 
@@ -95,7 +111,10 @@ def test_data_that_begins_anew_in_mid_schedule_goes_on_with_its_sizes(folder: Pa
     config = config_of(folder, lanes=5)
     with loader_of(config, global_size=SIZES) as loader:
         before = [next(loader) for _ in range(6)]
-    ranks = [loader_of(config, rank=r, world_size=2, global_size=SIZES, step=6, began=6) for r in range(2)]
+    ranks = [
+        loader_of(config, rank=r, world_size=2, global_size=SIZES, step=6, began=6)
+        for r in range(2)
+    ]
     after = [[next(loader) for loader in ranks] for _ in range(6)]
     assert [sum(map(len, batches)) for batches in after] == G[6:12]
     seeds = [s for batch in before for s in batch.sample_seeds.tolist()]
@@ -119,10 +138,15 @@ def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
     sizes = BatchConfig(global_size=640, schedule=stages).sizes
     shares = [Partition.of(sizes, lanes, rank, world_size) for rank in range(world_size)]
     met = [set() for _ in range(world_size)]
-    for step, parts in zip(range(90), zip(*(share.steps(0) for share in shares), strict=True), strict=False):
+    for step, parts in zip(
+        range(90), zip(*(share.steps(0) for share in shares), strict=True), strict=False
+    ):
         taken = collections.Counter()
         for rank, own in enumerate(parts):
-            assert sum(map(len, own)) in (sizes.at(step) // world_size, -(-sizes.at(step) // world_size))
+            assert sum(map(len, own)) in (
+                sizes.at(step) // world_size,
+                -(-sizes.at(step) // world_size),
+            )
             for part in own:
                 assert len(part)
                 taken.update((part.stream, j) for j in range(part.first, part.last))
@@ -132,7 +156,9 @@ def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
         assert met[3] == set(range(24, 32))  # of the steps behind the schedule
 
 
-@pytest.mark.parametrize("num, expected", [(1, [160]), (3, [50, 60, 50]), (4, [40] * 4), (40, [10] * 16)])
+@pytest.mark.parametrize(
+    "num, expected", [(1, [160]), (3, [50, 60, 50]), (4, [40] * 4), (40, [10] * 16)]
+)
 def test_workers_share_the_work(num, expected):
     workers = Partition.of(BatchSizes.constant(640), 64, 1, 4).workers(num)
     for step in (50, 51):
@@ -146,6 +172,11 @@ def test_pieces_of_workers_in_turn_are_the_rank_s_share(sizes, lanes, world_size
     for rank in range(world_size):
         whole = Partition.of(sizes, lanes, rank, world_size)
         workers = whole.workers(num)
-        for parts in itertools.islice(zip(whole.steps(3), *(w.steps(3) for w in workers), strict=True), 30):
+        for parts in itertools.islice(
+            zip(whole.steps(3), *(w.steps(3) for w in workers), strict=True), 30
+        ):
             assert [share for piece in parts[1:] for share in piece] == parts[0]
-            assert all(sum(map(len, piece)) <= w.most() for w, piece in zip(workers, parts[1:], strict=True))
+            assert all(
+                sum(map(len, piece)) <= w.most()
+                for w, piece in zip(workers, parts[1:], strict=True)
+            )

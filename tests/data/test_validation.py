@@ -61,7 +61,9 @@ def test_batches_and_repetition(tmp_path):
 def test_threads_change_nothing(tmp_path):
     val = write_dataset(tmp_path, [9])
     one, many = list(load(val, workers=0)), list(load(val, workers=3))
-    assert all(torch.equal(a.images, b.images) and a.keys == b.keys for a, b in zip(one, many, strict=True))
+    assert all(
+        torch.equal(a.images, b.images) and a.keys == b.keys for a, b in zip(one, many, strict=True)
+    )
 
 
 def test_metadata_and_bad_samples(tmp_path):
@@ -77,14 +79,23 @@ def test_metadata_and_bad_samples(tmp_path):
 
 
 def test_a_cls_member_is_the_label(tmp_path):
-    members = [*sample("a", 0), ("a.cls", b"7\n"), *sample("b", 1), ("b.json", b'{"cls": 1}'), ("b.cls", b"2")]
+    members = [
+        *sample("a", 0),
+        ("a.cls", b"7\n"),
+        *sample("b", 1),
+        ("b.json", b'{"cls": 1}'),
+        ("b.cls", b"2"),
+    ]
     (batch,) = list(load(write_shard(tmp_path / "a.tar", members)))
     assert batch.metadata == [{"cls": "7"}, {"cls": "2"}]
 
 
 def test_all_captions_of_an_image(tmp_path):
     """A list in the .json; in clip_benchmark's folders each line of the .txt. Else a .txt is one caption."""
-    members = [("a.jpg", jpeg(0)), ("a.json", json.dumps({"captions": ["one", " ", "two"]}).encode())]
+    members = [
+        ("a.jpg", jpeg(0)),
+        ("a.json", json.dumps({"captions": ["one", " ", "two"]}).encode()),
+    ]
     members += [("b.jpg", jpeg(1)), ("b.json", b'{"captions": "three"}')]
     (batch,) = load(write_shard(tmp_path / "a.tar", members), caption_key="captions")
     assert batch.captions == [["one", "two"], ["three"]] and batch.texts.shape == (3, 8)
@@ -96,11 +107,19 @@ def test_all_captions_of_an_image(tmp_path):
     (folder / "nshards.txt").write_text("11\n")
     captions = [each for batch in load(folder) for each in batch.captions]
     assert captions == [[str(number), "another"] for number in range(11)]
-    assert [each for batch in load(folder / "10.tar") for each in batch.captions] == [["10\nanother"]]
+    assert [each for batch in load(folder / "10.tar") for each in batch.captions] == [
+        ["10\nanother"]
+    ]
 
 
 def test_labelled_images_need_no_captions(tmp_path):
-    members = [("a.jpg", jpeg(0)), ("a.cls", b"3"), *sample("b", 1), ("b.cls", b"4"), ("c.cls", b"5")]
+    members = [
+        ("a.jpg", jpeg(0)),
+        ("a.cls", b"3"),
+        *sample("b", 1),
+        ("b.cls", b"4"),
+        ("c.cls", b"5"),
+    ]
     loader = load(write_shard(tmp_path / "a.tar", members), labelled=True)
     (batch,) = loader
     assert [each["cls"] for each in batch.metadata] == ["3", "4"] and batch.texts.shape == (0, 8)
@@ -117,13 +136,23 @@ def write_folder(root, names):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_folder_for_each_class(tmp_path, world_size):
     """As torchvision's ImageFolder reads it."""
-    names = ["n02/b.JPEG", "n02/a.jpg", "n01/z/deep.png", "n01/y.jpg", "n10/x.jpg", "n10/x.txt", "notes.txt"]
+    names = [
+        "n02/b.JPEG",
+        "n02/a.jpg",
+        "n01/z/deep.png",
+        "n01/y.jpg",
+        "n10/x.jpg",
+        "n10/x.txt",
+        "notes.txt",
+    ]
     write_folder(tmp_path, names)
     folder = ImageFolder.find(str(tmp_path), "evaluate.zero_shot_data")
     found = []
     for rank in range(world_size):
         for batch in load(tmp_path, rank, world_size, labelled=True, index=folder):
-            found += [(key, each["cls"]) for key, each in zip(batch.keys, batch.metadata, strict=True)]
+            found += [
+                (key, each["cls"]) for key, each in zip(batch.keys, batch.metadata, strict=True)
+            ]
     expected = [
         ("n01/y.jpg", "0"),
         ("n01/z/deep.png", "0"),
@@ -132,7 +161,9 @@ def test_a_folder_for_each_class(tmp_path, world_size):
         ("n10/x.jpg", "2"),
     ]
     assert found == expected
-    with pytest.raises(UserError, match=r"has 3 folders of classes and evaluate\.zero_shot_classes 1000"):
+    with pytest.raises(
+        UserError, match=r"has 3 folders of classes and evaluate\.zero_shot_classes 1000"
+    ):
         load(tmp_path, labelled=True, index=folder).check_classes(1000)
 
 
@@ -141,16 +172,25 @@ def test_folders_that_are_numbers_are_labels(tmp_path):
     write_folder(tmp_path, ["10/a.jpg", "2/b.jpg"])
     folder = ImageFolder.find(str(tmp_path), "evaluate.zero_shot_data")
     (batch,) = load(tmp_path, labelled=True, index=folder)
-    assert dict(zip(batch.keys, batch.metadata, strict=True)) == {"10/a.jpg": {"cls": "10"}, "2/b.jpg": {"cls": "2"}}
+    assert dict(zip(batch.keys, batch.metadata, strict=True)) == {
+        "10/a.jpg": {"cls": "10"},
+        "2/b.jpg": {"cls": "2"},
+    }
     load(tmp_path, labelled=True, index=folder).check_classes(1000)
 
 
 def test_what_is_no_folder_of_classes(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"evaluate\.linear_probe \(.*has no images in a folder for each class"):
+    with pytest.raises(
+        UserError, match=r"evaluate\.linear_probe \(.*has no images in a folder for each class"
+    ):
         ImageFolder.find(str(tmp_path), "evaluate.linear_probe")
     (tmp_path / "nshards.txt").write_text("two")
-    assert ImageFolder.find(str(tmp_path), "x") is ImageFolder.find(str(tmp_path / "*.tar"), "x") is None
+    assert (
+        ImageFolder.find(str(tmp_path), "x")
+        is ImageFolder.find(str(tmp_path / "*.tar"), "x")
+        is None
+    )
     with pytest.raises(UserError, match=r"data\.val .*nshards.txt of the folder cannot be read"):
         load(tmp_path)
 

@@ -33,7 +33,10 @@ def engine_at(
         answer(True, precision)  # slow on some processors, but the numbers are the same
     name, stage = layout.split()
     config = EngineConfig(
-        kind={"zero": "deepspeed"}.get(name, name), zero_stage=int(stage), precision=precision, **more
+        kind={"zero": "deepspeed"}.get(name, name),
+        zero_stage=int(stage),
+        precision=precision,
+        **more,
     )
     engine = build(
         config,

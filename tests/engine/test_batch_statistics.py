@@ -33,7 +33,10 @@ from tests.toy import oracle_loss, share
 
 pytestmark = pytest.mark.engine
 N = 15
-SIZES = {1: ([8], [7]), 4: ([2, 2, 2, 2], [2, 2, 2, 1])}  # k -> of the micro-batches of rank 0 and of rank 1
+SIZES = {
+    1: ([8], [7]),
+    4: ([2, 2, 2, 2], [2, 2, 2, 1]),
+}  # k -> of the micro-batches of rank 0 and of rank 1
 
 
 def make_model(checkpointing: bool = False) -> CLIP:
@@ -61,24 +64,34 @@ def normalised(p: dict[str, Tensor], running: dict[str, Tensor], name: str, x: T
     centred = x - mean[:, None, None]
     variance = (centred**2).sum((0, 2, 3)) / count
     for kind, seen in (("mean", mean), ("var", variance * count / (count - 1))):
-        running[f"{name}.running_{kind}"] = 0.9 * running[f"{name}.running_{kind}"] + 0.1 * seen.detach()
+        running[f"{name}.running_{kind}"] = (
+            0.9 * running[f"{name}.running_{kind}"] + 0.1 * seen.detach()
+        )
     running[f"{name}.num_batches_tracked"] = running[f"{name}.num_batches_tracked"] + 1
     gain, bias = (p[f"{name}.{kind}"][:, None, None] for kind in ("weight", "bias"))
     return centred / (variance[:, None, None] + 1e-5).sqrt() * gain + bias
 
 
-def bottleneck(p: dict[str, Tensor], running: dict[str, Tensor], name: str, x: Tensor, stride: int) -> Tensor:
+def bottleneck(
+    p: dict[str, Tensor], running: dict[str, Tensor], name: str, x: Tensor, stride: int
+) -> Tensor:
     y = normalised(p, running, f"{name}.bn1", F.conv2d(x, p[f"{name}.conv1.weight"])).relu()
-    y = normalised(p, running, f"{name}.bn2", F.conv2d(y, p[f"{name}.conv2.weight"], padding=1)).relu()
+    y = normalised(
+        p, running, f"{name}.bn2", F.conv2d(y, p[f"{name}.conv2.weight"], padding=1)
+    ).relu()
     y = F.conv2d(F.avg_pool2d(y, stride), p[f"{name}.conv3.weight"])
     y = normalised(p, running, f"{name}.bn3", y)
     if (widened := f"{name}.downsample.0.weight") in p:
-        x = normalised(p, running, f"{name}.downsample.1", F.conv2d(F.avg_pool2d(x, stride), p[widened]))
+        x = normalised(
+            p, running, f"{name}.downsample.1", F.conv2d(F.avg_pool2d(x, stride), p[widened])
+        )
     return (y + x).relu()
 
 
 def image_features(p: dict[str, Tensor], running: dict[str, Tensor], images: Tensor) -> Tensor:
-    mean, std = (torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD))
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD)
+    )
     x = (images.double() / 255 - mean) / std
     for i, stride in ((1, 2), (2, 1), (3, 1)):
         x = F.conv2d(x, p[f"visual.conv{i}.weight"], stride=stride, padding=1)
@@ -98,7 +111,9 @@ def image_features(p: dict[str, Tensor], running: dict[str, Tensor], images: Ten
 
 def text_features(p: dict[str, Tensor], texts: Tensor) -> Tensor:
     mask = torch.full((8, 8), -torch.inf, dtype=torch.float64).triu(1)
-    t = blocks(p, "transformer.", p["token_embedding.weight"][texts] + p["positional_embedding"], 2, mask)
+    t = blocks(
+        p, "transformer.", p["token_embedding.weight"][texts] + p["positional_embedding"], 2, mask
+    )
     t = torch.stack([row[ids.index(99)] for row, ids in zip(t, texts.tolist(), strict=True)])
     return F.layer_norm(t, (20,), p["ln_final.weight"], p["ln_final.bias"]) @ p["text_projection"]
 
@@ -110,12 +125,18 @@ def oracle(k: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     running = dict(model.named_buffers())
     whole = batch()
     image: list[Any] = [None] * N
-    starts = [[*itertools.accumulate(sizes, initial=first)] for sizes, first in zip(SIZES[k], (0, 8), strict=True)]
+    starts = [
+        [*itertools.accumulate(sizes, initial=first)]
+        for sizes, first in zip(SIZES[k], (0, 8), strict=True)
+    ]
     for j in range(k):
         own = [i for start in starts for i in range(start[j], start[j + 1])]
         for i, feature in zip(own, image_features(p, running, whole.images[own]), strict=True):
             image[i] = feature
-    features = F.normalize(torch.stack(image), dim=1), F.normalize(text_features(p, whole.texts), dim=1)
+    features = (
+        F.normalize(torch.stack(image), dim=1),
+        F.normalize(text_features(p, whole.texts), dim=1),
+    )
     loss = oracle_loss(*features, p["logit_scale"].exp())
     loss.backward()
     return loss.item(), {name: each.grad.flatten() for name, each in p.items()}, running
@@ -157,7 +178,11 @@ def test_running_statistics_and_gradients_are_those_of_the_rule(layout, k, kept,
     for name, expected in running.items():
         allowed = 1e-10 if exact else 1e-4
         torch.testing.assert_close(
-            after[name].double(), expected.double().flatten(), rtol=allowed, atol=allowed, msg=lambda m, n=name: n + m
+            after[name].double(),
+            expected.double().flatten(),
+            rtol=allowed,
+            atol=allowed,
+            msg=lambda m, n=name: n + m,
         )
     whole = torch.cat([*gradients.values()]).norm()
     for name, expected in gradients.items():

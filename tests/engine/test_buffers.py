@@ -27,7 +27,13 @@ N, LR = 8, 0.05
 OPTIM = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
 
 
-def train(layout: str, micro_size: int, precision: str = "fp32", kept: int = 1, checkpointing: bool = False) -> Any:
+def train(
+    layout: str,
+    micro_size: int,
+    precision: str = "fp32",
+    kept: int = 1,
+    checkpointing: bool = False,
+) -> Any:
     """Two steps; losses, and all that this rank saves."""
 
     def make() -> CLIP:
@@ -41,15 +47,25 @@ def train(layout: str, micro_size: int, precision: str = "fp32", kept: int = 1, 
         engine = engine_at(layout, make, OPTIM, precision=precision)
     losses = []
     for step in range(2):
-        batch = share(Batch(*inputs(N, seed=step, size=32), [str(i) for i in range(N)]), dist.rank(), dist.world_size())
-        losses.append(train_step(engine, batch, InfoNCE(), micro_size=micro_size, kept_graphs=kept, lr=LR).loss)
+        batch = share(
+            Batch(*inputs(N, seed=step, size=32), [str(i) for i in range(N)]),
+            dist.rank(),
+            dist.world_size(),
+        )
+        losses.append(
+            train_step(
+                engine, batch, InfoNCE(), micro_size=micro_size, kept_graphs=kept, lr=LR
+            ).loss
+        )
     saved = {(f.name, f.start): f.tensors["param"].clone() for f in engine.state_fragments()}
     engine.close()
     return losses, saved
 
 
 def merged(parts: list[Any]) -> dict[str, torch.Tensor]:
-    rows = sorted(itertools.chain.from_iterable(saved.items() for _, saved in parts), key=lambda row: row[0])
+    rows = sorted(
+        itertools.chain.from_iterable(saved.items() for _, saved in parts), key=lambda row: row[0]
+    )
     groups = itertools.groupby(rows, lambda row: row[0][0])
     return {name: torch.cat([tensor for _, tensor in group]) for name, group in groups}
 
@@ -61,19 +77,25 @@ def test_running_statistics_are_those_of_plain_training(layout: str):
     for told, _ in parts:
         assert told == pytest.approx(losses, rel=1e-4)
     for name, tensor in merged(parts).items():
-        torch.testing.assert_close(tensor, saved[name, 0], rtol=2e-3, atol=2e-4, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            tensor, saved[name, 0], rtol=2e-3, atol=2e-4, msg=lambda m, n=name: n + m
+        )
     replayed = merged(run_ranks(train, 2, layout, 2))
     kept = merged(run_ranks(train, 2, layout, 2, "fp32", 2, True))
     tracked = {int(t) for name, t in kept.items() if name.endswith("tracked")}
     assert tracked == {4}  # two steps of two micro-batches
     for name, tensor in kept.items():
-        torch.testing.assert_close(tensor, replayed[name], rtol=2e-3, atol=2e-4, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            tensor, replayed[name], rtol=2e-3, atol=2e-4, msg=lambda m, n=name: n + m
+        )
 
 
 @pytest.mark.parametrize("layout", ["zero 1", "fsdp 3"])
 def test_running_statistics_are_wide_in_bf16(layout: str):
     _, saved = run_ranks(train, 1, layout, 4, "bf16")[0]
-    kinds = {name.rpartition(".")[2]: tensor.dtype for (name, _), tensor in saved.items() if "bn" in name}
+    kinds = {
+        name.rpartition(".")[2]: tensor.dtype for (name, _), tensor in saved.items() if "bn" in name
+    }
     assert kinds["running_mean"] == kinds["running_var"] == torch.float32
     assert kinds["num_batches_tracked"] == torch.int64
 

@@ -22,7 +22,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.full]
 ARCHITECTURE = Architecture.model_validate(
     {
         "embed_dim": 16,
-        "vision_cfg": {"image_size": 16, "layers": 3, "width": 32, "head_width": 16, "patch_size": 8},
+        "vision_cfg": {
+            "image_size": 16,
+            "layers": 3,
+            "width": 32,
+            "head_width": 16,
+            "patch_size": 8,
+        },
         "text_cfg": {"context_length": 24, "vocab_size": 32, "width": 32, "heads": 2, "layers": 3},
     }
 )
@@ -31,7 +37,9 @@ N, LR = 18, 0.1
 
 def make_model(checkpointing: bool) -> CLIP:
     torch.manual_seed(3)
-    return CLIP(ARCHITECTURE, dropout=0.2, patch_dropout=0.25, activation_checkpointing=checkpointing)
+    return CLIP(
+        ARCHITECTURE, dropout=0.2, patch_dropout=0.25, activation_checkpointing=checkpointing
+    )
 
 
 def batch(step: int) -> Batch:
@@ -42,7 +50,9 @@ def batch(step: int) -> Batch:
     texts[torch.arange(N), ends] = 31
     texts[torch.arange(24) > ends[:, None]] = 0
     images = torch.randint(0, 256, (N, 3, 16, 16), generator=g, dtype=torch.uint8)
-    whole = Batch(images, texts, torch.randint(0, 2**62, (N,), generator=g), [str(i) for i in range(N)])
+    whole = Batch(
+        images, texts, torch.randint(0, 2**62, (N,), generator=g), [str(i) for i in range(N)]
+    )
     own = share(whole, dist.rank(), dist.world_size())
     own.text_lengths = text_lengths(own.texts)
     return own
@@ -58,7 +68,10 @@ def train(layout: str, compile: bool, kept: int, checkpointing: bool):
         result = train_step(engine, batch(step), InfoNCE(), micro_size=4, kept_graphs=kept, lr=LR)
         engine.train(False)
         with torch.no_grad():
-            seen = engine.encode_image(batch(9).images).sum(), engine.encode_text(batch(9).texts).sum()
+            seen = (
+                engine.encode_image(batch(9).images).sum(),
+                engine.encode_text(batch(9).texts).sum(),
+            )
         engine.train(True)
         told += [result.loss, result.grad_norm, *map(float, seen)]
     weights = [(f.name, f.start, f.tensors["param"].clone()) for f in engine.state_fragments()]
@@ -92,7 +105,9 @@ def test_compiled_equals_eager(world_size, layout, kept, checkpointing):
     ):
         again, others, graphs, given_up, breaks = other
         assert again == pytest.approx(told, rel=1e-5, abs=1e-5)
-        for (name, start, value), (name_again, start_again, value_again) in zip(weights, others, strict=True):
+        for (name, start, value), (name_again, start_again, value_again) in zip(
+            weights, others, strict=True
+        ):
             assert (name, start) == (name_again, start_again)
             assert (value_again - value).norm() <= 1e-5 * value.norm() + 1e-7, name
         # eight of the blocks, and of the patches two, with a gradient or without

@@ -77,7 +77,9 @@ def train(engine, first: int, last: int) -> list[bool]:
     skipped = []
     for s in range(first, last):
         batch = share(toy_batch(N, seed=s), dist.rank(), dist.world_size())
-        skipped.append(train_step(engine, batch, InfoNCE(), micro_size=5, kept_graphs=1, lr=LR).skipped)
+        skipped.append(
+            train_step(engine, batch, InfoNCE(), micro_size=5, kept_graphs=1, lr=LR).skipped
+        )
     return skipped
 
 
@@ -90,14 +92,17 @@ def error(state, reference) -> float:
     assert {name for name, slots in state.items() if "param_ema" in slots} == set(reference)
     start = dict(toy().named_parameters())
     moved = [
-        torch.cat([x[name].flatten().double() - start[name].detach().flatten() for name in reference])
+        torch.cat(
+            [x[name].flatten().double() - start[name].detach().flatten() for name in reference]
+        )
         for x in ({name: slots.get("param_ema") for name, slots in state.items()}, reference)
     ]
     return ((moved[0] - moved[1]).norm() / moved[1].norm()).item()
 
 
 @pytest.mark.parametrize(
-    "layout, world_size", [("zero 1", 1), ("zero 3", 1), ("fsdp 3", 1), *((layout, 2) for layout in [*ZERO, *FSDP])]
+    "layout, world_size",
+    [("zero 1", 1), ("zero 3", 1), ("fsdp 3", 1), *((layout, 2) for layout in [*ZERO, *FSDP])],
 )
 def test_it_equals_its_definition(layout, world_size):
     kind = "warm-up" if layout.endswith("3") else "constant"
@@ -113,7 +118,8 @@ def test_offloaded_it_is_the_same(layout):
 
 
 @pytest.mark.parametrize(
-    "layout, other, world_size", [("zero 1", "fsdp 3", 1), ("zero 3", "zero 1", 3), ("fsdp 2", "zero 3", 2)]
+    "layout, other, world_size",
+    [("zero 1", "fsdp 3", 1), ("zero 3", "zero 1", 3), ("fsdp 2", "zero 3", 2)],
 )
 def test_it_goes_on_under_another_engine(layout, other, world_size):
     saved = run_ranks(case, 2, layout, "warm-up", 0, 2, FROZEN)
@@ -143,7 +149,11 @@ def test_a_skipped_step_leaves_it_alone(layout, tmp_path):
     (after,) = run_ranks(partial(case, **more), 1, layout, "constant", 2, 3, (), before, extra)
     assert after[2] == [True] and after[1]["optimizer_steps"] == 2
     state = joined([after])
-    assert all(torch.equal(state[name][slot], before[name][slot]) for name in before for slot in before[name])
+    assert all(
+        torch.equal(state[name][slot], before[name][slot])
+        for name in before
+        for slot in before[name]
+    )
     assert any(not torch.equal(slots["param"], slots["param_ema"]) for slots in before.values())
 
 
@@ -155,7 +165,9 @@ def evaluating_case(layout, precision):
     batch = toy_batch(8, seed=9)
     engine.train(False)
     with torch.no_grad():
-        seen.append(engine.encode_image(batch.images))  # what is whole from here on must not be taken for the average
+        seen.append(
+            engine.encode_image(batch.images)
+        )  # what is whole from here on must not be taken for the average
         with engine.averaged():
             seen += [engine.encode_image(batch.images), engine.encode_text(batch.texts)]
         seen.append(engine.encode_image(batch.images))
@@ -176,13 +188,21 @@ def evaluating_case(layout, precision):
 def test_an_evaluation_of_it_leaves_no_trace(layout, precision):
     results = run_ranks(evaluating_case, 2, layout, precision)
     before, after, final = (assemble([r[i] for r in results]) for i in (0, 1, 3))
-    assert all(torch.equal(before[name][slot], after[name][slot]) for name in before for slot in before[name])
+    assert all(
+        torch.equal(before[name][slot], after[name][slot])
+        for name in before
+        for slot in before[name]
+    )
     model, batch = toy().double(), toy_batch(8, seed=9)
-    model.load_state_dict({n: slots["param_ema"].view_as(model.get_parameter(n)) for n, slots in before.items()})
+    model.load_state_dict(
+        {n: slots["param_ema"].view_as(model.get_parameter(n)) for n, slots in before.items()}
+    )
     image, text, *_ = model(batch.images, batch.texts)
     allowed = 1e-5 if precision == "fp32" else 2e-2
     for _, _, (weights, averaged, averaged_text, weights_again), _ in results:
-        assert (averaged - image).abs().max() < allowed and (averaged_text - text).abs().max() < allowed
+        assert (averaged - image).abs().max() < allowed and (
+            averaged_text - text
+        ).abs().max() < allowed
         assert torch.equal(weights, weights_again) and (weights - image).abs().max() > 2 * allowed
     if precision == "fp32":
         assert error(final, oracle("constant", 4)) < 5e-6
@@ -199,7 +219,9 @@ def test_running_statistics_have_one_too():
     for seed in range(2):
         batch = Batch(*inputs(8, seed=seed, size=32), [str(i) for i in range(8)])
         train_step(engine, batch, InfoNCE(), micro_size=8, kept_graphs=1, lr=0.01)
-        average = {name: 0.7 * before + 0.3 * model.get_buffer(name) for name, before in average.items()}
+        average = {
+            name: 0.7 * before + 0.3 * model.get_buffer(name) for name, before in average.items()
+        }
     found = {f.name: f.tensors["param_ema"] for f in engine.state_fragments() if f.name in average}
     for name, expected in average.items():
         torch.testing.assert_close(found[name], expected.flatten(), rtol=1e-6, atol=1e-7)
@@ -207,4 +229,7 @@ def test_running_statistics_have_one_too():
 
 def test_it_takes_four_bytes_of_each_trained_element():
     for name in ("adamw", "lion", "sgd", "torch.optim.RMSprop"):
-        assert moment_bytes(OptimConfig(name=name, ema_decay=0.9)) == moment_bytes(OptimConfig(name=name)) + 4
+        assert (
+            moment_bytes(OptimConfig(name=name, ema_decay=0.9))
+            == moment_bytes(OptimConfig(name=name)) + 4
+        )

@@ -69,7 +69,9 @@ def steps(engine, first: int, last: int, micro_size: int, kept: int, lr=LR):
     out = []
     for s in range(first, last):
         batch = share(toy_batch(N, seed=s), dist.rank(), dist.world_size())
-        out.append(train_step(engine, batch, InfoNCE(), micro_size=micro_size, kept_graphs=kept, lr=lr))
+        out.append(
+            train_step(engine, batch, InfoNCE(), micro_size=micro_size, kept_graphs=kept, lr=lr)
+        )
     return [(r.loss, r.grad_norm) for r in out]
 
 
@@ -88,7 +90,9 @@ def assemble(per_rank: list[list[Fragment]]) -> dict[str, dict[str, torch.Tensor
         size = torch.Size(fragment.shape).numel()
         count = seen.setdefault(fragment.name, torch.zeros(size, dtype=torch.int))
         for slot, value in fragment.tensors.items():
-            whole = out.setdefault(fragment.name, {}).setdefault(slot, torch.full((size,), torch.nan))
+            whole = out.setdefault(fragment.name, {}).setdefault(
+                slot, torch.full((size,), torch.nan)
+            )
             whole[fragment.start : fragment.start + len(value)] = value.float()
         count[fragment.start : fragment.start + len(value)] += 1
     assert all((count == 1).all() for count in seen.values())
@@ -121,7 +125,9 @@ def redone(layout, micro_size, kept):
     engine, out = make(layout), []
     for s in range(3):
         batch = share(toy_batch(N, seed=s), dist.rank(), dist.world_size())
-        result = train_step(engine, batch, Underflowing(), micro_size=micro_size, kept_graphs=kept, lr=LR)
+        result = train_step(
+            engine, batch, Underflowing(), micro_size=micro_size, kept_graphs=kept, lr=LR
+        )
         out.append((result.loss, result.grad_norm))
     fragments = pieces(engine)
     engine.close()
@@ -150,7 +156,9 @@ def relative_error(state, reference) -> float:
     ours = torch.cat([state[name]["param"].double() for name in reference])
     theirs = torch.cat([p.detach().flatten() for p in reference.values()])
     start = torch.cat([p.detach().flatten().double() for p in toy().parameters()])
-    return ((ours - theirs).norm() / (theirs - start).norm()).item()  # of the update, not of the weights
+    return (
+        (ours - theirs).norm() / (theirs - start).norm()
+    ).item()  # of the update, not of the weights
 
 
 @pytest.mark.parametrize("layout", [*ZERO, *FSDP])
@@ -166,7 +174,9 @@ def test_fp32_equals_plain_torch(layout, world_size, micro_size, kept, optim):
         assert [t[1] for t in told] == pytest.approx([e[1] for e in expected], rel=1e-5)
         assert extra["optimizer_steps"] == 4
     # Adam divides by the root of a mean of squares: where a gradient is zero to rounding, so is its digit.
-    assert relative_error(assemble([r[1] for r in results]), reference) < (2e-4 if optim == "adamw" else 5e-6)
+    assert relative_error(assemble([r[1] for r in results]), reference) < (
+        2e-4 if optim == "adamw" else 5e-6
+    )
 
 
 @pytest.mark.parametrize("layout", [*ZERO[1:], *FSDP])
@@ -196,7 +206,9 @@ def growing_scale_case(layout, base, state=None, extra=None):
     for first in (0, 3):
         if first == 3 and state is not None:
             engine.load_fragments(Source(state), extra)
-        told = [] if first == 0 and state is not None else steps(engine, first, first + 3, 5, 1, 0.02)
+        told = (
+            [] if first == 0 and state is not None else steps(engine, first, first + 3, 5, 1, 0.02)
+        )
         out.append((told, pieces(engine), engine.extra_state()))
     engine.close()
     return out
@@ -212,7 +224,9 @@ def test_a_step_at_which_the_loss_scale_grows_is_a_whole_step(layout, tmp_path):
     assert [t[1] for t in half[0] + end[0]] == pytest.approx([e[1] for e in expected], rel=1e-2)
     state = assemble([end[1]])
     assert relative_error(state, reference) < 1e-2
-    ((_, (told, fragments, extra)),) = run_ranks(growing_scale_case, 1, layout, str(base), assemble([half[1]]), half[2])
+    ((_, (told, fragments, extra)),) = run_ranks(
+        growing_scale_case, 1, layout, str(base), assemble([half[1]]), half[2]
+    )
     assert (told, extra) == (end[0], end[2])
     resumed = assemble([fragments])
     assert all(torch.equal(state[name]["param"], resumed[name]["param"]) for name in state)
@@ -259,9 +273,13 @@ def test_resuming_is_bitwise_on_the_same_layout_and_close_on_another(layout, pre
     resumed = run_ranks(go_on, 2, layout, precision, state, extra)
     assert [r[0] for r in resumed] == [s[1] for s in saved]
     final, again = assemble([s[2] for s in saved]), assemble([r[1] for r in resumed])
-    assert all(torch.equal(final[name][slot], again[name][slot]) for name in final for slot in final[name])
+    assert all(
+        torch.equal(final[name][slot], again[name][slot]) for name in final for slot in final[name]
+    )
     (told, _), *_ = run_ranks(go_on, 1, other, precision, state, extra)
-    assert [t[0] for t in told] == pytest.approx([t[0] for t in saved[0][1]], rel=1e-5 if precision == "fp32" else 5e-3)
+    assert [t[0] for t in told] == pytest.approx(
+        [t[0] for t in saved[0][1]], rel=1e-5 if precision == "fp32" else 5e-3
+    )
 
 
 def clamp_case(layout, precision):
@@ -314,7 +332,9 @@ def bias_case(layout):
     architecture = Architecture.model_validate(sections)
     engine = engine_at(layout, lambda: CLIP(architecture), OptimConfig())
     texts = torch.randint(1, 32, (2, 8))
-    features = engine.forward(MicroBatch(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), texts, torch.arange(2)))
+    features = engine.forward(
+        MicroBatch(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), texts, torch.arange(2))
+    )
     bias = features.logit_bias.item()
     engine.close()
     return bias
@@ -327,14 +347,19 @@ def test_the_bias_of_a_sigmoid_loss_outlives_the_forward(layout):
 
 def with_value(name, value) -> Source:
     """The toy's weights with one of them filled with `value`."""
-    filled = {n: torch.full_like(p, value) if n == name else p.detach() for n, p in toy().named_parameters()}
+    filled = {
+        n: torch.full_like(p, value) if n == name else p.detach()
+        for n, p in toy().named_parameters()
+    }
     return Source({n: {"param": p} for n, p in filled.items()})
 
 
 def inf_case(layout, precision):
     engine = make(layout, precision)
     features = engine.forward(toy_batch(4).micro_batches(4)[0])
-    gradients = FeatureGradients(torch.full_like(features.image, torch.inf), features.text.detach(), torch.ones(1))
+    gradients = FeatureGradients(
+        torch.full_like(features.image, torch.inf), features.text.detach(), torch.ones(1)
+    )
     engine.backward(features, gradients, True)
     report = engine.step(1e-3)
     engine.close()
@@ -343,7 +368,13 @@ def inf_case(layout, precision):
 
 @pytest.mark.parametrize(
     "layout, precision",
-    [("zero 0", "fp32"), ("zero 1", "fp32"), ("zero 1", "bf16"), ("zero 3", "fp32"), ("fsdp 2", "bf16")],
+    [
+        ("zero 0", "fp32"),
+        ("zero 1", "fp32"),
+        ("zero 1", "bf16"),
+        ("zero 3", "fp32"),
+        ("fsdp 2", "bf16"),
+    ],
 )
 def test_a_gradient_that_is_not_finite_is_no_skipped_step(layout, precision):
     ((norm, skipped),) = run_ranks(inf_case, 1, layout, precision)
@@ -355,7 +386,9 @@ def scale_case(layout):
     engine.load_fragments(with_value("logit_scale", math.log(99)), {})
     scale = engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale
     gradient = (
-        torch.autograd.grad(scale.sum(), engine.engine.module.logit_scale)[0].item() if layout == "zero 1" else 99
+        torch.autograd.grad(scale.sum(), engine.engine.module.logit_scale)[0].item()
+        if layout == "zero 1"
+        else 99
     )
     engine.close()
     return scale.item(), gradient
@@ -381,11 +414,20 @@ def varying_case(layout, precision, **more):
 
 @pytest.mark.parametrize(
     "world_size, layout, precision, reduce_gradients",
-    pairwise((2, 1, 3), ("zero 2", "zero 3", "fsdp 2", "fsdp 3"), ("fp32", "bf16"), ("each_backward", "once")),
+    pairwise(
+        (2, 1, 3),
+        ("zero 2", "zero 3", "fsdp 2", "fsdp 3"),
+        ("fp32", "bf16"),
+        ("each_backward", "once"),
+    ),
 )
 def test_k_and_the_reduction_are_invisible(world_size, layout, precision, reduce_gradients):
     reference, _ = oracle("sgd", 4)
-    state = assemble(run_ranks(partial(varying_case, reduce_gradients=reduce_gradients), world_size, layout, precision))
+    state = assemble(
+        run_ranks(
+            partial(varying_case, reduce_gradients=reduce_gradients), world_size, layout, precision
+        )
+    )
     assert relative_error(state, reference) < (5e-6 if precision == "fp32" else 5e-2)
 
 
@@ -404,7 +446,9 @@ def unreduced_case(layout):
     engine = make(layout)
     for micro_batch in toy_batch(8).micro_batches(4):
         features = engine.forward(micro_batch)
-        gradients = FeatureGradients(torch.ones_like(features.image), torch.ones_like(features.text), torch.ones(1))
+        gradients = FeatureGradients(
+            torch.ones_like(features.image), torch.ones_like(features.text), torch.ones(1)
+        )
         engine.backward(features, gradients, False)
     try:
         engine.step(0.1)
@@ -433,7 +477,9 @@ def unusual_case(kind, what):
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.1)
     config = EngineConfig(kind=kind)
     try:
-        build(config, lambda: Unusual(what), lambda named: build_optimizer(optim, named), device=CPU)
+        build(
+            config, lambda: Unusual(what), lambda named: build_optimizer(optim, named), device=CPU
+        )
     except UserError as e:
         return str(e)
 

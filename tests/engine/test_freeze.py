@@ -34,7 +34,10 @@ def oracle(frozen, num):
     """Plain torch, whose optimizer is given nothing but the trained ones."""
     model = toy(frozen).double()
     trained = [p for p in model.parameters() if p.requires_grad]
-    decay = [{"params": [p for p in trained if (p.ndim >= 2) == d], "weight_decay": 0.1 * d} for d in (True, False)]
+    decay = [
+        {"params": [p for p in trained if (p.ndim >= 2) == d], "weight_decay": 0.1 * d}
+        for d in (True, False)
+    ]
     optimizer = torch.optim.AdamW(decay, lr=LR, betas=(0.9, 0.98), eps=1e-6)
     told = []
     for s in range(num):
@@ -71,7 +74,13 @@ def check(state, frozen, reference):
         if not p.requires_grad:
             assert torch.equal(state[name]["param"], p.flatten()), name
     ours, theirs, start = (
-        torch.cat([whole[name].detach().flatten().double() for name, p in named.items() if p.requires_grad])
+        torch.cat(
+            [
+                whole[name].detach().flatten().double()
+                for name, p in named.items()
+                if p.requires_grad
+            ]
+        )
         for whole in ({name: slots["param"] for name, slots in state.items()}, reference, named)
     )
     return ((ours - theirs).norm() / (theirs - start).norm()).item()
@@ -119,5 +128,7 @@ def test_small_frozen_parameters_that_stage_3_shares_out(world_size, frozen, tmp
     base = tmp_path / "shared.json"
     base.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
     reference, _ = oracle(frozen, 3)
-    results = run_ranks(partial(case, ds_config=str(base)), world_size, "zero 3", frozen, "bf16", 0, 3)
+    results = run_ranks(
+        partial(case, ds_config=str(base)), world_size, "zero 3", frozen, "bf16", 0, 3
+    )
     assert check(assemble([fragments for _, fragments, _ in results]), frozen, reference) < 0.2

@@ -62,25 +62,38 @@ def sgd_in_groups(name, p, state, lr):
     p.sub_(lr * (p.grad + decay * p))
 
 
-@pytest.mark.parametrize("layout, world_size", [(layout, 1 + i % 2) for i, layout in enumerate([*ZERO, *FSDP])])
+@pytest.mark.parametrize(
+    "layout, world_size", [(layout, 1 + i % 2) for i, layout in enumerate([*ZERO, *FSDP])]
+)
 def test_each_parameter_has_its_own_rate_and_decay(layout, world_size):
     optim = OptimConfig(
-        name="sgd", weight_decay=0.1, no_decay=["text.into.*"], lr_multipliers={"visual.out.w*": 0.1, "visual.*": 3}
+        name="sgd",
+        weight_decay=0.1,
+        no_decay=["text.into.*"],
+        lr_multipliers={"visual.out.w*": 0.1, "visual.*": 3},
     )
     results = run_ranks(case, world_size, layout, optim)
     assert error(assemble([fragments for fragments, _ in results]), oracle(sgd_in_groups)) < 5e-6
 
 
-@pytest.mark.parametrize("layout, other", [("zero 1", "fsdp 3"), ("zero 3", "zero 1"), ("fsdp 2", "zero 3")])
+@pytest.mark.parametrize(
+    "layout, other", [("zero 1", "fsdp 3"), ("zero 3", "zero 1"), ("fsdp 2", "zero 3")]
+)
 def test_groups_may_change_with_the_engine(layout, other):
     """And each parameter takes its moments along."""
     grouped = partial(OptimConfig, lr=1e-2, weight_decay=0.1)
-    first, second = grouped(lr_multipliers={"visual.*": 0.5}), grouped(lr_multipliers={"text.norm.*": 0.2})
+    first, second = (
+        grouped(lr_multipliers={"visual.*": 0.5}),
+        grouped(lr_multipliers={"text.norm.*": 0.2}),
+    )
     reference = run_ranks(both, 1, "fsdp 0", first, second, "fsdp 0")[0]
     saved = run_ranks(case, 2, layout, first, 1e-2, 0, 2)
     state, extra = assemble([fragments for fragments, _ in saved]), saved[0][1]
     ((fragments, _),) = run_ranks(case, 1, other, second, 1e-2, 2, 4, state, extra)
-    assert error(assemble([fragments]), {name: slots["param"] for name, slots in reference.items()}) < 2e-4
+    assert (
+        error(assemble([fragments]), {name: slots["param"] for name, slots in reference.items()})
+        < 2e-4
+    )
 
 
 def both(layout, first, second, other):
@@ -102,7 +115,10 @@ def lamb(name, p, state, lr):
     m, v = (state.setdefault(key, torch.zeros_like(p)) for key in "mv")
     m.copy_(0.9 * m + 0.1 * p.grad)
     v.copy_(0.98 * v + 0.02 * p.grad**2)
-    update = m / (1 - 0.9 ** state["t"]) / ((v / (1 - 0.98 ** state["t"])).sqrt() + 1e-6) + 0.1 * (p.ndim == 2) * p
+    update = (
+        m / (1 - 0.9 ** state["t"]) / ((v / (1 - 0.98 ** state["t"])).sqrt() + 1e-6)
+        + 0.1 * (p.ndim == 2) * p
+    )
     ratio = p.norm() / update.norm() if p.norm() > 0 else 1.0
     p.sub_(lr * ratio * update)
 
@@ -118,7 +134,11 @@ def muon(name, p, state, lr):
     """torch's own two, each over one parameter."""
     if not state:
         matrix = p.ndim == 2
-        kind = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw") if matrix else torch.optim.AdamW
+        kind = (
+            partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+            if matrix
+            else torch.optim.AdamW
+        )
         more = {} if matrix else {"betas": (0.9, 0.98), "eps": 1e-6}
         state["optimizer"] = kind([p], lr, weight_decay=0.1 * matrix, **more)
     state["optimizer"].param_groups[0]["lr"] = lr
@@ -140,14 +160,22 @@ SLOTS = {
         ("torch.optim.RMSprop", "zero 2", 2, "fsdp 2"), ("torch.optim.RMSprop", "fsdp 3", 2, "zero 1"),
     ],
 )  # fmt: skip
-def test_every_optimizer_equals_its_definition_and_goes_on_elsewhere(name, layout, world_size, other):
+def test_every_optimizer_equals_its_definition_and_goes_on_elsewhere(
+    name, layout, world_size, other
+):
     options = {"alpha": 0.5} if name == "torch.optim.RMSprop" else {}
     optim = OptimConfig(name=name, lr=1e-2, weight_decay=0.1, options=options)
     saved = run_ranks(case, world_size, layout, optim, 1e-2, 0, 2)
     state, extra = assemble([fragments for fragments, _ in saved]), saved[0][1]
     for parameter, slots in state.items():
-        expected = {"momentum_buffer"} if parameter.endswith(("into.weight", "out.weight")) else SLOTS["lamb"]
+        expected = (
+            {"momentum_buffer"}
+            if parameter.endswith(("into.weight", "out.weight"))
+            else SLOTS["lamb"]
+        )
         assert set(slots) - {"param"} == SLOTS.get(name, expected)
     ((fragments, _),) = run_ranks(case, 1, other, optim, 1e-2, 2, 4, state, extra)
-    allowed = {"lion": 3e-2, "muon": 1e-2}.get(name, 2e-5)  # one sign of what is nearly zero; products in bf16
+    allowed = {"lion": 3e-2, "muon": 1e-2}.get(
+        name, 2e-5
+    )  # one sign of what is nearly zero; products in bf16
     assert error(assemble([fragments]), oracle(UPDATES[name], 4, 1e-2)) < allowed

@@ -42,9 +42,21 @@ N, LR = 12, 0.5
 @pytest.mark.parametrize(
     "kind, keys, said",
     [
-        ("fsdp", {"linear": "fp8", "precision": "fp32"}, "engine.linear (fp8) rounds bf16 activations"),
-        ("deepspeed", {"linear": "int8", "precision": "fp16"}, "set engine.precision=bf16, or engine.linear=null"),
-        ("deepspeed", {"linear": "fp8", "precision": "bf16", "zero_stage": 3}, "use engine.kind=fsdp, engine.linear"),
+        (
+            "fsdp",
+            {"linear": "fp8", "precision": "fp32"},
+            "engine.linear (fp8) rounds bf16 activations",
+        ),
+        (
+            "deepspeed",
+            {"linear": "int8", "precision": "fp16"},
+            "set engine.precision=bf16, or engine.linear=null",
+        ),
+        (
+            "deepspeed",
+            {"linear": "fp8", "precision": "bf16", "zero_stage": 3},
+            "use engine.kind=fsdp, engine.linear",
+        ),
         ("deepspeed", {"linear": "int8", "precision": "bf16", "zero_stage": 3}, ""),
         ("fsdp", {"linear": "fp8", "precision": "bf16", "zero_stage": 3}, ""),
     ],
@@ -57,9 +69,17 @@ def test_what_cannot_be_right_is_refused(kind, keys, said):
 @pytest.mark.parametrize(
     "kind, capability, said",
     [
-        ("fp8", None, "needs GPUs of compute capability 9.0 or newer, and no GPU is visible: set engine.linear=null"),
+        (
+            "fp8",
+            None,
+            "needs GPUs of compute capability 9.0 or newer, and no GPU is visible: set engine.linear=null",
+        ),
         ("fp8", (8, 0), "and this one has 8.0: set engine.linear=int8, or engine.linear=null"),
-        ("int8", (7, 5), "needs GPUs of compute capability 8.0 or newer, and this one has 7.5: set engine.linear=null"),
+        (
+            "int8",
+            (7, 5),
+            "needs GPUs of compute capability 8.0 or newer, and this one has 7.5: set engine.linear=null",
+        ),
         ("int8", (8, 0), ""),
         ("fp8", (9, 0), ""),
     ],
@@ -69,7 +89,9 @@ def test_a_machine_that_lacks_something_is_refused(engine, kind, capability, sai
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     told = [*linear.mistakes_here(EngineConfig(kind=engine, linear=kind, precision="bf16"))]
-    of_devices = [line for line in told if "needs torchao: pip install 'clip-train[torchao]'" not in line]
+    of_devices = [
+        line for line in told if "needs torchao: pip install 'clip-train[torchao]'" not in line
+    ]
     assert len(of_devices) == bool(said) and all(said in line for line in of_devices)
     assert len(told) - len(of_devices) == (find_spec("torchao") is None)
 
@@ -83,7 +105,9 @@ def int8(x: Tensor) -> Tensor:
     return (x / step).round() * step
 
 
-def fp8(x: Tensor, by: Callable[[Tensor], Tensor] = lambda size: size.amax(1, keepdim=True)) -> Tensor:
+def fp8(
+    x: Tensor, by: Callable[[Tensor], Tensor] = lambda size: size.amax(1, keepdim=True)
+) -> Tensor:
     """e4m3: 4 significant bits, at most 448, and steps of 2^-9 below 2^-6; `by` a power of two for each row."""
     scale = 2.0 ** torch.floor(torch.log2(448 / by(x.abs())))
     y = x * scale
@@ -91,7 +115,9 @@ def fp8(x: Tensor, by: Callable[[Tensor], Tensor] = lambda size: size.amax(1, ke
     return (y / step).round() * step / scale
 
 
-def rounded_products(kind: str, x: Tensor, weight: Tensor, bias: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
+def rounded_products(
+    kind: str, x: Tensor, weight: Tensor, bias: Tensor, cotangent: Tensor
+) -> tuple[Tensor, ...]:
     """Output, and the gradients of x, weight and bias."""
     if kind == "int8":
         out, d_x = int8(x) @ int8(weight).T, int8(cotangent) @ int8(weight.T).T
@@ -104,12 +130,17 @@ def rounded_products(kind: str, x: Tensor, weight: Tensor, bias: Tensor, cotange
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_output_and_gradient_of_the_input_are_rounded_by_rows_and_that_of_the_weight_is_not(kind):
     torch.manual_seed(0)
-    x, cotangent = torch.randn(7, 3, 32) * torch.rand(7, 3, 1), torch.randn(7, 3, 48) * torch.rand(7, 3, 1)
+    x, cotangent = (
+        torch.randn(7, 3, 32) * torch.rand(7, 3, 1),
+        torch.randn(7, 3, 48) * torch.rand(7, 3, 1),
+    )
     module = nn.Sequential(nn.Linear(32, 48))
     weight, bias = (p.detach().clone().double() for p in module.parameters())
     linear.convert(module, kind, emulate=True)
     (out := module(x.requires_grad_())).backward(cotangent)
-    ours = [each.flatten(0, -2) for each in (out.detach(), x.grad)] + [p.grad for p in module.parameters()]
+    ours = [each.flatten(0, -2) for each in (out.detach(), x.grad)] + [
+        p.grad for p in module.parameters()
+    ]
     flat = (each.detach().double().flatten(0, 1) for each in (x, cotangent))
     rows, cotangents = flat
     expected = rounded_products(kind, rows, weight, bias, cotangents)
@@ -140,11 +171,15 @@ def test_the_blocks_linears_are_taken_but_frozen_ones():
     linear.convert(model, "fp8", emulate=True)
     taken = {name.partition("resblocks.")[2] for name, each in model.named_modules() if type(each) is not nn.Linear
              and isinstance(each, nn.Linear) and not type(each).__module__.startswith("clip_train.")}  # fmt: skip
-    assert taken == {f"{i}.{name}" for i in (0, 1) for name in ("attn.out_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert taken == {
+        f"{i}.{name}" for i in (0, 1) for name in ("attn.out_proj", "mlp.c_fc", "mlp.c_proj")
+    }
     assert [name for name, _ in model.named_parameters()] == names
     frozen = model.visual.transformer.resblocks[0].mlp.c_fc
     assert type(frozen).__module__.startswith("clip_train.")
-    with pytest.raises(UserError, match=r"engine.linear \(int8\): the model has no trained linear whose sides"):
+    with pytest.raises(
+        UserError, match=r"engine.linear \(int8\): the model has no trained linear whose sides"
+    ):
         linear.convert(nn.Linear(20, 32), "int8", emulate=True)
 
 
@@ -172,7 +207,9 @@ def steps(layouts: list[str], kind: str) -> list[Any]:
 
 def update(parts: list[Any]) -> Tensor:
     after = merged(parts)
-    return torch.cat([after[name] - p.detach().flatten() for name, p in make_model().named_parameters()])
+    return torch.cat(
+        [after[name] - p.detach().flatten() for name, p in make_model().named_parameters()]
+    )
 
 
 @installed

@@ -65,7 +65,9 @@ def test_norms_by_tower_are_those_of_plain_torch(layout, world_size, frozen, cli
         assert told == [pytest.approx(each, rel=1e-5) for each in expected]
 
 
-@pytest.mark.parametrize("layout, more", [("zero 2", {"offload": "optimizer"}), ("fsdp 2", {"shard_ranks": 1})])
+@pytest.mark.parametrize(
+    "layout, more", [("zero 2", {"offload": "optimizer"}), ("fsdp 2", {"shard_ranks": 1})]
+)
 def test_of_a_locked_tower_there_is_none(layout, more):
     expected = oracle(("text.*",), 1e9)
     assert set(expected[0]) == {"grad_norm_image"}
@@ -73,9 +75,13 @@ def test_of_a_locked_tower_there_is_none(layout, more):
         assert told == [pytest.approx(each, rel=1e-5) for each in expected]
 
 
-@pytest.mark.parametrize("layout, precision", [("zero 1", "fp16"), ("zero 2", "bf16"), ("fsdp 3", "bf16")])
+@pytest.mark.parametrize(
+    "layout, precision", [("zero 1", "fp16"), ("zero 2", "bf16"), ("fsdp 3", "bf16")]
+)
 def test_rounded_gradients_have_nearly_the_same(layout, precision, tmp_path):
-    (tmp_path / "scale.json").write_text('{"fp16": {"initial_scale_power": 8}}')  # the default one overflows
+    (tmp_path / "scale.json").write_text(
+        '{"fp16": {"initial_scale_power": 8}}'
+    )  # the default one overflows
     more = {"ds_config": str(tmp_path / "scale.json")} if precision == "fp16" else {}
     expected = oracle((), 0.5)
     for told in run_ranks(case, 2, layout, (), 0.5, precision, more):

@@ -78,7 +78,9 @@ def samples(num: int, most_captions: int = 3) -> Batch:
         captions.append([first, *more[: i % most_captions]])
         label: dict[str, Any] = {"label": name}
         metadata.append(
-            [{}, {}, {"cls": [i % 7, str(i % 7), f"{i % 7}".encode()][i % 3]}, label, {"other": 1}][(i + i // 5) % 5]
+            [{}, {}, {"cls": [i % 7, str(i % 7), f"{i % 7}".encode()][i % 3]}, label, {"other": 1}][
+                (i + i // 5) % 5
+            ]
         )
     images = torch.randint(0, 256, (num, 3, 4, 4), dtype=torch.uint8, generator=g)
     return Batch(images, tokenize([text for each in captions for text in each]), captions, metadata)
@@ -87,6 +89,11 @@ def samples(num: int, most_captions: int = 3) -> Batch:
 def batches(whole: Batch, start: int, end: int, size: int) -> list[Batch]:
     first = [0, *itertools.accumulate(map(len, whole.captions))]
     return [
-        Batch(whole.images[i:j], whole.texts[first[i] : first[j]], whole.captions[i:j], whole.metadata[i:j])
+        Batch(
+            whole.images[i:j],
+            whole.texts[first[i] : first[j]],
+            whole.captions[i:j],
+            whole.metadata[i:j],
+        )
         for i, j in ((i, min(i + size, end)) for i in range(start, end, size))
     ]

@@ -59,7 +59,11 @@ def _brute_force(whole: Batch, batch_size: int = 4) -> dict[str, float]:
             rows.append(mean / np.linalg.norm(mean))
     guesses = np.argsort(-image @ np.stack(rows).T, axis=1)
     labels = [_expected_label(c[0], m) for c, m in zip(whole.captions, whole.metadata, strict=True)]
-    labelled = [(g.tolist().index(label)) for g, label in zip(guesses, labels, strict=True) if label is not None]
+    labelled = [
+        (g.tolist().index(label))
+        for g, label in zip(guesses, labels, strict=True)
+        if label is not None
+    ]
     out = {
         "num_samples": float(len(image)),
         "zero_shot_samples": float(len(labelled)),
@@ -69,10 +73,16 @@ def _brute_force(whole: Batch, batch_size: int = 4) -> dict[str, float]:
     owner = np.array([i for i, each in enumerate(whole.captions) for _ in each])
     first = np.array([np.flatnonzero(owner == i)[0] for i in range(len(image))])
     words = [each[0] for each in whole.captions]
-    for name, scores in (("image_to_text", image @ text[first].T), ("text_to_image", text[first] @ image.T)):
+    for name, scores in (
+        ("image_to_text", image @ text[first].T),
+        ("text_to_image", text[first] @ image.T),
+    ):
         order = np.argsort(-scores, axis=1, kind="stable")
         places = [order[i].tolist().index(i) + 1 for i in range(len(image))]
-        out[f"{name}_mean_rank"], out[f"{name}_median_rank"] = float(np.mean(places)), np.floor(np.median(places))
+        out[f"{name}_mean_rank"], out[f"{name}_median_rank"] = (
+            float(np.mean(places)),
+            np.floor(np.median(places)),
+        )
         out |= {f"{name}_R@{k}": float(np.mean([p <= k for p in places])) for k in (1, 5, 10)}
         places = []
         for i in range(len(image)):
@@ -83,9 +93,13 @@ def _brute_force(whole: Batch, batch_size: int = 4) -> dict[str, float]:
         out |= {f"dedup_{name}_R@{k}": float(np.mean([p <= k for p in places])) for k in (1, 5, 10)}
     for k in (1, 5, 10):
         top = np.argsort(-image @ text.T, axis=1, kind="stable")[:, :k]
-        out[f"text_retrieval_recall@{k}"] = float(np.mean([(owner[top[i]] == i).any() for i in range(len(image))]))
+        out[f"text_retrieval_recall@{k}"] = float(
+            np.mean([(owner[top[i]] == i).any() for i in range(len(image))])
+        )
         top = np.argsort(-text @ image.T, axis=1, kind="stable")[:, :k]
-        out[f"image_retrieval_recall@{k}"] = float(np.mean([owner[j] in top[j] for j in range(len(text))]))
+        out[f"image_retrieval_recall@{k}"] = float(
+            np.mean([owner[j] in top[j] for j in range(len(text))])
+        )
     losses = []
     for start in range(0, len(image), batch_size):
         stop = min(start + batch_size, len(image))
@@ -121,7 +135,9 @@ def _on_rank(ends: tuple[int, ...], classes: str | None) -> tuple[dict[str, floa
 @pytest.mark.parametrize("ends", [(17, NUM), (NUM, NUM), (0, NUM)])
 def test_ranks_with_uneven_parts_agree_with_one(tmp_path: Path, ends: tuple[int, ...]):
     expected = _brute_force(samples(NUM))
-    (first, first_calls), (second, second_calls) = run_ranks(_on_rank, 2, ends, _write_classes(tmp_path))
+    (first, first_calls), (second, second_calls) = run_ranks(
+        _on_rank, 2, ends, _write_classes(tmp_path)
+    )
     assert first == second == pytest.approx(expected, abs=1e-6)
     assert first_calls == second_calls  # or ZeRO-3 would hang
 
@@ -130,7 +146,12 @@ def _bad_label_on_one_rank(classes: str) -> None:
     whole = samples(8)
     if dist.rank() == 1:
         whole.metadata[5] = {"cls": 99}
-    evaluate(cast(Any, FakeEngine()), batches(whole, 0, 8, 3), EvaluateConfig(zero_shot_classes=classes), tokenize)
+    evaluate(
+        cast(Any, FakeEngine()),
+        batches(whole, 0, 8, 3),
+        EvaluateConfig(zero_shot_classes=classes),
+        tokenize,
+    )
 
 
 @pytest.mark.distributed
@@ -150,7 +171,12 @@ def test_nothing_to_evaluate_is_an_error(tmp_path: Path):
     whole = samples(2)
     unlabelled = Batch(whole.images, whole.texts, [["x"], ["y", "z"]], [{}, {}])
     with pytest.raises(UserError, match="none of 2 validation samples has a label"):
-        evaluate(engine, [unlabelled], EvaluateConfig(zero_shot_classes=_write_classes(tmp_path)), tokenize)
+        evaluate(
+            engine,
+            [unlabelled],
+            EvaluateConfig(zero_shot_classes=_write_classes(tmp_path)),
+            tokenize,
+        )
 
 
 def test_only_what_is_asked_for_is_computed():
@@ -163,12 +189,22 @@ def test_only_what_is_asked_for_is_computed():
 def test_labelled_images_of_their_own(tmp_path: Path):
     """Zero-shot is of them, whatever labels the validation set has; they need no captions, nor a validation set."""
     whole = samples(NUM)
-    labelled = Batch(whole.images, whole.texts[:0], [[] for _ in range(NUM)], [{"cls": str(i % 7)} for i in range(NUM)])
-    config = EvaluateConfig(zero_shot_classes=_write_classes(tmp_path), batch_size=4, retrieval=False)
+    labelled = Batch(
+        whole.images,
+        whole.texts[:0],
+        [[] for _ in range(NUM)],
+        [{"cls": str(i % 7)} for i in range(NUM)],
+    )
+    config = EvaluateConfig(
+        zero_shot_classes=_write_classes(tmp_path), batch_size=4, retrieval=False
+    )
     val, engine = batches(samples(5), 0, 5, 4), cast(Any, FakeEngine())
     both = evaluate(engine, val, config, tokenize, [labelled])
     alone = evaluate(engine, None, config, tokenize, [labelled])
-    assert both == {**alone, "num_samples": 5, "val_loss": both["val_loss"]} and alone["zero_shot_samples"] == NUM
+    assert (
+        both == {**alone, "num_samples": 5, "val_loss": both["val_loss"]}
+        and alone["zero_shot_samples"] == NUM
+    )
     expected = _brute_force(replace(whole, metadata=labelled.metadata))
     assert alone == {name: expected[name] for name in alone}
 
@@ -185,7 +221,11 @@ def test_imagenets_classes_and_templates_by_name(tmp_path: Path):
     assert theirs.prompts(2) == ["a sunglasses.", "many sunglasses"]
     assert ZeroShotClasses.load(str(tmp_path), "simple").prompts(0)[0] == "itap of a goldfish."
     label = theirs.labeller()
-    assert [label("many goldfish", {}), label("many sunglasses", {}), label("", {"cls": "2"})] == [0, -1, 2]
+    assert [label("many goldfish", {}), label("many sunglasses", {}), label("", {"cls": "2"})] == [
+        0,
+        -1,
+        2,
+    ]
     with pytest.raises(ValueError, match="'sunglasses', the name of 2 of the 3 classes"):
         label("", {"label": "sunglasses"})
 
@@ -195,21 +235,40 @@ def test_ties_and_nans():
     same = torch.ones(6, 4) / 2
     groups = torch.arange(6)
     one = torch.zeros(6, dtype=torch.int64)  # one caption for all: right everywhere
-    rules = [Groups(groups, groups, ties_ahead=True), Groups(groups, groups), Groups(one, one, ties_ahead=True)]
-    assert [x.tolist() for x in ranks_of_matches(same, same, rules)] == [[6] * 6, [1, 2, 3, 4, 5, 6], [1] * 6]
-    assert [x.tolist() for x in ranks_of_matches(same * torch.nan, same, rules[:2])] == [[6] * 6, [6] * 6]
+    rules = [
+        Groups(groups, groups, ties_ahead=True),
+        Groups(groups, groups),
+        Groups(one, one, ties_ahead=True),
+    ]
+    assert [x.tolist() for x in ranks_of_matches(same, same, rules)] == [
+        [6] * 6,
+        [1, 2, 3, 4, 5, 6],
+        [1] * 6,
+    ]
+    assert [x.tolist() for x in ranks_of_matches(same * torch.nan, same, rules[:2])] == [
+        [6] * 6,
+        [6] * 6,
+    ]
     assert count_hits(same, groups, same) == (6, 0, 0)
     assert count_hits(same * torch.nan, groups, same) == (6, 0, 0)
 
 
 def test_blocks_change_nothing():
     torch.manual_seed(0)
-    queries, candidates = torch.randn(37, 8, dtype=torch.float64), torch.randn(50, 8, dtype=torch.float64)
+    queries, candidates = (
+        torch.randn(37, 8, dtype=torch.float64),
+        torch.randn(50, 8, dtype=torch.float64),
+    )
     groups = torch.randint(0, 20, (50,))
-    rules = [Groups(groups[:37], groups), Groups(groups[:37], groups.where(groups > 2, -1), ties_ahead=True)]
+    rules = [
+        Groups(groups[:37], groups),
+        Groups(groups[:37], groups.where(groups > 2, -1), ties_ahead=True),
+    ]
     whole = ranks_of_matches(queries, candidates, rules)
     blocks = ranks_of_matches(queries, candidates, rules, block_elements=120)
-    assert all(torch.equal(a, b) for a, b in zip(whole, blocks, strict=True)) and not torch.equal(*whole)
+    assert all(torch.equal(a, b) for a, b in zip(whole, blocks, strict=True)) and not torch.equal(
+        *whole
+    )
     assert len(ranks_of_matches(queries[:0], candidates, [Groups(groups[:0], groups)])[0]) == 0
 
 
@@ -218,12 +277,20 @@ def test_blocks_change_nothing():
     [
         ({"classnames": []}, "classnames List should have at least 1 item"),
         ({"classnames": ["a"], "templates": ["a photo"]}, "'a photo' has not"),
-        ({"classnames": ["a", "b", "a"], "captions": {"x": "a"}}, "is 'a', the name of 2 of the 3 classes"),
-        ({"classnames": ["a"], "captions": {"x": "b"}}, r"captions\['x'\] is 'b', none of the 1 classes"),
+        (
+            {"classnames": ["a", "b", "a"], "captions": {"x": "a"}},
+            "is 'a', the name of 2 of the 3 classes",
+        ),
+        (
+            {"classnames": ["a"], "captions": {"x": "b"}},
+            r"captions\['x'\] is 'b', none of the 1 classes",
+        ),
         ({"classnames": ["a"], "names": []}, "names Extra inputs are not permitted"),
     ],
 )
-def test_mistakes_in_the_classes_are_explained(tmp_path: Path, content: dict[str, Any], message: str):
+def test_mistakes_in_the_classes_are_explained(
+    tmp_path: Path, content: dict[str, Any], message: str
+):
     path = tmp_path / "classes.json"
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
@@ -258,7 +325,10 @@ def test_the_captions_nearest_to_some_images():
     evaluate(engine, cast(Any, examples), EvaluateConfig(), tokenize, take=examples.take)
     engine.train(False)
     with torch.no_grad():
-        text, image = engine.encode_text(whole.texts).double(), engine.encode_image(whole.images).double()
+        text, image = (
+            engine.encode_text(whole.texts).double(),
+            engine.encode_image(whole.images).double(),
+        )
     found = examples.nearest()
     assert len(found) == 8
     for row, each in zip(range(0, 16, 2), found, strict=True):
@@ -266,13 +336,21 @@ def test_the_captions_nearest_to_some_images():
         best = sorted(cosines, key=cosines.__getitem__, reverse=True)[:3]
         assert each["caption"] == whole.captions[row][0]
         assert [caption for caption, _ in each["nearest"]] == best
-        assert [cosine for _, cosine in each["nearest"]] == pytest.approx([cosines[name] for name in best], abs=1e-5)
+        assert [cosine for _, cosine in each["nearest"]] == pytest.approx(
+            [cosines[name] for name in best], abs=1e-5
+        )
         assert each["picture"].startswith("data:image/jpeg;base64,")
 
 
 def test_without_texts_there_is_no_nearest_caption(tmp_path: Path):
     engine: Any = FakeEngine()
     examples = Examples(cast(Any, batches(samples(5), 0, 5, 2)))
-    evaluate(engine, cast(Any, examples), EvaluateConfig(retrieval=False, val_loss=False), tokenize, take=examples.take)
+    evaluate(
+        engine,
+        cast(Any, examples),
+        EvaluateConfig(retrieval=False, val_loss=False),
+        tokenize,
+        take=examples.take,
+    )
     examples.write(tmp_path)
     assert (tmp_path / "nearest.json").read_text() == '{"examples": []}'

@@ -45,7 +45,9 @@ def test_it_is_scikit_learns(strength: float):
     )
     np.testing.assert_allclose(weights[:-1].T, theirs.coef_, rtol=1e-3, atol=1e-3)
     bias = weights[-1] - weights[-1].mean()  # a constant more in all changes nothing
-    np.testing.assert_allclose(bias, theirs.intercept_ - theirs.intercept_.mean(), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        bias, theirs.intercept_ - theirs.intercept_.mean(), rtol=1e-3, atol=1e-3
+    )
 
 
 def _best(x: Tensor, y: Tensor, strength: float, held: np.ndarray) -> float:
@@ -92,14 +94,24 @@ def test_it_is_measured_on_the_labelled_images():
 
     def images(num: int) -> Batch:
         labels = [i % 4 for i in range(num)]
-        pixels = (colour[labels] + torch.randint(-9, 10, (num, 3, 4, 4), generator=g)).clamp(0, 255).to(torch.uint8)
+        pixels = (
+            (colour[labels] + torch.randint(-9, 10, (num, 3, 4, 4), generator=g))
+            .clamp(0, 255)
+            .to(torch.uint8)
+        )
         return Batch(
-            pixels, torch.zeros(0, 32, dtype=torch.int64), [[] for _ in labels], [{"cls": f"{i}"} for i in labels]
+            pixels,
+            torch.zeros(0, 32, dtype=torch.int64),
+            [[] for _ in labels],
+            [{"cls": f"{i}"} for i in labels],
         )
 
     engine: Any = FakeEngine()
     found = evaluate(engine, None, EvaluateConfig(), tokenize, [images(20)], [images(80)])
-    assert found == {"linear_probe_top1": 1.0, "linear_probe_l2": found["linear_probe_l2"]} and engine.training
+    assert (
+        found == {"linear_probe_top1": 1.0, "linear_probe_l2": found["linear_probe_l2"]}
+        and engine.training
+    )
     unlabelled = images(5)
     unlabelled.metadata = [{} for _ in range(5)]
     with pytest.raises(UserError, match=r"evaluate\.linear_probe has no labelled image"):

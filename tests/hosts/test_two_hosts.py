@@ -25,7 +25,9 @@ def hosts(tmp_path_factory) -> Iterator[Path]:
 
 def deepspeed(hosts: Path, recipe: Path, *overrides: str) -> subprocess.Popen:
     """On h1. What the other host has to know beside PYTHON* goes through .deepspeed_env, as docs/slurm.md says."""
-    (recipe.parent / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=eth0\n")
+    (recipe.parent / ".deepspeed_env").write_text(
+        "OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=eth0\n"
+    )
     bin = Path(sys.executable).parent
     environ = {
         "PATH": f"{bin}:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -60,11 +62,17 @@ def deepspeed(hosts: Path, recipe: Path, *overrides: str) -> subprocess.Popen:
 
 def left_on(hosts: Path, host: str) -> list[str]:
     """Ranks and launchers that run on a host."""
-    return [line for line in call(SETUP, "ps", hosts, host).splitlines() if "launcher" in line and "train" in line]
+    return [
+        line
+        for line in call(SETUP, "ps", hosts, host).splitlines()
+        if "launcher" in line and "train" in line
+    ]
 
 
 def test_it_trains_and_a_cut_link_ends_it_everywhere(hosts, recipe, tmp_path):
-    process = deepspeed(hosts, recipe, *ENDLESS, "launch.hang_step_seconds=30", "checkpoint.every_steps=3")
+    process = deepspeed(
+        hosts, recipe, *ENDLESS, "launch.hang_step_seconds=30", "checkpoint.every_steps=3"
+    )
     try:
         wait_for_step(tmp_path / "run", 5, process)
         assert left_on(hosts, "h1") and left_on(hosts, "h2")
@@ -75,7 +83,9 @@ def test_it_trains_and_a_cut_link_ends_it_everywhere(hosts, recipe, tmp_path):
     try:
         status, out = finish(process)
         assert status != 0, out
-        assert any(told in out for told in ("has died or is frozen", "no progress for", "lost contact")), out
+        assert any(
+            told in out for told in ("has died or is frozen", "no progress for", "lost contact")
+        ), out
         until(lambda: not left_on(hosts, "h1") and not left_on(hosts, "h2"), 180)
         assert left_on(hosts, "h1") == [] and left_on(hosts, "h2") == []
     finally:

@@ -37,8 +37,13 @@ MODEL = {
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
     "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
-PATIENCE = 900.0  # seconds; for what is certain to come, on a machine that is slow and stalls at times
-ENDLESS = ("run.steps=100000", "log.progress=false")  # not done before it is disturbed, nor held up by an unread pipe
+PATIENCE = (
+    900.0  # seconds; for what is certain to come, on a machine that is slow and stalls at times
+)
+ENDLESS = (
+    "run.steps=100000",
+    "log.progress=false",
+)  # not done before it is disturbed, nor held up by an unread pipe
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +90,10 @@ def start(
         "MASTER_PORT": str(free_port()),
     }
     return World(
-        [Command(line, env=env | world | {"RANK": str(r), "LOCAL_RANK": str(r)}, cwd=where) for r in range(ranks)]
+        [
+            Command(line, env=env | world | {"RANK": str(r), "LOCAL_RANK": str(r)}, cwd=where)
+            for r in range(ranks)
+        ]
     )
 
 
@@ -123,7 +131,9 @@ def free_port() -> int:
             return port
 
 
-SLOW_SAVES = {"PET_SHUTDOWN_TIMEOUT": "300"}  # torchrun kills ranks that save after a signal; 30 s may be one stall
+SLOW_SAVES = {
+    "PET_SHUTDOWN_TIMEOUT": "300"
+}  # torchrun kills ranks that save after a signal; 30 s may be one stall
 
 
 def planted(fault: str, folder: Path) -> dict[str, str]:
@@ -163,7 +173,9 @@ def until(condition: Callable[[], object], timeout: float = PATIENCE) -> bool:
     return True
 
 
-def wait_for(condition: Callable[[], object], what: str, process: Process, timeout: float = PATIENCE) -> None:
+def wait_for(
+    condition: Callable[[], object], what: str, process: Process, timeout: float = PATIENCE
+) -> None:
     """Until it comes true, which the process is to see to: with its end there is nothing to wait for."""
     ended = False
 

@@ -25,10 +25,15 @@ def save_run(
     saved = {}
     for step in steps:
         torch.manual_seed(step)
-        saved[step] = {name: p.detach().clone() for name, p in CLIP(architecture).named_parameters()}
+        saved[step] = {
+            name: p.detach().clone() for name, p in CLIP(architecture).named_parameters()
+        }
         fragments = [
             Fragment(
-                name, tuple(p.shape), 0, {"param": p.flatten(), "exp_avg": torch.full_like(p.flatten(), torch.nan)}
+                name,
+                tuple(p.shape),
+                0,
+                {"param": p.flatten(), "exp_avg": torch.full_like(p.flatten(), torch.nan)},
             )
             for name, p in saved[step].items()
         ]

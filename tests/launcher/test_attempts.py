@@ -47,7 +47,9 @@ def test_preemptions_without_progress_end_too_but_later():
     assert actions == ["requeue"] * 9 + ["give up"]
 
 
-def end(attempt: int, decision: str = "requeue", blamed: tuple[str, ...] = (), failures: int = 1) -> dict:
+def end(
+    attempt: int, decision: str = "requeue", blamed: tuple[str, ...] = (), failures: int = 1
+) -> dict:
     return {
         "attempt": attempt, "blamed": list(blamed), "decision": decision, "failures": failures, "fruitless": failures,
     }  # fmt: skip
@@ -96,7 +98,9 @@ MISTAKE = report(0, "batch.global_size", word="FATAL", node_suspect=False)
 DIVERGED = report(0, "diverged", node_suspect=False)
 DEAD = report(1, "rank 1 on n2 has died or is frozen", lost=True)
 CONTACT = report(0, "lost contact with another rank", lost=True, node_suspect=False)
-STOPPED = report(0, "stopped by SIGTERM before the first step", word="PREEMPTED", status=75, node_suspect=False)
+STOPPED = report(
+    0, "stopped by SIGTERM before the first step", word="PREEMPTED", status=75, node_suspect=False
+)
 KILLED = "srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 1\n"
 EXITED = "srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Killed\n"
 ASKED = "srun: error: n1: task 0: Exited with exit code 75\n"
@@ -109,15 +113,33 @@ ASKED = "srun: error: n1: task 0: Exited with exit code 75\n"
         (report(), EXITED, "CRASHED", ("n2",), "rank 1 on n2: CUDA error"),
         (DIVERGED, KILLED, "CRASHED", (), "rank 0 on n1: diverged"),
         (DEAD, "", "CRASHED", ("n2",), "rank 1 on n2 has died or is frozen"),
-        (CONTACT, KILLED, "CRASHED", ("n2",), "rank 1 on n2: Killed"),  # srun was quicker than the heartbeats
+        (
+            CONTACT,
+            KILLED,
+            "CRASHED",
+            ("n2",),
+            "rank 1 on n2: Killed",
+        ),  # srun was quicker than the heartbeats
         (CONTACT, "", "CRASHED", (), "lost contact with another rank"),
         (None, EXITED, "CRASHED", ("n2",), "rank 1 on n2: Exited with exit code 3"),
         (None, ASKED + KILLED, "CRASHED", ("n2",), "rank 1 on n2: Killed"),
-        (DEAD, "srun: error: Node failure on n3\n" + KILLED, "CRASHED", ("n3",), "Slurm lost the node n3"),
+        (
+            DEAD,
+            "srun: error: Node failure on n3\n" + KILLED,
+            "CRASHED",
+            ("n3",),
+            "Slurm lost the node n3",
+        ),
         (None, "", "CRASHED", (), "the ranks ended with status 7 and left no error report"),
         (STOPPED, ASKED, "PREEMPTED", (), "stopped by SIGTERM before the first step"),
         (STOPPED, "", "PREEMPTED", (), "stopped by SIGTERM before the first step"),
-        (STOPPED, EXITED, "CRASHED", ("n2",), "rank 1 on n2: Exited with exit code 3"),  # srun asked rank 0 to stop
+        (
+            STOPPED,
+            EXITED,
+            "CRASHED",
+            ("n2",),
+            "rank 1 on n2: Exited with exit code 3",
+        ),  # srun asked rank 0 to stop
         (
             report(0, "stopped by SIGUSR1", word="PREEMPTED"),
             EXITED,
@@ -132,7 +154,10 @@ def test_the_cause(found, log, verdict, nodes, reason):
 
 
 def test_a_verdict_of_the_ranks_stays():
-    assert explain("FAILED", DEAD, "", 1)[0] == "FAILED" and explain("FAILED", MISTAKE, "", 1)[0] == "FATAL"
+    assert (
+        explain("FAILED", DEAD, "", 1)[0] == "FAILED"
+        and explain("FAILED", MISTAKE, "", 1)[0] == "FATAL"
+    )
 
 
 def test_the_first_report_of_an_attempt_stays_and_is_torchelastics(tmp_path, monkeypatch):
@@ -144,7 +169,10 @@ def test_the_first_report_of_an_attempt_stays_and_is_torchelastics(tmp_path, mon
     write_report(DIVERGED)
     assert read_report(tmp_path / "0002") == report() and read_report(tmp_path / "0001") is None
     message = json.loads((tmp_path / "elastic" / "error.json").read_text())["message"]
-    assert message["message"] == "rank 1 on n2: CUDA error" and message["extraInfo"]["py_callstack"] == "a traceback"
+    assert (
+        message["message"] == "rank 1 on n2: CUDA error"
+        and message["extraInfo"]["py_callstack"] == "a traceback"
+    )
     assert int(message["extraInfo"]["timestamp"]) > 0
     (tmp_path / "0002" / "error.json").write_text('{"message": "to')
     assert read_report(tmp_path / "0002") is None

@@ -13,8 +13,17 @@ AUTO = ("batch.micro_size=auto", "run.steps=3", "schedule.warmup_steps=0")
 
 def test_limits_change_the_sizes_and_not_the_curve(recipe, tmp_path):
     curves, sizes = [], []
-    for limit, ranks, more in (("225MiB", 1, ()), ("400MiB", 1, ()), ("400MiB", 2, ("engine.zero_stage=3",))):
-        overrides = (*AUTO, f"batch.memory_limit={limit}", f"run.dir={tmp_path / str(len(curves))}", *more)
+    for limit, ranks, more in (
+        ("225MiB", 1, ()),
+        ("400MiB", 1, ()),
+        ("400MiB", 2, ("engine.zero_stage=3",)),
+    ):
+        overrides = (
+            *AUTO,
+            f"batch.memory_limit={limit}",
+            f"run.dir={tmp_path / str(len(curves))}",
+            *more,
+        )
         status, out = run(recipe, *overrides, ranks=ranks)
         assert status == 0, out
         assert out.count("the least work that fits") == 1
@@ -33,8 +42,14 @@ def test_limits_change_the_sizes_and_not_the_curve(recipe, tmp_path):
     "overrides, told",
     [
         (AUTO, ["batch.micro_size", "batch.memory_limit=8GiB"]),
-        ((*AUTO, "batch.memory_limit=20MiB"), ["nothing fits into 20 MiB", "raise batch.memory_limit"]),
-        ((*AUTO, "batch.memory_limit=1GiB", "batch.accumulation=local"), ["batch.accumulation=cached"]),
+        (
+            (*AUTO, "batch.memory_limit=20MiB"),
+            ["nothing fits into 20 MiB", "raise batch.memory_limit"],
+        ),
+        (
+            (*AUTO, "batch.memory_limit=1GiB", "batch.accumulation=local"),
+            ["batch.accumulation=cached"],
+        ),
     ],
     ids=["no limit", "too low", "local"],
 )
@@ -46,5 +61,7 @@ def test_mistakes_are_told(recipe, overrides, told):
 
 
 def test_paying_for_the_same_forward_twice_is_told(recipe):
-    status, out = run(recipe, "engine.activation_checkpointing=true", "run.steps=1", "schedule.warmup_steps=0")
+    status, out = run(
+        recipe, "engine.activation_checkpointing=true", "run.steps=1", "schedule.warmup_steps=0"
+    )
     assert status == 0 and out.count("pays for the same forward twice") == 1

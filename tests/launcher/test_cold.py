@@ -46,7 +46,11 @@ LAUNCHERS = {
 def ranks_of(recipe: Path) -> dict[int, int]:
     """rank -> process, of the ranks that train this recipe now."""
     words = {"launcher", "train", str(recipe)}
-    return {int(env["RANK"]): pid for pid, line, env in running() if "RANK" in env and words <= set(line)}
+    return {
+        int(env["RANK"]): pid
+        for pid, line, env in running()
+        if "RANK" in env and words <= set(line)
+    }
 
 
 def gone(recipe: Path) -> bool:
@@ -67,27 +71,48 @@ def processes_in(folder: Path) -> list[int]:
 def test_the_same_line_under_a_launcher_is_the_same_run(recipe, tmp_path, launcher):
     """The same losses, to the bit, as ranks that no launcher has started."""
     port = str(free_port())
-    deepspeed = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "--module", "launcher")
+    deepspeed = (
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        port,
+        "--module",
+        "launcher",
+    )
     module = {"deepspeed": deepspeed, "torchrun": TORCHRUN}[launcher]
     under = start_cold(
-        recipe, "run.steps=6", f"run.dir={tmp_path / launcher}", module=module, environ={"DS_ACCELERATOR": "cpu"}
+        recipe,
+        "run.steps=6",
+        f"run.dir={tmp_path / launcher}",
+        module=module,
+        environ={"DS_ACCELERATOR": "cpu"},
     )
     status, out = finish(under)
     assert status == 0, out
     status, out = run(recipe, "run.steps=6", ranks=2)
     assert status == 0, out
-    losses, expected = ([line["loss"] for line in metrics(tmp_path / place)] for place in (launcher, "run"))
+    losses, expected = (
+        [line["loss"] for line in metrics(tmp_path / place)] for place in (launcher, "run")
+    )
     assert losses == expected and len(losses) == 6
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ALL_SIGNALS = [*((name, number) for name in LAUNCHERS for number in SIGNALS), ("alone", signal.SIGHUP)]
+ALL_SIGNALS = [
+    *((name, number) for name in LAUNCHERS for number in SIGNALS),
+    ("alone", signal.SIGHUP),
+]
 
 
 @pytest.mark.parametrize(
     "launcher, number",
     [
-        pytest.param(name, number, marks=() if (name, number) == ("alone", signal.SIGTERM) else pytest.mark.full)
+        pytest.param(
+            name,
+            number,
+            marks=() if (name, number) == ("alone", signal.SIGTERM) else pytest.mark.full,
+        )
         for name, number in ALL_SIGNALS
     ],
 )
@@ -118,7 +143,11 @@ def test_a_signal_to_the_launcher_is_a_commit(recipe, tmp_path, launcher, number
 def test_a_signal_during_the_start(recipe, tmp_path, number, wait):
     """While the launcher imports torch, and while its ranks do; they make no step before it has come."""
     process = start_cold(recipe, *ENDLESS, "--ranks=2", fault="hold:0:0")
-    ready = (lambda: ranks_of(recipe)) if wait == "for ranks" else (lambda: listens(process.pid, number))
+    ready = (
+        (lambda: ranks_of(recipe))
+        if wait == "for ranks"
+        else (lambda: listens(process.pid, number))
+    )
     wait_for(ready, "it does not start", process)
     process.send_signal(number)
     status, out = finish(process)
@@ -129,7 +158,11 @@ def test_a_signal_during_the_start(recipe, tmp_path, number, wait):
 
 def listens(pid: int, number: signal.Signals) -> bool:
     """Whether the process catches it."""
-    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    caught = next(
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("SigCgt")
+    )
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
@@ -154,9 +187,13 @@ def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
     """Ctrl-Z and fg, a suspended job: the watchdog's clock stands still meanwhile. The limit is above a stall's."""
     process = start_cold(recipe, *ENDLESS, "launch.hang_step_seconds=20")
     wait_for_step(tmp_path / "run", 5, process)
-    process.send_signal(signal.SIGSTOP)  # Slurm's; a terminal's TSTP is dropped in a session without one
+    process.send_signal(
+        signal.SIGSTOP
+    )  # Slurm's; a terminal's TSTP is dropped in a session without one
     stat = Path(f"/proc/{process.pid}/stat")
-    wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop", process)
+    wait_for(
+        lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop", process
+    )
     time.sleep(24)
     before = metrics(tmp_path / "run")[-1]["step"]
     process.send_signal(signal.SIGCONT)
@@ -169,7 +206,9 @@ def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
 @pytest.mark.full
 def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
     """The limit is above a stall's. Both ranks show where they stand, and the one that does not wait is named."""
-    process = start_cold(recipe, *ENDLESS, "launch.hang_step_seconds=20", module=TORCHRUN, fault="sleep:1")
+    process = start_cold(
+        recipe, *ENDLESS, "launch.hang_step_seconds=20", module=TORCHRUN, fault="sleep:1"
+    )
     status, out = finish(process)
     assert gone(recipe)
     assert status != 0
@@ -222,7 +261,10 @@ def test_an_installed_package_trains_from_any_folder(recipe, tmp_path):
 
 def test_a_log_that_cannot_be_written_ends_no_run(recipe, tmp_path):
     """A full disk under it, or a terminal that has gone: each line is an error. A mistake keeps its status."""
-    for line, status in ((["train", recipe, "run.steps=8"], 0), (["train", recipe, "run.stepz=8"], 2)):
+    for line, status in (
+        (["train", recipe, "run.steps=8"], 0),
+        (["train", recipe, "run.stepz=8"], 2),
+    ):
         with Path("/dev/full").open("wb") as full:
             done = subprocess.run(
                 [sys.executable, "-m", "launcher", *line],
@@ -238,11 +280,15 @@ def test_a_run_alone_has_no_door(recipe, tmp_path):
     try:
         wait_for_step(tmp_path / "run", 8, process)  # one is saved
         links = [link for pid in family(process) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        held = {os.readlink(link).partition("[")[2].rstrip("]") for link in links if link.is_symlink()}
+        held = {
+            os.readlink(link).partition("[")[2].rstrip("]") for link in links if link.is_symlink()
+        }
         sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         assert [line for line in sockets if line[6] in held and len(line) > 7] == []
         for table, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
-            lines = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+            lines = [
+                line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+            ]
             listening = [line[1] for line in lines if line[3] == "0A" and line[9] in held]
             assert [address for address in listening if not address.startswith(loopback)] == []
     finally:

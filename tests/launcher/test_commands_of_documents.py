@@ -25,10 +25,22 @@ RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b")
 
 
 def lines() -> list[str]:
-    shown = {line for page, line in commands() if page.name != "troubleshooting.md"}  # whose commands are mistakes
-    shown |= {shlex.join(split(line)) for verb in VERBS.values() for line in examples_in(verb.examples)}
-    ours = {shlex.join(["clip-train", *arguments]) for line in shown if (arguments := own_arguments(line))}
-    return sorted(line for line in ours if not any(each in line for each in ELSEWHERE) and line.split()[1] != "demo")
+    shown = {
+        line for page, line in commands() if page.name != "troubleshooting.md"
+    }  # whose commands are mistakes
+    shown |= {
+        shlex.join(split(line)) for verb in VERBS.values() for line in examples_in(verb.examples)
+    }
+    ours = {
+        shlex.join(["clip-train", *arguments])
+        for line in shown
+        if (arguments := own_arguments(line))
+    }
+    return sorted(
+        line
+        for line in ours
+        if not any(each in line for each in ELSEWHERE) and line.split()[1] != "demo"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +85,12 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
 def as_tried(line: str, home: Path) -> list[str]:
     """Its arguments, with what another machine has left out: nothing is started, and data are those that are here."""
     verb, *rest = own_arguments(line) or []
-    here = [f"data.train={home}/shards/*.tar", "data.val=null", "engine.precision=fp32", "engine.linear=null"]
+    here = [
+        f"data.train={home}/shards/*.tar",
+        "data.val=null",
+        "engine.precision=fp32",
+        "engine.linear=null",
+    ]
     if verb in ("train", "submit") and "--keys" not in rest:
         here += ["model.init_from=null", "model.init_image_from=null", "model.init_text_from=null"]
         more = ["--offline", "--site", "site.yaml"] if verb == "submit" else []
@@ -92,6 +109,8 @@ def test_a_command_does_what_the_page_says(line, home):
     arguments = as_tried(line, home)
     if arguments[:1] == ["evaluate"] and "--weights" in arguments:
         finish(Command(["export", "my.yaml"], env=clean_environment(), cwd=home))
-    status, out = finish(Command(arguments, env=clean_environment() | {"PYTHONPATH": str(ROOT)}, cwd=home))
+    status, out = finish(
+        Command(arguments, env=clean_environment() | {"PYTHONPATH": str(ROOT)}, cwd=home)
+    )
     assert status in STATUSES.get(arguments[0], (0,)) and "Traceback" not in out, out
     assert out

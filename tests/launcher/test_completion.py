@@ -15,12 +15,21 @@ WANTED = {
     "": {"train", "plan", "completion"},
     "tr": {"train"},
     "train my.yaml --dr": {"--dry-run"},
-    "train my.yaml optim.l": {"optim.lr=", "optim.lr_scaling=", "optim.layer_decay=", "optim.lr_multipliers="},
+    "train my.yaml optim.l": {
+        "optim.lr=",
+        "optim.lr_scaling=",
+        "optim.layer_decay=",
+        "optim.lr_multipliers=",
+    },
     "export runs/clip --format ": {"open_clip", "transformers"},
     "completion ": {"bash", "zsh"},
     "plan my.yaml --gp": {"--gpu"},
 }
-NOT_WANTED = {"train my.yaml --dr": {"--gpu"}, "train my.yaml optim.l": {"run.name=", "train"}, "tr": {"plan"}}
+NOT_WANTED = {
+    "train my.yaml --dr": {"--gpu"},
+    "train my.yaml optim.l": {"run.name=", "train"},
+    "tr": {"plan"},
+}
 
 
 @pytest.fixture(params=["bash", "zsh"])
@@ -46,7 +55,9 @@ def completed(shell: str, script, typed: str) -> set[str]:
     line = [shell, *options[shell], "-c", program]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
     # zsh's compadd leaves out what does not fit
-    return {each for each in done.stdout.splitlines() if shell != "zsh" or each.startswith(words[-1])}
+    return {
+        each for each in done.stdout.splitlines() if shell != "zsh" or each.startswith(words[-1])
+    }
 
 
 def test_it_completes_verbs_options_choices_and_keys(shell):

@@ -63,21 +63,31 @@ def test_off_is_not_false():
 
 
 def test_epochs_become_steps():
-    config = check_config({"run": {"epochs": 3}, "data": {"train": "a.tar", "num_samples": 1_000_000}}, "here")
+    config = check_config(
+        {"run": {"epochs": 3}, "data": {"train": "a.tar", "num_samples": 1_000_000}}, "here"
+    )
     assert config.steps == round(3 * 1_000_000 / 256)
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=pytest.mark.full if "_l" in path.stem or "_big" in path.stem else ())
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=pytest.mark.full if "_l" in path.stem or "_big" in path.stem else (),
+        )
         for path in RECIPES
     ],
 )
 def test_shipped_recipes_are_valid_and_can_be_planned(path):
     config = check_config(read_recipe(str(path)), str(path))
-    plan = make_plan(config, check(config, 1 if "demo" in path.stem else 8, read_data=False), rate=1000.0)
-    assert plan["memory_bytes"]["total"] > 0 and plan["eta_seconds"] == pytest.approx(plan["samples"] / 1000)
+    plan = make_plan(
+        config, check(config, 1 if "demo" in path.stem else 8, read_data=False), rate=1000.0
+    )
+    assert plan["memory_bytes"]["total"] > 0 and plan["eta_seconds"] == pytest.approx(
+        plan["samples"] / 1000
+    )
 
 
 def test_the_phase_after_patch_dropout_begins_with_its_weights():
@@ -105,10 +115,15 @@ def test_keys_are_printed(capsys):
     assert main(["train", "--keys"]) == 0
     lines = dict(line.split("\t", 1) for line in capsys.readouterr().out.splitlines())
     assert set(lines) == {key for key, _ in known_keys()}
-    assert lines["batch.kept_graphs"].startswith("1\tall, auto or a whole number of at least 1. How many")
+    assert lines["batch.kept_graphs"].startswith(
+        "1\tall, auto or a whole number of at least 1. How many"
+    )
     assert lines["run.dir"].startswith("null\t") and lines["data.train"].startswith("required\t")
     assert main(["keys", "optim.be"]) == 0
-    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == ["optim.beta1", "optim.beta2"]
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "optim.beta1",
+        "optim.beta2",
+    ]
     assert main(["keys", "optim.learnrate"]) == 2
     assert "no key begins with optim.learnrate; did you mean optim.lr" in capsys.readouterr().err
 
@@ -126,7 +141,11 @@ def test_help_teaches_and_names_the_verbs(capsys):
 def test_examples_of_the_help_can_be_typed(verb, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"] if verb else ["--help"])
-    lines = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  clip-train ")]
+    lines = [
+        line[2:]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  clip-train ")
+    ]
     assert len(lines) >= 2 and all(len(line) < 120 for line in lines)
     for line in lines:
         words = split(line.split("   ")[0])[1:]

@@ -47,7 +47,12 @@ def control() -> None:
 
 
 def start(
-    recipe: Path, bin: Path, *command: str, state: str = "", job: str = "7", overrides: Sequence[str] = ()
+    recipe: Path,
+    bin: Path,
+    *command: str,
+    state: str = "",
+    job: str = "7",
+    overrides: Sequence[str] = (),
 ) -> Command:
     """The ranks are `command`; state: of every job, as Slurm has it."""
     environ = {
@@ -78,7 +83,11 @@ def requeued(bin: Path) -> bool:
 
 
 def history(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines() if line[-1:] == "}"]
+    return [
+        json.loads(line)
+        for line in (run_dir / "attempts.jsonl").read_text().splitlines()
+        if line[-1:] == "}"
+    ]
 
 
 def test_a_torn_history_and_a_torn_verdict_do_not_stop_it(recipe, bin, tmp_path):
@@ -91,7 +100,12 @@ def test_a_torn_history_and_a_torn_verdict_do_not_stop_it(recipe, bin, tmp_path)
     status, out = supervise(recipe, bin, "false")
     assert status == 0 and requeued(bin), out
     begin, end = history(run_dir)[-2:]  # neither has become part of the torn line
-    assert (begin["event"], end["event"], begin["attempt"], end["verdict"]) == ("begin", "end", 1, "CRASHED")
+    assert (begin["event"], end["event"], begin["attempt"], end["verdict"]) == (
+        "begin",
+        "end",
+        1,
+        "CRASHED",
+    )
     assert History(run_dir).counts() == (1, 1)
 
 
@@ -122,9 +136,17 @@ def test_of_two_jobs_that_start_in_the_same_moment_one_trains(recipe, bin, tmp_p
     (bin / "scontrol").write_text("#!/bin/sh\nsleep 2; echo n1\n")
     (tmp_path / "run").mkdir()
     History(tmp_path / "run").append("begin", attempt=1, job="4", nodes=["n9"], step=0)
-    (bin / "squeue").write_text('#!/bin/sh\ncase "$*" in *"-j 4 "*) ;; *%T*) echo RUNNING;; *) echo N/A;; esac\n')
+    (bin / "squeue").write_text(
+        '#!/bin/sh\ncase "$*" in *"-j 4 "*) ;; *%T*) echo RUNNING;; *) echo N/A;; esac\n'
+    )
     ran, go = tmp_path / "ran", tmp_path / "go"
-    train = ("sh", "-c", 'echo $SLURM_JOB_ID >> "$0"; until [ -e "$1" ]; do sleep 0.1; done', str(ran), str(go))
+    train = (
+        "sh",
+        "-c",
+        'echo $SLURM_JOB_ID >> "$0"; until [ -e "$1" ]; do sleep 0.1; done',
+        str(ran),
+        str(go),
+    )
     jobs = {job: start(recipe, bin, *train, job=job) for job in ("5", "6")}
 
     def trained() -> list[str]:
@@ -149,15 +171,24 @@ def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
     (tmp_path / "run" / "attempts" / "0001.log").write_text("srun: error: Node failure on n1\n")
     status, out = supervise(recipe, bin, "false")
     assert status == 0 and requeued(bin), out
-    assert [(line["attempt"], line.get("blamed")) for line in history(tmp_path / "run")] == [(2, None), (2, [])]
+    assert [(line["attempt"], line.get("blamed")) for line in history(tmp_path / "run")] == [
+        (2, None),
+        (2, []),
+    ]
 
 
 def test_a_node_that_fails_again_is_named_with_what_to_do(recipe, bin, tmp_path):
     (tmp_path / "run").mkdir()
-    History(tmp_path / "run").append("end", attempt=1, blamed=["n1"], decision="requeue", failures=0, fruitless=0)
-    status, out = supervise(recipe, bin, "sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1")
+    History(tmp_path / "run").append(
+        "end", attempt=1, blamed=["n1"], decision="requeue", failures=0, fruitless=0
+    )
+    status, out = supervise(
+        recipe, bin, "sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1"
+    )
     assert status == 0 and requeued(bin), out
-    assert "n1 failed 2 times: to leave it out, cancel and submit again with --exclude=n1" in out, out
+    assert "n1 failed 2 times: to leave it out, cancel and submit again with --exclude=n1" in out, (
+        out
+    )
     assert "update" not in (bin / "said").read_text()  # it is for the user to decide
 
 
@@ -168,7 +199,11 @@ def test_what_the_first_rank_that_failed_reports_is_the_reason(recipe, bin, tmp_
     status, out = supervise(recipe, bin, "sh", "-c", line, text)
     assert status == 0 and requeued(bin), out
     end = history(tmp_path / "run")[-1]
-    assert (end["verdict"], end["reason"], end["blamed"]) == ("CRASHED", "rank 1 on n1: no GPU", ["n1"])
+    assert (end["verdict"], end["reason"], end["blamed"]) == (
+        "CRASHED",
+        "rank 1 on n1: no GPU",
+        ["n1"],
+    )
 
 
 def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tmp_path):
@@ -214,7 +249,10 @@ def test_the_ranks_are_told_what_an_epoch_has(recipe, bin, tmp_path):
 def test_a_command_that_cannot_be_started_is_an_attempt_that_failed(recipe, bin, tmp_path):
     status, out = supervise(recipe, bin, "/nowhere/srun")
     assert status == 0 and requeued(bin), out
-    assert "/nowhere/srun cannot be started" in (tmp_path / "run" / "attempts" / "0001.log").read_text()
+    assert (
+        "/nowhere/srun cannot be started"
+        in (tmp_path / "run" / "attempts" / "0001.log").read_text()
+    )
     assert history(tmp_path / "run")[-1]["event"] == "end"
 
 
@@ -247,13 +285,17 @@ def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_pat
         "for step in range(300): write_verdict(Path(sys.argv[1]), 'PREEMPTED', step, 'r')"
     )
     line = [sys.executable, "-c", code, str(tmp_path)]
-    writers = [subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT)}) for _ in range(3)]
+    writers = [
+        subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT)}) for _ in range(3)
+    ]
     assert [writer.wait(timeout=PATIENCE) for writer in writers] == [0, 0, 0]
     assert read_verdict(tmp_path) == ("PREEMPTED", {"step": 299, "reason": "r"})
     assert [file.name for file in tmp_path.iterdir()] == ["VERDICT"]
 
 
-@pytest.mark.parametrize("text", ["", "DONE", "DONE\n{}", 'DONE\n{"step": null, "reason": ""}', "DONE\n[]", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "DONE", "DONE\n{}", 'DONE\n{"step": null, "reason": ""}', "DONE\n[]", "\xff"]
+)
 def test_a_damaged_verdict_says_nothing(tmp_path, text):
     (tmp_path / "VERDICT").write_bytes(text.encode("latin-1"))
     assert read_verdict(tmp_path) is None

@@ -21,17 +21,23 @@ from tests.launcher.conftest import clean_environment, finish
 from tests.warm import Command
 
 
-def doctor(tmp_path: Path, *arguments: str, limit: int | None = None, **environ: str) -> tuple[int, str]:
+def doctor(
+    tmp_path: Path, *arguments: str, limit: int | None = None, **environ: str
+) -> tuple[int, str]:
     """Exit status and what it prints; limit: of open files."""
     env = clean_environment() | {"TORCH_EXTENSIONS_DIR": str(tmp_path)} | environ
     env.pop("SLURM_CONF", None)
     target = None if limit is None else partial(with_open_files, limit)
-    status, out = finish(Command(["doctor", *arguments], env=env, cwd=tmp_path, split=True, target=target))
+    status, out = finish(
+        Command(["doctor", *arguments], env=env, cwd=tmp_path, split=True, target=target)
+    )
     return status, out
 
 
 def with_open_files(limit: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, max(limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (limit, max(limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    )
     entry()
 
 
@@ -40,7 +46,9 @@ def fake_slurm(folder: Path) -> Path:
     config = "JobRequeue = 0\nKillWait = 5 sec\nProctrackType = proctrack/linuxproc\nSLURM_VERSION = 22.05.8\n"
     config += "PreemptMode = CANCEL\n"
     partition = "PartitionName=low GraceTime=8 PreemptMode=REQUEUE"
-    (folder / "scontrol").write_text(f'#!/bin/sh\n[ "$2" = config ] && printf "{config}" || echo "{partition}"\n')
+    (folder / "scontrol").write_text(
+        f'#!/bin/sh\n[ "$2" = config ] && printf "{config}" || echo "{partition}"\n'
+    )
     (folder / "scontrol").chmod(0o755)
     return folder
 
@@ -50,10 +58,23 @@ def test_a_healthy_set_up(recipe, tmp_path):
     assert status == 0, out
     report = json.loads(out)
     told = {finding["check"]: finding["message"] for finding in report["findings"]}
-    checks = {"versions", "devices", "ranks", "process group", "limits", "shards", "captions", "S3", "disk", "time"}
+    checks = {
+        "versions",
+        "devices",
+        "ranks",
+        "process group",
+        "limits",
+        "shards",
+        "captions",
+        "S3",
+        "disk",
+        "time",
+    }
     assert report["worst"] != "error" and checks <= set(told)
     assert "GB/s" in told["process group"] and "latency" in told["process group"]
-    assert all((finding["level"] == "ok") == (not finding["remedy"]) for finding in report["findings"])
+    assert all(
+        (finding["level"] == "ok") == (not finding["remedy"]) for finding in report["findings"]
+    )
 
 
 def test_a_folder_as_the_remote_store(recipe, tmp_path):
@@ -63,7 +84,9 @@ def test_a_folder_as_the_remote_store(recipe, tmp_path):
     assert [f.level for f in findings] == ["ok"] * 7
     assert list((tmp_path / "remote").rglob("*")) == []
     (tmp_path / "file").touch()
-    findings = list(check_store(load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'file'}"])))
+    findings = list(
+        check_store(load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'file'}"]))
+    )
     assert findings[-1].level == "error" and findings[-1].remedy
 
 
@@ -74,12 +97,16 @@ def test_an_index_and_its_captions(data, recipe, tmp_path):
     train += [f"data.val={data.train}"]
 
     def index(*more: str) -> list[str]:
-        found = [f for f in check_shards(load_config(str(recipe), [*train, *more])) if f.check == "index"]
+        found = [
+            f for f in check_shards(load_config(str(recipe), [*train, *more])) if f.check == "index"
+        ]
         return [f"{f.level}: {f.message} {f.remedy}" for f in found]
 
     (line,) = index()
     assert line.startswith("warning") and "clip-train index '" in line
-    write_indexes(index_shards([str(each) for each in sorted((tmp_path / "set").glob("*.tar"))], workers=1))
+    write_indexes(
+        index_shards([str(each) for each in sorted((tmp_path / "set").glob("*.tar"))], workers=1)
+    )
     (line,) = index()
     assert line.startswith("ok") and "600 samples in an epoch" in line
     (line,) = index("data.verify=off")
@@ -136,22 +163,32 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("slurm", "warning", "partition low preempts 8 s"),
         ("slurm", "warning", "SBATCH_EXPORT"),
         ("captions", "error", "1 of the first 4 samples"),
-        ("shards", "error", "source 2 of 2, weight 1: data.train (/nowhere/{0..3}.tar): 4 of 4 shards are not there"),
+        (
+            "shards",
+            "error",
+            "source 2 of 2, weight 1: data.train (/nowhere/{0..3}.tar): 4 of 4 shards are not there",
+        ),
         ("shards", "error", "data.val (/nowhere/val.tar)"),
         ("index", "warning", "clip-train index"),
         ("S3", "error", "give s3://bucket/prefix, or a folder"),
         ("disk", "error", "make room"),
         ("run", "error", "STOP"),
     ):
-        assert any(line.startswith(f"{level:8}{check}: ") and said in line for line in out.splitlines()), (said, out)
+        assert any(
+            line.startswith(f"{level:8}{check}: ") and said in line for line in out.splitlines()
+        ), (said, out)
 
 
 @pytest.mark.parametrize(
     "overrides, check, said",
     [
         (["optim.learning_rate=1"], "recipe", "did you mean optim.lr?"),
-        pytest.param(["engine.ds_config=zero9"], "recipe", "shipped ones are zero0", marks=pytest.mark.full),
-        pytest.param(["data.train=/nowhere/{0..3}.tar"], "shards", "/nowhere/0.tar", marks=pytest.mark.full),
+        pytest.param(
+            ["engine.ds_config=zero9"], "recipe", "shipped ones are zero0", marks=pytest.mark.full
+        ),
+        pytest.param(
+            ["data.train=/nowhere/{0..3}.tar"], "shards", "/nowhere/0.tar", marks=pytest.mark.full
+        ),
     ],
 )
 def test_mistakes_in_the_recipe(recipe, tmp_path, overrides, check, said):

@@ -21,30 +21,47 @@ def test_shipped_files_give_the_settings_the_step_relies_on(stage):
     config = built(EngineConfig(zero_stage=stage))
     assert config["managed_gradient_accumulation"] is False
     once = built(EngineConfig(zero_stage=stage, reduce_gradients="once"))
-    assert once["managed_gradient_accumulation"] is (stage >= 2)  # coalesce_grad_reduction() needs it
+    assert once["managed_gradient_accumulation"] is (
+        stage >= 2
+    )  # coalesce_grad_reduction() needs it
     assert config["gradient_accumulation_steps"] == 1
     assert config["zero_optimization"]["stage"] == stage
-    assert config["gradient_clipping"] == (0.0 if stage == 0 else 1.0)  # said, since DeepSpeed's default is 1.0
+    assert config["gradient_clipping"] == (
+        0.0 if stage == 0 else 1.0
+    )  # said, since DeepSpeed's default is 1.0
     assert built(EngineConfig(zero_stage=stage), clip=None)["gradient_clipping"] == 0.0
 
 
 def test_every_shipped_file_is_of_a_stage():
-    assert sorted(p.name for p in SHIPPED.glob("*.json")) == [f"zero{stage}.json" for stage in range(4)]
+    assert sorted(p.name for p in SHIPPED.glob("*.json")) == [
+        f"zero{stage}.json" for stage in range(4)
+    ]
 
 
 def test_bf16_accumulates_in_fp32():
-    assert built(EngineConfig(zero_stage=1, precision="bf16"))["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert built(EngineConfig(zero_stage=1, precision="bf16"))["data_types"] == {
+        "grad_accum_dtype": "fp32"
+    }
 
 
 def test_a_conflict_names_both_sides(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(
-        json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.3, "bf16": {"enabled": "auto"}})
+        json.dumps(
+            {
+                "zero_optimization": {"stage": 3},
+                "gradient_clipping": 0.3,
+                "bf16": {"enabled": "auto"},
+            }
+        )
     )
     with pytest.raises(UserError) as e:
         built(EngineConfig(zero_stage=2, ds_config=str(file)))
     message = str(e.value)
-    assert "mine.json says zero_optimization.stage = 3, but engine.zero_stage in the recipe makes it 2" in message
+    assert (
+        "mine.json says zero_optimization.stage = 3, but engine.zero_stage in the recipe makes it 2"
+        in message
+    )
     assert "gradient_clipping = 0.3, but optim.grad_clip_norm in the recipe makes it 1.0" in message
     assert "bf16" not in message
 
@@ -52,10 +69,17 @@ def test_a_conflict_names_both_sides(tmp_path):
 def test_a_base_file_keeps_its_own_keys(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1234}}))
-    assert built(EngineConfig(zero_stage=2, ds_config=str(file)))["zero_optimization"]["reduce_bucket_size"] == 1234
+    assert (
+        built(EngineConfig(zero_stage=2, ds_config=str(file)))["zero_optimization"][
+            "reduce_bucket_size"
+        ]
+        == 1234
+    )
 
 
-@pytest.mark.parametrize("section", ["optimizer", "scheduler", "amp", "elasticity", "curriculum_learning"])
+@pytest.mark.parametrize(
+    "section", ["optimizer", "scheduler", "amp", "elasticity", "curriculum_learning"]
+)
 def test_sections_that_would_fight_the_recipe_are_refused(tmp_path, section):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({section: {}}))
@@ -71,7 +95,8 @@ def test_overlapped_communication_is_for_stages_2_and_3(tmp_path, stage, overlap
     config = EngineConfig(zero_stage=stage, ds_config=str(file))
     if stage < 2 and overlap is True:
         with pytest.raises(
-            UserError, match=rf"mine.json sets .*overlap_comm.*engine.zero_stage 2.*{stage}.*take it out"
+            UserError,
+            match=rf"mine.json sets .*overlap_comm.*engine.zero_stage 2.*{stage}.*take it out",
         ):
             built(config)
     else:

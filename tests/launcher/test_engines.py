@@ -17,20 +17,44 @@ FSDP = "engine.kind=fsdp"
     "overrides, world, said",
     [
         ([FSDP, "engine.precision=fp16"], 2, "use engine.precision=bf16, or engine.kind=deepspeed"),
-        ([FSDP, "engine.ds_config=zero1"], 2, "is DeepSpeed's: take it out, or set engine.kind=deepspeed"),
-        ([FSDP, "engine.shard_ranks=4"], 6, "must divide the number of ranks (6): one of 1, 2, 3, 6, or null"),
+        (
+            [FSDP, "engine.ds_config=zero1"],
+            2,
+            "is DeepSpeed's: take it out, or set engine.kind=deepspeed",
+        ),
+        (
+            [FSDP, "engine.shard_ranks=4"],
+            6,
+            "must divide the number of ranks (6): one of 1, 2, 3, 6, or null",
+        ),
         ([FSDP, "engine.shard_ranks=0"], 2, "must be a whole number of at least 1 or null"),
         (
             [FSDP, "engine.shard_ranks=2", "engine.zero_stage=0"],
             4,
             "set engine.zero_stage=1, or engine.shard_ranks=null",
         ),
-        ([FSDP, "engine.zero_stage=0", "engine.offload=optimizer"], 2, "needs engine.zero_stage 1, 2 or 3"),
+        (
+            [FSDP, "engine.zero_stage=0", "engine.offload=optimizer"],
+            2,
+            "needs engine.zero_stage 1, 2 or 3",
+        ),
         (["engine.kind=ddp"], 2, "engine.kind ('ddp') must be deepspeed or fsdp"),
         (["engine.shard_ranks=2"], 4, "set engine.kind=fsdp, or take it out"),
-        (["engine.zero_stage=0", "engine.precision=bf16"], 2, "engine.zero_stage=1 (as fast), engine.precision=fp32"),
-        (["engine.zero_stage=0", "engine.precision=fp16"], 2, "engine.zero_stage=1 (as fast), engine.precision=fp32"),
-        (["engine.zero_stage=0", "engine.offload=optimizer"], 2, "needs engine.zero_stage 1, 2 or 3"),
+        (
+            ["engine.zero_stage=0", "engine.precision=bf16"],
+            2,
+            "engine.zero_stage=1 (as fast), engine.precision=fp32",
+        ),
+        (
+            ["engine.zero_stage=0", "engine.precision=fp16"],
+            2,
+            "engine.zero_stage=1 (as fast), engine.precision=fp32",
+        ),
+        (
+            ["engine.zero_stage=0", "engine.offload=optimizer"],
+            2,
+            "needs engine.zero_stage 1, 2 or 3",
+        ),
         (["engine.ds_config=zero9"], 2, "shipped ones are zero0"),
     ],
 )
@@ -68,7 +92,9 @@ RIGHT: tuple[dict, ...] = (
 def test_what_is_right_is_not_refused(section):
     recipe = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "engine": section}
     config = check_config(recipe, "here").engine
-    assert list(package(config.kind).mistakes(config, Facts(world_size=4, several_graphs=True))) == []
+    assert (
+        list(package(config.kind).mistakes(config, Facts(world_size=4, several_graphs=True))) == []
+    )
 
 
 def test_what_a_gpu_is_given():

@@ -58,7 +58,9 @@ MPI = {
 }
 
 
-@pytest.mark.parametrize("nodes", ["GROUP_WORLD_SIZE", "CROSS_SIZE"])  # torchrun's and the deepspeed launcher's
+@pytest.mark.parametrize(
+    "nodes", ["GROUP_WORLD_SIZE", "CROSS_SIZE"]
+)  # torchrun's and the deepspeed launcher's
 def test_a_launcher_on_each_node_wins_over_the_srun_or_mpirun_that_started_it(nodes):
     assert detect({**SLURM, **TORCHRUN, nodes: "8"}).world_size == 16
     assert detect({**MPI, **TORCHRUN, nodes: "4"}).rank == 5
@@ -67,12 +69,19 @@ def test_a_launcher_on_each_node_wins_over_the_srun_or_mpirun_that_started_it(no
 @pytest.mark.parametrize("tasks, launcher", [(SLURM, "srun"), (MPI, "mpirun")])
 def test_a_world_of_its_own_in_each_task_is_refused(tasks, launcher):
     """`srun --ntasks-per-node 8 torchrun --standalone ...`: eight runs in the same run directory."""
-    with pytest.raises(UserError, match=f"{launcher} started . tasks.*knows of 1 node: several worlds"):
+    with pytest.raises(
+        UserError, match=f"{launcher} started . tasks.*knows of 1 node: several worlds"
+    ):
         detect({**tasks, **TORCHRUN, "GROUP_WORLD_SIZE": "1"})
 
 
 def test_a_single_task_may_hold_any_launcher():
-    assert detect({**SLURM, "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN, "GROUP_WORLD_SIZE": "4"}).world_size == 16
+    assert (
+        detect(
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN, "GROUP_WORLD_SIZE": "4"}
+        ).world_size
+        == 16
+    )
 
 
 def test_world_size_alone_has_to_agree_with_the_step():
@@ -140,7 +149,12 @@ def test_threads_leave_cores_to_the_loaders_workers(said, cores, workers, thread
 
 
 def test_the_batch_script_itself_is_no_rank():
-    batch_shell = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_NODELIST": "a[1-2]"}
+    batch_shell = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURM_PROCID": "0",
+        "SLURM_NODELIST": "a[1-2]",
+    }
     assert detect(batch_shell).world_size == 1
 
 

@@ -24,7 +24,16 @@ BAD: dict[str, Any] = {
     "a list": [1], "a list of text": ["manyfold"], "keys": {"manyfold": 1},
 }  # fmt: skip
 TAKES_ANY_NAMES = "data.caption_key"
-NEVER = ("empty text", "blank text", "a null byte", "huge", "a huge float", "infinite", "not a number", "keys")
+NEVER = (
+    "empty text",
+    "blank text",
+    "a null byte",
+    "huge",
+    "a huge float",
+    "infinite",
+    "not a number",
+    "keys",
+)
 # What pydantic and Python say, and users do not.
 JARGON = re.compile(
     r"constrained|literal|pydantic|NoneType|\bNone\b|[Ii]nput should|valid (integer|number|string|boolean|list|tuple)"
@@ -60,7 +69,12 @@ def as_shown(value: Any) -> list[str]:
         return [repr(value)[:40], f"({value[:40]}"]
     special = {"None": "null", "True": "true", "inf": ".inf", "nan": ".nan", "1e+300": "1.0e+300"}
     if isinstance(value, list):
-        return [str(value).replace("'", ""), str([True]), str([1.0]), *(f"({each!r})" for each in value)]
+        return [
+            str(value).replace("'", ""),
+            str([True]),
+            str([1.0]),
+            *(f"({each!r})" for each in value),
+        ]
     if isinstance(value, dict):
         return [str(value).replace("'", "")]
     return [special.get(str(value), str(value))]
@@ -70,7 +84,9 @@ def as_shown(value: Any) -> list[str]:
 def test_a_bad_value_is_told_in_plain_words(key):
     for what, value in BAD.items():
         message = told(recipe_with(key, value))
-        assert message or what not in NEVER or (key, what) == (TAKES_ANY_NAMES, "keys"), f"{key}: {what} was taken"
+        assert message or what not in NEVER or (key, what) == (TAKES_ANY_NAMES, "keys"), (
+            f"{key}: {what} was taken"
+        )
         if not message:
             continue
         lines = [line.strip() for line in message.split("\n")]
@@ -80,14 +96,20 @@ def test_a_bad_value_is_told_in_plain_words(key):
         assert key in line and len(line) < 1000, message
         assert not JARGON.search(line.replace(str(value), "")), message
         assert any(each in line for each in as_shown(value)), message
-        assert re.search(r"; |must be|give |or |: ", line.split(")", 1)[-1]), f"no remedy: {message}"
+        assert re.search(r"; |must be|give |or |: ", line.split(")", 1)[-1]), (
+            f"no remedy: {message}"
+        )
         if "must be" in line and (remedy := re.search(r"; set .*$", line)):
             assert tried(key, remedy[0]), f"the remedy does not help: {message}"
 
 
 def tried(key: str, remedy: str) -> bool:
     """Whether what the message would have written is accepted."""
-    words = shlex.split(remedy.removeprefix("; set ").replace(" or another", "").replace(", if that is meant, or", ""))
+    words = shlex.split(
+        remedy.removeprefix("; set ")
+        .replace(" or another", "")
+        .replace(", if that is meant, or", "")
+    )
     overrides = [word for word in words if word.startswith(f"{key}=")]
     assert overrides, remedy
     good = [apply_overrides(recipe_with(key, "manyfold"), [override]) for override in overrides]
@@ -98,24 +120,40 @@ def tried(key: str, remedy: str) -> bool:
 @pytest.mark.parametrize("value", [None, 5, "text", [1]], ids=str)
 def test_a_section_that_is_none(section, value):
     message = told({"run": {"steps": 5000}, "data": {"train": "a.tar"}, section: value})
-    assert f"{section} (" in message and "must be keys of its own" in message and not JARGON.search(message), message
+    assert (
+        f"{section} (" in message
+        and "must be keys of its own" in message
+        and not JARGON.search(message)
+    ), message
     assert ("delete it" in message) == (value is None and section not in ("run", "data"))
 
 
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("data.lanes=0", "data.lanes (0) must be auto or a whole number from 1 to 65,536; set data.lanes=auto"),
+        (
+            "data.lanes=0",
+            "data.lanes (0) must be auto or a whole number from 1 to 65,536; set data.lanes=auto",
+        ),
         ("data.workers=true", "data.workers (true) must be auto or a whole number from 0 to 1,024"),
-        ("optim.lr=-1", "optim.lr (-1) must be a number greater than 0; set optim.lr=0.0005 (the default) or another"),
+        (
+            "optim.lr=-1",
+            "optim.lr (-1) must be a number greater than 0; set optim.lr=0.0005 (the default) or another",
+        ),
         ("optim.beta1=1", "optim.beta1 (1) must be a number of at least 0 and less than 1"),
         ("engine.zero_stage=4", "engine.zero_stage (4) must be 0, 1, 2 or 3"),
         ("engine.activation_checkpointing=8", "must be auto, true or false; set"),
         ("data.verify=on", "data.verify (true) must be auto or 'off'"),
         ("checkpoint.every_steps=0", "must be a whole number of at least 1 or null"),
         ("run.name=a b", "run.name ('a b') must be letters, digits, dots, dashes and underscores"),
-        ("run.name=7", """set run.name='"7"', if that is meant, or run.name=clip (the default) or another"""),
-        ("run.steps=1e30", "run.steps (1.0e+30) must be a whole number of at least 1, and of at most 10^18"),
+        (
+            "run.name=7",
+            """set run.name='"7"', if that is meant, or run.name=clip (the default) or another""",
+        ),
+        (
+            "run.steps=1e30",
+            "run.steps (1.0e+30) must be a whole number of at least 1, and of at most 10^18",
+        ),
         (
             "data.aug_scale=[0.5]",
             "must be a list of 2, each a number; set data.aug_scale='[0.9, 1.0]' (the",
@@ -125,10 +163,22 @@ def test_a_section_that_is_none(section, value):
             "must be a list of 4 numbers from 0 to 10 (brightness, contrast, saturation, hue), the last at most 0.5",
         ),
         ("data.aug_ratio=[2, 1]", "data.aug_ratio (2.0, 1.0) must satisfy 0 < from <= to"),
-        ("data.caption_key={a: 0}", "data.caption_key ({a: 0}) must be a name, a list of names, names with numbers"),
-        ("data.train_weights=[1, x]", "data.train_weights ([1, x]) must be a list of numbers greater than 0"),
-        ("batch.schedule=[{until_step: 0, global_size: 8}]", "batch.schedule.0.until_step (0) must be a whole number"),
-        ("loss.tile=-1", "loss.tile (-1) must be auto or a whole number of at least 1; set loss.tile=auto"),
+        (
+            "data.caption_key={a: 0}",
+            "data.caption_key ({a: 0}) must be a name, a list of names, names with numbers",
+        ),
+        (
+            "data.train_weights=[1, x]",
+            "data.train_weights ([1, x]) must be a list of numbers greater than 0",
+        ),
+        (
+            "batch.schedule=[{until_step: 0, global_size: 8}]",
+            "batch.schedule.0.until_step (0) must be a whole number",
+        ),
+        (
+            "loss.tile=-1",
+            "loss.tile (-1) must be auto or a whole number of at least 1; set loss.tile=auto",
+        ),
     ],
 )
 def test_words(override, said):

@@ -24,7 +24,11 @@ LOCKED = ("model.lock_image=true", "model.lock_image_unlocked_groups=1")
 
 
 def plan(engine, **model):
-    base = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "batch": {"global_size": 64, "micro_size": 8}}
+    base = {
+        "run": {"steps": 5000},
+        "data": {"train": "a.tar"},
+        "batch": {"global_size": 64, "micro_size": 8},
+    }
     config = check_config({**base, "engine": engine, "model": {"name": "tiny", **model}}, "here")
     return make_plan(config, check(config, 2, read_data=False))
 
@@ -32,7 +36,10 @@ def plan(engine, **model):
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])
 def test_a_frozen_parameter_has_neither_gradient_nor_moments_in_the_plan(kind):
     sizes = parameter_sizes(load_architecture("tiny"))
-    P, trained = sum(sizes.values()), sum(size for name, size in sizes.items() if not name.startswith("visual."))
+    P, trained = (
+        sum(sizes.values()),
+        sum(size for name, size in sizes.items() if not name.startswith("visual.")),
+    )
     engine = {"kind": kind, "zero_stage": 0, "precision": "fp32"}
     whole, locked = plan(engine)["memory_bytes"], plan(engine, lock_image=True)
     memory = locked["memory_bytes"]
@@ -47,18 +54,34 @@ def test_a_frozen_parameter_has_neither_gradient_nor_moments_in_the_plan(kind):
     "kind, stage, world_size, name, said",
     [
         ("deepspeed", 1, 1, "lamb", "set engine.zero_stage=0, or engine.kind=fsdp"),
-        ("deepspeed", 2, 2, "muon", "set engine.zero_stage=0, or engine.kind=fsdp, engine.zero_stage=0"),
+        (
+            "deepspeed",
+            2,
+            2,
+            "muon",
+            "set engine.zero_stage=0, or engine.kind=fsdp, engine.zero_stage=0",
+        ),
         ("deepspeed", 0, 2, "muon", ""),
-        ("fsdp", 2, 2, "muon", "engine.zero_stage 2 cuts among 2 ranks: set engine.zero_stage=0, or engine.shard"),
+        (
+            "fsdp",
+            2,
+            2,
+            "muon",
+            "engine.zero_stage 2 cuts among 2 ranks: set engine.zero_stage=0, or engine.shard",
+        ),
         ("fsdp", 2, 1, "muon", ""),
         ("fsdp", 3, 2, "lamb", ""),
         ("fsdp", 3, 2, "torch.optim.Muon", "optim.name (torch.optim.Muon) needs whole parameters"),
         ("deepspeed", 3, 2, "lion", ""),
     ],
 )
-def test_an_update_that_needs_whole_parameters_is_refused_where_they_are_cut(kind, stage, world_size, name, said):
+def test_an_update_that_needs_whole_parameters_is_refused_where_they_are_cut(
+    kind, stage, world_size, name, said
+):
     facts = Facts(world_size, optimizer=(name, needs(OptimConfig(name=name))))
-    told = list(package(kind).mistakes(EngineConfig(kind=kind, zero_stage=stage, precision="fp32"), facts))
+    told = list(
+        package(kind).mistakes(EngineConfig(kind=kind, zero_stage=stage, precision="fp32"), facts)
+    )
     assert len(told) == bool(said) and all(said in line for line in told)
 
 
@@ -75,7 +98,9 @@ def test_a_locked_run_goes_on_under_another_engine(recipe, tmp_path, optim, stag
     common = (*LOCKED, *optim, then, "schedule.name=constant", "schedule.warmup_steps=2")
     status, out = run(recipe, *common, "run.steps=8", f"run.dir={tmp_path / 'whole'}")
     assert status == 0, out
-    status, out = run(recipe, *common, "run.steps=4", "engine.kind=fsdp", f"engine.zero_stage={stage}", ranks=2)
+    status, out = run(
+        recipe, *common, "run.steps=4", "engine.kind=fsdp", f"engine.zero_stage={stage}", ranks=2
+    )
     assert status == 0, out
     status, out = run(recipe, *common, "run.steps=8")
     assert status == 0 and "resuming from step 4" in out, out
@@ -87,7 +112,9 @@ def test_a_locked_run_goes_on_under_another_engine(recipe, tmp_path, optim, stag
     config = load_config(str(recipe))
     before = initial_weights(config.model, config.run.seed)
     changed = {
-        name for name, p in after.items() if not torch.equal(p.flatten(), before.read(name, "param", 0, p.numel()))
+        name
+        for name, p in after.items()
+        if not torch.equal(p.flatten(), before.read(name, "param", 0, p.numel()))
     }
     assert {name for name in changed if name.startswith("visual.")} == {"visual.proj"}
     assert "text_projection" in changed
@@ -101,7 +128,9 @@ def test_a_run_with_other_frozen_parameters_is_another_run(recipe):
     assert status == 2 and "model.freeze was [], is ['visual.*']" in out, out
     status, out = run(recipe, "run.steps=4", short, frozen, "checkpoint.allow_changed_recipe=true")
     assert status == 0 and "resuming from step 2" in out, out
-    status, out = run(recipe, "run.steps=6", short, "checkpoint.allow_changed_recipe=true")  # without their moments
+    status, out = run(
+        recipe, "run.steps=6", short, "checkpoint.allow_changed_recipe=true"
+    )  # without their moments
     assert status == 0 and "resuming from step 4" in out, out
 
 

@@ -7,7 +7,17 @@ import signal
 import pytest
 
 from launcher.runtime.verdict import read_verdict
-from tests.launcher.conftest import ENDLESS, RECIPE, finish, kill, metrics, run, start, wait_for_commit, wait_for_step
+from tests.launcher.conftest import (
+    ENDLESS,
+    RECIPE,
+    finish,
+    kill,
+    metrics,
+    run,
+    start,
+    wait_for_commit,
+    wait_for_step,
+)
 from tests.launcher.test_resume import told
 
 pytestmark = pytest.mark.engine
@@ -41,8 +51,12 @@ def test_killed_and_resumed_on_either_engine(recipe, tmp_path, uninterrupted, ra
     status, out = run(recipe, "run.steps=24", *then, ranks=2)
     assert status == 0 and "resuming from step" in out, out
     lines = metrics(tmp_path / "run")
-    assert [line["batch_digest"] for line in lines] == [line["batch_digest"] for line in uninterrupted]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in uninterrupted], rel=1e-5)
+    assert [line["batch_digest"] for line in lines] == [
+        line["batch_digest"] for line in uninterrupted
+    ]
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [line["loss"] for line in uninterrupted], rel=1e-5
+    )
 
 
 def test_a_resume_on_the_same_layout_is_bitwise(recipe, tmp_path):
@@ -50,7 +64,11 @@ def test_a_resume_on_the_same_layout_is_bitwise(recipe, tmp_path):
     curves = []
     for place, lengths in (("straight", (12,)), ("resumed", (7, 12))):
         for steps in lengths:
-            constant = ("schedule.name=constant", f"run.steps={steps}", f"run.dir={tmp_path / place}")
+            constant = (
+                "schedule.name=constant",
+                f"run.steps={steps}",
+                f"run.dir={tmp_path / place}",
+            )
             status, out = run(recipe, *layout, *constant, ranks=2)
             assert status == 0, out
         curves.append(told(metrics(tmp_path / place)))
@@ -99,5 +117,7 @@ def test_out_of_memory_on_one_rank(recipe, tmp_path):
     assert status == 0 and "batch.micro_size from 12 to 6" in out, out
     status, out = run(recipe, "run.steps=8", f"run.dir={tmp_path / 'undisturbed'}")
     assert status == 0, out
-    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("alone", "undisturbed")]
+    losses = [
+        [line["loss"] for line in metrics(tmp_path / name)] for name in ("alone", "undisturbed")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -16,12 +16,24 @@ H200 = 989.5e12  # dense bf16 FLOP/s of the datasheet
 
 def planned(capsys, *line: str) -> dict:
     recipe = str(RECIPES / "vit_l14.yaml")
-    assert main(["plan", recipe, "--world-size", str(WORLD), "--json", f"batch.global_size={N}", *line]) == 0
+    assert (
+        main(
+            ["plan", recipe, "--world-size", str(WORLD), "--json", f"batch.global_size={N}", *line]
+        )
+        == 0
+    )
     return json.loads(capsys.readouterr().out)
 
 
 def test_rates_days_and_traffic_follow_from_the_sizes(capsys):
-    plan = planned(capsys, "--gpu", "H200", "engine.precision=bf16", "engine.zero_stage=1", "batch.micro_size=512")
+    plan = planned(
+        capsys,
+        "--gpu",
+        "H200",
+        "engine.precision=bf16",
+        "engine.zero_stage=1",
+        "batch.micro_size=512",
+    )
     gpu, P, D = plan["gpu"], plan["parameters"], 768
     per_sample = plan["flops_per_step"] / N / (2 + plan["forwards_per_sample"])  # one forward
     for mfu, rate in gpu["samples_per_second"].items():
@@ -41,7 +53,11 @@ def test_rates_days_and_traffic_follow_from_the_sizes(capsys):
 
 
 def test_the_row_that_auto_would_choose_is_what_it_chooses(capsys):
-    auto = ("batch.micro_size=auto", "batch.kept_graphs=auto", "engine.activation_checkpointing=auto")
+    auto = (
+        "batch.micro_size=auto",
+        "batch.kept_graphs=auto",
+        "engine.activation_checkpointing=auto",
+    )
     plan = planned(capsys, "--gpu", "A100-40", *auto)
     (row,) = [row for row in plan["gpu"]["layouts"] if row["auto"]]
     for name in ("micro_size", "accum_steps", "kept_graphs", "activation_checkpointing"):
@@ -56,7 +72,9 @@ def test_higher_stages_hold_less_and_take_more(capsys):
     for kind in ("deepspeed", "fsdp"):
         own = [row for row in engines if row["kind"] == kind]
         assert [row["fixed"] for row in own] == sorted((row["fixed"] for row in own), reverse=True)
-        assert [row["largest_micro_size"] for row in own] == sorted(row["largest_micro_size"] for row in own)
+        assert [row["largest_micro_size"] for row in own] == sorted(
+            row["largest_micro_size"] for row in own
+        )
     assert all(row["with_activation_checkpointing"] > row["largest_micro_size"] for row in engines)
 
 

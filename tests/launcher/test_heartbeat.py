@@ -87,7 +87,12 @@ def test_a_death_is_known_to_all_and_published_by_one(start, doomed):
     left = [rank for rank in range(3) if rank != doomed]
     assert world.all_know(left)
     ((_, failure),) = world.published
-    assert (failure.rank, failure.node, failure.lost, failure.status) == (doomed, node_name(), True, 1)
+    assert (failure.rank, failure.node, failure.lost, failure.status) == (
+        doomed,
+        node_name(),
+        True,
+        1,
+    )
     assert f"rank {doomed} on {node_name()} has died or is frozen" in failure.message
     assert all(world.ranks[rank].abort == failure for rank in left)
 
@@ -110,7 +115,9 @@ def test_the_first_failure_decides_for_all(start):
 def test_two_threads_of_a_rank_publish_one_failure(start):
     world = start(2)
     failures = [Failure(0, "n", f"from thread {number}") for number in range(8)]
-    threads = [threading.Thread(target=world.ranks[0].claim, args=(failure,)) for failure in failures]
+    threads = [
+        threading.Thread(target=world.ranks[0].claim, args=(failure,)) for failure in failures
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -159,8 +166,13 @@ def test_without_the_launchers_store_the_ranks_go_on(start, error):
 
 def test_alone_there_is_nobody_to_ask():
     published = []
-    alone = Heartbeat(RankEnv(0, 1, 0, 1, "127.0.0.1", 0, "this test"), lambda *failure: published.append(failure))
+    alone = Heartbeat(
+        RankEnv(0, 1, 0, 1, "127.0.0.1", 0, "this test"), lambda *failure: published.append(failure)
+    )
     failure = Failure(0, "n", "m")
-    assert alone.claim(failure, "trace") == failure and alone.claim(Failure(0, "n", "later")) == failure
+    assert (
+        alone.claim(failure, "trace") == failure
+        and alone.claim(Failure(0, "n", "later")) == failure
+    )
     alone.leave()
     assert published == [(failure, "trace")]

@@ -64,18 +64,30 @@ def test_it_trains_through_and_the_tables_are_exact(tmp_path, model, ranks):
     table = rows(first[: first.index("more rows")])
     assert len(table) == 20 and table.items() <= expected.items()
     report = (tmp_path / "run" / "report.html").read_text()
-    assert "invalid samples in it" in report and f"<td>2</td><td>2</td><td>{expected.total()}</td>" in report
-    cells = re.findall(r"<tr><td>([^<]+)</td><td>[^<]*/([^<]+\.tar)</td><td>(\d+)</td></tr>", report)
-    assert {(reason, shard): int(n) for reason, shard, n in cells} == {k: 3 * n for k, n in expected.items()}
+    assert (
+        "invalid samples in it" in report
+        and f"<td>2</td><td>2</td><td>{expected.total()}</td>" in report
+    )
+    cells = re.findall(
+        r"<tr><td>([^<]+)</td><td>[^<]*/([^<]+\.tar)</td><td>(\d+)</td></tr>", report
+    )
+    assert {(reason, shard): int(n) for reason, shard, n in cells} == {
+        k: 3 * n for k, n in expected.items()
+    }
 
 
 def test_at_the_limit_all_ranks_stop_with_the_table(tmp_path, model):
     recipe = write_recipe(tmp_path, model, lanes=8, limit=0.1, size=64)
     status, out = run(recipe, "run.steps=1000", ranks=2)
     assert status == 1, out
-    message = re.search(r"(\d+) of the last (\d+) samples were invalid, more than data.bad_sample_limit \(0.1\)", out)
+    message = re.search(
+        r"(\d+) of the last (\d+) samples were invalid, more than data.bad_sample_limit \(0.1\)",
+        out,
+    )
     assert message and int(message[1]) >= 20 and int(message[1]) > 0.1 * int(message[2])
-    assert out.count("more than data.bad_sample_limit") == 1 and out.count("first keys") == 1  # told by one rank
+    assert (
+        out.count("more than data.bad_sample_limit") == 1 and out.count("first keys") == 1
+    )  # told by one rank
     table = rows(out[message.end() :])
     assert table and set(table) <= set(planted(KINDS))
     verdict = read_verdict(tmp_path / "run")

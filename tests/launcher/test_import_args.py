@@ -20,7 +20,9 @@ LINES = dict(re.findall(r"^=== (.*)\n((?:(?!===).*\n)+)", (HERE / "lines.txt").r
 THEIRS = [line.split() for line in (HERE / "flags.txt").read_text().splitlines()[1:]]
 KINDS = {name: kind for name, kind, _ in THEIRS}
 RELEASED = {name for name, _, since in THEIRS if since == "3.3.0"}
-BUILT_BY_OPENCLIP = {name for name, line in LINES.items() if re.search(r"--model .(coca|roberta)", line)}
+BUILT_BY_OPENCLIP = {
+    name for name, line in LINES.items() if re.search(r"--model .(coca|roberta)", line)
+}
 VIT = "--model ViT-B-32 --train-data x.tar --train-num-samples 3000000"
 STABILITY = LINES["docs/script_examples/stability_example.sh"]
 SLURM = LINES["README.md, SLURM"]
@@ -35,7 +37,10 @@ def imported(capsys, *line: str) -> tuple[dict, str]:
 
 
 PLANNED = [  # each takes seconds
-    pytest.param(name, marks=() if name in ("README.md, SLURM", "README.md, Single-Node") else pytest.mark.full)
+    pytest.param(
+        name,
+        marks=() if name in ("README.md, SLURM", "README.md, Single-Node") else pytest.mark.full,
+    )
     for name in sorted(LINES)
 ]
 
@@ -83,13 +88,21 @@ def test_each_flag_is_the_switch_or_value_that_it_is():
 
 def test_the_page_has_every_flag():
     page = (Path(__file__).resolve().parents[2] / "docs" / "from_openclip.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|", 1)] for line in page.splitlines() if "| `--" in line]
-    assert {flag.strip("`").removeprefix("--"): text for flag, text in rows} == {flag: meaning(flag) for flag in FLAGS}
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|", 1)]
+        for line in page.splitlines()
+        if "| `--" in line
+    ]
+    assert {flag.strip("`").removeprefix("--"): text for flag, text in rows} == {
+        flag: meaning(flag) for flag in FLAGS
+    }
     assert len(rows) == len(FLAGS) and len(RELEASED) == 90
 
 
 def test_a_batch_is_that_of_all_gpus_and_micro_batches(capsys):
-    recipe, _ = imported(capsys, f"torchrun --nproc_per_node 8 -m main {VIT} --batch-size 128 --accum-freq 4")
+    recipe, _ = imported(
+        capsys, f"torchrun --nproc_per_node 8 -m main {VIT} --batch-size 128 --accum-freq 4"
+    )
     assert recipe["batch"] == {"global_size": 8 * 128 * 4, "micro_size": 128}
     assert imported(capsys, STABILITY)[0]["batch"]["global_size"] == 240 * 375
     assert imported(capsys, SLURM)[0]["batch"]["global_size"] == 32 * 4 * 256
@@ -103,7 +116,9 @@ def test_a_batch_is_that_of_all_gpus_and_micro_batches(capsys):
         "srun --ntasks=16 python",
         "torchrun --nnode 2 --nproc-per-node=8",
     ):
-        assert imported(capsys, f"{start} -m main {VIT}")[0]["batch"]["global_size"] == 16 * 64, start
+        assert imported(capsys, f"{start} -m main {VIT}")[0]["batch"]["global_size"] == 16 * 64, (
+            start
+        )
 
 
 def test_what_differs_is_said(capsys):
@@ -118,18 +133,36 @@ def test_what_differs_is_said(capsys):
     assert recipe["optim"]["grad_clip_norm"] is None and recipe["optim"]["lr"] == 1e-3
     assert recipe["checkpoint"]["every_steps"] == math.ceil(135646078 / 90000)
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    for flag in ("--local-loss", "--gather-with-grad", "--resume", "--ddp-static-graph", "--train-data"):
+    for flag in (
+        "--local-loss",
+        "--gather-with-grad",
+        "--resume",
+        "--ddp-static-graph",
+        "--train-data",
+    ):
         assert any(line.startswith(f"# {flag}: ") for line in comments), flag
     assert any("empty captions" in line for line in comments)
-    recipe, _ = imported(capsys, f"torchrun -m main {VIT} --siglip --loss-dist-impl gather --lr 5e-4")
+    recipe, _ = imported(
+        capsys, f"torchrun -m main {VIT} --siglip --loss-dist-impl gather --lr 5e-4"
+    )
     assert recipe["loss"] == {"kind": "sigmoid", "exchange": "gather"}
-    assert recipe["model"] == {"name": "ViT-B-32", "init_logit_bias": -10.0, "init_logit_scale": math.log(10)}
-    taught, _ = imported(capsys, f"main.py {VIT} --distill-model ViT-L/14 --distill-pretrained laion2b_s32b_b82k")
+    assert recipe["model"] == {
+        "name": "ViT-B-32",
+        "init_logit_bias": -10.0,
+        "init_logit_scale": math.log(10),
+    }
+    taught, _ = imported(
+        capsys, f"main.py {VIT} --distill-model ViT-L/14 --distill-pretrained laion2b_s32b_b82k"
+    )
     assert taught["model"]["teacher"] == "open_clip:ViT-L-14/laion2b_s32b_b82k"
     assert taught["model"]["teacher_name"] == "ViT-L-14"
     two = "--train-data 'a/{0..9}.tar::pipe:aws s3 cp s3://b/{0..9}.tar -' --dataset-resampled"
-    recipe, _ = imported(capsys, f"main.py --train-num-samples 9e9 {two} --train_data_upsampling_factors=1::2")
-    assert recipe["data"]["train_weights"] == [1, 2] and recipe["data"]["num_samples"] == 9_000_000_000
+    recipe, _ = imported(
+        capsys, f"main.py --train-num-samples 9e9 {two} --train_data_upsampling_factors=1::2"
+    )
+    assert (
+        recipe["data"]["train_weights"] == [1, 2] and recipe["data"]["num_samples"] == 9_000_000_000
+    )
     assert recipe["data"]["train"] == "a/{0..9}.tar::s3://b/{0..9}.tar"
 
 
@@ -140,7 +173,10 @@ def test_evaluation_is_as_often(capsys):
     assert found == {
         "zero_shot_data": "/data/imagenet/validation/", "zero_shot_classes": "imagenet", "every_steps": 2 * epoch
     }  # fmt: skip
-    assert imported(capsys, f"{ONE_NODE.rstrip()} --val-data v.tar")[0]["evaluate"]["every_steps"] == epoch
+    assert (
+        imported(capsys, f"{ONE_NODE.rstrip()} --val-data v.tar")[0]["evaluate"]["every_steps"]
+        == epoch
+    )
     recipe, _ = imported(capsys, f"{ONE_NODE.rstrip()} --zeroshot-frequency 0 --save-frequency 0")
     assert "every_steps" not in recipe["evaluate"] and recipe["checkpoint"]["every_steps"] is None
 
@@ -150,7 +186,8 @@ def test_a_table_becomes_shards_first(capsys):
     assert recipe["data"]["train"] == "/path/to/train_data-shards/*.tar"
     assert recipe["data"]["val"] == "/path/to/validation_data-shards/*.tar"
     command = (
-        "clip-train shards /path/to/train_data.csv /path/to/train_data-shards --image-key filepath --caption-key title"
+        "clip-train shards /path/to/train_data.csv /path/to/train_data-shards "
+        "--image-key filepath --caption-key title"
     )
     assert f"# --train-data: first make shards of it: {command}\n" in text
     assert "# --train-num-samples: is not given: 10,000,000 samples are ASSUMED" in text
@@ -181,11 +218,17 @@ def test_what_a_script_sets_is_put_in(capsys, tmp_path):
 
 
 def test_captions_shards_and_sharding_of_the_main_branch(capsys):
-    recipe, text = imported(capsys, f"main.py {VIT} --json-text-key 'long;short' --json-text-key-probs 0.7 0.3 --fsdp")
+    recipe, text = imported(
+        capsys, f"main.py {VIT} --json-text-key 'long;short' --json-text-key-probs 0.7 0.3 --fsdp"
+    )
     assert recipe["data"]["caption_key"] == {"json.long": 0.7, "json.short": 0.3}
     assert recipe["engine"] == {"precision": "bf16", "kind": "fsdp", "zero_stage": 3}
-    assert imported(capsys, f"main.py {VIT} --text-key 'txt;caption'")[0]["data"]["caption_key"] == ["txt", "caption"]
-    recipe, text = imported(capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --use-naflex --report-to trackio")
+    assert imported(capsys, f"main.py {VIT} --text-key 'txt;caption'")[0]["data"][
+        "caption_key"
+    ] == ["txt", "caption"]
+    recipe, text = imported(
+        capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --use-naflex --report-to trackio"
+    )
     assert recipe["optim"]["no_decay"] == ["*.bias", "*pos*"] and recipe["log"]["trackio"] is True
     assert "# --use-naflex: images of one size alone: model.image_size\n" in text
 
@@ -194,7 +237,8 @@ def test_a_name_that_openclip_has_given_up(capsys):
     recipe, text = imported(capsys, LINES["docs/script_examples/clipa/vit_l16/i17_t16_pretrain.sh"])
     assert recipe["model"] == {"name": "ViT-L-16", "image_size": 64}
     assert (
-        "# --model: OpenCLIP has no ViT-L-16-CL16-GAP any more: ViT-L-16 here, its texts of 77 tokens, not 16" in text
+        "# --model: OpenCLIP has no ViT-L-16-CL16-GAP any more: ViT-L-16 here, its texts of 77 tokens, not 16"
+        in text
     )
 
 
@@ -214,19 +258,39 @@ def test_augmentation_is_what_openclip_does(capsys):
         "aug_scale": [0.4, 1.0], "aug_color_jitter": [0.32, 0.32, 0.32, 0.08], "aug_color_jitter_prob": 0.8,
         "aug_gray_scale_prob": 0.2,
     }  # fmt: skip
-    assert "# --aug-cfg ratio: does nothing there without use_timm; data.aug_ratio would here" in text
+    assert (
+        "# --aug-cfg ratio: does nothing there without use_timm; data.aug_ratio would here" in text
+    )
     assert augmentation(capsys, "color_jitter=0.4")[0] == {}
     keys, text = augmentation(
-        capsys, "use_timm=True", "ratio=(0.5, 2)", "color_jitter=0.4", "gray_scale_prob=0.2", "re_prob=0.1"
+        capsys,
+        "use_timm=True",
+        "ratio=(0.5, 2)",
+        "color_jitter=0.4",
+        "gray_scale_prob=0.2",
+        "re_prob=0.1",
     )
     assert keys == {"aug_ratio": [0.5, 2], "aug_color_jitter": [0.4, 0.4, 0.4, 0.0]}
-    assert "# --aug-cfg re_prob: has no counterpart" in text and "# --aug-cfg gray_scale_prob: does nothing" in text
+    assert (
+        "# --aug-cfg re_prob: has no counterpart" in text
+        and "# --aug-cfg gray_scale_prob: does nothing" in text
+    )
 
 
 def test_synthetic_data_need_no_shards(capsys):
-    recipe, text = imported(capsys, "main.py --dataset-type synthetic --model ViT-B-32 --train-num-samples 1000000")
-    assert recipe["data"] == {"num_samples": 1_000_000, "workers": 4, "kind": "synthetic"} and "REPLACE" not in text
-    assert imported(capsys, "main.py --dataset-type synthetic --model ViT-B-32")[0]["data"]["num_samples"] == 1_000_000
+    recipe, text = imported(
+        capsys, "main.py --dataset-type synthetic --model ViT-B-32 --train-num-samples 1000000"
+    )
+    assert (
+        recipe["data"] == {"num_samples": 1_000_000, "workers": 4, "kind": "synthetic"}
+        and "REPLACE" not in text
+    )
+    assert (
+        imported(capsys, "main.py --dataset-type synthetic --model ViT-B-32")[0]["data"][
+            "num_samples"
+        ]
+        == 1_000_000
+    )
 
 
 def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
@@ -247,19 +311,34 @@ def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("main.py --batch-sise 3", "--batch-sise is no flag of OpenCLIP; did you mean --batch-size?"),
-        ("main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3", "--batch-sise is no flag of OpenCLIP; did"),
-        ("main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3", "--zq is no flag of OpenCLIP; leave it out"),
+        (
+            "main.py --batch-sise 3",
+            "--batch-sise is no flag of OpenCLIP; did you mean --batch-size?",
+        ),
+        (
+            "main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3",
+            "--batch-sise is no flag of OpenCLIP; did",
+        ),
+        (
+            "main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3",
+            "--zq is no flag of OpenCLIP; leave it out",
+        ),
         ("main.py --train-data 'a.tar", "quote it as one argument"),
         ("main.py --batch-size", "--batch-size has no value"),
         ("main.py a.tar", "'a.tar' is no flag of OpenCLIP"),
         ("none.sh", "cannot read none.sh"),
         ("main.py --batch-size $BS", "--batch-size ($BS) is no whole number; put the number in"),
         ("main.py --warmup ten", "schedule.warmup_steps (ten) is no whole number"),
-        ("main.py --lr-scheduler linear", "--lr-scheduler (linear) must be one of cosine, const, const-cooldown"),
+        (
+            "main.py --lr-scheduler linear",
+            "--lr-scheduler (linear) must be one of cosine, const, const-cooldown",
+        ),
         ("main.py --train-data 'pipe:cat x'", "no path or URL of shards in this command"),
         ("main.py --dataset-type webdataset-audio", "images and texts alone are trained on here"),
-        ("main.py --model hf-hub:org/name", "give --model the architecture's name, and --pretrained hf-hub:org/name"),
+        (
+            "main.py --model hf-hub:org/name",
+            "give --model the architecture's name, and --pretrained hf-hub:org/name",
+        ),
     ],
 )
 def test_mistakes(line, said, capsys):
@@ -269,7 +348,18 @@ def test_mistakes(line, said, capsys):
 
 def test_without_quotes_it_says_to_quote(capsys):
     with pytest.raises(SystemExit):
-        main(["import-args", "torchrun", "--nproc_per_node", "8", "-m", "open_clip_train.main", "--model", "ViT-B-32"])
+        main(
+            [
+                "import-args",
+                "torchrun",
+                "--nproc_per_node",
+                "8",
+                "-m",
+                "open_clip_train.main",
+                "--model",
+                "ViT-B-32",
+            ]
+        )
     assert "quote the command as one argument" in capsys.readouterr().err
 
 

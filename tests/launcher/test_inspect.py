@@ -27,7 +27,9 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def trained(recipe, data):
     classes = f"evaluate.zero_shot_classes={data.classes}"
-    status, out = run(recipe, "run.steps=12", f"data.val={data.val}", classes, "engine.zero_stage=3", ranks=2)
+    status, out = run(
+        recipe, "run.steps=12", f"data.val={data.val}", classes, "engine.zero_stage=3", ranks=2
+    )
     assert status == 0, out
     return recipe.parent / "run", out
 
@@ -41,10 +43,14 @@ def test_evaluate_and_export_agree_with_the_run(trained, data):
     status, printed = run(resolved, verb="evaluate")
     assert status == 0, printed
     again = dict(
-        line.split(": ") for line in printed.splitlines() if (line.count(": ") == 1 and "@" in line) or "top" in line
+        line.split(": ")
+        for line in printed.splitlines()
+        if (line.count(": ") == 1 and "@" in line) or "top" in line
     )
     for name in ("zero_shot_top1", "dedup_image_to_text_R@10"):
-        assert float(again[name]) == pytest.approx(told[name], abs=2e-3)  # other ranks, other rounding, ties
+        assert float(again[name]) == pytest.approx(
+            told[name], abs=2e-3
+        )  # other ranks, other rounding, ties
 
     status, printed = run(resolved, verb="export")
     assert status == 0 and "open_clip.create_model_and_transforms" in printed, printed
@@ -65,24 +71,37 @@ def test_evaluate_and_export_agree_with_the_run(trained, data):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
     evaluated = [f"data.val={data.val}", f"evaluate.zero_shot_classes={data.classes}"]
-    status, printed = run(run_dir / "export", "--json", *evaluated, verb="evaluate")  # no recipe: the folder says what
+    status, printed = run(
+        run_dir / "export", "--json", *evaluated, verb="evaluate"
+    )  # no recipe: the folder says what
     assert status == 0, printed
     found = json.loads(printed.splitlines()[-1])
     assert found["weights"] == str(run_dir / "export") and found["num_samples"] == 608
     for name in ("val_loss", "zero_shot_top1", "dedup_text_to_image_R@10"):
         assert found[name] == pytest.approx(told[name], abs=2e-3)
-    by_name = start(Path("tiny"), "--weights", str(run_dir / "export"), *evaluated, verb="evaluate", cwd=run_dir)
+    by_name = start(
+        Path("tiny"), "--weights", str(run_dir / "export"), *evaluated, verb="evaluate", cwd=run_dir
+    )
     status, printed = finish(by_name)
     assert status == 1 and "does not fit the model" in printed, printed
 
     status, from_export = run(
-        resolved, f"model.init_from={run_dir / 'export'}", "run.name=second", "run.dir=second", "run.steps=6"
+        resolved,
+        f"model.init_from={run_dir / 'export'}",
+        "run.name=second",
+        "run.dir=second",
+        "run.steps=6",
     )
     assert status == 0, from_export
     first, going_on = metrics(run_dir), metrics(run_dir / "second")
     assert going_on[0]["loss"] < first[0]["loss"]  # it starts where the first one ended
     status, from_run = run(
-        resolved, f"model.init_from={run_dir}", "run.name=third", "run.dir=third", "run.steps=6", ranks=2
+        resolved,
+        f"model.init_from={run_dir}",
+        "run.name=third",
+        "run.dir=third",
+        "run.steps=6",
+        ranks=2,
     )
     assert status == 0 and f"model.init_from: step 12 of {run_dir}" in from_run, from_run
     assert metrics(run_dir / "third")[0]["loss"] == pytest.approx(going_on[0]["loss"], rel=1e-5)
@@ -98,19 +117,39 @@ def test_folders_of_images_in_training_and_after(recipe, tmp_path, data):
                 pixels[..., 2 - number] += 160
                 Image.fromarray(pixels).save(tmp_path / folder / name / f"{i}.png")
     (tmp_path / "colours.json").write_text(json.dumps({"classnames": ["blue", "green", "red"]}))
-    keys = [f"evaluate.zero_shot_data={tmp_path / 'test'}", f"evaluate.linear_probe={tmp_path / 'train'}"]
+    keys = [
+        f"evaluate.zero_shot_data={tmp_path / 'test'}",
+        f"evaluate.linear_probe={tmp_path / 'train'}",
+    ]
     keys += [f"evaluate.zero_shot_classes={tmp_path / 'colours.json'}", "evaluate.batch_size=4"]
-    engine = ["engine.kind=fsdp", "engine.zero_stage=3", f"data.val={data.val}", "evaluate.retrieval=false"]
+    engine = [
+        "engine.kind=fsdp",
+        "engine.zero_stage=3",
+        f"data.val={data.val}",
+        "evaluate.retrieval=false",
+    ]
     status, out = run(recipe, "run.steps=6", *keys, *engine, ranks=2)
     assert status == 0, out
     (trained,) = map(json.loads, (tmp_path / "run" / "eval.jsonl").read_text().splitlines())
-    assert (trained["num_samples"], trained["zero_shot_samples"], trained["linear_probe_top1"]) == (608, 15, 1)
-    assert trained["val_loss"] > 0 and "linear_probe_top1" in (tmp_path / "run" / "report.html").read_text()
+    assert (trained["num_samples"], trained["zero_shot_samples"], trained["linear_probe_top1"]) == (
+        608,
+        15,
+        1,
+    )
+    assert (
+        trained["val_loss"] > 0
+        and "linear_probe_top1" in (tmp_path / "run" / "report.html").read_text()
+    )
     assert run(tmp_path / "run", "--output", "weights", verb="export")[0] == 0
-    status, out = run(tmp_path / "weights", "--json", *keys, "evaluate.templates=simple", verb="evaluate")
+    status, out = run(
+        tmp_path / "weights", "--json", *keys, "evaluate.templates=simple", verb="evaluate"
+    )
     assert status == 0, out
     found = json.loads(out.splitlines()[-1])
-    assert (found["linear_probe_top1"], found["zero_shot_samples"]) == (1, 15) and "num_samples" not in found
+    assert (found["linear_probe_top1"], found["zero_shot_samples"]) == (
+        1,
+        15,
+    ) and "num_samples" not in found
 
 
 def test_a_run_that_was_never_trained_says_so(recipe):
@@ -135,9 +174,14 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
     run_dir = tmp_path / "demo-digits"
     assert read_verdict(run_dir)[0] == "DONE"
     assert metrics(run_dir)[0]["accum_steps"] == 4
-    assert {"report.html", "attempts.jsonl", "metrics.jsonl", "recipe.yaml", "ds_config.json", "events"} <= {
-        p.name for p in run_dir.iterdir()
-    }
+    assert {
+        "report.html",
+        "attempts.jsonl",
+        "metrics.jsonl",
+        "recipe.yaml",
+        "ds_config.json",
+        "events",
+    } <= {p.name for p in run_dir.iterdir()}
     assert "state DONE" in (run_dir / "report.html").read_text()
 
 
@@ -148,12 +192,22 @@ def test_what_a_place_says_of_the_model(tmp_path):
 
     assert model("ViT-B-32", "x.pt") == {"name": "ViT-B-32"}
     assert model("open_clip:ViT-B-16-SigLIP", "x.pt") == {"name": "open_clip:ViT-B-16-SigLIP"}
-    known = ("hf-hub:org/name", "open_clip:ViT-B-32/laion2b_s34b_b79k", str(tmp_path / "weights.safetensors"))
+    known = (
+        "hf-hub:org/name",
+        "open_clip:ViT-B-32/laion2b_s34b_b79k",
+        str(tmp_path / "weights.safetensors"),
+    )
     assert [model(place) for place in known] == [{}, {}, {}]  # their description says it
     assert described(str(tmp_path / "x.pt"), "open_clip:ViT-B-32/laion2b_s34b_b79k") == "ViT-B-32"
-    assert described(str(tmp_path / "x.pt"), "open_clip:ViT-B-16-SigLIP/webli") == "open_clip:ViT-B-16-SigLIP"
+    assert (
+        described(str(tmp_path / "x.pt"), "open_clip:ViT-B-16-SigLIP/webli")
+        == "open_clip:ViT-B-16-SigLIP"
+    )
     assert model("my.yaml", "x.pt") is model("my.yaml") is model(str(tmp_path)) is None
-    with pytest.raises(UserError, match=r"x\.pt has no open_clip_config\.json beside it .* ViT-B-32 --weights x\.pt"):
+    with pytest.raises(
+        UserError,
+        match=r"x\.pt has no open_clip_config\.json beside it .* ViT-B-32 --weights x\.pt",
+    ):
         described(str(tmp_path / "x.pt"), "x.pt")
 
 
@@ -167,10 +221,14 @@ def test_a_checkpoint_from_elsewhere_does_not_choose_a_tokenizer(tmp_path):
 
     known = load_architecture("ViT-L-14-CLIPA")
     architecture, own = known.model_dump(mode="json"), str(tmp_path / "own.json")
-    (tmp_path / "own.json").write_text(json.dumps(known.model_cfg()).replace("bert-base-uncased", "org/other"))
+    (tmp_path / "own.json").write_text(
+        json.dumps(known.model_cfg()).replace("bert-base-uncased", "org/other")
+    )
     check(None, "any")
     check("bert-base-uncased", "ViT-L-14-CLIPA")
     check("org/other", own, said=True)
     for name, said in (("ViT-L-14-CLIPA", False), ("ViT-L-14-CLIPA", True), (own, False)):
-        with pytest.raises(UserError, match=r"s3://bucket/run names org/other, which is opened only if you say so"):
+        with pytest.raises(
+            UserError, match=r"s3://bucket/run names org/other, which is opened only if you say so"
+        ):
             check("org/other", name, said=said)

@@ -40,14 +40,21 @@ def shards(tmp_path):
     Image.new("RGB", (8, 8)).save(buffer, "JPEG")
     jpg = buffer.getvalue()
     write_shards(tmp_path / "no_caption", [{"__key__": "a", "jpg": jpg}], 10)
-    write_shards(tmp_path / "json_only", [{"__key__": "a", "jpg": jpg, "json": b'{"text": "x", "url": "y"}'}], 10)
+    write_shards(
+        tmp_path / "json_only",
+        [{"__key__": "a", "jpg": jpg, "json": b'{"text": "x", "url": "y"}'}],
+        10,
+    )
     write_shards(tmp_path / "no_image", [{"__key__": "a", "txt": b"hello"}], 10)
     return tmp_path
 
 
 # (overrides, what the message must say: the field, the value, the remedy)
 MISTAKES = {
-    "unknown key": (["optim.learning_rate=1e-3"], ["optim.learning_rate", "0.001", "did you mean optim.lr?"]),
+    "unknown key": (
+        ["optim.learning_rate=1e-3"],
+        ["optim.learning_rate", "0.001", "did you mean optim.lr?"],
+    ),
     "another trainer's key": (
         ["batch.accum_freq=4"],
         ["batch.accum_freq", "4", "did you mean batch.micro_size?"],
@@ -58,9 +65,15 @@ MISTAKES = {
         ["data.train (cc3m.tsv)", "img2dataset --url_list cc3m.tsv"],
     ),
     "key without its section": (["lr=1e-3"], ["did you mean optim.lr?"]),
-    "OpenCLIP's name": (["batch_size=512"], ["batch_size", "512", "did you mean batch.global_size?"]),
+    "OpenCLIP's name": (
+        ["batch_size=512"],
+        ["batch_size", "512", "did you mean batch.global_size?"],
+    ),
     "unknown section": (["optimizer.lr=1e-3"], ["optimizer", "did you mean optim?"]),
-    "key in the wrong section": (["run.micro_size=8"], ["run.micro_size", "did you mean batch.micro_size?"]),
+    "key in the wrong section": (
+        ["run.micro_size=8"],
+        ["run.micro_size", "did you mean batch.micro_size?"],
+    ),
     "wrong type": (
         ["batch.global_size=many"],
         ["batch.global_size", "'many'", "whole number", "set batch.global_size="],
@@ -80,46 +93,91 @@ MISTAKES = {
         ["batch.schedule=[{until_step: 9}]"],
         ["batch.schedule.0.global_size is missing", "or batch.schedule="],
     ),
-    "a batch schedule that is a number": (["batch.schedule=8"], ["batch.schedule (8)", "list", "set batch.schedule="]),
-    "no shards match": (["data.train=/nowhere/*.tar"], ["data.train", "/nowhere/*.tar", "matches no"]),
+    "a batch schedule that is a number": (
+        ["batch.schedule=8"],
+        ["batch.schedule (8)", "list", "set batch.schedule="],
+    ),
+    "no shards match": (
+        ["data.train=/nowhere/*.tar"],
+        ["data.train", "/nowhere/*.tar", "matches no"],
+    ),
     "a table": (
         ["data.train=x.csv"],
-        ["data.train (x.csv) is a table, not shards: `clip-train shards x.csv OUT`", "img2dataset", "{00000..00099}"],
+        [
+            "data.train (x.csv) is a table, not shards: `clip-train shards x.csv OUT`",
+            "img2dataset",
+            "{00000..00099}",
+        ],
     ),
-    "a folder": (["data.train={tmp}"], ["is a folder, not shards", "/*.tar'", "clip-train shards", "OUT"]),
+    "a folder": (
+        ["data.train={tmp}"],
+        ["is a folder, not shards", "/*.tar'", "clip-train shards", "OUT"],
+    ),
     "missing shard": (
         ["data.train=/nowhere/{0..3}.tar"],
         ["data.train", "4 of 4 shards", "/nowhere/0.tar", "correct"],
     ),
-    "missing validation shard": (["data.val=/nowhere/v.tar"], ["data.val (/nowhere/v.tar): 1 of 1 shards", "correct"]),
-    "shell pipe": (["data.train='pipe:cat x.tar'"], ["data.train", "pipe:cat x.tar", "give a path or a URL"]),
+    "missing validation shard": (
+        ["data.val=/nowhere/v.tar"],
+        ["data.val (/nowhere/v.tar): 1 of 1 shards", "correct"],
+    ),
+    "shell pipe": (
+        ["data.train='pipe:cat x.tar'"],
+        ["data.train", "pipe:cat x.tar", "give a path or a URL"],
+    ),
     "missing captions": (
         ["data.train={tmp}/no_caption/*.tar"],
         ["data.train", "no_caption", "no caption", ".txt"],
     ),
-    "captions in json": (["data.train={tmp}/json_only/*.tar"], ["set data.caption_key", "text, url"]),
+    "captions in json": (
+        ["data.train={tmp}/json_only/*.tar"],
+        ["set data.caption_key", "text, url"],
+    ),
     "wrong caption key": (
         ["data.train={tmp}/json_only/*.tar", "data.caption_key=alt"],
         ["data.caption_key (now alt)", "text, url"],
     ),
-    "no images": (["data.train={tmp}/no_image/*.tar"], ["data.train", "no image", "an image is one of jpg"]),
+    "no images": (
+        ["data.train={tmp}/no_image/*.tar"],
+        ["data.train", "no image", "an image is one of jpg"],
+    ),
     "refused stage and precision": (
         ["engine.zero_stage=0", "engine.precision=bf16"],
         ["engine.precision (bf16)", "engine.zero_stage 0", "use engine.zero_stage=1"],
     ),
-    "sigmoid without a bias": (["loss.kind=sigmoid"], ["loss.kind (sigmoid)", "set model.init_logit_bias=-10"]),
-    "a bias that a softmax cancels": (["model.init_logit_bias=-10"], ["model.init_logit_bias", "loss.kind=sigmoid"]),
-    "a ring for a softmax": (["loss.exchange=ring"], ["loss.exchange (ring)", "set loss.exchange=gather"]),
-    "unknown model": (["model.name=ViT-B-31"], ["model.name", "ViT-B-31", "did you mean", "ViT-B-32"]),
+    "sigmoid without a bias": (
+        ["loss.kind=sigmoid"],
+        ["loss.kind (sigmoid)", "set model.init_logit_bias=-10"],
+    ),
+    "a bias that a softmax cancels": (
+        ["model.init_logit_bias=-10"],
+        ["model.init_logit_bias", "loss.kind=sigmoid"],
+    ),
+    "a ring for a softmax": (
+        ["loss.exchange=ring"],
+        ["loss.exchange (ring)", "set loss.exchange=gather"],
+    ),
+    "unknown model": (
+        ["model.name=ViT-B-31"],
+        ["model.name", "ViT-B-31", "did you mean", "ViT-B-32"],
+    ),
     "no length": (["run.steps=null"], ["exactly one of run.steps", "run.epochs"]),
-    "epochs of an unknown size": (["run.steps=null", "run.epochs=2"], ["run.epochs (2", "data.num_samples"]),
+    "epochs of an unknown size": (
+        ["run.steps=null", "run.epochs=2"],
+        ["run.epochs (2", "data.num_samples"],
+    ),
     "warm-up longer than the run": (
         ["schedule.warmup_steps=50"],
         ["schedule.warmup_steps (50)", "40", "lower it"],
     ),
     "no labelled images": (
         ["evaluate.linear_probe={tmp}"],
-        ["evaluate.linear_probe (", "no images in a folder for each class", "nshards.txt", "/*.tar"],
+        [
+            "evaluate.linear_probe (",
+            "no images in a folder for each class",
+            "nshards.txt",
+            "/*.tar",
+        ],
     ),
     "labelled images elsewhere": (
         ["evaluate.zero_shot_data=/nowhere/val", "evaluate.zero_shot_classes=imagenet"],
@@ -127,7 +185,10 @@ MISTAKES = {
     ),
     "labelled images for nothing": (
         ["evaluate.zero_shot_data=/nowhere/val"],
-        ["evaluate.zero_shot_data ('/nowhere/val')", "set evaluate.zero_shot_classes or evaluate.linear_probe"],
+        [
+            "evaluate.zero_shot_data ('/nowhere/val')",
+            "set evaluate.zero_shot_classes or evaluate.linear_probe",
+        ],
     ),
     "classes elsewhere": (
         ["evaluate.zero_shot_classes=/nowhere"],
@@ -164,7 +225,10 @@ def test_a_plan_refuses_what_train_would(name, key, recipe, capsys):
     "overrides, said",
     [
         ([], "batch.global_size (32) must be at least the number of ranks (33)"),
-        (["batch.global_size=64", "batch.schedule=[{until_step: 3, global_size: 16}]"], "a size (16) must be at least"),
+        (
+            ["batch.global_size=64", "batch.schedule=[{until_step: 3, global_size: 16}]"],
+            "a size (16) must be at least",
+        ),
     ],
 )
 def test_every_rank_needs_a_sample(overrides, said, recipe, capsys):
@@ -190,7 +254,9 @@ def test_a_plan_refuses_what_training_would(line, environ, said, recipe, capsys,
 
 
 @pytest.mark.parametrize("key", ["model.teacher", "model.init_from", "evaluate.zero_shot_classes"])
-def test_what_lies_in_a_folder_that_is_not_there_may_be_a_mount_of_another_node(key, recipe, tmp_path):
+def test_what_lies_in_a_folder_that_is_not_there_may_be_a_mount_of_another_node(
+    key, recipe, tmp_path
+):
     """So a job tries again, perhaps elsewhere; what is missing from its folder is a mistake."""
     for folder, kind in ((tmp_path / "unmounted", RankError), (tmp_path, UserError)):
         config = load_config(str(recipe), [f"{key}={folder}/x.json"])
@@ -201,7 +267,11 @@ def test_what_lies_in_a_folder_that_is_not_there_may_be_a_mount_of_another_node(
 
 
 def test_samples_are_not_counted_on_a_mount_that_is_not_there(recipe, tmp_path):
-    overrides = ["run.steps=null", "run.epochs=1", f"data.train={tmp_path}/unmounted/{{000..003}}.tar"]
+    overrides = [
+        "run.steps=null",
+        "run.epochs=1",
+        f"data.train={tmp_path}/unmounted/{{000..003}}.tar",
+    ]
     with pytest.raises(RankError, match=r"4 of 4 shards are not there.* mount it on"):
         load_config(str(recipe), overrides)
     with pytest.raises(RankError, match=r"cannot read the recipe .* mount it on"):
@@ -213,7 +283,9 @@ def test_the_demo_looks_at_its_overrides_before_it_draws(tmp_path, capsys):
     assert "optim.lr (-1)" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def try_precision(recipe: Path, precision: str, missing: list[str]) -> tuple[int, str, int, list[str]]:
+def try_precision(
+    recipe: Path, precision: str, missing: list[str]
+) -> tuple[int, str, int, list[str]]:
     """Where the processor lacks these: `train`'s status and what it says, `plan`'s status, and what doctor finds."""
     answer(True, "fp16", "bf16")
     answer(False, *missing)
@@ -269,7 +341,10 @@ def test_a_file_that_is_no_recipe(text, said, tmp_path, capsys):
 @pytest.mark.parametrize("verb", ["checkpoints", "export"])
 def test_a_run_that_is_not_there(verb, capsys):
     assert main([verb, "nowhere"]) == 2
-    assert "nowhere: no such file or folder; give a recipe, a run's folder, or a URL" in capsys.readouterr().err
+    assert (
+        "nowhere: no such file or folder; give a recipe, a run's folder, or a URL"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_recipe_that_is_not_there(capsys):

@@ -16,7 +16,13 @@ from tests.launcher.conftest import metrics, run
 from tests.launcher.test_resume import told
 
 BANKS = ("loss.kind=memory_bank", "loss.bank_size=80", "loss.bank_warmup_steps=3", "data.lanes=2")
-EXTRA = ("bank_entries", "exact_loss", "feature_grad_norm", "exact_feature_grad_norm", "feature_grad_cosine")
+EXTRA = (
+    "bank_entries",
+    "exact_loss",
+    "feature_grad_norm",
+    "exact_feature_grad_norm",
+    "feature_grad_cosine",
+)
 
 
 @pytest.mark.engine
@@ -46,23 +52,42 @@ def test_a_teacher_from_an_export_folder(recipe, tmp_path, model):
     teacher = export_openclip(CLIP(architecture).state_dict(), architecture, tmp_path / "teacher")
     short = ("run.steps=3", "schedule.warmup_steps=0", f"model.teacher={teacher}", "data.lanes=2")
     curves = []
-    for place, layout, ranks in (("one", (), 1), ("two", ("engine.zero_stage=3", "batch.micro_size=5"), 2)):
+    for place, layout, ranks in (
+        ("one", (), 1),
+        ("two", ("engine.zero_stage=3", "batch.micro_size=5"), 2),
+    ):
         status, out = run(recipe, *short, f"run.dir={place}", *layout, ranks=ranks)
         assert status == 0, out
-        curves.append([(line["loss"], line["clip_loss"], line["distill_loss"]) for line in metrics(tmp_path / place)])
+        curves.append(
+            [
+                (line["loss"], line["clip_loss"], line["distill_loss"])
+                for line in metrics(tmp_path / place)
+            ]
+        )
     one, two = ([x for line in curve for x in line] for curve in curves)
     assert one == pytest.approx(two, rel=1e-5)
     assert one[0] == pytest.approx(one[1] + one[2], rel=1e-6)
     # another one in its place is not learnt from
     export_openclip(CLIP(architecture).state_dict(), architecture, teacher)
     status, out = run(recipe, "run.steps=4", *short[1:], "run.dir=one")
-    assert status != 0 and "belongs to another run: model.teacher (" in out and "its digest was" in out, out
+    assert (
+        status != 0 and "belongs to another run: model.teacher (" in out and "its digest was" in out
+    ), out
     status, out = run(recipe, "run.steps=4", *short[1:2], short[3], "run.dir=one")
-    assert status != 0 and "belongs to another run: model.teacher (None): its digest was" in out, out
-    status, out = run(recipe, "run.steps=4", *short[1:], "run.dir=one", "checkpoint.allow_changed_recipe=true")
+    assert status != 0 and "belongs to another run: model.teacher (None): its digest was" in out, (
+        out
+    )
+    status, out = run(
+        recipe, "run.steps=4", *short[1:], "run.dir=one", "checkpoint.allow_changed_recipe=true"
+    )
     assert status == 0 and "WARNING        this is another run now: model.teacher" in out, out
     # a run as the teacher: its newest checkpoint, of which each node's first rank makes an export that all of it read
-    named = (*short[:2], f"model.teacher={tmp_path / 'one'}", f"model.teacher_name={model}", "data.lanes=2")
+    named = (
+        *short[:2],
+        f"model.teacher={tmp_path / 'one'}",
+        f"model.teacher_name={model}",
+        "data.lanes=2",
+    )
     status, out = run(recipe, *named, "run.dir=three", ranks=2)
     assert status == 0 and "model.teacher: step 4 of" in out, out
     assert metrics(tmp_path / "three")[0]["distill_loss"] > 0
@@ -85,7 +110,10 @@ MINIMAL = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "model": {"name":
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"loss": {"kind": "memory_bank"}, "batch": {"accumulation": "local"}}, "batch.accumulation"),
+        (
+            {"loss": {"kind": "memory_bank"}, "batch": {"accumulation": "local"}},
+            "batch.accumulation",
+        ),
         ({"loss": {"kind": "memory_bank"}, "model": {"teacher": "somewhere"}}, "model.teacher"),
         ({"batch": {"accumulation": "local"}, "model": {"teacher": "somewhere"}}, "model.teacher"),
     ],
@@ -100,14 +128,19 @@ def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
         config = check_config(MINIMAL | {"model": {"name": "tiny", **model}}, "here")
         return make_plan(config, check(config, 1, read_data=False))
 
-    with pytest.raises(Exception, match=r"model\.teacher \(nowhere\): no such file or folder; give"):
+    with pytest.raises(
+        Exception, match=r"model\.teacher \(nowhere\): no such file or folder; give"
+    ):
         plan(teacher="nowhere")
     with pytest.raises(Exception, match=r"model\.teacher_name"):
         plan(teacher=str(tmp_path))
     for elsewhere in ("hf-hub:me/clip", "s3://bucket/export"):
         with pytest.raises(Exception, match=r"says what model it is; set model\.teacher_name"):
             plan(teacher=elsewhere)
-    for place, name in ((str(tmp_path), "ViT-B-32"), ("open_clip:ViT-B-32/laion2b_s34b_b79k", None)):
+    for place, name in (
+        (str(tmp_path), "ViT-B-32"),
+        ("open_clip:ViT-B-32/laion2b_s34b_b79k", None),
+    ):
         with pytest.raises(Exception, match=r"image_size 224, the student 32"):
             plan(teacher=place, teacher_name=name)
     alone, taught = plan(), plan(teacher=str(tmp_path), teacher_name="tiny")

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launcher.conftest import finish, kill, metrics, run, start, wait_for_commit, wait_for_step
+from tests.launcher.conftest import (
+    finish,
+    kill,
+    metrics,
+    run,
+    start,
+    wait_for_commit,
+    wait_for_step,
+)
 
-FULL = pytest.mark.full  # held to their definitions on other layouts, without the command: tests/engine/test_groups.py
+FULL = (
+    pytest.mark.full
+)  # held to their definitions on other layouts, without the command: tests/engine/test_groups.py
 ADAMW = ("optim.name=adamw", "optim.lr=1e-3")
 SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.3")
 LION = ("optim.name=lion", "optim.lr=1e-4")
@@ -31,9 +41,13 @@ def layout(name: str) -> tuple[str, ...]:
     ],
     ids=["adamw", "sgd", "lion", "lamb", "muon", "torch.optim.RMSprop"],
 )
-def test_a_killed_run_goes_on_under_another_engine_on_other_ranks(recipe, tmp_path, optim, before, ranks, after, then):
+def test_a_killed_run_goes_on_under_another_engine_on_other_ranks(
+    recipe, tmp_path, optim, before, ranks, after, then
+):
     common = (*optim, "run.steps=12", "schedule.warmup_steps=2")
-    status, out = run(recipe, *common, *layout(before), f"run.dir={tmp_path / 'whole'}", ranks=ranks)
+    status, out = run(
+        recipe, *common, *layout(before), f"run.dir={tmp_path / 'whole'}", ranks=ranks
+    )
     assert status == 0, out
     process = start(recipe, *common, *layout(before), ranks=ranks, fault="hold:0:9")
     wait_for_step(tmp_path / "run", 8, process)
@@ -42,5 +56,9 @@ def test_a_killed_run_goes_on_under_another_engine_on_other_ranks(recipe, tmp_pa
     status, out = finish(start(recipe, *common, *layout(after), ranks=then))
     assert status == 0 and "resuming from step 7" in out, out
     whole, ours = (metrics(tmp_path / name) for name in ("whole", "run"))
-    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in whole], rel=2e-5)
-    assert [line["grad_norm"] for line in ours] == pytest.approx([line["grad_norm"] for line in whole], rel=1e-3)
+    assert [line["loss"] for line in ours] == pytest.approx(
+        [line["loss"] for line in whole], rel=2e-5
+    )
+    assert [line["grad_norm"] for line in ours] == pytest.approx(
+        [line["grad_norm"] for line in whole], rel=1e-3
+    )

@@ -24,7 +24,11 @@ def listeners(port: int) -> list[str]:
     """Addresses, as the kernel writes them, on which somebody listens at this port."""
     tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     sockets = [line.split() for table in tables for line in table]
-    return [line[1].partition(":")[0] for line in sockets if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
+    return [
+        line[1].partition(":")[0]
+        for line in sockets
+        if line[3] == "0A" and line[1].endswith(f":{port:04X}")
+    ]
 
 
 def test_on_one_machine_it_listens_on_loopback_alone() -> None:
@@ -38,7 +42,9 @@ def test_strangers_do_not_disturb_it() -> None:
     strangers = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(3)]
     for stranger, said in zip(strangers, (HELLO, b"GET / HTTP/1.0\r\n\r\n", b""), strict=True):
         stranger.sendall(said)
-    rank = TCPStore("127.0.0.1", store.port, timeout=datetime.timedelta(seconds=60), wait_for_workers=False)
+    rank = TCPStore(
+        "127.0.0.1", store.port, timeout=datetime.timedelta(seconds=60), wait_for_workers=False
+    )
     rank.set("here", "1")
     assert store.get("here") == b"1"
     for stranger in strangers:
@@ -49,7 +55,10 @@ def test_strangers_do_not_disturb_it() -> None:
 def test_who_waits_is_woken_by_a_failure(waits_for: str) -> None:
     """Of rank 0, before it has said what its recipe is; the others are told to wait for it for hours."""
     served = serve("127.0.0.1", 0, 5.0)
-    envs = [RankEnv(rank, 2, rank, 2, "127.0.0.1", served.port, "this test", agent_store=True) for rank in range(2)]
+    envs = [
+        RankEnv(rank, 2, rank, 2, "127.0.0.1", served.port, "this test", agent_store=True)
+        for rank in range(2)
+    ]
     beats = [Heartbeat(env, lambda failure, trace: None) for env in envs]
     stores = [connect(env, beat, 9999.0) for env, beat in zip(envs, beats, strict=True)]
     ended = []

@@ -42,7 +42,9 @@ def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):
                  "attempt 2 from step 60", "PREEMPTED, stopped by SIGTERM", "zero_shot_top1 0.5"):  # fmt: skip
         assert text in out, out
     assert max(map(len, out.splitlines())) <= 120
-    (folder / "VERDICT").write_text('FAILED\n{"step": 120, "reason": "rank 1 on n2: a node has gone"}\n')
+    (folder / "VERDICT").write_text(
+        'FAILED\n{"step": 120, "reason": "rank 1 on n2: a node has gone"}\n'
+    )
     assert main(["watch", str(folder)]) == 0  # what is no terminal is shown it once
     assert "error: FAILED: rank 1 on n2: a node has gone" in capsys.readouterr().out
 
@@ -89,10 +91,16 @@ def test_a_run_reports_itself(recipe, data):
     assert status == 0, out
     page = Page((folder / "report.html").read_text())
     assert "DONE" in page.sections[""] and "step 30 of 30 (100.0%)" in page.sections[""]
-    assert "PREEMPTED stopped by SIGTERM" in page.sections["Attempts"] and "2 ranks on cpu" in page.sections["Attempts"]
+    assert (
+        "PREEMPTED stopped by SIGTERM" in page.sections["Attempts"]
+        and "2 ranks on cpu" in page.sections["Attempts"]
+    )
     assert "optim.lr 0.001" in page.sections["What differs from the defaults"]
     assert "optim.weight_decay" not in page.sections["What differs from the defaults"]
-    assert page.sections["Nearest captions"].count("a photo of") >= 8 * 3 and page.sections["Latest evaluations"]
+    assert (
+        page.sections["Nearest captions"].count("a photo of") >= 8 * 3
+        and page.sections["Latest evaluations"]
+    )
     assert "torch 2" in page.sections["What it ran with"]
     assert len(metrics(folder)) == 30
     lines = [LINE.match(line) for line in out.splitlines()]
@@ -128,11 +136,16 @@ def test_both_packages_log_alike(monkeypatch, capsys):
             for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
                 logging.getLogger(name).log(level, "of %s", "it")
             said = [LINE.fullmatch(line).groups() for line in capsys.readouterr().err.splitlines()]
-            assert said == [("3", each, "of it") for each in ("debug", "info", "warning", "error")[4 - levels :]]
+            assert said == [
+                ("3", each, "of it") for each in ("debug", "info", "warning", "error")[4 - levels :]
+            ]
 
 
 def test_a_tracker_without_its_package_is_a_mistake_before_training(recipe, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     assert main(["train", str(recipe), "--dry-run", "log.trackio=true"]) == 2
-    assert "log.trackio (true): trackio is not installed; pip install trackio" in capsys.readouterr().err
+    assert (
+        "log.trackio (true): trackio is not installed; pip install trackio"
+        in capsys.readouterr().err
+    )
     assert not (recipe.parent / "run").exists()

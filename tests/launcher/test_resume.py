@@ -33,7 +33,9 @@ def uninterrupted(tmp_path_factory, data, model):
 
 def test_a_run_killed_with_sigkill_goes_on_bitwise(recipe, tmp_path, uninterrupted):
     process = start(recipe, fault="hold:0:33")
-    wait_for_step(tmp_path / "run", 17, process)  # checkpoints are at 7, 14, ...: some steps are lost
+    wait_for_step(
+        tmp_path / "run", 17, process
+    )  # checkpoints are at 7, 14, ...: some steps are lost
     kill(process)
     assert read_verdict(tmp_path / "run") is None
     status, out = run(recipe)
@@ -42,7 +44,9 @@ def test_a_run_killed_with_sigkill_goes_on_bitwise(recipe, tmp_path, uninterrupt
     assert told(metrics(tmp_path / "run")) == told(uninterrupted)
 
 
-def test_other_ranks_stage_workers_and_micro_batches_change_nothing_but_rounding(recipe, tmp_path, uninterrupted):
+def test_other_ranks_stage_workers_and_micro_batches_change_nothing_but_rounding(
+    recipe, tmp_path, uninterrupted
+):
     process = start(recipe, fault="hold:0:33")
     wait_for_step(tmp_path / "run", 9, process)
     kill(process)
@@ -50,8 +54,12 @@ def test_other_ranks_stage_workers_and_micro_batches_change_nothing_but_rounding
     status, out = run(recipe, *layout, ranks=2)
     assert status == 0, out
     lines = metrics(tmp_path / "run")
-    assert [line["batch_digest"] for line in lines] == [line["batch_digest"] for line in uninterrupted]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in uninterrupted], rel=1e-5)
+    assert [line["batch_digest"] for line in lines] == [
+        line["batch_digest"] for line in uninterrupted
+    ]
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [line["loss"] for line in uninterrupted], rel=1e-5
+    )
     assert lines[-1]["accum_steps"] == 4 and lines[-1]["kept_graphs"] == 2
 
 
@@ -63,14 +71,20 @@ def test_sigterm_saves_at_the_next_step_and_exits_75(recipe, tmp_path, uninterru
     word, why = read_verdict(tmp_path / "run")
     assert word == "PREEMPTED", out
     assert out.count("stopped by SIGTERM after step") == 1
-    assert "state PREEMPTED" in (tmp_path / "run" / "report.html").read_text()  # it is written behind the verdict
+    assert (
+        "state PREEMPTED" in (tmp_path / "run" / "report.html").read_text()
+    )  # it is written behind the verdict
     assert metrics(tmp_path / "run")[-1]["step"] == why["step"] < 40
     status, out = run(recipe)
     assert status == 0, out
     assert f"resuming from step {why['step']}" in out
     lines = metrics(tmp_path / "run")
-    assert [line["batch_digest"] for line in lines] == [line["batch_digest"] for line in uninterrupted]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in uninterrupted], rel=1e-5)
+    assert [line["batch_digest"] for line in lines] == [
+        line["batch_digest"] for line in uninterrupted
+    ]
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [line["loss"] for line in uninterrupted], rel=1e-5
+    )
 
 
 def test_one_process_exits_75_itself(recipe, tmp_path):
@@ -82,14 +96,19 @@ def test_one_process_exits_75_itself(recipe, tmp_path):
 
 
 def test_ctrl_c_twice_ends_at_once_and_names_what_is_committed(recipe, tmp_path):
-    process = start(recipe, *ENDLESS, "checkpoint.every_steps=100000", fault="slow:0")  # its save takes 13 s
+    process = start(
+        recipe, *ENDLESS, "checkpoint.every_steps=100000", fault="slow:0"
+    )  # its save takes 13 s
     wait_for_step(tmp_path / "run", 3, process)
     process.send_signal(signal.SIGINT)
     time.sleep(4)  # it saves by now; where it does not, the second one interrupts a step
     process.send_signal(signal.SIGINT)
     status, out = finish(process)
     assert status == 130, out
-    assert "without a save: nothing is committed; run the same line to go on" in out and "Traceback" not in out, out
+    assert (
+        "without a save: nothing is committed; run the same line to go on" in out
+        and "Traceback" not in out
+    ), out
     word, why = read_verdict(tmp_path / "run")
     assert word == "FAILED" and why["step"] >= 3 and "interrupted" in why["reason"]
 
@@ -117,7 +136,9 @@ def test_another_recipe_is_not_gone_on_with(recipe, tmp_path):
 
 
 def test_a_loss_that_diverges_stops_all_ranks_and_names_the_last_good_checkpoint(recipe, tmp_path):
-    status, out = run(recipe, "optim.lr=1e17", "optim.grad_clip_norm=null", "checkpoint.every_steps=1", ranks=2)
+    status, out = run(
+        recipe, "optim.lr=1e17", "optim.grad_clip_norm=null", "checkpoint.every_steps=1", ranks=2
+    )
     assert status != 0
     assert out.count("error: step") == 1, out
     assert "the last good checkpoint is that of step" in out

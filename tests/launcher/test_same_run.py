@@ -26,13 +26,21 @@ BASE = {
 
 
 def recipe(**sections: dict) -> RunConfig:
-    return check_config({name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {**BASE, **sections}}, "r")
+    return check_config(
+        {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {**BASE, **sections}},
+        "r",
+    )
 
 
 def resumed(world_size: int = 1, **state: Any) -> Resumed:
     config = recipe()
     architecture = config.model.architecture().model_dump(mode="json")
-    stored = {"recipe": config.model_dump(mode="json"), "architecture": architecture, "samples": 2500, "step": 40}
+    stored = {
+        "recipe": config.model_dump(mode="json"),
+        "architecture": architecture,
+        "samples": 2500,
+        "step": 40,
+    }
     state = {**stored, **state}
     return Resumed(40, state, None, None, world_size, "s3://bucket/run/ckpt/x", CommitRef(0, 40))  # type: ignore[arg-type]
 
@@ -52,7 +60,10 @@ def test_what_makes_it_another_run() -> None:
     """Every other key may change; one without a mark is reported."""
     kinds = {path: at_resume(path, field.metadata, recipe()) for path, field in known_keys()}
     assert {path for path, kind in kinds.items() if kind == "refused"} == set(REFUSED.split())
-    silent = {path.split(".")[0] for path, kind in kinds.items() if kind == "silent"} - {"run", "data"}
+    silent = {path.split(".")[0] for path, kind in kinds.items() if kind == "silent"} - {
+        "run",
+        "data",
+    }
     assert silent == {"storage", "checkpoint", "evaluate", "log", "launch"}
     assert kinds["optim.lr"] == "reported"
 
@@ -64,7 +75,9 @@ def test_a_finished_run_trains_nothing_of_a_changed_recipe() -> None:
         return recipe(run={"steps": steps}, schedule={"warmup_steps": 5}, **sections)
 
     state = {"recipe": short().model_dump(mode="json")}
-    with pytest.raises(UserError, match=r"all 40 steps are trained .*optim\.lr was .* would train nothing"):
+    with pytest.raises(
+        UserError, match=r"all 40 steps are trained .*optim\.lr was .* would train nothing"
+    ):
         told(short(optim={"lr": 0.5}), **state)
     for same in ({}, {"log": {"every_steps": 7}}, {"batch": {"micro_size": 8}}):
         told(short(**same), **state)
@@ -75,7 +88,9 @@ def test_a_finished_run_trains_nothing_of_a_changed_recipe() -> None:
 def test_the_whole_message() -> None:
     """Step, source, what was passed over, layout, samples seen."""
     older = Skipped(CommitRef(0, 60), "rank00001.safetensors is missing")
-    found = replace(resumed(2), skipped=[older], fetched=3_000_000, fetch_seconds=0.25, fetch_ranks=2)
+    found = replace(
+        resumed(2), skipped=[older], fetched=3_000_000, fetch_seconds=0.25, fetch_ranks=2
+    )
     config = recipe(engine={"zero_stage": 3, "precision": "bf16"}, optim={"lr": 0.5})
     assert "\n".join([found.describe(), *compare_with(config, found, 1)]) == (
         "resuming from step 40\n"
@@ -97,15 +112,24 @@ def test_the_same_recipe() -> None:
 
 
 def test_what_the_curve_cannot_tell_passes_in_silence() -> None:
-    silent = {"log": {"every_steps": 7}, "data": {"workers": 3}, "run": {"name": "b"}, "launch": {"timeout_seconds": 9}}
+    silent = {
+        "log": {"every_steps": 7},
+        "data": {"workers": 3},
+        "run": {"name": "b"},
+        "launch": {"timeout_seconds": 9},
+    }
     config = recipe(**silent, checkpoint={"keep_last": 9})
     assert told(config) == told(recipe())
 
 
-@pytest.mark.parametrize(("section", "key", "value"), [("batch", "micro_size", 8), ("loss", "tile", 64)])
+@pytest.mark.parametrize(
+    ("section", "key", "value"), [("batch", "micro_size", 8), ("loss", "tile", 64)]
+)
 def test_what_only_rounds_is_not_called_bitwise(section: str, key: str, value: int) -> None:
     lines = told(recipe(**{section: {key: value}}))
-    assert f"fp32); {section}.{key} changed: equal within rounding" in lines and "bitwise" not in lines
+    assert (
+        f"fp32); {section}.{key} changed: equal within rounding" in lines and "bitwise" not in lines
+    )
     assert "bitwise" not in told(recipe(batch={"micro_size": "auto"}))
 
 
@@ -121,15 +145,27 @@ def test_what_only_rounds_is_not_called_bitwise(section: str, key: str, value: i
     ],
 )
 def test_another_run_is_refused_unless_it_is_forced(section: str, key: str, value: object) -> None:
-    with pytest.raises(UserError, match=rf"belongs to another run: {section}\.{key}.* was .*allow_changed_recipe=true"):
+    with pytest.raises(
+        UserError,
+        match=rf"belongs to another run: {section}\.{key}.* was .*allow_changed_recipe=true",
+    ):
         told(recipe(**{section: {key: value}}))
     forced = told(recipe(**{section: {key: value}, "checkpoint": {"allow_changed_recipe": True}}))
-    assert f"WARNING        this is another run now: {section}.{key}" in forced and "bitwise" not in forced
+    assert (
+        f"WARNING        this is another run now: {section}.{key}" in forced
+        and "bitwise" not in forced
+    )
 
 
 def test_a_key_that_is_newer_than_the_checkpoint_had_its_default() -> None:
     then = recipe().model_dump(mode="json")
-    for key in ("kind", "aug_ratio", "aug_color_jitter", "aug_color_jitter_prob", "aug_gray_scale_prob"):
+    for key in (
+        "kind",
+        "aug_ratio",
+        "aug_color_jitter",
+        "aug_color_jitter_prob",
+        "aug_gray_scale_prob",
+    ):
         del then["data"][key]
     assert told(recipe(), recipe=then) == told(recipe())
 
@@ -157,7 +193,11 @@ def test_a_model_is_what_its_file_says_not_what_it_is_called(tmp_path: Path) -> 
         "recipe": config.model_dump(mode="json"),
         "architecture": config.model.architecture().model_dump(mode="json"),
     }
-    assert "changed since  model.name was" in told(recipe(model={"name": str(other)}), **state)  # it has moved
-    one.write_text(json.dumps({**MODEL, "text_cfg": {**MODEL["text_cfg"], "heads": 1}}))  # every shape is the same
+    assert "changed since  model.name was" in told(
+        recipe(model={"name": str(other)}), **state
+    )  # it has moved
+    one.write_text(
+        json.dumps({**MODEL, "text_cfg": {**MODEL["text_cfg"], "heads": 1}})
+    )  # every shape is the same
     with pytest.raises(UserError, match=r"one\.json\): text_cfg\.heads was 2, is 1"):
         told(config, **state)

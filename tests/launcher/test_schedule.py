@@ -12,9 +12,25 @@ from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit
 
 STAGES = ((4, 7), (9, 18), (14, 27))
 SCHEDULE = f"batch.schedule=[{', '.join(f'{{until_step: {end}, global_size: {size}}}' for end, size in STAGES)}]"
-VARYING = (SCHEDULE, "batch.global_size=23", "run.steps=24", "optim.lr_scaling=sqrt", "optim.reference_batch=16")
+VARYING = (
+    SCHEDULE,
+    "batch.global_size=23",
+    "run.steps=24",
+    "optim.lr_scaling=sqrt",
+    "optim.reference_batch=16",
+)
 SIZES = [7] * 4 + [18] * 5 + [27] * 5 + [23] * 10
-OURS = ("step", "samples", "loss", "grad_norm", "batch_digest", "lr", "logit_scale", "micro_size", "accum_steps")
+OURS = (
+    "step",
+    "samples",
+    "loss",
+    "grad_norm",
+    "batch_digest",
+    "lr",
+    "logit_scale",
+    "micro_size",
+    "accum_steps",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +42,10 @@ def uninterrupted(tmp_path_factory, data, model):
     recipe.write_text(RECIPE.format(run_dir=folder / "run", train=data.train, model=model))
     status, out = run(recipe, *VARYING)
     assert status == 0, out
-    assert "global batch 7 until step 4, 18 until step 9, 27 until step 14, then 23; the largest, 27 = 1 ranks" in out
+    assert (
+        "global batch 7 until step 4, 18 until step 9, 27 until step 14, then 23; the largest, 27 = 1 ranks"
+        in out
+    )
     return metrics(folder / "run")
 
 
@@ -49,7 +68,9 @@ def test_metrics_tell_each_steps_own(uninterrupted):
         (("engine.zero_stage=2", "batch.micro_size=5", "batch.kept_graphs=2"), 2),
     ],
 )
-def test_a_killed_run_goes_on_on_ranks_that_divide_nothing(recipe, tmp_path, uninterrupted, layout, ranks):
+def test_a_killed_run_goes_on_on_ranks_that_divide_nothing(
+    recipe, tmp_path, uninterrupted, layout, ranks
+):
     process = start(recipe, *VARYING, "data.workers=1", ranks=ranks - 1, fault="hold:0:20")
     wait_for_commit(tmp_path / "run", process)
     kill(process)
@@ -58,7 +79,9 @@ def test_a_killed_run_goes_on_on_ranks_that_divide_nothing(recipe, tmp_path, uni
     lines = metrics(tmp_path / "run")
     for name in ("step", "samples", "batch_digest", "lr"):
         assert [line[name] for line in lines] == [line[name] for line in uninterrupted], name
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in uninterrupted], rel=1e-5)
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [line["loss"] for line in uninterrupted], rel=1e-5
+    )
 
 
 @pytest.mark.engine
@@ -76,12 +99,23 @@ def test_a_plan_tells_the_schedule(recipe, capsys):
     assert main(["plan", str(recipe), *VARYING, "--world-size", "2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["schedule"] == "7 until step 4, 18 until step 9, 27 until step 14, then 23"
-    assert (plan["global_size"], plan["per_rank"], plan["accum_steps"], plan["samples"]) == (27, 14, 2, sum(SIZES))
+    assert (plan["global_size"], plan["per_rank"], plan["accum_steps"], plan["samples"]) == (
+        27,
+        14,
+        2,
+        sum(SIZES),
+    )
     assert main(["plan", str(recipe), *VARYING, "--world-size", "2"]) == 0
     out = capsys.readouterr().out
     assert "7 until step 4" in out and "27 = 2 ranks x 13 or 14" in out
 
 
 def test_epochs_count_the_samples_of_the_schedule(recipe):
-    overrides = [SCHEDULE, "batch.global_size=23", "run.steps=null", "run.epochs=2", "data.num_samples=300"]
+    overrides = [
+        SCHEDULE,
+        "batch.global_size=23",
+        "run.steps=null",
+        "run.epochs=2",
+        "data.num_samples=300",
+    ]
     assert load_config(str(recipe), overrides).steps == 14 + round((600 - sum(SIZES[:14])) / 23)

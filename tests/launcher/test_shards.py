@@ -86,7 +86,9 @@ def test_a_node_without_the_validation_set_ends_all_with_its_reason(
             kill(node)
     status, out = told[0 if on_the_second else 1]
     assert status == 2, told
-    reason = "is not the same list of shards on all nodes: " if on_the_second else "matches no shard"
+    reason = (
+        "is not the same list of shards on all nodes: " if on_the_second else "matches no shard"
+    )
     assert f"data.val (val/*.tar) {reason}" in out
     assert sum(out.count("] error: ") for _, out in told) == 1, told
     verdict = (tmp_path / "run" / "VERDICT").read_text()

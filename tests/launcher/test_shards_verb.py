@@ -47,11 +47,14 @@ def test_a_dataset_of_several_splits_names_them(tmp_path, capsys):
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert main(["shards", str(tmp_path / "set"), str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
-    assert "holds several splits: give one, " in err and "set/test or " in err and "set/train" in err
+    assert (
+        "holds several splits: give one, " in err and "set/test or " in err and "set/train" in err
+    )
 
 
 @pytest.mark.parametrize(
-    "kind", ["csv", "tabs in a csv", "tsv", "jsonl", "parquet", "arrow", "dataset", "folder", "metadata"]
+    "kind",
+    ["csv", "tabs in a csv", "tsv", "jsonl", "parquet", "arrow", "dataset", "folder", "metadata"],
 )
 def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
     source = tmp_path / "photos"
@@ -75,7 +78,9 @@ def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
         place.mkdir()
         bytes_of = [{"bytes": (source / name).read_bytes(), "path": name} for name in names]
         table = pyarrow.table({"image": bytes_of, "caption": [row["caption"] for row in rows]})
-        for number, part in enumerate([table.slice(0, 3), table.slice(3)] if kind == "dataset" else [table]):
+        for number, part in enumerate(
+            [table.slice(0, 3), table.slice(3)] if kind == "dataset" else [table]
+        ):
             file = place / f"data-0000{number}-of-00002.arrow"
             make = ipc.new_stream if kind == "dataset" else ipc.new_file
             with make(file, table.schema) as writer:
@@ -85,13 +90,21 @@ def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
         place = source / "x.jsonl"
         place.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        place = write_table(source / ("x.tsv" if kind == "tsv" else "x.csv"), rows, "," if kind == "csv" else "\t")
-    assert main(["shards", str(place), str(tmp_path / "out"), "--per-shard", "2", "--workers", "1"]) == 0
+        place = write_table(
+            source / ("x.tsv" if kind == "tsv" else "x.csv"), rows, "," if kind == "csv" else "\t"
+        )
+    assert (
+        main(["shards", str(place), str(tmp_path / "out"), "--per-shard", "2", "--workers", "1"])
+        == 0
+    )
     found = members(tmp_path / "out")
     assert found == {
         f"{i:09d}.{end}": content
         for i, name in enumerate(names)
-        for end, content in (("jpg", (source / name).read_bytes()), ("txt", f"picture {name}".encode()))
+        for end, content in (
+            ("jpg", (source / name).read_bytes()),
+            ("txt", f"picture {name}".encode()),
+        )
     }
     out = capsys.readouterr().out
     assert "3 shards, 5 samples" in out and "{00000..00002}.tar" in out
@@ -102,19 +115,47 @@ def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
 
 def test_columns_of_captions_can_be_drawn_from(tmp_path, capsys):
     names = images(tmp_path, 4)
-    rows = [{"image": name, "alt": "short" * (i < 3), "long": f"long {i}"} for i, name in enumerate(names)]
+    rows = [
+        {"image": name, "alt": "short" * (i < 3), "long": f"long {i}"}
+        for i, name in enumerate(names)
+    ]
     table = write_table(tmp_path / "x.csv", rows)
-    assert main(["shards", str(table), str(tmp_path / "out"), "--caption-key", "alt,long", "--workers", "1"]) == 0
+    assert (
+        main(
+            [
+                "shards",
+                str(table),
+                str(tmp_path / "out"),
+                "--caption-key",
+                "alt,long",
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     found = members(tmp_path / "out")
     assert [found[f"{i:09d}.txt"] for i in (0, 3)] == [b"short", b"long 3"]
-    config = DataConfig(train=f"{tmp_path}/out/*.tar", caption_key={"alt": 1e-9, "long": 1}, workers=0, lanes=1)
+    config = DataConfig(
+        train=f"{tmp_path}/out/*.tar", caption_key={"alt": 1e-9, "long": 1}, workers=0, lanes=1
+    )
     captions: list[str] = []
 
     def tokenizer(texts: list[str]) -> torch.Tensor:
         captions.extend(texts)
         return torch.zeros(len(texts), 1, dtype=torch.int64)
 
-    next(TrainLoader(config, image_size=8, context_length=1, global_size=4, seed=0, tokenizer=tokenizer, lengths=None))
+    next(
+        TrainLoader(
+            config,
+            image_size=8,
+            context_length=1,
+            global_size=4,
+            seed=0,
+            tokenizer=tokenizer,
+            lengths=None,
+        )
+    )
     assert sorted(captions) == [f"long {i}" for i in range(4)]
 
 
@@ -122,9 +163,21 @@ def test_what_cannot_be_used_is_left_out_and_reported(tmp_path, capsys):
     names = images(tmp_path, 3)
     (tmp_path / "cut.jpg").write_bytes(jpeg(9)[:200])
     rows = [{"filepath": name, "title": "", "text": f"a {name}"} for name in names]
-    rows += [{"filepath": "missing.jpg", "title": "x", "text": ""}, {"filepath": "cut.jpg", "title": "x", "text": ""}]
-    rows += [{"filepath": "0.jpg", "title": " ", "text": ""}, {"filepath": "https://a/b.jpg", "title": "x", "text": ""}]
-    line = ["shards", str(write_table(tmp_path / "x.csv", rows)), str(tmp_path / "out"), "--caption-key", "title,text"]
+    rows += [
+        {"filepath": "missing.jpg", "title": "x", "text": ""},
+        {"filepath": "cut.jpg", "title": "x", "text": ""},
+    ]
+    rows += [
+        {"filepath": "0.jpg", "title": " ", "text": ""},
+        {"filepath": "https://a/b.jpg", "title": "x", "text": ""},
+    ]
+    line = [
+        "shards",
+        str(write_table(tmp_path / "x.csv", rows)),
+        str(tmp_path / "out"),
+        "--caption-key",
+        "title,text",
+    ]
     assert main([*line, "--per-shard", "4", "--workers", "2"]) == 0
     out = capsys.readouterr().out
     assert "4 rows were left out" in out and "3 samples" in out
@@ -143,10 +196,14 @@ def test_what_cannot_be_used_is_left_out_and_reported(tmp_path, capsys):
 
 def test_several_captions_are_kept(tmp_path, capsys):
     (name,) = images(tmp_path, 1)
-    (tmp_path / "x.jsonl").write_text(json.dumps({"image": name, "captions": ["one", "", "two"]}) + "\n")
+    (tmp_path / "x.jsonl").write_text(
+        json.dumps({"image": name, "captions": ["one", "", "two"]}) + "\n"
+    )
     assert main(["shards", str(tmp_path / "x.jsonl"), str(tmp_path / "out")]) == 0
     found = members(tmp_path / "out")
-    assert found["000000000.txt"] == b"one" and json.loads(found["000000000.json"]) == {"captions": ["one", "two"]}
+    assert found["000000000.txt"] == b"one" and json.loads(found["000000000.json"]) == {
+        "captions": ["one", "two"]
+    }
 
 
 def test_it_goes_on_after_an_interruption_and_refuses_what_is_not_its_own(tmp_path, capsys):

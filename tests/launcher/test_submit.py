@@ -56,7 +56,9 @@ def test_dry_run(here, capsys, name, options):
     status = main(["submit", "recipe.yaml", "batch.global_size=8192", "--dry-run", *options])
     told = capsys.readouterr()
     assert status == 0, told.err
-    script = told.out.replace(str(here), "/shared/me").replace(str(Path(sys.executable).parent), "/venv/bin")
+    script = told.out.replace(str(here), "/shared/me").replace(
+        str(Path(sys.executable).parent), "/venv/bin"
+    )
     file = GOLDEN / f"{name}.sbatch"
     if os.environ.get("UPDATE_GOLDEN"):
         file.write_text(script)
@@ -74,9 +76,23 @@ def test_what_is_installed(here, tmp_path):
         files = {file.relative_to(ROOT) for file in (ROOT / package).rglob("*") if file.is_file()}
         data = {file for file in files if file.suffix != ".py" and "__pycache__" not in file.parts}
         assert {file for file in data if not (built / file).is_file()} == set()
-    line = [sys.executable, "-m", "launcher", "submit", "recipe.yaml", "--dry-run", "--offline", "--gpus-per-node=1"]
+    line = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "submit",
+        "recipe.yaml",
+        "--dry-run",
+        "--offline",
+        "--gpus-per-node=1",
+    ]
     done = subprocess.run(
-        line, cwd=here, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(built)}
+        line,
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(built)},
     )
     assert done.returncode == 0, done.stderr
     assert "exec python -m launcher.slurm.controller" in done.stdout
@@ -84,12 +100,17 @@ def test_what_is_installed(here, tmp_path):
 
 def test_torchrun_waits_as_long_as_the_site_gives_for_a_save(here, capsys):
     (here / "site.yaml").write_text("{warn_seconds: 1800, local_paths: []}\n")
-    assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", "--template=torchrun"]) == 0
+    assert (
+        main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", "--template=torchrun"])
+        == 0
+    )
     assert "export SAVE_SECONDS=1800\n" in capsys.readouterr().out
 
 
 def test_nodes_that_are_left_out(here, capsys):
-    assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", "--exclude=n[2-3]"]) == 0
+    assert (
+        main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", "--exclude=n[2-3]"]) == 0
+    )
     assert "#SBATCH --exclude=n[2-3]\n" in capsys.readouterr().out
 
 
@@ -105,8 +126,14 @@ def test_shells_accept_it(script):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--nodes=8", "--gpus-per-node=8"], "batch.global_size (32) must be at least the number of ranks (64)"),
-        (["--gpus-per-node=8", "--tasks-per-node=4"], "--tasks-per-node (4) must be --gpus-per-node (8)"),
+        (
+            ["--nodes=8", "--gpus-per-node=8"],
+            "batch.global_size (32) must be at least the number of ranks (64)",
+        ),
+        (
+            ["--gpus-per-node=8", "--tasks-per-node=4"],
+            "--tasks-per-node (4) must be --gpus-per-node (8)",
+        ),
         (["--gpus-per-node=0"], "--tasks-per-node"),
         (["--nodes=0"], "nodes (0) must be a whole number of at least 1"),
         (["--cpus-per-task=0"], "cpus_per_task (0) must be a whole number of at least 1"),
@@ -118,9 +145,15 @@ def test_shells_accept_it(script):
         (["checkpoint.resume=never"], "each time that the job is requeued it would begin anew"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
         (["--site=bad.yaml"], "known keys: partition"),
-        (["--site=worse.yaml"], "cpus_per_task (0) must be a whole number of at least 1; set cpus_per_task=8"),
+        (
+            ["--site=worse.yaml"],
+            "cpus_per_task (0) must be a whole number of at least 1; set cpus_per_task=8",
+        ),
         (["run.dir=recipe.yaml/run"], "cannot be written"),
-        (["checkpoint.remote=/dev/shm/all"], "checkpoint.remote (/dev/shm/all) is under /dev/shm, which every node"),
+        (
+            ["checkpoint.remote=/dev/shm/all"],
+            "checkpoint.remote (/dev/shm/all) is under /dev/shm, which every node",
+        ),
         (
             ["checkpoint.remote=recipe.yaml"],
             "recipe.yaml) cannot be written to: File exists; mend its",
@@ -185,7 +218,10 @@ def test_what_is_frozen_and_sent(here, tmp_path, monkeypatch, capsys):
 
 def test_relative_paths_are_frozen_absolute(here, tmp_path):
     (tmp_path / "shards").mkdir()
-    assert absolute("shards/{0..3}.tar::s3://b/x.tar", tmp_path) == f"{tmp_path}/shards/{{0..3}}.tar::s3://b/x.tar"
+    assert (
+        absolute("shards/{0..3}.tar::s3://b/x.tar", tmp_path)
+        == f"{tmp_path}/shards/{{0..3}}.tar::s3://b/x.tar"
+    )
     assert absolute("ViT-B-32", tmp_path) == "ViT-B-32"
     assert absolute("/abs/x.tar", tmp_path) == "/abs/x.tar"
     config = load_config("recipe.yaml", ["run.dir=null", "checkpoint.remote=all/small"])
@@ -208,7 +244,14 @@ def test_offline(here, capsys):
 
 @pytest.mark.parametrize(
     "text, seconds",
-    [("90", 5400), ("10:30", 630), ("24:00:00", 86400), ("2-12", 216000), ("1-0:30", 88200), ("1-00:00:01", 86401)],
+    [
+        ("90", 5400),
+        ("10:30", 630),
+        ("24:00:00", 86400),
+        ("2-12", 216000),
+        ("1-0:30", 88200),
+        ("1-00:00:01", 86401),
+    ],
 )
 def test_times(text, seconds):
     assert parse_time(text) == seconds

@@ -17,7 +17,9 @@ def test_kill_of_one_rank_ends_the_other(recipe, tmp_path, rank):
     process.ranks[rank].kill()
     status, out = finish(process)
     assert status != 0
-    assert "no progress for" not in out  # it has learnt of the death, and not waited for the watchdog
+    assert (
+        "no progress for" not in out
+    )  # it has learnt of the death, and not waited for the watchdog
     assert out.count(f"error: rank {rank} on") == 1 and "has died or is frozen" in out, out
     assert "lost contact" not in out
     word, why = read_verdict(tmp_path / "run")
@@ -29,7 +31,10 @@ def test_the_error_of_one_rank_is_told_once_and_ends_the_other(recipe, tmp_path)
     status, out = finish(process)
     assert status == 1
     assert out.count("\nRuntimeError: broken on purpose") == 1 and "] error:" not in out, out
-    assert read_verdict(tmp_path / "run") == ("FAILED", {"step": 5, "reason": "RuntimeError: broken on purpose"})
+    assert read_verdict(tmp_path / "run") == (
+        "FAILED",
+        {"step": 5, "reason": "RuntimeError: broken on purpose"},
+    )
 
 
 @pytest.mark.full
@@ -66,14 +71,20 @@ def test_a_hang_in_a_save_is_found(recipe, tmp_path):
     [
         ((["optim.lr=1e-3"], ["optim.lr=2e-3"]), "optim.lr: 0.001 against 0.002"),
         ((["run.steps=10"], ["run.stepz=10"]), "run.stepz (10): there is no such key"),
-        ((["run.steps=10"], ["batch.global_size=1"]), "batch.global_size (1) must be at least the number of ranks (2)"),
+        (
+            (["run.steps=10"], ["batch.global_size=1"]),
+            "batch.global_size (1) must be at least the number of ranks (2)",
+        ),
         ((["data.train=/nowhere/*.tar"], ["run.steps=10"]), "matches no shard"),
     ],
 )
 def test_a_mistake_of_one_rank_is_told_once_and_ends_all(recipe, tmp_path, lines, told):
     """Two processes of one world, started by hand, that were not given the same line."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [start(recipe, *line, environ={"RANK": str(rank), **world}) for rank, line in enumerate(lines)]
+    ranks = [
+        start(recipe, *line, environ={"RANK": str(rank), **world})
+        for rank, line in enumerate(lines)
+    ]
     ended = [finish(rank) for rank in ranks]
     assert [status for status, _ in ended] == [2, 2], ended
     out = "".join(out for _, out in ended)

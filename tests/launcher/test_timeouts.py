@@ -59,7 +59,12 @@ def test_a_rank_that_differs_learns_in_what(monkeypatch):
     recipe = {"run": {"seed": 0}, "optim": {"lr": 1e-3}, "data": {"aug_scale": (0.9, 1.0)}}
     check_same(store, 0, recipe, 1)
     check_same(store, 1, recipe, 1)
-    with pytest.raises(UserError, match=r"differs from rank 0 on n0: optim\.lr: 0\.001 against 0\.002 here"):
+    with pytest.raises(
+        UserError, match=r"differs from rank 0 on n0: optim\.lr: 0\.001 against 0\.002 here"
+    ):
         check_same(store, 2, {**recipe, "optim": {"lr": 2e-3}}, 1)
-    with pytest.raises(UserError, match=r"data\.aug_scale: \[0\.9, 1\.0\] against None; optim\.x: None against 2 here"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.aug_scale: \[0\.9, 1\.0\] against None; optim\.x: None against 2 here",
+    ):
         check_same(store, 2, {**recipe, "data": {}, "optim": {"lr": 1e-3, "x": 2}}, 1)

@@ -32,7 +32,9 @@ pytestmark = pytest.mark.engine
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Twelve mistakes")[2]
 SHOWN = {
     name: (command, output)
-    for name, command, output in re.findall(r"^### ([^`\n]+)\n.*?```console\n\$ (.*?)\n(.*?)```", PAGE, re.M | re.S)
+    for name, command, output in re.findall(
+        r"^### ([^`\n]+)\n.*?```console\n\$ (.*?)\n(.*?)```", PAGE, re.M | re.S
+    )
 }
 STATUS = {"A full disk": 1, "Ctrl-C": 75, "Ctrl-C twice": 130}  # of all others 2
 
@@ -48,7 +50,10 @@ def home(tmp_path, data, model) -> Path:
     with (tmp_path / "captions.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("filepath", "title"), ("0.jpg", "a picture")])
     (tmp_path / "no_captions").mkdir()
-    write_shard(tmp_path / "no_captions" / "00000.tar", [("0.jpg", jpeg(0)), ("0.json", b'{"alt": "a picture"}')])
+    write_shard(
+        tmp_path / "no_captions" / "00000.tar",
+        [("0.jpg", jpeg(0)), ("0.json", b'{"alt": "a picture"}')],
+    )
     odd = {**MODEL, "vision_cfg": {**MODEL["vision_cfg"], "image_size": 30}}
     (tmp_path / "odd.json").write_text(json.dumps(odd))
     return tmp_path
@@ -66,7 +71,9 @@ def assert_shown(name: str, process: Command) -> None:
     status, out = finish(process)
     assert status == STATUS.get(name, 2) and "Traceback" not in out, out
     pattern = ".*".join(re.escape(" ".join(part.split())) for part in SHOWN[name][1].split("…"))
-    assert re.search(pattern, " ".join(out.split())), f"the page shows\n{SHOWN[name][1]}\nand printed was\n{out}"
+    assert re.search(pattern, " ".join(out.split())), (
+        f"the page shows\n{SHOWN[name][1]}\nand printed was\n{out}"
+    )
 
 
 def test_the_page_has_twelve():
@@ -74,7 +81,14 @@ def test_the_page_has_twelve():
 
 
 @pytest.mark.parametrize(
-    "name", ["A wrong path", "A table instead of shards", "No captions", "A typo in a key", "A wrong image size"]
+    "name",
+    [
+        "A wrong path",
+        "A table instead of shards",
+        "No captions",
+        "A typo in a key",
+        "A wrong image size",
+    ],
 )
 def test_of_the_recipe(name, home):
     assert_shown(name, start(name, home))

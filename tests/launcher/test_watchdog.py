@@ -27,7 +27,14 @@ from launcher.runtime.launch import launch_local, local_ranks
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.rendezvous import connect, meet
 from launcher.runtime.verdict import ATTEMPT, read_report
-from launcher.runtime.watchdog import LaunchConfig, Watchdog, phase_limit, position, stop_time, unfinished
+from launcher.runtime.watchdog import (
+    LaunchConfig,
+    Watchdog,
+    phase_limit,
+    position,
+    stop_time,
+    unfinished,
+)
 from tests.launcher.conftest import PATIENCE, ROOT, free_port, until
 
 
@@ -42,7 +49,13 @@ def test_the_limit_of_a_step_follows_the_steps():
 
 @pytest.mark.parametrize(
     "end, now, expected",
-    [("100000", 0, 100000 - 120), ("100", 0, 75), ("100", 200, 100), ("", 0, None), ("UNLIMITED", 0, None)],
+    [
+        ("100000", 0, 100000 - 120),
+        ("100", 0, 75),
+        ("100", 200, 100),
+        ("", 0, None),
+        ("UNLIMITED", 0, None),
+    ],
 )
 def test_the_clock(end, now, expected):
     assert stop_time(LaunchConfig(), {"SLURM_JOB_END_TIME": end}, now) == expected
@@ -55,7 +68,11 @@ def test_the_stop_file_and_progress(tmp_path):
     watchdog.committed = lambda: next(steps, 5)
     watchdog.start()
     try:
-        assert until(lambda: (tmp_path / "PROGRESS").exists() and (tmp_path / "PROGRESS").read_text() == "5\n")
+        assert until(
+            lambda: (
+                (tmp_path / "PROGRESS").exists() and (tmp_path / "PROGRESS").read_text() == "5\n"
+            )
+        )
         assert stop.reason is None
         (tmp_path / "STOP").touch()
         assert until(lambda: stop.reason is not None)
@@ -77,7 +94,9 @@ def test_nothing_that_goes_wrong_in_a_look_ends_the_watch(tmp_path):
 
 def test_a_disk_that_does_not_answer_ends_no_watch(tmp_path):
     beats = []
-    watchdog = Watchdog(LaunchConfig(), StopRequest(), run_dir=tmp_path / ("x" * 300), environ={})  # ENAMETOOLONG
+    watchdog = Watchdog(
+        LaunchConfig(), StopRequest(), run_dir=tmp_path / ("x" * 300), environ={}
+    )  # ENAMETOOLONG
     watchdog.committed = lambda: beats.append(1) or len(beats)
     watchdog.start()
     try:
@@ -155,7 +174,9 @@ def test_a_rank_that_reads_the_result_of_a_collective_waits(wait_in_c, monkeypat
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **more: None)
     monkeypatch.setattr(torch, "tensor", lambda *values, **more: SimpleNamespace(tolist=wait_in_c))
     with standing(lambda: dist.max_scalars(1.0), "max_scalars", True) as (told, waiting):
-        assert waiting and told.startswith("waiting in max_scalars, called from launcher/test_watchdog.py")
+        assert waiting and told.startswith(
+            "waiting in max_scalars, called from launcher/test_watchdog.py"
+        )
 
 
 def test_a_rank_that_does_its_own_work_under_an_agreement_hangs_by_itself(wait_in_c):
@@ -163,7 +184,10 @@ def test_a_rank_that_does_its_own_work_under_an_agreement_hangs_by_itself(wait_i
         wait_in_c()
 
     name = "read_a_disk_that_does_not_answer"
-    with standing(lambda: dist.agreed(read_a_disk_that_does_not_answer), name, False) as (told, waiting):
+    with standing(lambda: dist.agreed(read_a_disk_that_does_not_answer), name, False) as (
+        told,
+        waiting,
+    ):
         assert not waiting and name in told
 
 
@@ -179,11 +203,15 @@ def test_a_rank_that_waits_for_the_others_to_come_waits(missing):
         met.append(rank)
 
     port = free_port()
-    held: list[tuple[Heartbeat, Store]] = []  # until both have met: rank 0's is the server, and would hang up on rank 1
+    held: list[
+        tuple[Heartbeat, Store]
+    ] = []  # until both have met: rank 0's is the server, and would hang up on rank 1
     met: list[int] = []
     inside = "meet" if missing else "connect"  # rank 0 holds the store
     with standing(lambda: join(1 - missing), inside, True) as (where, waiting):
-        assert waiting and where.startswith(f"waiting in {inside}, called from launcher/test_watchdog.py")
+        assert waiting and where.startswith(
+            f"waiting in {inside}, called from launcher/test_watchdog.py"
+        )
         join(missing)
         assert until(lambda: len(met) == 2)
     for beat, _ in sorted(held, key=lambda each: -each[0].env.rank):
@@ -191,7 +219,12 @@ def test_a_rank_that_waits_for_the_others_to_come_waits(missing):
 
 
 def entry(name: str, state: str, group: str = "0", retired: bool = False) -> dict:
-    return {"process_group": [group, "default_pg"], "profiling_name": name, "state": state, "retired": retired}
+    return {
+        "process_group": [group, "default_pg"],
+        "profiling_name": name,
+        "state": state,
+        "retired": retired,
+    }
 
 
 @pytest.mark.parametrize(
@@ -199,8 +232,14 @@ def entry(name: str, state: str, group: str = "0", retired: bool = False) -> dic
     [
         ([], None),
         ([entry("nccl:all_reduce", "completed")], None),
-        ([entry("nccl:all_reduce", "completed"), entry("nccl:all_reduce", "scheduled")], "nccl:all_reduce"),
-        ([entry("nccl:all_gather", "started", "7"), entry("nccl:all_reduce", "completed")], "nccl:all_gather"),
+        (
+            [entry("nccl:all_reduce", "completed"), entry("nccl:all_reduce", "scheduled")],
+            "nccl:all_reduce",
+        ),
+        (
+            [entry("nccl:all_gather", "started", "7"), entry("nccl:all_reduce", "completed")],
+            "nccl:all_gather",
+        ),
         ([entry("nccl:send", "scheduled"), entry("nccl:coalesced", "completed")], None),
         ([entry("nccl:send", "scheduled"), entry("nccl:coalesced", "started")], "nccl:coalesced"),
         ([entry("nccl:all_reduce", "scheduled", retired=True)], None),
@@ -233,7 +272,9 @@ def test_the_report_of_a_rank_behind_an_unfinished_collective_says_that_it_waits
         "watchdog.Watchdog(config, watchdog.StopRequest(), beat, environ={}).start(); time.sleep(1000)\n"
     )
     environ = {**os.environ, ATTEMPT: str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=False, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, check=False, timeout=PATIENCE
+    )
     report = read_report(tmp_path)
     assert done.returncode == 1 and report is not None and not report.node_suspect
     assert "nccl:all_reduce is unfinished" in report.message
@@ -244,7 +285,10 @@ def test_a_signal_before_there_are_ranks_starts_none(tmp_path, monkeypatch, numb
     monkeypatch.setenv(ATTEMPT, str(tmp_path))
     stop = StopRequest()
     stop.ask(number.name)
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         with pytest.raises(Preempted, match=number.name) as caught:
             launch_local(2, ["train", "nowhere.yaml"], stop)
@@ -265,7 +309,10 @@ def test_a_number_of_ranks_that_cannot_be():
 
 def test_signals_are_flags_and_a_second_term_does_not_kill():
     stop = StopRequest()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    }
     try:
         stop.listen()
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):

@@ -48,7 +48,9 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(tmp_path: Path, model: Path):
+def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(
+    tmp_path: Path, model: Path
+):
     run = tmp_path / "run"
     saved = save_run(run, ARCHITECTURE, steps=(1, 2))
     torch.save(saved[2], tmp_path / "any.pt")
@@ -57,7 +59,9 @@ def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(tm
     spool = set(Path(tempfile.gettempdir()).glob("clip-train-*"))
     assert same(started_from(run / "checkpoints", model), saved[2])
     assert same(started_from(run, model), saved[2])
-    assert same(started_from(first, model), saved[1]) and same(started_from(attempt, model), saved[1])
+    assert same(started_from(first, model), saved[1]) and same(
+        started_from(attempt, model), saved[1]
+    )
     recipe = {
         "run": {"dir": "where it was trained", "steps": 5000},
         "data": {"train": "x.tar"},
@@ -71,7 +75,9 @@ def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(tm
     first.rename(tmp_path / "away")
     (second,) = (run / "checkpoints" / "commit").glob("*s0000000002.json")
     second.unlink()
-    with pytest.raises(UserError, match=r"model.init_from .*neither weights .* nor a run's checkpoint"):
+    with pytest.raises(
+        UserError, match=r"model.init_from .*neither weights .* nor a run's checkpoint"
+    ):
         started_from(run / "checkpoints", model)
 
 
@@ -84,7 +90,9 @@ def test_a_folder_that_has_moved_and_one_checkpoint_are_exported(tmp_path: Path,
     for place, step in ((run, 2), (first, 1)):
         assert main(["export", str(place), "--output", str(tmp_path / "export")]) == 0
         found = load_file(tmp_path / "export" / "open_clip_model.safetensors")
-        assert all(torch.equal(found[name].flatten(), saved[step][name].flatten()) for name in found)
+        assert all(
+            torch.equal(found[name].flatten(), saved[step][name].flatten()) for name in found
+        )
     assert main(["checkpoints", str(run)]) == 0 and capsys.readouterr().out.count("complete") == 2
     assert main(["export", str(run / "recipe.yaml")]) == 2
     assert "train first" in capsys.readouterr().err
@@ -117,7 +125,9 @@ def _from_hub(url: str, home: str, model: Path) -> dict[str, Tensor]:
 @pytest.mark.distributed
 def test_one_rank_of_a_node_fetches_from_the_hub_for_all(tmp_path: Path, model: Path):
     """What is fetched and how: tests/peers/test_hub.py."""
-    pytest.importorskip("huggingface_hub", reason="huggingface_hub is missing: pip install 'clip-train[hub]'")
+    pytest.importorskip(
+        "huggingface_hub", reason="huggingface_hub is missing: pip install 'clip-train[hub]'"
+    )
     state = small_model(seed=4).state_dict()
     torch.save(state, tmp_path / "any.pt")
     folder = export_openclip(state, ARCHITECTURE, tmp_path / "export")

@@ -20,9 +20,17 @@ from tests.documents import ROOT, commands
 from tests.launcher.conftest import clean_environment, metrics
 
 pytestmark = [pytest.mark.full, pytest.mark.engine]
-NO_NETWORK = ("Temporary failure in name resolution", "Failed to establish a new connection", "Network is unreachable")
+NO_NETWORK = (
+    "Temporary failure in name resolution",
+    "Failed to establish a new connection",
+    "Network is unreachable",
+)
 SHORT = ("run.steps=6", "schedule.warmup_steps=1")
-TYPED = ("clip-train demo", "clip-train checkpoints runs/demo-shapes", "clip-train export runs/demo-shapes")
+TYPED = (
+    "clip-train demo",
+    "clip-train checkpoints runs/demo-shapes",
+    "clip-train export runs/demo-shapes",
+)
 
 
 def alone() -> dict[str, str]:
@@ -42,12 +50,25 @@ def pip(python: Path | str, *line: str | Path) -> None:
 
 def test_the_wheel_alone_goes_through_the_demo(tmp_path):
     source, outside, fresh = tmp_path / "source", tmp_path / "outside", tmp_path / "fresh"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__"))
+    shutil.copytree(
+        ROOT,
+        source,
+        ignore=shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__"),
+    )
     pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", tmp_path, source)
     (wheel,) = tmp_path.glob("clip_train-*.whl")
-    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(("tests", "docs", "benchmarks"))]
+    assert not [
+        name
+        for name in zipfile.ZipFile(wheel).namelist()
+        if name.startswith(("tests", "docs", "benchmarks"))
+    ]
     subprocess.run([sys.executable, "-m", "venv", fresh], check=True)
-    pip(fresh / "bin" / "python", "install", *shlex.split(os.environ.get("TORCH", "torch==2.13.0")), wheel)
+    pip(
+        fresh / "bin" / "python",
+        "install",
+        *shlex.split(os.environ.get("TORCH", "torch==2.13.0")),
+        wheel,
+    )
 
     outside.mkdir()
     environ = alone()
@@ -55,12 +76,20 @@ def test_the_wheel_alone_goes_through_the_demo(tmp_path):
 
     def type_(line: str) -> str:
         done = subprocess.run(
-            ["bash", "-c", line], cwd=outside, env=environ, capture_output=True, text=True, check=False, timeout=1800
+            ["bash", "-c", line],
+            cwd=outside,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=1800,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    places = type_("python -c 'import clip_train, launcher; print(clip_train.__file__, launcher.__file__)'").split()
+    places = type_(
+        "python -c 'import clip_train, launcher; print(clip_train.__file__, launcher.__file__)'"
+    ).split()
     assert all(Path(place).is_relative_to(fresh) for place in places)
     shown = {line for _, line in commands()}
     assert set(TYPED) <= shown, shown

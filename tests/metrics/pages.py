@@ -10,7 +10,16 @@ from pathlib import Path
 
 TEN = datetime(2026, 11, 23, 10, tzinfo=timezone.utc).timestamp()  # when a made-up run began
 PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
-VOID = {"meta", "link", "br", "img", "input", "path", "polygon", "polyline"}  # of SVG, those that are closed by />
+VOID = {
+    "meta",
+    "link",
+    "br",
+    "img",
+    "input",
+    "path",
+    "polygon",
+    "polyline",
+}  # of SVG, those that are closed by />
 
 
 class Page(HTMLParser):
@@ -29,9 +38,15 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        self.addresses += [str(given[name]) for name in ("src", "href", "action", "data", "srcset") if name in given]
+        self.addresses += [
+            str(given[name])
+            for name in ("src", "href", "action", "data", "srcset")
+            if name in given
+        ]
         if tag == "polyline":
-            self.points.append([tuple(map(float, each.split(","))) for each in str(given["points"]).split()])
+            self.points.append(
+                [tuple(map(float, each.split(","))) for each in str(given["points"]).split()]
+            )
         if tag not in VOID:
             self.open.append(tag)
 
@@ -84,17 +99,29 @@ def write_run(folder: Path, steps: int = 120, *, lr: float = 1e-3, loss: float =
     folder.mkdir(parents=True)
     half = steps // 2
     records = [
-        step(i, loss=loss / i, lr=lr, time=TEN + 30 * i + (7200 - 30 * half) * (i > half)) for i in range(1, steps + 1)
+        step(i, loss=loss / i, lr=lr, time=TEN + 30 * i + (7200 - 30 * half) * (i > half))
+        for i in range(1, steps + 1)
     ]
     records[half] |= {"checkpoint_step": half, "checkpoint_seconds": 1.0, "checkpoint_failures": 0}
     write_jsonl(folder / "metrics.jsonl", records)
-    evals = [{"step": s, "zero_shot_top1": s / 2 / steps, "num_samples": 608.0} for s in (half, steps)]
+    evals = [
+        {"step": s, "zero_shot_top1": s / 2 / steps, "num_samples": 608.0} for s in (half, steps)
+    ]
     write_jsonl(folder / "eval.jsonl", evals)
     ended = ("PREEMPTED", f"stopped by SIGTERM after step {half}")
     starts = [start(0), start(half, ended, time="2026-11-23T12:00:00+0000")]
-    write_jsonl(folder / "attempts.jsonl", [{"event": "begin", "attempt": 1, "nodes": [], "step": 0}, *starts])
-    example = {"picture": PIXEL, "caption": "a red <b>", "nearest": [["a red <b>", 0.91], ["a dog", 0.5]]}
+    write_jsonl(
+        folder / "attempts.jsonl",
+        [{"event": "begin", "attempt": 1, "nodes": [], "step": 0}, *starts],
+    )
+    example = {
+        "picture": PIXEL,
+        "caption": "a red <b>",
+        "nearest": [["a red <b>", 0.91], ["a dog", 0.5]],
+    }
     (folder / "nearest.json").write_text(json.dumps({"examples": [example]}))
-    recipe = f'run: {{name: "<script>", steps: 200}}\noptim: {{lr: {lr}}}\nmodel: {{name: ViT-B-32}}\n'
+    recipe = (
+        f'run: {{name: "<script>", steps: 200}}\noptim: {{lr: {lr}}}\nmodel: {{name: ViT-B-32}}\n'
+    )
     (folder / "recipe.yaml").write_text(recipe)
     return folder

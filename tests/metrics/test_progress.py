@@ -47,17 +47,27 @@ def test_the_first_step_does_not_count_in_the_eta(caplog: pytest.LogCaptureFixtu
 def test_what_became_of_saves_stays_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     with closing(
-        ProgressLine(100, stream=io.StringIO(), plain_every_seconds=0.0, every_steps=2, clock=lambda: now[0])
+        ProgressLine(
+            100, stream=io.StringIO(), plain_every_seconds=0.0, every_steps=2, clock=lambda: now[0]
+        )
     ) as progress:
         progress.update(record(2))
-        progress.update(record(3) | {"checkpoint_step": 3, "checkpoint_failures": 0})  # a step without a line
+        progress.update(
+            record(3) | {"checkpoint_step": 3, "checkpoint_failures": 0}
+        )  # a step without a line
         progress.update(record(4))
         progress.update(record(6) | {"checkpoint_failures": 1})
         progress.update(record(8) | {"checkpoint_failures": 2})
         progress.update(record(10) | {"checkpoint_step": 9, "checkpoint_failures": 0})
     ends = [line.split("ETA ")[1].split(maxsplit=1)[1:] for line in caplog.messages]
     saved = "saved at 3"
-    assert ends == [[], [saved], [f"{saved}  1 failed save"], [f"{saved}  2 failed saves"], ["saved at 9"]]
+    assert ends == [
+        [],
+        [saved],
+        [f"{saved}  1 failed save"],
+        [f"{saved}  2 failed saves"],
+        ["saved at 9"],
+    ]
 
 
 def test_nothing_on_other_ranks(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,8 +90,16 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         for step in (2, 3, 4):
             progress.update(record(step))
         print("saved [bold]", file=sys.stderr)  # as what is logged
-    assert "4/4" in out.getvalue() and "loss 2.5000" in out.getvalue() and "saved [bold]" in out.getvalue()
+    assert (
+        "4/4" in out.getvalue()
+        and "loss 2.5000" in out.getvalue()
+        and "saved [bold]" in out.getvalue()
+    )
 
 
 def test_format_seconds() -> None:
-    assert [format_seconds(s) for s in (0.4, 3723, 2 * 86400 + 3723)] == ["0:00:00", "1:02:03", "2d 01:02:03"]
+    assert [format_seconds(s) for s in (0.4, 3723, 2 * 86400 + 3723)] == [
+        "0:00:00",
+        "1:02:03",
+        "2d 01:02:03",
+    ]

@@ -30,7 +30,14 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     page = page_of(run)
     assert [*page.sections][1:] == SECTIONS
-    for text in ("training", "step 120 of 200 (60.0%)", "0:00:40 left: done about", "nothing to remark", "16", "960"):
+    for text in (
+        "training",
+        "step 120 of 200 (60.0%)",
+        "0:00:40 left: done about",
+        "nothing to remark",
+        "16",
+        "960",
+    ):
         assert text in page.sections[""], text
     for text in ("loss", "logit scale", "gradient norm", "learning rate", "samples per second", "data wait, %",
                  "peak memory, GiB", "resumed"):  # fmt: skip
@@ -38,13 +45,21 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     assert "zero_shot_top1 0.5 0.25" in page.sections["Latest evaluations"]
     assert "a red <b> ✓ 0.91 a dog 0.50" in page.sections["Nearest captions"]
     attempts = page.sections["Attempts"]
-    assert "1 2026-11-23T10:00:00+0000 0 2 ranks on cpu" in attempts and attempts.endswith("training")
+    assert "1 2026-11-23T10:00:00+0000 0 2 ranks on cpu" in attempts and attempts.endswith(
+        "training"
+    )
     assert "PREEMPTED stopped by SIGTERM after step 60" in attempts
-    for text in ("clip-train train my.yaml", "0123abcd", "Python 3.11, torch 2.13", "n1: a processor"):
+    for text in (
+        "clip-train train my.yaml",
+        "0123abcd",
+        "Python 3.11, torch 2.13",
+        "n1: a processor",
+    ):
         assert text in page.sections["What it ran with"], text
     assert "optim.lr 0.001 data.train a.tar" in page.sections["What differs from the defaults"]
     assert (
-        "model.name ViT-B-32" in page.sections["The whole recipe"] and "<script>" in page.sections["The whole recipe"]
+        "model.name ViT-B-32" in page.sections["The whole recipe"]
+        and "<script>" in page.sections["The whole recipe"]
     )
     assert 'http-equiv="refresh"' in (run / "report.html").read_text()
 
@@ -55,8 +70,12 @@ def test_curves_are_where_their_numbers_are(tmp_path: Path) -> None:
     loss = page_of(tmp_path).points[0]
     assert [x for x, _ in loss] == [250, 500, 750, 1000]
     fall = [b[1] - a[1] for a, b in itertools.pairwise(loss)]
-    assert fall[0] == pytest.approx(2 * fall[1], rel=0.01) and fall[1] == pytest.approx(2 * fall[2], rel=0.01)
-    assert fall[0] > 0 and 0 < loss[0][1] < loss[-1][1] < 1000  # downwards, with room above and below
+    assert fall[0] == pytest.approx(2 * fall[1], rel=0.01) and fall[1] == pytest.approx(
+        2 * fall[2], rel=0.01
+    )
+    assert (
+        fall[0] > 0 and 0 < loss[0][1] < loss[-1][1] < 1000
+    )  # downwards, with room above and below
 
 
 def clocks_of(page: Path) -> list[dict]:
@@ -84,8 +103,15 @@ def test_what_speaks_against_it_comes_first(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     write_jsonl(
         run / "metrics.jsonl",
-        [step(i, loss=3 + i / 100, samples_per_second=16.0 if i < 100 else 4.0) for i in range(1, 121)]
-        + [step(121, loss=None, samples_per_second=4.0, data_wait_seconds=0.4, checkpoint_failures=2)],
+        [
+            step(i, loss=3 + i / 100, samples_per_second=16.0 if i < 100 else 4.0)
+            for i in range(1, 121)
+        ]
+        + [
+            step(
+                121, loss=None, samples_per_second=4.0, data_wait_seconds=0.4, checkpoint_failures=2
+            )
+        ],
     )
     (run / "invalid.json").write_text(
         json.dumps({
@@ -105,7 +131,9 @@ def test_what_speaks_against_it_comes_first(tmp_path: Path) -> None:
     assert "silent" in page.sections[""] and "no step for 1:00:0" in page.sections[""]
     (run / "VERDICT").write_text('FATAL\n{"step": 121, "reason": "the loss is not finite"}\n')
     page = page_of(run)
-    assert "FATAL: the loss is not finite" in page.sections[""] and "silent" not in page.sections[""]
+    assert (
+        "FATAL: the loss is not finite" in page.sections[""] and "silent" not in page.sections[""]
+    )
     assert "refresh" not in (run / "report.html").read_text()
 
 
@@ -123,8 +151,18 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", 60, lr=2e-3, loss=9.0)
     page = page_of(one, two, output=tmp_path / "both.html")
     assert [*page.sections][1:] == ["Final values", "Keys that differ", "Training", "Evaluation"]
-    assert page.sections["Keys that differ"].split() == ["key", "one", "two", "optim.lr", "0.001", "0.002"]
-    assert "step 120 60" in page.sections["Final values"] and "zero_shot_top1 0.5 0.5" in page.sections["Final values"]
+    assert page.sections["Keys that differ"].split() == [
+        "key",
+        "one",
+        "two",
+        "optim.lr",
+        "0.001",
+        "0.002",
+    ]
+    assert (
+        "step 120 60" in page.sections["Final values"]
+        and "zero_shot_top1 0.5 0.5" in page.sections["Final values"]
+    )
     first, second = page.points[:2]  # of the loss, over one axis
     assert first[-1][0] == 1000 and second[-1][0] == 500 and second[0][1] < first[0][1]
     assert not (one / "report.html").exists()
@@ -145,7 +183,12 @@ def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_pat
     for text in ("6,000", "48k", "0:50:00", "4.0% of the whole run"):
         assert text in page.text, text
     assert all(100 < len(each) <= 330 for each in page.points)
-    band = (tmp_path / "report.html").read_text().split('<polygon class="band b0" points="')[1].split('"')[0]
+    band = (
+        (tmp_path / "report.html")
+        .read_text()
+        .split('<polygon class="band b0" points="')[1]
+        .split('"')[0]
+    )
     corners = [tuple(map(float, each.split(","))) for each in band.split()]
     highest, lowest = min(corners, key=lambda each: each[1]), max(corners, key=lambda each: each[1])
     assert highest[0] == pytest.approx(1000 * 1456 / 6000, abs=3) and highest[1] < 60
@@ -175,7 +218,11 @@ def test_it_is_renewed_while_it_trains_but_not_at_each_step(tmp_path: Path) -> N
     train(62, 130)
     text = Page(page.read_text()).text
     assert "step 121" in text and "first 7" in text
-    assert [each.name for each in tmp_path.iterdir() if each.name not in ("metrics.jsonl", "report.html")] == []
+    assert [
+        each.name
+        for each in tmp_path.iterdir()
+        if each.name not in ("metrics.jsonl", "report.html")
+    ] == []
 
 
 def test_the_samples_that_cannot_be_used_are_kept_for_the_page(tmp_path: Path) -> None:
@@ -187,12 +234,18 @@ def test_the_samples_that_cannot_be_used_are_kept_for_the_page(tmp_path: Path) -
     sink.write(step(1))
     text = (tmp_path / "report.html").read_text()
     shown = Page(text).sections["Invalid samples"]
-    assert "no image b.tar 3" in shown and "caption is empty <i>k c.tar" in shown and text.count(PIXEL) == 1
+    assert (
+        "no image b.tar 3" in shown
+        and "caption is empty <i>k c.tar" in shown
+        and text.count(PIXEL) == 1
+    )
 
 
 def test_the_first_step_of_each_attempt_does_not_count_in_the_eta(tmp_path: Path) -> None:
     """It holds the start of workers, allocators, compiled kernels."""
     seconds = {1: 600.0, 2: 2.0, 3: 900.0, 4: 2.0}
-    write_jsonl(tmp_path / "metrics.jsonl", [step(i, step_seconds=each) for i, each in seconds.items()])
+    write_jsonl(
+        tmp_path / "metrics.jsonl", [step(i, step_seconds=each) for i, each in seconds.items()]
+    )
     write_jsonl(tmp_path / "attempts.jsonl", [start(0, steps=10), start(2, steps=10)])
     assert "0:00:12 left" in page_of(tmp_path).text  # 6 steps of 2 s

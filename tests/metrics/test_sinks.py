@@ -31,7 +31,9 @@ def test_each_line_is_there_at_once_with_every_digit(tmp_path: Path) -> None:
     path, value = tmp_path / "m.jsonl", 0.1 + 0.2
     sink = JsonlSink(path)
     sink.write({"step": 1, "loss": value, "tensor": torch.tensor(0.5), "text": "é"})
-    assert lines(path) == [{"step": 1, "loss": value, "tensor": 0.5, "text": "é"}]  # before any close
+    assert lines(path) == [
+        {"step": 1, "loss": value, "tensor": 0.5, "text": "é"}
+    ]  # before any close
     sink.write({"step": 2, "loss": math.nan, "grad_norm": math.inf})
     sink.close()
     assert lines(path)[1] == {"step": 2, "loss": None, "grad_norm": None}
@@ -45,7 +47,10 @@ def test_resume_drops_what_the_checkpoint_does_not_know(tmp_path: Path, torn: st
     assert [r["step"] for r in lines(path)] == [1, 2, 3, 4]
     sink.write({"step": 5, "loss": 9.0})
     sink.close()
-    assert [(r["step"], r["loss"]) for r in lines(path)] == [*((s, s / 7) for s in range(1, 5)), (5, 9.0)]
+    assert [(r["step"], r["loss"]) for r in lines(path)] == [
+        *((s, s / 7) for s in range(1, 5)),
+        (5, 9.0),
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
 
 
@@ -99,7 +104,10 @@ def test_all_sinks_of_rank_0(tmp_path: Path) -> None:
         sinks.write({"step": 1, "loss": 0.25})
         sinks.write({"step": 1, "zero_shot/top1": 0.5}, "eval")
     (found,) = lines(tmp_path / "metrics.jsonl")
-    assert before - 0.001 <= found.pop("time") <= time.time() + 0.001 and found == {"step": 1, "loss": 0.25}
+    assert before - 0.001 <= found.pop("time") <= time.time() + 0.001 and found == {
+        "step": 1,
+        "loss": 0.25,
+    }
     assert lines(tmp_path / "eval.jsonl") == [{"step": 1, "zero_shot/top1": 0.5}]
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25)]
@@ -115,10 +123,15 @@ def write_a_step(run_dir: Path) -> list[str]:
 
 @pytest.mark.distributed
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    assert run_ranks(write_a_step, 2, tmp_path) == [["eval.jsonl", "metrics.jsonl", "report.html"], []]
+    assert run_ranks(write_a_step, 2, tmp_path) == [
+        ["eval.jsonl", "metrics.jsonl", "report.html"],
+        [],
+    ]
 
 
-def test_a_failing_chart_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_chart_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken:
         calls = 0
 
@@ -144,7 +157,9 @@ def test_a_package_that_is_missing_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     config = LogConfig(**{"tensorboard": False, package: True})
-    remedy = f"log.{package} (true): {package} .*; pip install {package}, or set log.{package}=false"
+    remedy = (
+        f"log.{package} (true): {package} .*; pip install {package}, or set log.{package}=false"
+    )
     assert len(config.mistakes_here()) == 1 and re.fullmatch(
         remedy.replace("(", "[(]", 1).replace(")", "[)]", 1), config.mistakes_here()[0]
     )
@@ -152,15 +167,21 @@ def test_a_package_that_is_missing_says_how_to_get_it(
         Sinks.open(config, tmp_path)
 
 
-def test_a_package_of_which_an_import_fails_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_of_which_an_import_fails_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "wandb.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(UserError, match=r"wandb cannot be imported \(No module named 'no_such_module'\)"):
+    with pytest.raises(
+        UserError, match=r"wandb cannot be imported \(No module named 'no_such_module'\)"
+    ):
         Sinks.open(LogConfig(tensorboard=False, wandb=True), tmp_path)
 
 
-def test_trackio_goes_on_in_the_same_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_goes_on_in_the_same_run_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started, logged = [], []
 
     class Trackio:
@@ -177,7 +198,10 @@ def test_trackio_goes_on_in_the_same_run_by_its_name(tmp_path: Path, monkeypatch
     for resume_step in (0, 1):
         with closing(
             Sinks.open(
-                LogConfig(tensorboard=False, trackio=True), tmp_path / "run", resume_step=resume_step, recipe={"a": 1}
+                LogConfig(tensorboard=False, trackio=True),
+                tmp_path / "run",
+                resume_step=resume_step,
+                recipe={"a": 1},
             )
         ) as sinks:
             sinks.write({"step": resume_step + 1, "loss": 1.0})
@@ -201,7 +225,9 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
     config = LogConfig(tensorboard=False, wandb=True, wandb_project="p")
     for resume_step in (0, 1):
-        with closing(Sinks.open(config, tmp_path / "run", resume_step=resume_step, recipe={"a": 1})) as sinks:
+        with closing(
+            Sinks.open(config, tmp_path / "run", resume_step=resume_step, recipe={"a": 1})
+        ) as sinks:
             sinks.write({"step": resume_step + 1, "loss": 1.0})
     assert started[0]["id"] == started[1]["id"]
     assert (started[0]["project"], started[0]["config"]) == ("p", {"a": 1})

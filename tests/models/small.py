@@ -14,14 +14,26 @@ from clip_train.models.config import Architecture, parse_architecture
 def small_architecture(**changes: Any) -> Architecture:
     content = {
         "embed_dim": 24,
-        "vision_cfg": {"image_size": 16, "layers": 2, "width": 32, "head_width": 16, "patch_size": 4},
+        "vision_cfg": {
+            "image_size": 16,
+            "layers": 2,
+            "width": 32,
+            "head_width": 16,
+            "patch_size": 4,
+        },
         "text_cfg": {"context_length": 8, "vocab_size": 100, "width": 20, "heads": 2, "layers": 2},
     }
     return parse_architecture({**content, **changes}, "test")
 
 
 def small_resnet(norm: str = "batch", image_size: int = 64) -> Architecture:
-    vision = {"image_size": image_size, "layers": [2, 1, 1, 1], "width": 8, "head_width": 32, "norm": norm}
+    vision = {
+        "image_size": image_size,
+        "layers": [2, 1, 1, 1],
+        "width": 8,
+        "head_width": 32,
+        "norm": norm,
+    }
     return small_architecture(vision_cfg=vision)
 
 

@@ -46,7 +46,12 @@ _KEYS = {
     "visual.ln_pre.bias",
     "visual.ln_post.weight",
     "visual.ln_post.bias",
-} | {f"{tower}transformer.resblocks.{i}.{k}" for tower in ("", "visual.") for i in (0, 1) for k in _BLOCK}
+} | {
+    f"{tower}transformer.resblocks.{i}.{k}"
+    for tower in ("", "visual.")
+    for i in (0, 1)
+    for k in _BLOCK
+}
 
 
 def test_state_dict_has_openclips_names():
@@ -75,7 +80,12 @@ def test_features_are_normalised_and_wide_in_every_precision(dtype: torch.dtype)
     # exp is taken in float32, of the parameter as rounded
     torch.testing.assert_close(scale, model.logit_scale.to(wide).exp(), rtol=0, atol=0)
     reference = small_model(dtype=torch.float64, architecture=architecture)(*inputs(3))
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    tolerance = {
+        torch.float64: 1e-12,
+        torch.float32: 1e-5,
+        torch.float16: 5e-3,
+        torch.bfloat16: 4e-2,
+    }[dtype]
     torch.testing.assert_close(image.double(), reference[0], rtol=0, atol=tolerance)
     torch.testing.assert_close(text.double(), reference[1], rtol=0, atol=tolerance)
 
@@ -111,9 +121,13 @@ def test_uint8_images_are_normalised_as_torchvision_does(dtype: torch.dtype):
 
 def test_the_architectures_own_statistics_are_used():
     images, _, _ = inputs(2)
-    half = small_architecture().model_copy(update={"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3})
+    half = small_architecture().model_copy(
+        update={"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
+    )
     model = small_model(architecture=half)
-    torch.testing.assert_close(model(images)[0], model(images.float() / 127.5 - 1)[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        model(images)[0], model(images.float() / 127.5 - 1)[0], rtol=0, atol=1e-6
+    )
 
 
 def test_the_text_is_read_at_its_end_and_looks_back_only():
@@ -185,23 +199,33 @@ def test_initialisation_is_openclips():
         block + "mlp.c_proj.bias": (4 * text) ** -0.5,
     }
     for name, std in normal.items():
-        assert state[name].std().item() == pytest.approx(std, rel=0.2 if state[name].numel() < 1000 else 0.05), name
+        assert state[name].std().item() == pytest.approx(
+            std, rel=0.2 if state[name].numel() < 1000 else 0.05
+        ), name
     for name, bound in uniform.items():
         assert state[name].abs().max() <= bound, name
-        assert state[name].std().item() == pytest.approx(bound / 3**0.5, rel=0.2 if state[name].ndim == 1 else 0.05)
+        assert state[name].std().item() == pytest.approx(
+            bound / 3**0.5, rel=0.2 if state[name].ndim == 1 else 0.05
+        )
     for name, value in state.items():
-        if name.endswith(("in_proj_bias", "out_proj.bias")) or (".ln_" in name and name.endswith("bias")):
+        if name.endswith(("in_proj_bias", "out_proj.bias")) or (
+            ".ln_" in name and name.endswith("bias")
+        ):
             assert not value.any(), name
     assert state["logit_scale"].tolist() == [pytest.approx(math.log(1 / 0.07))]
 
 
 def test_the_seed_fixes_the_weights():
     first, again, other = small_model(3), small_model(3), small_model(4)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
+    )
     assert not torch.equal(first.visual.proj, other.visual.proj)
     weights = [initial_weights(ModelConfig(name="tiny"), seed) for seed in (3, 3, 4)]
     projections = [each.read("visual.proj", "param", 0, 1000) for each in weights]
-    assert torch.equal(projections[0], projections[1]) and not torch.equal(projections[0], projections[2])
+    assert torch.equal(projections[0], projections[1]) and not torch.equal(
+        projections[0], projections[2]
+    )
 
 
 @pytest.mark.parametrize("cuts", [(16,), (5, 5, 5, 1), (1,) * 16])
@@ -211,14 +235,18 @@ def test_dropout_does_not_depend_on_the_micro_batch(cuts: tuple[int, ...]):
     whole = model(images, texts, seeds)
     parts = [
         model(*group)
-        for group in zip(images.split(list(cuts)), texts.split(list(cuts)), seeds.split(list(cuts)), strict=True)
+        for group in zip(
+            images.split(list(cuts)), texts.split(list(cuts)), seeds.split(list(cuts)), strict=True
+        )
     ]
     for i in (0, 1):
         torch.testing.assert_close(torch.cat([p[i] for p in parts]), whole[i], rtol=0, atol=1e-13)
     for i, other in enumerate(model(images, texts, seeds + 1)[:2]):
         assert ((other - whole[i]).norm(dim=1) > 1e-3).all()
     order = torch.randperm(16)
-    torch.testing.assert_close(model(images[order], texts[order], seeds[order])[0], whole[0][order], rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        model(images[order], texts[order], seeds[order])[0], whole[0][order], rtol=0, atol=1e-13
+    )
 
 
 def test_every_dropout_of_the_model_has_random_bits_of_its_own():
@@ -235,7 +263,9 @@ def test_dropout_sleeps_in_evaluation_and_asks_for_seeds_in_training():
     with pytest.raises(ValueError, match="patch dropout needs sample_seeds"):
         small_model(patch_dropout=0.5)(images, texts)
     model.eval()
-    torch.testing.assert_close(model(images, texts), small_model()(images, texts, seeds), rtol=0, atol=0)
+    torch.testing.assert_close(
+        model(images, texts), small_model()(images, texts, seeds), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -243,7 +273,10 @@ def test_activation_checkpointing_changes_no_gradient(dtype: torch.dtype):
     gradients = []
     for activation_checkpointing in (False, True):
         model = small_model(
-            dtype=dtype, dropout=0.2, patch_dropout=0.5, activation_checkpointing=activation_checkpointing
+            dtype=dtype,
+            dropout=0.2,
+            patch_dropout=0.5,
+            activation_checkpointing=activation_checkpointing,
         )
         image, text, scale, _ = model(*inputs(5))
         torch.rand(7)  # the state of the generator has no part in it
@@ -257,7 +290,9 @@ def test_activation_checkpointing_computes_each_block_again():
     for on, forwards in ((True, 2), (False, 1)):
         model: Any = small_model(activation_checkpointing=on)
         calls: list[int] = []
-        model.visual.transformer.resblocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model.visual.transformer.resblocks[0].register_forward_pre_hook(
+            lambda *_, calls=calls: calls.append(1)
+        )
         model(*inputs(2))[0].sum().backward()
         assert len(calls) == forwards
 
@@ -282,7 +317,9 @@ def test_presets_have_the_published_number_of_parameters(name: str, parameters: 
 @pytest.mark.parametrize("pool", ["tok", "avg"])
 def test_flops_are_those_of_the_products(pool: str):
     """Against torch's own counter, which sees every matrix product and convolution."""
-    architecture = small_architecture(vision_cfg={**small_architecture().model_cfg()["vision_cfg"], "pool_type": pool})
+    architecture = small_architecture(
+        vision_cfg={**small_architecture().model_cfg()["vision_cfg"], "pool_type": pool}
+    )
     model = small_model(architecture=architecture, dropout=0.0, patch_dropout=0.5)
     for dropped in (0.0, 0.5):
         model.train(dropped > 0)
@@ -291,11 +328,15 @@ def test_flops_are_those_of_the_products(pool: str):
             FlopCounterMode(display=False) as counter,
         ):  # fused ones go uncounted
             model(*inputs(3))
-        assert counter.get_total_flops() == 3 * flops_per_sample(architecture, patch_dropout=dropped)
+        assert counter.get_total_flops() == 3 * flops_per_sample(
+            architecture, patch_dropout=dropped
+        )
 
 
 def test_flops_of_vit_b_32_are_the_published_ones():
     # the published 4.41 + 2.98 GMACs for ViT-B-32, less their additions, and less what the last blocks are spared:
     # query, output and MLP (2 + 8 width^2) and attention of all tokens but one
     spared = 49 * (10 * 768**2 + 2 * 50 * 768) + 76 * (10 * 512**2 + 2 * 77 * 512)
-    assert flops_per_sample(load_architecture("ViT-B-32")) + 2 * spared == pytest.approx(2 * 7.39e9, rel=0.02)
+    assert flops_per_sample(load_architecture("ViT-B-32")) + 2 * spared == pytest.approx(
+        2 * 7.39e9, rel=0.02
+    )

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from clip_train.errors import UserError
-from clip_train.models.config import ModelConfig, load_architecture, parse_architecture, preset_names
+from clip_train.models.config import (
+    ModelConfig,
+    load_architecture,
+    parse_architecture,
+    preset_names,
+)
 from tests.models.small import small_architecture
 
 
@@ -25,14 +30,20 @@ def test_every_preset_loads():
     for name in preset_names():
         load_architecture(name)
     big = load_architecture("ViT-bigG-14")
-    assert (big.vision_cfg.heads, big.vision_cfg.mlp_width, big.vision_cfg.num_patches) == (16, 8192, 256)
+    assert (big.vision_cfg.heads, big.vision_cfg.mlp_width, big.vision_cfg.num_patches) == (
+        16,
+        8192,
+        256,
+    )
 
 
 def test_an_unknown_preset_names_its_neighbours():
     with pytest.raises(UserError, match=r"model\.name \(vit-b32\): .* did you mean ViT-B-32") as e:
         load_architecture("vit-b32")
     assert "OpenCLIP's ViTs and ResNets such as ViT-B-32 and RN50" in str(e.value)
-    with pytest.raises(UserError, match=r"model\.name \(nowhere/model\.json\): there is no such preset or file"):
+    with pytest.raises(
+        UserError, match=r"model\.name \(nowhere/model\.json\): there is no such preset or file"
+    ):
         load_architecture("nowhere/model.json")
     with pytest.raises(UserError, match="did you mean open_clip:ViT-B-16-SigLIP2 or ViT-B-16"):
         load_architecture("ViT-B-16-SigLIP2")
@@ -53,7 +64,10 @@ def test_an_unknown_preset_names_its_neighbours():
             {"vision_cfg": {"attentional_pool": True}},
             r"vision_cfg\.attentional_pool \(true\): .* not implemented",
         ),
-        ({"vision_cfg": {"layers": [3, 4, 6]}}, r"vision_cfg\.layers \(\[3, 4, 6\]\) must be .*list of 4"),
+        (
+            {"vision_cfg": {"layers": [3, 4, 6]}},
+            r"vision_cfg\.layers \(\[3, 4, 6\]\) must be .*list of 4",
+        ),
         (
             {"vision_cfg": {"patchsize": 4}},
             r"vision_cfg\.patchsize \(4\): .* did you mean patch_size",
@@ -62,7 +76,10 @@ def test_an_unknown_preset_names_its_neighbours():
             {"vision_cfg": {"head_width": 10}},
             r"vision_cfg: .*width \(32\) must be a multiple of head_width \(10\)",
         ),
-        ({"vision_cfg": {"patch_size": 5}}, r"image_size \(16\) must be a multiple of patch_size \(5\)"),
+        (
+            {"vision_cfg": {"patch_size": 5}},
+            r"image_size \(16\) must be a multiple of patch_size \(5\)",
+        ),
         ({"text_cfg": {"heads": 3}}, r"width \(20\) must be a multiple of heads \(3\)"),
         (
             {"vision_cfg": {"pool_type": "none"}},
@@ -88,12 +105,16 @@ def test_what_is_not_implemented_is_refused_by_name(sections: dict[str, Any], me
 
 def test_all_mistakes_are_told_at_once():
     content = _content(vision_cfg={"pool_type": "none"}, text_cfg={"heds": 2})
-    with pytest.raises(UserError, match=r"model\.json: .*pool_type.*; text_cfg\.heds \(2\): .* did you mean heads"):
+    with pytest.raises(
+        UserError, match=r"model\.json: .*pool_type.*; text_cfg\.heds \(2\): .* did you mean heads"
+    ):
         parse_architecture(content, "model.json")
 
 
 def test_keys_at_openclips_defaults_change_nothing():
-    content = _content(vision_cfg={"pool_type": "tok", "ls_init_value": None}, text_cfg={"no_causal_mask": False})
+    content = _content(
+        vision_cfg={"pool_type": "tok", "ls_init_value": None}, text_cfg={"no_causal_mask": False}
+    )
     assert parse_architecture(content, "model.json") == small_architecture()
 
 
@@ -114,10 +135,18 @@ def test_the_schema_survives_a_round_trip(tmp_path: Path):
 def test_the_recipe_overrides_the_preset():
     plain = ModelConfig(name="tiny").architecture()
     assert plain == load_architecture("tiny")
-    changed = ModelConfig(name="tiny", patch_dropout=0.5, init_logit_bias=-10.0, init_logit_scale=2.3).architecture()
+    changed = ModelConfig(
+        name="tiny", patch_dropout=0.5, init_logit_bias=-10.0, init_logit_scale=2.3
+    ).architecture()
     assert changed.vision_cfg.patch_dropout == 0.5
     assert (changed.init_logit_bias, changed.init_logit_scale) == (-10.0, 2.3)
     assert changed.text_cfg == plain.text_cfg
-    assert ModelConfig(name="ViT-B-16", image_size=384).architecture().vision_cfg.num_patches == 24 * 24
-    with pytest.raises(UserError, match=r"model\.image_size \(385\) must be a multiple of patch_size \(16\); take 400"):
+    assert (
+        ModelConfig(name="ViT-B-16", image_size=384).architecture().vision_cfg.num_patches
+        == 24 * 24
+    )
+    with pytest.raises(
+        UserError,
+        match=r"model\.image_size \(385\) must be a multiple of patch_size \(16\); take 400",
+    ):
         ModelConfig(name="ViT-B-16", image_size=385).architecture()

@@ -49,7 +49,9 @@ def test_buffers_are_exported_and_come_back(tmp_path: Path):
         model = small_model(architecture=architecture)
         for name, buffer in model.named_buffers():
             buffer.fill_(3 if name.endswith("tracked") else 0.7)
-        folder = export_openclip(model.state_dict(), architecture, tmp_path / str(architecture.vision_cfg.depth))
+        folder = export_openclip(
+            model.state_dict(), architecture, tmp_path / str(architecture.vision_cfg.depth)
+        )
         assert load_architecture(str(folder)) == architecture
         loaded = load_openclip(folder, architecture)
         assert dict(model.named_buffers())
@@ -59,7 +61,9 @@ def test_buffers_are_exported_and_come_back(tmp_path: Path):
 
 def test_what_fits_by_every_name_and_shape_is_as_the_weights_description_says(tmp_path: Path):
     """Activation and statistics of pixels, of a teacher whose architecture is named; a line is logged of others."""
-    theirs = ARCHITECTURE.model_copy(update={"quick_gelu": True, "image_mean": (0.5,) * 3, "image_std": (0.25,) * 3})
+    theirs = ARCHITECTURE.model_copy(
+        update={"quick_gelu": True, "image_mean": (0.5,) * 3, "image_std": (0.25,) * 3}
+    )
     model = small_model(architecture=theirs).eval()
     folder = export_openclip(model.state_dict(), theirs, tmp_path / "export")
     (tmp_path / "plain.json").write_text(json.dumps({"model_cfg": ARCHITECTURE.model_cfg()}))
@@ -72,13 +76,19 @@ def test_what_fits_by_every_name_and_shape_is_as_the_weights_description_says(tm
         assert torch.equal(ours, other)
     lines: list[str] = []
     load_openclip(folder, theirs.model_copy(update={"image_mean": (0.4,) * 3}), lines.append)
-    assert len(lines) == 1 and "'image_mean': (0.5, 0.5, 0.5)" in lines[0] and "(0.4, 0.4, 0.4)" in lines[0], lines
+    assert (
+        len(lines) == 1
+        and "'image_mean': (0.5, 0.5, 0.5)" in lines[0]
+        and "(0.4, 0.4, 0.4)" in lines[0]
+    ), lines
     load_openclip(folder, theirs, lines.append)
     assert len(lines) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_teachers_temperature_keeps_its_digits_in_every_precision(tmp_path: Path, dtype: torch.dtype):
+def test_a_teachers_temperature_keeps_its_digits_in_every_precision(
+    tmp_path: Path, dtype: torch.dtype
+):
     model = small_model(architecture=ARCHITECTURE)
     model.logit_scale.data.fill_(math.log(100))
     folder = export_openclip(model.state_dict(), ARCHITECTURE, tmp_path / "export")
@@ -102,8 +112,14 @@ def test_an_export_can_be_read_by_all_whom_the_umask_allows(tmp_path: Path):
 
 def test_openclips_training_checkpoints_load(tmp_path: Path):
     model = small_model(architecture=ARCHITECTURE)
-    state = {f"module.{k}": v.reshape(()) if k.startswith("logit") else v for k, v in model.state_dict().items()}
-    torch.save({"epoch": 3, "name": "run", "state_dict": state, "optimizer": {"lr": 0.1}}, tmp_path / "epoch_3.pt")
+    state = {
+        f"module.{k}": v.reshape(()) if k.startswith("logit") else v
+        for k, v in model.state_dict().items()
+    }
+    torch.save(
+        {"epoch": 3, "name": "run", "state_dict": state, "optimizer": {"lr": 0.1}},
+        tmp_path / "epoch_3.pt",
+    )
     torch.save(model.half().state_dict(), tmp_path / "half.bin")
     loaded = load_openclip(tmp_path / "epoch_3.pt", ARCHITECTURE)
     assert loaded["logit_scale"].shape == (1,)
@@ -125,7 +141,10 @@ def test_weights_of_another_model_are_refused_with_their_names(tmp_path: Path):
         "text_projection: copying a param with shape torch.Size([2, 3])",
     ):
         assert part in str(e.value)
-    with pytest.raises(CheckpointError, match=r"the state to export does not fit the model .*Missing key.*logit_bias"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"the state to export does not fit the model .*Missing key.*logit_bias",
+    ):
         export_openclip(small_model().state_dict(), ARCHITECTURE, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
@@ -135,7 +154,9 @@ def test_another_image_size_and_context_are_interpolated(tmp_path: Path):
     small, ramp = small_model(), torch.linspace(-1, 1, 8)
     state = small.state_dict()
     columns = torch.arange(4.0).repeat(4)[:, None]  # of the patch grid, row by row
-    state["visual.positional_embedding"] = torch.cat([torch.full((1, 32), 9.0), columns.expand(16, 32)])
+    state["visual.positional_embedding"] = torch.cat(
+        [torch.full((1, 32), 9.0), columns.expand(16, 32)]
+    )
     state["positional_embedding"] = ramp[:, None].repeat(1, 20)
     save_file(state, tmp_path / "small.safetensors")
     content = small_architecture().model_cfg()
@@ -149,13 +170,19 @@ def test_another_image_size_and_context_are_interpolated(tmp_path: Path):
     assert torch.equal(grid[0], torch.full((32,), 9.0))  # the class token's
     rows = grid[1:].unflatten(0, (8, 8))[..., 0]
     torch.testing.assert_close(rows, rows[:1].expand(8, 8))  # nothing varies down a column
-    torch.testing.assert_close(rows[0, 3:5], torch.tensor([1.25, 1.75]), rtol=0, atol=0.02)  # between columns 1 and 2
+    torch.testing.assert_close(
+        rows[0, 3:5], torch.tensor([1.25, 1.75]), rtol=0, atol=0.02
+    )  # between columns 1 and 2
     text = loaded["positional_embedding"][:, 0]
-    torch.testing.assert_close(text[1:3], (ramp[0] + (ramp[1] - ramp[0]) * torch.tensor([0.25, 0.75])))
+    torch.testing.assert_close(
+        text[1:3], (ramp[0] + (ramp[1] - ramp[0]) * torch.tensor([0.25, 0.75]))
+    )
     CLIP(large).load_state_dict(loaded)
     assert torch.equal(loaded["visual.proj"], state["visual.proj"])
     # one that is no square grid is refused with its shape
-    save_file(state | {"visual.positional_embedding": torch.zeros(16, 32)}, tmp_path / "odd.safetensors")
+    save_file(
+        state | {"visual.positional_embedding": torch.zeros(16, 32)}, tmp_path / "odd.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"visual.positional_embedding: .*\[16, 32\]"):
         load_openclip(tmp_path / "odd.safetensors", large)
 
@@ -166,30 +193,49 @@ def test_one_tower_starts_from_a_file_and_the_rest_is_drawn(tmp_path: Path, towe
     config = _described(tmp_path)
     drawn = _started(config)
     state = small_model(seed=5).state_dict()
-    own = {k: v for k, v in state.items() if k.startswith("visual.") == (tower == "image") and k != "logit_scale"}
+    own = {
+        k: v
+        for k, v in state.items()
+        if k.startswith("visual.") == (tower == "image") and k != "logit_scale"
+    }
     if kind == "whole model":  # the other tower may be another's
         given = state | {k: torch.zeros(3) for k in state if k not in own}
     else:
         prefix = {"image": "visual.", "text": "text."}[tower] if kind != "tower alone" else ""
         given = {prefix + k.removeprefix("visual."): v for k, v in own.items()}
     save_file(given, tmp_path / "given.safetensors")
-    found = _started(config.model_copy(update={f"init_{tower}_from": str(tmp_path / "given.safetensors")}))
+    found = _started(
+        config.model_copy(update={f"init_{tower}_from": str(tmp_path / "given.safetensors")})
+    )
     assert all(torch.equal(found[name], own.get(name, drawn[name])) for name in drawn)
-    assert set(found) == set(drawn) and not torch.equal(found["visual.proj"], found["text_projection"])
+    assert set(found) == set(drawn) and not torch.equal(
+        found["visual.proj"], found["text_projection"]
+    )
     # and beside a whole model
     export_openclip(small_model(seed=6).state_dict(), small_architecture(), tmp_path / "export")
-    both = {"init_from": str(tmp_path / "export"), f"init_{tower}_from": str(tmp_path / "given.safetensors")}
+    both = {
+        "init_from": str(tmp_path / "export"),
+        f"init_{tower}_from": str(tmp_path / "given.safetensors"),
+    }
     found, whole = _started(config.model_copy(update=both)), small_model(seed=6).state_dict()
     assert all(torch.equal(found[name], own.get(name, whole[name])) for name in drawn)
 
 
 def test_a_tower_that_does_not_fit_is_refused_by_its_key(tmp_path: Path):
     config = _described(tmp_path)
-    state = {k: v for k, v in small_model().state_dict().items() if k.startswith("visual.") and "ln_post" not in k}
+    state = {
+        k: v
+        for k, v in small_model().state_dict().items()
+        if k.startswith("visual.") and "ln_post" not in k
+    }
     save_file(state, tmp_path / "half.safetensors")
-    with pytest.raises(CheckpointError, match=r'image tower of .*half.*Missing key.*: "visual.ln_post.weight"'):
+    with pytest.raises(
+        CheckpointError, match=r'image tower of .*half.*Missing key.*: "visual.ln_post.weight"'
+    ):
         _started(config.model_copy(update={"init_image_from": str(tmp_path / "half.safetensors")}))
-    with pytest.raises(CheckpointError, match=r'text tower of .*half.*Missing key.*: "positional_embedding"'):
+    with pytest.raises(
+        CheckpointError, match=r'text tower of .*half.*Missing key.*: "positional_embedding"'
+    ):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "half.safetensors")}))
     with pytest.raises(UserError, match=r"model.init_text_from: .*nothing is no file"):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "nothing")}))
@@ -222,12 +268,17 @@ def test_openais_torchscript_archives_load(tmp_path: Path, archive: Path):
     for name, tensor in state.items():
         expected = tensor if name == "logit_scale" else tensor.half().float()
         assert torch.equal(loaded[name], expected) and loaded[name].dtype == torch.float32, name
-    with pytest.raises(UserError, match=r'with QuickGELU, .* set model\.name to a JSON with "quick_gelu": true'):
+    with pytest.raises(
+        UserError, match=r'with QuickGELU, .* set model\.name to a JSON with "quick_gelu": true'
+    ):
         load_openclip(archive, small_architecture())
 
 
 def _repacked(archive: Path, changes: dict[str, bytes]) -> Path:
-    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(archive.with_name("other.pt"), "w") as new:
+    with (
+        zipfile.ZipFile(archive) as old,
+        zipfile.ZipFile(archive.with_name("other.pt"), "w") as new,
+    ):
         for name in old.namelist():
             new.writestr(name, changes.get(name.partition("/")[2], old.read(name)))
     return archive.with_name("other.pt")
@@ -276,7 +327,10 @@ def _started(config: ModelConfig) -> dict[str, torch.Tensor]:
     """What a run starts with, by name."""
     source = initial_weights(config, seed=3)
     shapes = {name: p.shape for name, p in CLIP(config.architecture()).named_parameters()}
-    return {name: source.read(name, "param", 0, shape.numel()).reshape(shape) for name, shape in shapes.items()}
+    return {
+        name: source.read(name, "param", 0, shape.numel()).reshape(shape)
+        for name, shape in shapes.items()
+    }
 
 
 class _Code:

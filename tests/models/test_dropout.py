@@ -59,7 +59,10 @@ def test_masks_of_samples_layers_and_positions_are_unrelated():
 
 def test_the_mask_is_the_same_in_every_precision():
     seeds = torch.arange(3)
-    masks = [SampleDropout(0.3, 9)(torch.ones(3, 77, dtype=d), seeds) != 0 for d in (torch.float32, torch.bfloat16)]
+    masks = [
+        SampleDropout(0.3, 9)(torch.ones(3, 77, dtype=d), seeds) != 0
+        for d in (torch.float32, torch.bfloat16)
+    ]
     assert torch.equal(*masks)
 
 
@@ -77,7 +80,10 @@ def test_patch_dropout_keeps_the_class_token_and_the_order():
 
 
 def test_seeds_must_be_one_for_each_sample():
-    with pytest.raises(ValueError, match=r"dropout needs sample_seeds in training: int64 \[3\], one for each sample"):
+    with pytest.raises(
+        ValueError,
+        match=r"dropout needs sample_seeds in training: int64 \[3\], one for each sample",
+    ):
         SampleDropout(0.5, 0)(torch.ones(3, 4), torch.arange(2))
 
 

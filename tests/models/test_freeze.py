@@ -27,14 +27,20 @@ def trained(**keys) -> set[str]:
 def test_a_locked_tower_is_unlocked_group_by_group():
     """As OpenCLIP's `VisionTransformer.lock` and `lock_text_tower` (tests/peers compares with them)."""
     image = {name for name in NAMES if name.startswith("visual.")}
-    last = {name for name in image if ".resblocks.1." in name} | {"visual.ln_post.weight", "visual.ln_post.bias"}
+    last = {name for name in image if ".resblocks.1." in name} | {
+        "visual.ln_post.weight",
+        "visual.ln_post.bias",
+    }
     first = {name for name in image if ".resblocks.0." in name}
     groups = [set(), {"visual.proj"}, last, first, image - last - first - {"visual.proj"}]
     for unlocked in range(6):
         expected = set().union(*groups[: unlocked + 1])
         assert trained(lock_image=True, lock_image_unlocked_groups=unlocked) & image == expected
     assert trained(lock_text=True) == image | {"logit_scale"}
-    assert trained(lock_text=True, lock_text_unlocked_layers=1) - image == {"logit_scale", "text_projection"}
+    assert trained(lock_text=True, lock_text_unlocked_layers=1) - image == {
+        "logit_scale",
+        "text_projection",
+    }
     assert {"ln_final.weight", "transformer.resblocks.1.ln_1.weight"} <= trained(
         lock_text=True, lock_text_unlocked_layers=2
     )
@@ -42,7 +48,9 @@ def test_a_locked_tower_is_unlocked_group_by_group():
 
 def test_patterns_join_what_is_locked():
     assert trained(lock_image=True, freeze=["*ln*", "logit_scale"]) == {
-        name for name in NAMES if not name.startswith("visual.") and "ln" not in name and name != "logit_scale"
+        name
+        for name in NAMES
+        if not name.startswith("visual.") and "ln" not in name and name != "logit_scale"
     }
     assert trained() == set(NAMES)
 
@@ -52,17 +60,29 @@ def test_depth_is_counted_from_the_top_of_each_tower():
     assert (found["visual.proj"], found["visual.ln_post.bias"], found["visual.transformer.resblocks.1.ln_1.bias"]) == (
         0, 0, 1,
     )  # fmt: skip
-    assert (found["transformer.resblocks.0.mlp.c_fc.bias"], found["token_embedding.weight"]) == (2, 3)
-    assert found["visual.conv1.weight"] == found["visual.ln_pre.weight"] == 3 and found["logit_scale"] == 0
+    assert (found["transformer.resblocks.0.mlp.c_fc.bias"], found["token_embedding.weight"]) == (
+        2,
+        3,
+    )
+    assert (
+        found["visual.conv1.weight"] == found["visual.ln_pre.weight"] == 3
+        and found["logit_scale"] == 0
+    )
 
 
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"freeze": ["visual.blocks.*"]}, r"model.freeze \(\[visual.blocks.\*\]\): visual.blocks.\* matches none"),
+        (
+            {"freeze": ["visual.blocks.*"]},
+            r"model.freeze \(\[visual.blocks.\*\]\): visual.blocks.\* matches none",
+        ),
         ({"freeze": ["visual.projection"]}, "such as visual.proj"),
         ({"freeze": ["*"]}, "leave no parameter to train"),
-        ({"lock_image": True, "lock_text": True, "freeze": ["logit_scale"]}, "leave no parameter to train"),
+        (
+            {"lock_image": True, "lock_text": True, "freeze": ["logit_scale"]},
+            "leave no parameter to train",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(keys, said):
@@ -71,7 +91,10 @@ def test_what_cannot_be_meant_is_refused(keys, said):
 
 
 def test_unlocking_what_is_not_locked_is_refused():
-    with pytest.raises(ValueError, match=r"lock_image_unlocked_groups \(2\) without a lock; set model.lock_image=true"):
+    with pytest.raises(
+        ValueError,
+        match=r"lock_image_unlocked_groups \(2\) without a lock; set model.lock_image=true",
+    ):
         ModelConfig(lock_image_unlocked_groups=2)
 
 
@@ -83,7 +106,9 @@ def stepped(keys, micro_size):
     model.visual.register_forward_hook(lambda _, args, __: encoded.append(len(args[0])))
     engine = PlainEngine(model, build_optimizer(OptimConfig(name="sgd"), model.named_parameters()))
     for s in range(2):
-        result = train_step(engine, Batch(*inputs(12, s)), InfoNCE(), micro_size=micro_size, kept_graphs=1, lr=0.1)
+        result = train_step(
+            engine, Batch(*inputs(12, s)), InfoNCE(), micro_size=micro_size, kept_graphs=1, lr=0.1
+        )
     return torch.cat([p.detach().flatten() for p in model.parameters()]), sum(encoded), result.loss
 
 
@@ -92,4 +117,6 @@ def test_a_frozen_tower_goes_forward_once():
         whole, _, loss = stepped(keys, 12)
         cut, encoded, same = stepped(keys, 3)
         assert encoded == images
-        assert same == pytest.approx(loss, rel=1e-12) and torch.allclose(cut, whole, rtol=1e-10, atol=1e-13)
+        assert same == pytest.approx(loss, rel=1e-12) and torch.allclose(
+            cut, whole, rtol=1e-10, atol=1e-13
+        )

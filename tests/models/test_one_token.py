@@ -39,7 +39,9 @@ def dropped(x: Tensor, seeds: Tensor, layer_id: int, p: float) -> Tensor:
     return x * keep * (65536 / (65536 - share))
 
 
-def all_tokens(p: dict[str, Tensor], prefix: str, x: Tensor, heads: int, causal: bool, drop: Any) -> Tensor:
+def all_tokens(
+    p: dict[str, Tensor], prefix: str, x: Tensor, heads: int, causal: bool, drop: Any
+) -> Tensor:
     """Every block over every token."""
     b, L, width = x.shape
     for i in range(LAYERS):
@@ -65,27 +67,60 @@ BLOCK = [
 ]
 
 
-def oracle(p: dict[str, Tensor], images: Tensor, texts: Tensor, seeds: Tensor, rate: float, patch_rate: float) -> Any:
-    mean, std = (torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD))
-    x = F.conv2d((images.double() / 255 - mean) / std, p["visual.conv1.weight"], stride=4).flatten(2).transpose(1, 2)
-    x = torch.cat([p["visual.class_embedding"].expand(len(x), 1, -1), x], 1) + p["visual.positional_embedding"]
+def oracle(
+    p: dict[str, Tensor],
+    images: Tensor,
+    texts: Tensor,
+    seeds: Tensor,
+    rate: float,
+    patch_rate: float,
+) -> Any:
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD)
+    )
+    x = (
+        F.conv2d((images.double() / 255 - mean) / std, p["visual.conv1.weight"], stride=4)
+        .flatten(2)
+        .transpose(1, 2)
+    )
+    x = (
+        torch.cat([p["visual.class_embedding"].expand(len(x), 1, -1), x], 1)
+        + p["visual.positional_embedding"]
+    )
     if patch_rate:
-        order = np.argsort(-hashes(seeds, 1, 16).view(np.int64), axis=1)[:, : int(16 * (1 - patch_rate))]
+        order = np.argsort(-hashes(seeds, 1, 16).view(np.int64), axis=1)[
+            :, : int(16 * (1 - patch_rate))
+        ]
         kept = torch.from_numpy(np.sort(order, axis=1)) + 1
         x = torch.stack([torch.cat([row[:1], row[own]]) for row, own in zip(x, kept, strict=True)])
     x = F.layer_norm(x, (32,), p["visual.ln_pre.weight"], p["visual.ln_pre.bias"])
-    x = all_tokens(p, "visual.", x, VISION_HEADS, False, lambda h, i: dropped(h, seeds, (1 << 16) + i, rate))
-    x = F.layer_norm(x, (32,), p["visual.ln_post.weight"], p["visual.ln_post.bias"])[:, 0] @ p["visual.proj"]
+    x = all_tokens(
+        p, "visual.", x, VISION_HEADS, False, lambda h, i: dropped(h, seeds, (1 << 16) + i, rate)
+    )
+    x = (
+        F.layer_norm(x, (32,), p["visual.ln_post.weight"], p["visual.ln_post.bias"])[:, 0]
+        @ p["visual.proj"]
+    )
     t = p["token_embedding.weight"][texts] + p["positional_embedding"]
     t = all_tokens(p, "", t, TEXT_HEADS, True, lambda h, i: dropped(h, seeds, (2 << 16) + i, rate))
     t = F.layer_norm(t, (t.shape[2],), p["ln_final.weight"], p["ln_final.bias"])
-    t = torch.stack([row[(text == 99).nonzero().item()] for row, text in zip(t, texts, strict=True)])
+    t = torch.stack(
+        [row[(text == 99).nonzero().item()] for row, text in zip(t, texts, strict=True)]
+    )
     return F.normalize(x, dim=1), F.normalize(t @ p["text_projection"], dim=1)
 
 
 def small(width: int, **options: Any) -> Any:
-    text = {"context_length": 8, "vocab_size": 100, "width": width, "heads": TEXT_HEADS, "layers": LAYERS}
-    model = small_model(dtype=torch.float64, architecture=small_architecture(text_cfg=text), **options)
+    text = {
+        "context_length": 8,
+        "vocab_size": 100,
+        "width": width,
+        "heads": TEXT_HEADS,
+        "layers": LAYERS,
+    }
+    model = small_model(
+        dtype=torch.float64, architecture=small_architecture(text_cfg=text), **options
+    )
     torch.manual_seed(2)
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)  # away from zero biases and unit norms
@@ -93,11 +128,18 @@ def small(width: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-@pytest.mark.parametrize("width", [20, 18])  # 18: a token does not begin where one of dropout's hashes does
+@pytest.mark.parametrize(
+    "width", [20, 18]
+)  # 18: a token does not begin where one of dropout's hashes does
 @pytest.mark.parametrize("rate, patch_rate", [(0.0, 0.0), (0.3, 0.5)])
-def test_features_and_gradients_are_those_of_all_tokens(width, rate, patch_rate, activation_checkpointing):
+def test_features_and_gradients_are_those_of_all_tokens(
+    width, rate, patch_rate, activation_checkpointing
+):
     model = small(
-        width, dropout=rate, patch_dropout=patch_rate, activation_checkpointing=activation_checkpointing
+        width,
+        dropout=rate,
+        patch_dropout=patch_rate,
+        activation_checkpointing=activation_checkpointing,
     ).train()
     images, texts, seeds = inputs(7)
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
@@ -111,7 +153,9 @@ def test_features_and_gradients_are_those_of_all_tokens(width, rate, patch_rate,
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
     for name, p in model.named_parameters():
         if name not in ("logit_scale", "logit_bias"):
-            torch.testing.assert_close(p.grad, leaves[name].grad, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(
+                p.grad, leaves[name].grad, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: n + m
+            )
 
 
 def batch_of(lengths: list[int], context: int) -> Batch:
@@ -138,9 +182,13 @@ def test_a_cut_text_gives_the_same_features_and_gradients(micro_size):
     batch = batch_of([3, 8, 9, 5, 16], context=20)
     outcomes = []
     for cut in (False, True):
-        model = small_model(dtype=torch.float64, architecture=small_architecture(text_cfg=text), dropout=0.3)
+        model = small_model(
+            dtype=torch.float64, architecture=small_architecture(text_cfg=text), dropout=0.3
+        )
         if cut:
-            parts = [model(None, m.texts, m.sample_seeds)[1] for m in batch.micro_batches(micro_size)]
+            parts = [
+                model(None, m.texts, m.sample_seeds)[1] for m in batch.micro_batches(micro_size)
+            ]
             features = torch.cat(parts)
         else:
             features = model(None, batch.texts, batch.sample_seeds)[1]
@@ -155,4 +203,6 @@ def test_a_cut_text_gives_the_same_features_and_gradients(micro_size):
 def test_one_token_gets_the_mask_that_it_has_among_all(width):
     layer = SampleDropout(0.4, layer_id=3)
     x, seeds, at = torch.randn(50, 9, width), torch.arange(50), torch.arange(50) % 9
-    assert torch.equal(layer(x[torch.arange(50), at], seeds, at), layer(x, seeds)[torch.arange(50), at])
+    assert torch.equal(
+        layer(x[torch.arange(50), at], seeds, at), layer(x, seeds)[torch.arange(50), at]
+    )

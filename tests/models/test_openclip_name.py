@@ -21,7 +21,10 @@ SMALL: dict[str, Any] = {
 
 def test_without_the_package_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)  # as if it were not installed
-    for ask in (ModelConfig(name="open_clip:ViT-B-16-SigLIP2").architecture, lambda: build_model(small())):
+    for ask in (
+        ModelConfig(name="open_clip:ViT-B-16-SigLIP2").architecture,
+        lambda: build_model(small()),
+    ):
         with pytest.raises(UserError, match=r"pip install 'clip-train\[openclip\]'"):
             ask()
 
@@ -33,7 +36,10 @@ def test_a_tokenizer_brings_no_code_of_its_own():
     taken = parse_openclip({**SMALL, "text_cfg": text}, {}, "here")
     assert parse_saved(taken.model_dump(mode="json")) == taken
     options["trust_remote_code"] = True
-    with pytest.raises(UserError, match=r"text_cfg\.tokenizer_kwargs: .*trust_remote_code: known are .*clean, .*leave"):
+    with pytest.raises(
+        UserError,
+        match=r"text_cfg\.tokenizer_kwargs: .*trust_remote_code: known are .*clean, .*leave",
+    ):
         parse_openclip({**SMALL, "text_cfg": text}, {}, "here")
     with pytest.raises(ValueError, match="trust_remote_code"):
         parse_saved({**taken.model_dump(mode="json"), "text_cfg": text})
@@ -49,12 +55,16 @@ def small(**changes: Any) -> OpenCLIPArchitecture:
 
 
 def test_a_checkpoint_holds_all_of_the_description():
-    architecture = small(vision_cfg={**SMALL["vision_cfg"], "image_size": [64, 64]}, init_logit_bias=-10)
+    architecture = small(
+        vision_cfg={**SMALL["vision_cfg"], "image_size": [64, 64]}, init_logit_bias=-10
+    )
     again = parse_saved(architecture.model_dump(mode="json"))
     assert again == architecture and hash(again) == hash(architecture)
     assert hash(architecture) != hash(small())
     cfg = architecture.model_cfg()
-    assert cfg["vision_cfg"] == SMALL["vision_cfg"] | {"patch_dropout": 0.0}  # a null stays: it is not the default
+    assert cfg["vision_cfg"] == SMALL["vision_cfg"] | {
+        "patch_dropout": 0.0
+    }  # a null stays: it is not the default
     assert cfg["init_logit_bias"] == -10 and "open_clip" not in cfg
 
 
@@ -75,7 +85,10 @@ def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], word
     "options, words",
     [
         ({"dropout": 0.1}, r"model\.dropout \(0\.1\).*timm_drop"),
-        ({"lock_image": True, "lock_image_unlocked_groups": 2}, r"lock_image_unlocked_groups \(2\).*model\.freeze"),
+        (
+            {"lock_image": True, "lock_image_unlocked_groups": 2},
+            r"lock_image_unlocked_groups \(2\).*model\.freeze",
+        ),
     ],
 )
 def test_options_of_our_own_towers_are_refused(options: dict[str, Any], words: str):
@@ -85,7 +98,9 @@ def test_options_of_our_own_towers_are_refused(options: dict[str, Any], words: s
 
 def test_another_way_to_resize_is_noted():
     assert not small().notes()
-    squashed = parse_openclip(SMALL, {"mean": [0.5] * 3, "interpolation": "bilinear", "resize_mode": "squash"}, "small")
+    squashed = parse_openclip(
+        SMALL, {"mean": [0.5] * 3, "interpolation": "bilinear", "resize_mode": "squash"}, "small"
+    )
     assert squashed.image_mean == (0.5,) * 3
     assert "bilinear and squash" in squashed.notes()[0]
     assert squashed.preprocess_cfg()["resize_mode"] == "shortest"  # as it is trained here

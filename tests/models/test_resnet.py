@@ -97,16 +97,25 @@ def step(kept: int, checkpointing: bool, norm: str = "batch", micro_size: int = 
         if name.endswith("bn3.weight"):
             p.data.fill_(0.5)
     batches = [
-        MicroBatch(*part) for part in zip(*(each.split(micro_size) for each in inputs(12, size=64)), strict=True)
+        MicroBatch(*part)
+        for part in zip(*(each.split(micro_size) for each in inputs(12, size=64)), strict=True)
     ]
     output, _ = two_pass(PlainEngine(model), batches, InfoNCE(), Context(12), kept_graphs=kept)
-    return output.loss, {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
+    return (
+        output.loss,
+        {name: p.grad for name, p in model.named_parameters()},
+        dict(model.named_buffers()),
+    )
 
 
 @pytest.mark.parametrize("kept, checkpointing", [(3, False), (1, True), (2, True)])
-def test_a_step_updates_running_statistics_once_however_it_is_replayed(kept: int, checkpointing: bool):
+def test_a_step_updates_running_statistics_once_however_it_is_replayed(
+    kept: int, checkpointing: bool
+):
     loss, gradients, buffers = step(1, False)
-    assert {int(b) for name, b in buffers.items() if name.endswith("tracked")} == {3}  # a micro-batch each
+    assert {int(b) for name, b in buffers.items() if name.endswith("tracked")} == {
+        3
+    }  # a micro-batch each
     assert all(b.any() for b in buffers.values())
     again = step(kept, checkpointing)
     torch.testing.assert_close(again, (loss, gradients, buffers), rtol=1e-10, atol=1e-14)
@@ -143,14 +152,18 @@ def test_statistics_of_a_locked_tower_can_be_frozen():
     training = model(*parts)[0]
     torch.testing.assert_close(training, model.eval()(*parts)[0], rtol=0, atol=0)
     assert (training - moving).abs().max() > 0.01
-    with pytest.raises(ValueError, match=r"freeze_bn_stats \(true\) without a lock; set model.lock_image=true"):
+    with pytest.raises(
+        ValueError, match=r"freeze_bn_stats \(true\) without a lock; set model.lock_image=true"
+    ):
         ModelConfig(lock_image_freeze_bn_stats=True)
 
 
 def test_group_norm_does_not_depend_on_the_micro_batch():
     loss, gradients, buffers = step(1, False, "group", 12)
     assert not buffers
-    torch.testing.assert_close(step(1, True, "group", 4)[:2], (loss, gradients), rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(
+        step(1, True, "group", 4)[:2], (loss, gradients), rtol=1e-9, atol=1e-13
+    )
 
 
 def test_flops_of_a_resnet_are_those_of_the_products():
@@ -161,7 +174,8 @@ def test_flops_of_a_resnet_are_those_of_the_products():
 
 
 @pytest.mark.parametrize(
-    "name, parameters", [("RN50", 102_007_137), ("RN101", 119_688_033), ("RN50x64-quickgelu", 623_258_305)]
+    "name, parameters",
+    [("RN50", 102_007_137), ("RN101", 119_688_033), ("RN50x64-quickgelu", 623_258_305)],
 )
 def test_resnets_have_the_published_number_of_parameters(name: str, parameters: int):
     assert count_parameters(load_architecture(name)) == parameters
@@ -170,11 +184,18 @@ def test_resnets_have_the_published_number_of_parameters(name: str, parameters: 
 def test_what_only_a_transformer_has_is_refused():
     vision = small_resnet().model_cfg()["vision_cfg"]
     with pytest.raises(UserError, match=r"pool_type \(avg\) is a vision transformer's"):
-        parse_architecture(small_architecture().model_cfg() | {"vision_cfg": vision | {"pool_type": "avg"}}, "m.json")
+        parse_architecture(
+            small_architecture().model_cfg() | {"vision_cfg": vision | {"pool_type": "avg"}},
+            "m.json",
+        )
     with pytest.raises(UserError, match=r"image_size \(48\) a multiple of 32"):
-        parse_architecture(small_architecture().model_cfg() | {"vision_cfg": vision | {"image_size": 48}}, "m.json")
+        parse_architecture(
+            small_architecture().model_cfg() | {"vision_cfg": vision | {"image_size": 48}}, "m.json"
+        )
     with pytest.raises(UserError, match=r"norm \(group\) is a ResNet's"):
-        parse_architecture(small_architecture().model_cfg() | {"vision_cfg": {"norm": "group"}}, "m.json")
+        parse_architecture(
+            small_architecture().model_cfg() | {"vision_cfg": {"norm": "group"}}, "m.json"
+        )
     with pytest.raises(UserError, match=r"model\.patch_dropout \(0\.5\): RN50 is a ResNet"):
         ModelConfig(name="RN50", patch_dropout=0.5).architecture()
 

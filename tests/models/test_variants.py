@@ -30,29 +30,48 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 def architecture(case: str) -> Any:
     content = small_architecture().model_cfg()
-    return parse_architecture(content | {key: content[key] | own for key, own in CASES[case].items()}, "test")
+    return parse_architecture(
+        content | {key: content[key] | own for key, own in CASES[case].items()}, "test"
+    )
 
 
 def blocks(p: dict[str, Tensor], prefix: str, x: Tensor, heads: int, mask: Tensor | None) -> Tensor:
     width = x.shape[2]
     for i in range(2):
-        w = {name.removeprefix(key): t for name, t in p.items() if name.startswith(key := f"{prefix}resblocks.{i}.")}
+        w = {
+            name.removeprefix(key): t
+            for name, t in p.items()
+            if name.startswith(key := f"{prefix}resblocks.{i}.")
+        }
         h = F.layer_norm(x, (width,), w["ln_1.weight"], w["ln_1.bias"])
         q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in
                    F.linear(h, w["attn.in_proj_weight"], w["attn.in_proj_bias"]).chunk(3, dim=2))  # fmt: skip
         scores = q @ k.transpose(2, 3) / math.sqrt(width // heads) + (0 if mask is None else mask)
         h = (scores.softmax(3) @ v).transpose(1, 2).flatten(2)
-        x = x + F.linear(h, w["attn.out_proj.weight"], w["attn.out_proj.bias"]) * w.get("ls_1.gamma", 1.0)
+        x = x + F.linear(h, w["attn.out_proj.weight"], w["attn.out_proj.bias"]) * w.get(
+            "ls_1.gamma", 1.0
+        )
         h = F.gelu(F.linear(F.layer_norm(x, (width,), w["ln_2.weight"], w["ln_2.bias"]), w["mlp.c_fc.weight"],
                             w["mlp.c_fc.bias"]))  # fmt: skip
         x = x + F.linear(h, w["mlp.c_proj.weight"], w["mlp.c_proj.bias"]) * w.get("ls_2.gamma", 1.0)
     return x
 
 
-def oracle(p: dict[str, Tensor], vision: Any, text: Any, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-    mean, std = (torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD))
-    x = F.conv2d((images.double() / 255 - mean) / std, p["visual.conv1.weight"], stride=4).flatten(2).transpose(1, 2)
-    x = torch.cat([p["visual.class_embedding"].expand(len(x), 1, -1), x], 1) + p["visual.positional_embedding"]
+def oracle(
+    p: dict[str, Tensor], vision: Any, text: Any, images: Tensor, texts: Tensor
+) -> tuple[Tensor, Tensor]:
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD)
+    )
+    x = (
+        F.conv2d((images.double() / 255 - mean) / std, p["visual.conv1.weight"], stride=4)
+        .flatten(2)
+        .transpose(1, 2)
+    )
+    x = (
+        torch.cat([p["visual.class_embedding"].expand(len(x), 1, -1), x], 1)
+        + p["visual.positional_embedding"]
+    )
     if not vision.get("no_ln_pre"):
         x = F.layer_norm(x, (32,), p["visual.ln_pre.weight"], p["visual.ln_pre.bias"])
     x = blocks(p, "visual.transformer.", x, 2, None)
@@ -64,8 +83,14 @@ def oracle(p: dict[str, Tensor], vision: Any, text: Any, images: Tensor, texts: 
         x = norm(x[:, 1:].mean(1)) if vision.get("final_ln_after_pool") else norm(x[:, 1:]).mean(1)
     else:
         x = norm(x[:, 0])
-    mask = None if text.get("no_causal_mask") else torch.full((8, 8), -math.inf, dtype=torch.float64).triu(1)
-    t = blocks(p, "transformer.", p["token_embedding.weight"][texts] + p["positional_embedding"], 2, mask)
+    mask = (
+        None
+        if text.get("no_causal_mask")
+        else torch.full((8, 8), -math.inf, dtype=torch.float64).triu(1)
+    )
+    t = blocks(
+        p, "transformer.", p["token_embedding.weight"][texts] + p["positional_embedding"], 2, mask
+    )
     place = {
         "first": lambda ids: 0,
         "last": lambda ids: 7,
@@ -81,7 +106,9 @@ def oracle(p: dict[str, Tensor], vision: Any, text: Any, images: Tensor, texts: 
 @pytest.mark.parametrize("case", CASES)
 def test_features_and_gradients_are_plain_torchs(case: str, activation_checkpointing: bool):
     model = small_model(
-        dtype=torch.float64, architecture=architecture(case), activation_checkpointing=activation_checkpointing
+        dtype=torch.float64,
+        architecture=architecture(case),
+        activation_checkpointing=activation_checkpointing,
     )
     torch.manual_seed(2)
     for each in model.parameters():
@@ -90,8 +117,12 @@ def test_features_and_gradients_are_plain_torchs(case: str, activation_checkpoin
     for i in range(5):  # the sixth has none of this id
         texts[i, i + 1] = 7
     texts[1, 5] = 7
-    leaves = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
-    expected = oracle(leaves, *(CASES[case].get(key, {}) for key in ("vision_cfg", "text_cfg")), images, texts)
+    leaves = {
+        name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()
+    }
+    expected = oracle(
+        leaves, *(CASES[case].get(key, {}) for key in ("vision_cfg", "text_cfg")), images, texts
+    )
     ours = model(images, texts)[:2]
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
     cotangents = [torch.randn(6, 24, dtype=torch.float64) for _ in range(2)]
@@ -121,7 +152,9 @@ def test_layer_scales_have_openclips_names_and_value():
     state = small_model(architecture=architecture("scaled layers")).state_dict()
     for name, value, width in (("visual.transformer", 0.3, 32), ("transformer", 0.2, 20)):
         for each in ("ls_1", "ls_2"):
-            torch.testing.assert_close(state[f"{name}.resblocks.1.{each}.gamma"], torch.full((width,), value))
+            torch.testing.assert_close(
+                state[f"{name}.resblocks.1.{each}.gamma"], torch.full((width,), value)
+            )
 
 
 def test_only_a_causal_text_that_is_read_at_its_end_may_be_cut():
@@ -129,7 +162,9 @@ def test_only_a_causal_text_that_is_read_at_its_end_may_be_cut():
     texts[:, 2] = 7
     for case, cut in (("averaged", 8), ("read at an id", 4)):
         model = small_model(dtype=torch.float64, architecture=architecture(case))
-        torch.testing.assert_close(model(None, texts[:, :cut])[1], model(None, texts)[1], rtol=0, atol=1e-14)
+        torch.testing.assert_close(
+            model(None, texts[:, :cut])[1], model(None, texts)[1], rtol=0, atol=1e-14
+        )
     for case in ("read at the last", "read at the first", "CLIPA"):
         with pytest.raises(ValueError, match=r"texts must be \[b, 8\], not \[3, 4\]"):
             small_model(architecture=architecture(case))(None, texts[:, :4])

@@ -27,9 +27,22 @@ def test_gains_biases_and_the_temperature_do_not_decay():
     decayed = {name_of[id(p)] for p in with_decay["params"]}
     spared = {name_of[id(p)] for p in without["params"]}
     assert decayed | spared == set(named) and not decayed & spared
-    assert {"visual.conv1.weight", "visual.proj", "token_embedding.weight", "positional_embedding"} <= decayed
-    assert {"logit_scale", "visual.class_embedding", "ln_final.weight", "visual.ln_pre.bias"} <= spared
-    assert {"transformer.resblocks.0.attn.in_proj_bias", "transformer.resblocks.0.ln_1.weight"} <= spared
+    assert {
+        "visual.conv1.weight",
+        "visual.proj",
+        "token_embedding.weight",
+        "positional_embedding",
+    } <= decayed
+    assert {
+        "logit_scale",
+        "visual.class_embedding",
+        "ln_final.weight",
+        "visual.ln_pre.bias",
+    } <= spared
+    assert {
+        "transformer.resblocks.0.attn.in_proj_bias",
+        "transformer.resblocks.0.ln_1.weight",
+    } <= spared
     assert (without["weight_decay"], with_decay["weight_decay"]) == (0.0, 0.2)
 
 
@@ -49,7 +62,11 @@ def factors(**keys) -> dict[str, tuple[float, float]]:
     """name -> (factor of the learning rate, weight decay), of a model of two blocks in either tower."""
     model = small_model()
     groups = parameter_groups(OptimConfig(weight_decay=0.2, **keys), model.named_parameters())
-    found = {id(p): (group["lr_factor"], group["weight_decay"]) for group in groups for p in group["params"]}
+    found = {
+        id(p): (group["lr_factor"], group["weight_decay"])
+        for group in groups
+        for p in group["params"]
+    }
     return {name: found[id(p)] for name, p in model.named_parameters()}
 
 
@@ -78,13 +95,21 @@ def test_patterns_spare_parameters_from_decay():
     }
 
 
-@pytest.mark.parametrize("key, value", [("lr_multipliers", {"vision.*": 0.1}), ("no_decay", ["vision.*"])])
+@pytest.mark.parametrize(
+    "key, value", [("lr_multipliers", {"vision.*": 0.1}), ("no_decay", ["vision.*"])]
+)
 def test_a_pattern_that_matches_nothing_is_refused(key, value):
-    with pytest.raises(UserError, match=rf"optim.{key} \(.*vision\.\*.*\): vision\.\* matches none"):
+    with pytest.raises(
+        UserError, match=rf"optim.{key} \(.*vision\.\*.*\): vision\.\* matches none"
+    ):
         factors(**{key: value})
 
 
-KINDS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "torch.optim.Adamax": torch.optim.Adamax}
+KINDS = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "torch.optim.Adamax": torch.optim.Adamax,
+}
 
 
 @pytest.mark.parametrize("name, kind", KINDS.items())
@@ -122,7 +147,9 @@ IMPORTED = ("torch.optim.RMSprop", "torch.optim.Adagrad")
 
 
 def test_what_an_update_needs_and_remembers():
-    configs = [OptimConfig(name=name) for name in ("adamw", "sgd", "lion", "lamb", "muon", *IMPORTED)]
+    configs = [
+        OptimConfig(name=name) for name in ("adamw", "sgd", "lion", "lamb", "muon", *IMPORTED)
+    ]
     told = [(needs(config), moment_bytes(config)) for config in configs]
     assert told == [
         ("elements", 8), ("elements", 0), ("elements", 4), ("norms", 8), ("parameters", 8), ("elements", 4),
@@ -135,7 +162,8 @@ def test_what_an_update_needs_and_remembers():
 
 def test_options_are_an_imported_optimizers():
     optimizer = build_optimizer(
-        OptimConfig(name="torch.optim.RMSprop", options={"alpha": 0.5}), nn.Linear(2, 2).named_parameters()
+        OptimConfig(name="torch.optim.RMSprop", options={"alpha": 0.5}),
+        nn.Linear(2, 2).named_parameters(),
     )
     assert optimizer.param_groups[0]["alpha"] == 0.5
     with pytest.raises(UserError, match=r"optim.options \({alfa: 0.5}\): .*alfa"):
@@ -147,15 +175,26 @@ def test_options_are_an_imported_optimizers():
 def test_muon_is_for_the_matrices_within_the_blocks():
     groups = parameter_groups(OptimConfig(name="muon"), (model := small_model()).named_parameters())
     by_muon = {id(p) for group in groups if group["muon"] for p in group["params"]}
-    named = {name.split("resblocks.")[-1][2:] for name, p in model.named_parameters() if id(p) in by_muon}
-    assert named == {"attn.in_proj_weight", "attn.out_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"}
-    assert len(by_muon) == 16 and all("resblocks" in n for n, p in model.named_parameters() if id(p) in by_muon)
+    named = {
+        name.split("resblocks.")[-1][2:] for name, p in model.named_parameters() if id(p) in by_muon
+    }
+    assert named == {
+        "attn.in_proj_weight",
+        "attn.out_proj.weight",
+        "mlp.c_fc.weight",
+        "mlp.c_proj.weight",
+    }
+    assert len(by_muon) == 16 and all(
+        "resblocks" in n for n, p in model.named_parameters() if id(p) in by_muon
+    )
 
 
 @pytest.mark.parametrize("rule, peak", [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_learning_rate_scales_with_the_global_batch(rule, peak):
     reference = None if rule == "none" else 256
-    assert OptimConfig(lr=0.1, lr_scaling=rule, reference_batch=reference).peak_lr(1024) == pytest.approx(peak)
+    assert OptimConfig(lr=0.1, lr_scaling=rule, reference_batch=reference).peak_lr(
+        1024
+    ) == pytest.approx(peak)
 
 
 @pytest.mark.parametrize("half", [{"lr_scaling": "sqrt"}, {"reference_batch": 256}])
@@ -177,6 +216,8 @@ def test_warm_up_then_cosine_to_zero():
 def test_constant_and_cooldown():
     constant = ScheduleConfig(name="constant", warmup_steps=0)
     assert {learning_rate(constant, 0.7, step, 50) for step in range(50)} == {0.7}
-    cooldown = ScheduleConfig(name="constant-with-cooldown", warmup_steps=2, cooldown_steps=4, final_lr=0.1)
+    cooldown = ScheduleConfig(
+        name="constant-with-cooldown", warmup_steps=2, cooldown_steps=4, final_lr=0.1
+    )
     rates = [learning_rate(cooldown, 0.5, step, 10) for step in range(10)]
     assert rates == pytest.approx([0.25, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.4, 0.3, 0.2])

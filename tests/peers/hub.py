@@ -52,7 +52,9 @@ class Hub:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._server.shutdown()
         self._server.server_close()
 
@@ -118,7 +120,10 @@ class Hub:
         elif "/preupload/" in path:
             mode = {True: "regular", False: "lfs"}
             names = [each["path"] for each in json.loads(body)["files"]]
-            files = [{"path": n, "uploadMode": mode[n.endswith(".json")], "shouldIgnore": False} for n in names]
+            files = [
+                {"path": n, "uploadMode": mode[n.endswith(".json")], "shouldIgnore": False}
+                for n in names
+            ]
             answer = {"files": files}
         elif path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]

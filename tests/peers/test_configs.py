@@ -16,8 +16,13 @@ import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture, parse_architecture, preset_names
 
-pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]  # the peers' warnings are not ours
-open_clip = pytest.importorskip("open_clip", reason="PEER MISSING: see test_openclip.py", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.filterwarnings("default"),
+]  # the peers' warnings are not ours
+open_clip = pytest.importorskip(
+    "open_clip", reason="PEER MISSING: see test_openclip.py", exc_type=ImportError
+)
 
 FOREIGN = ("timm_model_name", "hf_model_name")
 
@@ -29,7 +34,9 @@ def native_configs() -> dict[str, dict[str, Any]]:
         name: content
         for name, content in found.items()
         if "multimodal_cfg" not in content
-        and not any(key in content[tower] for tower in ("vision_cfg", "text_cfg") for key in FOREIGN)
+        and not any(
+            key in content[tower] for tower in ("vision_cfg", "text_cfg") for key in FOREIGN
+        )
     }
 
 
@@ -39,7 +46,9 @@ NATIVE = [*CONFIGS]
 
 def shallow(name: str) -> dict[str, Any]:
     content = json.loads(json.dumps(CONFIGS[name]))
-    content["vision_cfg"]["layers"] = 2 if isinstance(content["vision_cfg"]["layers"], int) else [2, 1, 1, 1]
+    content["vision_cfg"]["layers"] = (
+        2 if isinstance(content["vision_cfg"]["layers"], int) else [2, 1, 1, 1]
+    )
     content["text_cfg"] |= {"layers": 2, "vocab_size": min(content["text_cfg"]["vocab_size"], 1000)}
     return content
 
@@ -53,7 +62,9 @@ def pair(name: str) -> tuple[CLIP, Any]:
         for p in peer.parameters():
             p.add_(0.02 * torch.randn_like(p))
     ours = CLIP(parse_architecture(content, name))
-    state = {key: t.reshape(1) if key == "logit_scale" else t for key, t in peer.state_dict().items()}
+    state = {
+        key: t.reshape(1) if key == "logit_scale" else t for key, t in peer.state_dict().items()
+    }
     ours.load_state_dict(state)
     return ours, peer
 
@@ -62,7 +73,10 @@ def inputs(architecture: Any) -> tuple[torch.Tensor, torch.Tensor]:
     text, size = architecture.text_cfg, architecture.vision_cfg.image_size
     texts = torch.randint(3, text.vocab_size - 1, (2, text.context_length))
     for i, end in enumerate((5, text.context_length - 1)):
-        texts[i, end], texts[i, end + 1 :] = text.eos_id if text.pool_type == "eos" else text.vocab_size - 1, 0
+        texts[i, end], texts[i, end + 1 :] = (
+            text.eos_id if text.pool_type == "eos" else text.vocab_size - 1,
+            0,
+        )
     return torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8), texts
 
 
@@ -70,7 +84,9 @@ def inputs(architecture: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_features_and_gradients_are_openclips(name: str):
     ours, peer = pair(name)
     dtype = torch.float32
-    if ours.architecture.vision_cfg.stages:  # of a million ReLUs rounding switches some, and with them their gradients
+    if (
+        ours.architecture.vision_cfg.stages
+    ):  # of a million ReLUs rounding switches some, and with them their gradients
         dtype = torch.float64
         ours.double(), peer.double()
     images, texts = inputs(ours.architecture)
@@ -125,7 +141,9 @@ def test_initialisation_has_openclips_statistics(name: str):
             continue
         tolerance = 0.02 if tensor.numel() > 100_000 else 0.2
         assert mine.std().item() == pytest.approx(tensor.std().item(), rel=tolerance), key
-        assert mine.abs().mean().item() == pytest.approx(tensor.abs().mean().item(), rel=tolerance), key
+        assert mine.abs().mean().item() == pytest.approx(
+            tensor.abs().mean().item(), rel=tolerance
+        ), key
 
 
 def test_sinusoidal_positions_are_openclips():
@@ -133,7 +151,8 @@ def test_sinusoidal_positions_are_openclips():
     content = shallow("ViT-M-32")
     content["vision_cfg"]["pos_embed_type"] = "sin_cos_2d"
     ours, peer = (
-        make.state_dict() for make in (CLIP(parse_architecture(content, "")), open_clip.model.CLIP(**content))
+        make.state_dict()
+        for make in (CLIP(parse_architecture(content, "")), open_clip.model.CLIP(**content))
     )
     assert ours.keys() == peer.keys()
     name = "visual.positional_embedding"

@@ -17,12 +17,17 @@ from clip_train.step import train_step
 from tests.models.small import inputs, small_resnet
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
-utils = pytest.importorskip("timm.utils", reason="PEER MISSING: scripts/setup_peers.sh", exc_type=ImportError)
+utils = pytest.importorskip(
+    "timm.utils", reason="PEER MISSING: scripts/setup_peers.sh", exc_type=ImportError
+)
 
 
 def test_it_is_timms_with_its_warm_up():
     torch.manual_seed(5)
-    model, optim = CLIP(small_resnet(image_size=32)), OptimConfig(lr=1e-3, ema_decay=0.7, ema_warmup=True)
+    model, optim = (
+        CLIP(small_resnet(image_size=32)),
+        OptimConfig(lr=1e-3, ema_decay=0.7, ema_warmup=True),
+    )
     engine = PlainEngine(model, build_optimizer(optim, model.named_parameters()))
     engine.ema = moving_average(optim)
     engine.load_fragments(WholeState(model.state_dict()), {})
@@ -34,4 +39,6 @@ def test_it_is_timms_with_its_warm_up():
         expected = theirs.module.state_dict()
         for fragment in engine.state_fragments():
             ours = fragment.tensors.get("param_ema", fragment.tensors["param"])
-            assert torch.allclose(ours, expected[fragment.name].flatten(), rtol=1e-5, atol=1e-7), fragment.name
+            assert torch.allclose(ours, expected[fragment.name].flatten(), rtol=1e-5, atol=1e-7), (
+                fragment.name
+            )

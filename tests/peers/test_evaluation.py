@@ -24,7 +24,10 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
 from tests.data.shards import write_shard
 
-pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]  # the peers' warnings are not ours
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.filterwarnings("ignore"),
+]  # the peers' warnings are not ours
 MISSING = "PEER MISSING: no evaluation was compared with %s. Run scripts/setup_peers.sh, then "
 MISSING += ".venv-peers/bin/python -m pytest -m peer"
 open_clip = pytest.importorskip("open_clip", reason=MISSING % "OpenCLIP's", exc_type=ImportError)
@@ -37,7 +40,22 @@ MODEL: dict[str, Any] = {
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 48, "heads": 4, "layers": 2},
 }
 NUM, BATCH = 90, 32
-WORDS = ["red", "green", "blue", "large", "small", "round", "cat", "dog", "owl", "fox", "car", "tree", "boat", "lamp"]
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "large",
+    "small",
+    "round",
+    "cat",
+    "dog",
+    "owl",
+    "fox",
+    "car",
+    "tree",
+    "boat",
+    "lamp",
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +68,10 @@ def models() -> tuple[Any, Any, Any]:
             p.add_(0.05 * torch.randn_like(p))
         peer.logit_scale.fill_(2.0)
     ours = CLIP(parse_architecture(MODEL, "test"))  # type: ignore[arg-type]
-    state = {name: value.reshape(ours.state_dict()[name].shape) for name, value in peer.state_dict().items()}
+    state = {
+        name: value.reshape(ours.state_dict()[name].shape)
+        for name, value in peer.state_dict().items()
+    }
     ours.load_state_dict(state)
     return peer, open_clip.image_transform(32, is_train=False), ours
 
@@ -74,7 +95,9 @@ def write_wds(folder: Path, captions: int, classes: int = 7) -> None:
             lines = [f"{number} " + " ".join(rng.choice(WORDS, 5)) for _ in range(captions)]
             members.append((f"s{number:07d}.png", png(number)))
             more = (
-                (f"s{number:07d}.txt", "\n".join(lines)) if captions else (f"s{number:07d}.cls", str(number % classes))
+                (f"s{number:07d}.txt", "\n".join(lines))
+                if captions
+                else (f"s{number:07d}.cls", str(number % classes))
             )
             members.append((more[0], more[1].encode()))
         write_shard(folder / "test" / f"{shard}.tar", members)
@@ -83,12 +106,16 @@ def write_wds(folder: Path, captions: int, classes: int = 7) -> None:
         (folder / "dataset_type.txt").write_text("retrieval\n")
     else:
         (folder / "classnames.txt").write_text("\n".join(WORDS[:classes]) + "\n")
-        (folder / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\nmany {c}\n")
+        (folder / "zeroshot_classification_templates.txt").write_text(
+            "a photo of a {c}.\nmany {c}\n"
+        )
 
 
 def load(place: Path, **more: Any) -> ValLoader:
     tokenizer = Tokenizer(MODEL["text_cfg"]["context_length"])
-    return ValLoader(str(place), image_size=32, context_length=24, batch_size=BATCH, tokenizer=tokenizer, **more)
+    return ValLoader(
+        str(place), image_size=32, context_length=24, batch_size=BATCH, tokenizer=tokenizer, **more
+    )
 
 
 def measured(model: Any, config: EvaluateConfig, *data: Any) -> dict[str, float]:
@@ -97,7 +124,9 @@ def measured(model: Any, config: EvaluateConfig, *data: Any) -> dict[str, float]
 
 def clip_benchmarks(folder: Path, transform: Any, task: str) -> Any:
     """Its own reader of shards."""
-    dataset = builder.build_dataset("wds/test", root=str(folder), transform=transform, split="test", task=task)
+    dataset = builder.build_dataset(
+        "wds/test", root=str(folder), transform=transform, split="test", task=task
+    )
     collate = builder.image_captions_collate_fn if task == "zeroshot_retrieval" else None
     return dataset, torch.utils.data.DataLoader(
         dataset.batched(BATCH, collation_fn=collate or builder.default_collate), batch_size=None
@@ -113,7 +142,9 @@ def test_retrieval(tmp_path: Path, models: tuple[Any, Any, Any], captions: int):
     found = measured(ours, EvaluateConfig(batch_size=BATCH), load(tmp_path / "test"))
     _, loader = clip_benchmarks(tmp_path, transform, "zeroshot_retrieval")
     tokenizer = open_clip.SimpleTokenizer(context_length=24)
-    theirs = zeroshot_retrieval.evaluate(peer, loader, tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10])
+    theirs = zeroshot_retrieval.evaluate(
+        peer, loader, tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10]
+    )
     assert len(theirs) == 6 and len(set(theirs.values())) > 3
     assert {name: found[name] for name in theirs} == pytest.approx(theirs, abs=1e-4)
 
@@ -139,7 +170,9 @@ def test_openclips_evaluation(tmp_path: Path, models: tuple[Any, Any, Any], capt
     peer.output_dict = False
     assert theirs.pop("epoch") == 1 and len(batches) == 3
     assert found["val_loss"] == pytest.approx(theirs.pop("clip_val_loss"), abs=1e-4)
-    assert len(theirs) == 11 and {name: found[name] for name in theirs} == pytest.approx(theirs, abs=1e-4)
+    assert len(theirs) == 11 and {name: found[name] for name in theirs} == pytest.approx(
+        theirs, abs=1e-4
+    )
 
 
 def number(array: Any) -> float:
@@ -147,7 +180,9 @@ def number(array: Any) -> float:
     return float(array.item() if isinstance(array, np.ndarray) else array)
 
 
-def test_zero_shot_of_clip_benchmark(tmp_path: Path, models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch):
+def test_zero_shot_of_clip_benchmark(
+    tmp_path: Path, models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+):
     from clip_benchmark.metrics import zeroshot_classification
 
     monkeypatch.setattr(zeroshot_classification, "float", number, raising=False)
@@ -190,7 +225,9 @@ def test_zero_shot_of_openclip_on_a_folder_for_each_class(
     args = Namespace(device="cpu", precision="fp32", batch_size=BATCH)
     top1, top5 = zero_shot.run(peer, classifier, loader, args)
     assert found["zero_shot_samples"] == len(dataset) > 150
-    assert (found["zero_shot_top1"], found["zero_shot_top5"]) == pytest.approx((top1, top5), abs=1e-4)
+    assert (found["zero_shot_top1"], found["zero_shot_top5"]) == pytest.approx(
+        (top1, top5), abs=1e-4
+    )
 
 
 def test_imagenets_names_and_templates_are_openclips():
@@ -200,5 +237,7 @@ def test_imagenets_names_and_templates_are_openclips():
         ("openai", open_clip.OPENAI_IMAGENET_TEMPLATES),
         ("simple", open_clip.SIMPLE_IMAGENET_TEMPLATES),
     ):
-        assert ZeroShotClasses.load("imagenet", templates).prompts(0) == [each("tench") for each in theirs]
+        assert ZeroShotClasses.load("imagenet", templates).prompts(0) == [
+            each("tench") for each in theirs
+        ]
     assert imagenet.prompts(7) == [each("rooster") for each in open_clip.OPENAI_IMAGENET_TEMPLATES]

@@ -51,7 +51,9 @@ SAFETENSORS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     """With the repository me/clip."""
-    folder = export_openclip(small_model(seed=4).state_dict(), small_architecture(), tmp_path / "export")
+    folder = export_openclip(
+        small_model(seed=4).state_dict(), small_architecture(), tmp_path / "export"
+    )
     with Hub() as hub:
         hub.files = {("me/clip", file.name): file.read_bytes() for file in folder.iterdir()}
         yield hub
@@ -59,22 +61,42 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 def fetch(hub: Hub, place: str, home: Path, **environ: str) -> tuple[str, str]:
     """(the file's path, or what was said instead; all that was said)"""
-    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), **environ}
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        **environ,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", FETCH, place], env=env, capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, "-c", FETCH, place],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
-    return (done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]), done.stderr
+    return (
+        done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    ), done.stderr
 
 
 def asked(hub: Hub) -> list[str | None]:
     """The ranges of the weights that were asked for."""
-    return [asked for method, path, asked in hub.requests if method == "GET" and path.endswith(SAFETENSORS)]
+    return [
+        asked
+        for method, path, asked in hub.requests
+        if method == "GET" and path.endswith(SAFETENSORS)
+    ]
 
 
 def test_weights_are_fetched_once_and_found_in_the_cache(tmp_path: Path, hub: Hub):
     path, said = fetch(hub, "hf-hub:me/clip", tmp_path / "home")
     loaded = load_openclip(path, small_architecture())
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in small_model(seed=4).state_dict().items()), said
+    assert all(
+        torch.equal(loaded[name], tensor)
+        for name, tensor in small_model(seed=4).state_dict().items()
+    ), said
     assert Path(path).parent.name == COMMIT and (Path(path).parent / CONFIG).is_file()
     hub.requests.clear()
     assert fetch(hub, "hf-hub:me/clip", tmp_path / "home")[0] == path
@@ -101,13 +123,18 @@ def test_damage_is_fetched_again_and_refused_where_it_stays(tmp_path: Path, hub:
     assert load_openclip(path, small_architecture())
     hub.damaged = 9
     message, _ = fetch(hub, "hf-hub:me/clip", tmp_path / "other")
-    assert message.startswith("CheckpointError: hf-hub:me/clip: ") and "checksum" in message, message
+    assert message.startswith("CheckpointError: hf-hub:me/clip: ") and "checksum" in message, (
+        message
+    )
 
 
 def test_what_is_not_there_is_said(tmp_path: Path, hub: Hub):
     hub.files["me/other", "model.safetensors"] = b""
     for place, reason in (
-        ("hf-hub:me/other", "me/other has neither open_clip_model.safetensors nor open_clip_pytorch_model.bin"),
+        (
+            "hf-hub:me/other",
+            "me/other has neither open_clip_model.safetensors nor open_clip_pytorch_model.bin",
+        ),
         ("hf-hub:me/nothing", "RepositoryNotFoundError"),
         ("hf-hub:me/clip@never", "RevisionNotFoundError"),
     ):
@@ -121,7 +148,9 @@ def test_what_is_not_there_is_said(tmp_path: Path, hub: Hub):
 
 def test_an_export_is_uploaded_and_fetched_again(tmp_path: Path, hub: Hub):
     """By LFS: the library's other way (Xet) does not speak to such a server."""
-    folder = export_openclip(small_model(seed=8).state_dict(), small_architecture(), tmp_path / "other")
+    folder = export_openclip(
+        small_model(seed=8).state_dict(), small_architecture(), tmp_path / "other"
+    )
     (folder / "notes.txt").write_text("not for the hub")
     env = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_x"}
     done = subprocess.run(
@@ -130,8 +159,12 @@ def test_an_export_is_uploaded_and_fetched_again(tmp_path: Path, hub: Hub):
     )  # fmt: skip
     assert done.stdout.strip() == f"{hub.url}/me/new", done.stderr
     assert [each["name"] for each in hub.created] == ["new"]
-    assert hub.created[0].get("private") is True or hub.created[0].get("visibility") == "private", hub.created
-    there = {name: content for (repository, name), content in hub.files.items() if repository == "me/new"}
+    assert hub.created[0].get("private") is True or hub.created[0].get("visibility") == "private", (
+        hub.created
+    )
+    there = {
+        name: content for (repository, name), content in hub.files.items() if repository == "me/new"
+    }
     assert there == {name: (folder / name).read_bytes() for name in (SAFETENSORS, CONFIG)}
     path, said = fetch(hub, "hf-hub:me/new", tmp_path / "home")
     assert load_openclip(path, small_architecture()), said
@@ -140,7 +173,10 @@ def test_an_export_is_uploaded_and_fetched_again(tmp_path: Path, hub: Hub):
 def test_places_on_the_hub():
     assert resolve("hf-hub:laion/CLIP-x_y.1") == ("laion/CLIP-x_y.1", None)
     assert resolve("hf-hub:laion/CLIP@v1/2") == ("laion/CLIP", "v1/2")
-    assert resolve("open_clip:ViT-B-32/laion2b_s34b_b79k") == ("laion/CLIP-ViT-B-32-laion2B-s34B-b79K", None)
+    assert resolve("open_clip:ViT-B-32/laion2b_s34b_b79k") == (
+        "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
+        None,
+    )
     with pytest.raises(UserError, match=r"did you mean ViT-B-32/laion2b_s34b_b79k"):
         resolve("open_clip:ViT-B-32/laion2b_s34b_b79")
     with pytest.raises(UserError, match="write hf-hub:org/name"):
@@ -154,4 +190,6 @@ def test_the_tables_tags_are_openclips():
     sys.path.insert(0, str(ROOT / "scripts"))
     from openclip_tags import table
 
-    assert table() == json.loads((ROOT / "clip_train" / "models" / "openclip_tags.json").read_text())
+    assert table() == json.loads(
+        (ROOT / "clip_train" / "models" / "openclip_tags.json").read_text()
+    )

@@ -41,7 +41,13 @@ def _small(**changes: Any) -> dict[str, Any]:
             "mlp_ratio": 3.7,
             "patch_size": 8,
         },
-        "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 48, "heads": 4, "layers": 2},
+        "text_cfg": {
+            "context_length": 16,
+            "vocab_size": 49408,
+            "width": 48,
+            "heads": 4,
+            "layers": 2,
+        },
         **changes,
     }
 
@@ -69,13 +75,16 @@ def _compare(ours: CLIP, peer: Any, preprocess: Any = None, tolerance: float = 1
     images, texts = _inputs(vision.image_size, ours.context_length)
     if preprocess is None:
         mean, std = (
-            torch.tensor(v).view(3, 1, 1) for v in (open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
+            torch.tensor(v).view(3, 1, 1)
+            for v in (open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
         )
         pixels = (images / 255 - mean) / std
     else:  # through the peer's own pipeline, from an image of the right size
         from PIL import Image
 
-        pixels = torch.stack([preprocess(Image.fromarray(i.permute(1, 2, 0).numpy())) for i in images])
+        pixels = torch.stack(
+            [preprocess(Image.fromarray(i.permute(1, 2, 0).numpy())) for i in images]
+        )
     ours.eval()
     peer.eval()
     with torch.no_grad():
@@ -116,7 +125,11 @@ def test_openclips_checkpoint_loads_in_ours(tmp_path: Path, variant: str, wrappe
     peer = _perturbed(open_clip.model.CLIP(**content))
     state = peer.state_dict()
     if wrapped:  # as open_clip_train saves it under DDP
-        state = {"epoch": 1, "name": "run", "state_dict": {f"module.{k}": v for k, v in state.items()}}
+        state = {
+            "epoch": 1,
+            "name": "run",
+            "state_dict": {f"module.{k}": v for k, v in state.items()},
+        }
     torch.save(state, tmp_path / "epoch_1.pt")
     architecture = _architecture(content, tmp_path)
     ours = CLIP(architecture)
@@ -125,7 +138,9 @@ def test_openclips_checkpoint_loads_in_ours(tmp_path: Path, variant: str, wrappe
 
 
 @pytest.mark.parametrize("sizes", [(224, 336), (336, 224), (224, 256)], ids=str)
-def test_positions_of_another_size_are_interpolated_as_openclip_does(tmp_path: Path, sizes: tuple[int, int]):
+def test_positions_of_another_size_are_interpolated_as_openclip_does(
+    tmp_path: Path, sizes: tuple[int, int]
+):
     """ViT-B-32's grids, 7 x 7 and 10 x 10 (or 8 x 8), and contexts of 77 and 48, both ways."""
     before, after = (_small() for _ in sizes)
     for content, size, context in ((before, sizes[0], 77), (after, sizes[1], 48)):
@@ -163,7 +178,10 @@ def test_openais_archives_are_read_as_openclip_reads_them(tmp_path: Path):
     architecture = _architecture(content, tmp_path)
     ours = CLIP(architecture)
     ours.load_state_dict(load_openclip(tmp_path / "ViT-S-8.pt", architecture))
-    _compare(ours, open_clip.load_openai_model(str(tmp_path / "ViT-S-8.pt"), precision="fp32", device="cpu"))
+    _compare(
+        ours,
+        open_clip.load_openai_model(str(tmp_path / "ViT-S-8.pt"), precision="fp32", device="cpu"),
+    )
 
 
 def test_a_preset_of_full_size_agrees(tmp_path: Path):
@@ -200,7 +218,9 @@ def test_initialisation_has_openclips_statistics(tmp_path: Path):
             continue
         tolerance = 0.02 if tensor.numel() > 100_000 else 0.2
         assert mine.std().item() == pytest.approx(tensor.std().item(), rel=tolerance), name
-        assert mine.abs().mean().item() == pytest.approx(tensor.abs().mean().item(), rel=tolerance), name
+        assert mine.abs().mean().item() == pytest.approx(
+            tensor.abs().mean().item(), rel=tolerance
+        ), name
 
 
 @pytest.mark.parametrize("unlocked", range(7))
@@ -245,7 +265,9 @@ def _captions(num: int) -> list[str]:
     ]
     out = []
     for _ in range(num):
-        parts = rng.choices(words, k=rng.randint(0, 90)) + rng.choices(odd, k=rng.choice([0, 0, 1, 3]))
+        parts = rng.choices(words, k=rng.randint(0, 90)) + rng.choices(
+            odd, k=rng.choice([0, 0, 1, 3])
+        )
         parts += ["".join(rng.choices(string.printable, k=rng.randint(1, 30)))] * rng.choice([0, 1])
         rng.shuffle(parts)
         out.append(" ".join(parts))

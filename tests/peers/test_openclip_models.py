@@ -29,10 +29,17 @@ from launcher.config.memory import micro_batch
 from launcher.parts import tokenizer_of
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
-open_clip = pytest.importorskip("open_clip", reason="PEER MISSING: scripts/setup_peers.sh", exc_type=ImportError)
+open_clip = pytest.importorskip(
+    "open_clip", reason="PEER MISSING: scripts/setup_peers.sh", exc_type=ImportError
+)
 
 TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
-SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
+SIGLIP_TEXT = {
+    "no_causal_mask": True,
+    "proj_bias": True,
+    "pool_type": "last",
+    "norm_kwargs": {"eps": 1e-6},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "siglip": {
         "embed_dim": 64,
@@ -79,7 +86,9 @@ def model_of(architecture: AnyArchitecture) -> Any:
     torch.manual_seed(0)
     model = build_model(architecture).double().train()
     for name, p in model.named_parameters():
-        if name.endswith("gamma"):  # layer scales start at 1e-6: nothing of what a block does would be seen
+        if name.endswith(
+            "gamma"
+        ):  # layer scales start at 1e-6: nothing of what a block does would be seen
             p.data.fill_(0.5)
     return model
 
@@ -99,7 +108,9 @@ def test_features_and_gradients_are_openclips(name: str, tmp_path: Path):
     assert all(bool(each.isfinite().all()) for each in ours.state_dict().values())
     export = export_openclip(ours.state_dict(), architecture, tmp_path / "export")
     peer = open_clip.create_model(f"local-dir:{export}").double().train()
-    assert {n: p.numel() for n, p in peer.named_parameters()} == {n: p.numel() for n, p in ours.named_parameters()}
+    assert {n: p.numel() for n, p in peer.named_parameters()} == {
+        n: p.numel() for n, p in ours.named_parameters()
+    }
     assert count_parameters(architecture) == sum(p.numel() for p in peer.parameters())
     images, texts, seeds = inputs(architecture)
     mean, std = (torch.tensor(each, dtype=torch.float64).view(3, 1, 1) for each in
@@ -120,34 +131,53 @@ def test_features_and_gradients_are_openclips(name: str, tmp_path: Path):
         if each.startswith("text_decoder."):
             assert p.grad is None and theirs[each].grad is None  # a CoCa's, without captions
         elif each != "logit_bias":
-            torch.testing.assert_close(p.grad, theirs[each].grad.reshape(p.shape), rtol=1e-5, atol=1e-5, msg=each)
+            torch.testing.assert_close(
+                p.grad, theirs[each].grad.reshape(p.shape), rtol=1e-5, atol=1e-5, msg=each
+            )
     loaded = load_openclip(export, architecture)
-    assert all(torch.equal(loaded[each], value.to(loaded[each])) for each, value in ours.float().state_dict().items())
+    assert all(
+        torch.equal(loaded[each], value.to(loaded[each]))
+        for each, value in ours.float().state_dict().items()
+    )
 
 
-def gradients(architecture: AnyArchitecture, k: int, kept: int) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+def gradients(
+    architecture: AnyArchitecture, k: int, kept: int
+) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
     model, parts = model_of(architecture), inputs(architecture)
-    batches = [MicroBatch(*each) for each in zip(*(part.split(8 // k) for part in parts), strict=True)]
+    batches = [
+        MicroBatch(*each) for each in zip(*(part.split(8 // k) for part in parts), strict=True)
+    ]
     objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
     torch.manual_seed(5)
     output, _ = two_pass(PlainEngine(model), batches, objective, Context(8), kept_graphs=kept)
-    return output.loss, {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
+    return (
+        output.loss,
+        {name: p.grad for name, p in model.named_parameters()},
+        dict(model.named_buffers()),
+    )
 
 
 @pytest.mark.parametrize("name", ["siglip", "convnext", "coca"])
 def test_four_micro_batches_give_the_step_of_one(name: str, tmp_path: Path):
     architecture = architecture_of(name, tmp_path)
-    torch.testing.assert_close(gradients(architecture, 4, 1), gradients(architecture, 1, 1), rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(
+        gradients(architecture, 4, 1), gradients(architecture, 1, 1), rtol=1e-8, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
     "name, vision", [("mobileclip", {"timm_drop_path": 0.3}), ("convnext", {"timm_drop_path": 0.5})]
 )
-def test_replays_draw_the_same_and_leave_running_statistics_alone(name: str, vision: dict[str, Any], tmp_path: Path):
+def test_replays_draw_the_same_and_leave_running_statistics_alone(
+    name: str, vision: dict[str, Any], tmp_path: Path
+):
     """Batch norms see a micro-batch, and stochastic depth draws for it: the step of as many, all graphs kept."""
     architecture = architecture_of(name, tmp_path, **vision)
     loss, grads, buffers = gradients(architecture, 4, 4)
-    torch.testing.assert_close(gradients(architecture, 4, 1), (loss, grads, buffers), rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(
+        gradients(architecture, 4, 1), (loss, grads, buffers), rtol=1e-8, atol=1e-12
+    )
     assert {int(each) for each in buffers.values() if each.dtype == torch.int64} <= {4}
     still = gradients(architecture_of(name, tmp_path), 4, 4)[0]
     assert not torch.allclose(loss, still)  # there was something to draw
@@ -202,7 +232,9 @@ def test_sizes_are_known_without_data(name: str, tmp_path: Path):
     def graph(checkpointing: bool) -> float:
         """Bytes of a sample."""
         make_model = partial(build_model, architecture, activation_checkpointing=checkpointing)
-        return fake_profile(make_model, partial(micro_batch, architecture, torch.device("cpu"))).graph
+        return fake_profile(
+            make_model, partial(micro_batch, architecture, torch.device("cpu"))
+        ).graph
 
     whole = graph(False)
     assert whole > 1e5
@@ -221,9 +253,13 @@ def test_masks_that_no_checkpoint_holds_are_computed_again(tmp_path: Path):
 def test_tokens_are_clips_or_those_of_the_named_tokenizer(tmp_path: Path, monkeypatch):
     architecture = architecture_of("siglip", tmp_path)
     captions = ["a cat", "two dogs, and a photo of both"]
-    assert torch.equal(tokenizer_of(architecture)(captions), open_clip.SimpleTokenizer(context_length=16)(captions))
+    assert torch.equal(
+        tokenizer_of(architecture)(captions), open_clip.SimpleTokenizer(context_length=16)(captions)
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    named = architecture.text_cfg.model_copy(update={"hf_tokenizer_name": str(tmp_path / "nowhere")})
+    named = architecture.text_cfg.model_copy(
+        update={"hf_tokenizer_name": str(tmp_path / "nowhere")}
+    )
     with pytest.raises(UserError, match=r"nowhere cannot be loaded.*Hugging Face hub"):
         tokenizer_of(architecture.model_copy(update={"text_cfg": named}))
 

@@ -30,8 +30,21 @@ CONTEXT = 16
 def architecture(**changes: Any) -> Any:
     content = {
         "embed_dim": 24,
-        "vision_cfg": {"image_size": 32, "layers": 3, "width": 64, "head_width": 16, "mlp_ratio": 3.7, "patch_size": 8},
-        "text_cfg": {"context_length": CONTEXT, "vocab_size": 49408, "width": 48, "heads": 4, "layers": 2},
+        "vision_cfg": {
+            "image_size": 32,
+            "layers": 3,
+            "width": 64,
+            "head_width": 16,
+            "mlp_ratio": 3.7,
+            "patch_size": 8,
+        },
+        "text_cfg": {
+            "context_length": CONTEXT,
+            "vocab_size": 49408,
+            "width": 48,
+            "heads": 4,
+            "layers": 2,
+        },
     }
     return parse_architecture({**content, **changes}, "test")
 
@@ -42,7 +55,9 @@ def test_features_of_an_export_are_equal(tmp_path: Path, quick_gelu: bool):
     torch.manual_seed(1)
     ours = CLIP(architecture(quick_gelu=quick_gelu)).eval()
     with torch.no_grad():
-        for p in ours.parameters():  # away from zero biases and unit norms, which would hide a swapped name
+        for p in (
+            ours.parameters()
+        ):  # away from zero biases and unit norms, which would hide a swapped name
             p.add_(0.05 * torch.randn_like(p))
     folder = export_transformers(ours.state_dict(), ours.architecture, tmp_path / "export")
     save_texts(huggingface_files(CONTEXT), folder)
@@ -53,7 +68,9 @@ def test_features_of_an_export_are_equal(tmp_path: Path, quick_gelu: bool):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
     texts = ["a photo of a cat", "Two dogs, 1999's best!", "x", "a " * 40, "blue shapes on red"]
-    pixels = processor([Image.fromarray(i.permute(1, 2, 0).numpy()) for i in images], return_tensors="pt")
+    pixels = processor(
+        [Image.fromarray(i.permute(1, 2, 0).numpy()) for i in images], return_tensors="pt"
+    )
     tokens = tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt")
     with torch.no_grad():
         image, text, scale, _ = ours(images, Tokenizer(CONTEXT)(texts))
@@ -67,7 +84,11 @@ def test_the_tokenizer_is_the_same_on_plain_text(tmp_path: Path):
     """Text that ftfy mends or HTML entities differ: transformers does not mend."""
     save_texts(huggingface_files(77), tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    peer, ours, rng = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer(77), random.Random(0)
+    peer, ours, rng = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+        Tokenizer(77),
+        random.Random(0),
+    )
     words = [
         "a",
         "photo",
@@ -94,7 +115,10 @@ def test_the_tokenizer_is_the_same_on_plain_text(tmp_path: Path):
     ("changes", "reason"),
     [
         ({"init_logit_bias": -10.0}, "init_logit_bias"),
-        ({"text_cfg": {"vocab_size": 100, "width": 48, "heads": 4, "layers": 2}}, r"text_cfg.vocab_size \(100"),
+        (
+            {"text_cfg": {"vocab_size": 100, "width": 48, "heads": 4, "layers": 2}},
+            r"text_cfg.vocab_size \(100",
+        ),
     ],
 )
 def test_what_it_cannot_hold_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str):

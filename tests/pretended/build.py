@@ -18,7 +18,9 @@ def guard() -> Path:
     """The shared library, built if need be (5 s); CalledProcessError with the compiler's own message."""
     torch = Path(find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]
     # its libraries are found by their place: another environment has another
-    name = hashlib.sha256(SOURCE.read_bytes() + f"{version('torch')} {torch}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(SOURCE.read_bytes() + f"{version('torch')} {torch}".encode()).hexdigest()[
+        :16
+    ]
     built = Path(tempfile.gettempdir()) / f"clip-train-pretended-gpu-{os.getuid()}" / f"{name}.so"
     if built.exists():
         return built
@@ -28,6 +30,8 @@ def guard() -> Path:
     include = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     link = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
     flags = ["-O1", "-shared", "-fPIC", "-std=c++20"]
-    subprocess.run([compiler, *flags, *include, str(SOURCE), "-o", str(unfinished), *link], check=True)
+    subprocess.run(
+        [compiler, *flags, *include, str(SOURCE), "-o", str(unfinished), *link], check=True
+    )
     unfinished.replace(built)
     return built

@@ -48,9 +48,13 @@ PROPERTIES = SimpleNamespace(
 class Counts:
     """What the pretended GPU saw."""
 
-    reads: Counter[str] = field(default_factory=Counter)  # place -> times that the host waited for the device
+    reads: Counter[str] = field(
+        default_factory=Counter
+    )  # place -> times that the host waited for the device
     kernels: Counter[str] = field(default_factory=Counter)  # operator -> launches
-    wide: Counter[str] = field(default_factory=Counter)  # operator -> float64 results of LARGE elements and more
+    wide: Counter[str] = field(
+        default_factory=Counter
+    )  # operator -> float64 results of LARGE elements and more
 
     def clear(self) -> None:
         for counter in (self.reads, self.kernels, self.wide):
@@ -89,16 +93,32 @@ class Reads(TorchFunctionMode):
         kwargs, name, x = kwargs or {}, getattr(func, "__name__", ""), args[0] if args else None
         if func is torch.tensor and _is(kwargs.get("device"), "cuda"):
             self._count("copy to the device")
-            return torch.empty(torch.tensor(x).shape, dtype=kwargs.get("dtype") or torch.tensor(x).dtype, device="cuda")
+            return torch.empty(
+                torch.tensor(x).shape,
+                dtype=kwargs.get("dtype") or torch.tensor(x).dtype,
+                device="cuda",
+            )
         if isinstance(x, FakeTensor) and name in NUMBERS:
             if on_gpu(x):
                 self._count(name)
             value = _plausible(x)
             return [value] * x.numel() if name == "tolist" and x.dim() else value
-        target = next((each for each in (*args[1:], *kwargs.values()) if isinstance(each, (str, torch.device))), None)
+        target = next(
+            (
+                each
+                for each in (*args[1:], *kwargs.values())
+                if isinstance(each, (str, torch.device))
+            ),
+            None,
+        )
         if on_gpu(x) and (name in ("cpu", "nonzero") or (name == "to" and _is(target, "cpu"))):
             self._count(name)
-        to_device = name == "to" and isinstance(x, Tensor) and x.device.type == "cpu" and _is(target, "cuda")
+        to_device = (
+            name == "to"
+            and isinstance(x, Tensor)
+            and x.device.type == "cpu"
+            and _is(target, "cuda")
+        )
         if to_device and not kwargs.get("non_blocking"):
             self._count("copy to the device")
         return func(*args, **kwargs)
@@ -191,7 +211,9 @@ def pretended_gpu() -> Iterator[Counts]:
         "device_count": lambda: 1,
         "get_device_capability": lambda *args: (9, 0),
         "get_device_properties": lambda *args: PROPERTIES,
-        "nvtx": SimpleNamespace(range_push=lambda *args, **kwargs: 0, range_pop=lambda *args, **kwargs: 0),
+        "nvtx": SimpleNamespace(
+            range_push=lambda *args, **kwargs: 0, range_pop=lambda *args, **kwargs: 0
+        ),
         "get_device_name": lambda *args: "a pretended GPU",
         "current_device": lambda: 0,
         "set_device": lambda *args: None,
@@ -206,7 +228,10 @@ def pretended_gpu() -> Iterator[Counts]:
     }
     Stream.synchronized = read("synchronize")  # type: ignore[method-assign]
     saved = {name: getattr(torch.cuda, name) for name in replaced}
-    attention, record_stream = torch.nn.functional.scaled_dot_product_attention, Tensor.record_stream
+    attention, record_stream = (
+        torch.nn.functional.scaled_dot_product_attention,
+        Tensor.record_stream,
+    )
     Tensor.record_stream = lambda *args: None  # type: ignore[method-assign]
     for name, new in replaced.items():
         setattr(torch.cuda, name, new)
@@ -229,9 +254,13 @@ def _attention(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
         is_causal: bool = False, **more: Any,
     ) -> Tensor:  # fmt: skip
         if not on_gpu(q):
-            return usual(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more)
+            return usual(
+                q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more
+            )
         if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+            return torch.ops.aten._scaled_dot_product_flash_attention(
+                q, k, v, dropout_p, is_causal
+            )[0]
         bias = None
         if attn_mask is not None:
             bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:3], k.shape[2])

@@ -51,7 +51,9 @@ def trace(names: tuple[str, ...]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in CASES]
+)
 def test_a_step(traced, name):
     found, (reads, kernels, wide) = traced(name), CASES[name]
     assert "error" not in found, found["error"]

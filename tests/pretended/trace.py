@@ -45,7 +45,10 @@ Make = Callable[[CLIP], Objective]
 def small_clip() -> Architecture:
     """Two blocks in each tower: the others launch the same."""
     tiny = load_architecture("tiny")
-    towers = {name: getattr(tiny, name).model_copy(update={"layers": 2}) for name in ("vision_cfg", "text_cfg")}
+    towers = {
+        name: getattr(tiny, name).model_copy(update={"layers": 2})
+        for name in ("vision_cfg", "text_cfg")
+    }
     return tiny.model_copy(update=towers)
 
 
@@ -56,7 +59,9 @@ def step(
     """The counts of a step of the plain engine."""
     architecture = small_clip()
     if bias:
-        architecture = architecture.model_copy(update={"init_logit_bias": -10.0, "init_logit_scale": 2.3})
+        architecture = architecture.model_copy(
+            update={"init_logit_bias": -10.0, "init_logit_scale": 2.3}
+        )
     with gpu.pretended_gpu() as counts:
         module = born_on_gpu(
             lambda: CLIP(
@@ -89,7 +94,9 @@ def engine(kind: str, stage: int, precision: str, world_size: int = 1) -> dict[s
             grad_clip_norm=1.0,
             micro_size=32,
         )
-        third_step(built, InfoNCE(), BatchPlan(64 * world_size, world_size, 32, 1), architecture, counts)
+        third_step(
+            built, InfoNCE(), BatchPlan(64 * world_size, world_size, 32, 1), architecture, counts
+        )
     return counts.as_json()
 
 
@@ -127,9 +134,15 @@ def born_on_gpu(make: Callable[[], CLIP], dtype: torch.dtype) -> CLIP:
     return module
 
 
-def third_step(engine: Engine, objective: Objective, plan: BatchPlan, architecture: Any, counts: gpu.Counts) -> None:
+def third_step(
+    engine: Engine, objective: Objective, plan: BatchPlan, architecture: Any, counts: gpu.Counts
+) -> None:
     """Optimizers and ZeRO-3 set up their state in the first two."""
-    n, size, length = plan.per_rank, architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    n, size, length = (
+        plan.per_rank,
+        architecture.vision_cfg.image_size,
+        architecture.text_cfg.context_length,
+    )
     for _ in range(3):
         host = Batch(
             torch.empty(n, 3, size, size, dtype=torch.uint8), torch.empty(n, length, dtype=torch.int64),
@@ -146,7 +159,9 @@ def evaluation() -> dict[str, Any]:
     with gpu.pretended_gpu() as counts, torch.no_grad():
         plain = PlainEngine(born_on_gpu(lambda: CLIP(architecture), torch.bfloat16))
         plain.train(False)
-        image = plain.encode_image(torch.empty(n, 3, size, size, dtype=torch.uint8, device=GPU)).float()
+        image = plain.encode_image(
+            torch.empty(n, 3, size, size, dtype=torch.uint8, device=GPU)
+        ).float()
         text = plain.encode_text(torch.empty(n, length, dtype=torch.int64, device=GPU)).float()
         groups = torch.empty(n, dtype=torch.int64, device=GPU)
         (ranks_of_matches(image, text, [Groups(groups, groups)])[0] <= 5).double().mean().item()
@@ -168,7 +183,9 @@ class Mixed(InfoNCE):
 
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         host = torch.ones(len(features.image), 1, device="cpu")
-        return super().__call__(Features(features.image * host, features.text, features.logit_scale), context)
+        return super().__call__(
+            Features(features.image * host, features.text, features.logit_scale), context
+        )
 
 
 class Curious(InfoNCE):
@@ -180,7 +197,9 @@ class Curious(InfoNCE):
 
 
 def teacher(module: CLIP) -> Objective:
-    return Distillation(lambda micro_batch: Features(*module(micro_batch.images, micro_batch.texts)))
+    return Distillation(
+        lambda micro_batch: Features(*module(micro_batch.images, micro_batch.texts))
+    )
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {

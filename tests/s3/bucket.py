@@ -93,5 +93,7 @@ class Bucket:
     def orphans(self, root: str) -> list[str]:
         """Keys that belong to no commit, and uploads that were never finished."""
         names = [key.removeprefix(f"{root}/") for key in self.keys(f"{root}/")]
-        stray = orphans_in(names, [json.dumps(marker).encode() for marker in self.commits(root).values()])
+        stray = orphans_in(
+            names, [json.dumps(marker).encode() for marker in self.commits(root).values()]
+        )
         return stray + [f"unfinished {key}" for key in self.unfinished_uploads()]

@@ -21,7 +21,11 @@ class Ceph(Server):
 
     @classmethod
     def missing(cls) -> str | None:
-        return None if (cls._unpacked() / ".ready").exists() else "Ceph is not set up: run scripts/setup_ceph.sh"
+        return (
+            None
+            if (cls._unpacked() / ".ready").exists()
+            else "Ceph is not set up: run scripts/setup_ceph.sh"
+        )
 
     @staticmethod
     def _unpacked() -> Path:

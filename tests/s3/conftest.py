@@ -89,7 +89,9 @@ def storage(url: str) -> Storage:
 @pytest.fixture
 def hasty(url: str) -> Storage:
     """It soon gives up a request, and asks again for as long as it takes."""
-    return ObjectStorage(url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600)
+    return ObjectStorage(
+        url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600
+    )
 
 
 @pytest.fixture

@@ -30,7 +30,9 @@ EPOCHS = 3
 BLOCK_BYTES = 32 << 10  # about six in a shard, so that ranges in mid-shard are hit as well
 
 # Short waits: the faults come at once and often, here.
-FAST = StorageConfig(backoff_seconds=0.02, patience_seconds=0.5, range_bytes=BLOCK_BYTES, read_ahead_bytes=1 << 20)
+FAST = StorageConfig(
+    backoff_seconds=0.02, patience_seconds=0.5, range_bytes=BLOCK_BYTES, read_ahead_bytes=1 << 20
+)
 # Where the outcome may not depend on how fast this machine is: as many tries as it takes where silence is to be given
 # up, and all the time for an answer where the tries are counted.
 HASTY = FAST.model_copy(update={"patience_seconds": 1.0, "attempts": 100})
@@ -46,7 +48,9 @@ def make_shards(folder: Path, index: bool = True) -> list[Path]:
         members = []
         for i in range(size):
             rng, buffer = np.random.default_rng(next(number)), io.BytesIO()
-            Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(buffer, "JPEG", quality=90)
+            Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(
+                buffer, "JPEG", quality=90
+            )
             caption = f"caption {shard} {i} {rng.integers(1e9)}".encode()
             members += [(f"s{shard}n{i}.jpg", buffer.getvalue()), (f"s{shard}n{i}.txt", caption)]
         paths.append(write_shard(folder / f"{shard:03d}.tar", members))
@@ -63,11 +67,17 @@ def upload(server: Server, folder: Path, bucket: str, index: bool = True) -> str
     return f"s3://{bucket}/set/{{000..{len(SIZES) - 1:03d}}}.tar"
 
 
-def epoch_digests(train: str, *, workers: int = 0, storage: StorageConfig = FAST, epochs: int = EPOCHS) -> list[str]:
+def epoch_digests(
+    train: str, *, workers: int = 0, storage: StorageConfig = FAST, epochs: int = EPOCHS
+) -> list[str]:
     """The sha256 of every batch of the epochs: images, tokens, keys, seeds and invalid samples."""
-    config = DataConfig(train=train, workers=workers, lanes=12, shuffle_block=16, aug_scale=(0.3, 1.0))
+    config = DataConfig(
+        train=train, workers=workers, lanes=12, shuffle_block=16, aug_scale=(0.3, 1.0)
+    )
     digests = []
-    with TrainLoader(config, image_size=16, context_length=12, global_size=N, seed=5, storage=storage) as loader:
+    with TrainLoader(
+        config, image_size=16, context_length=12, global_size=N, seed=5, storage=storage
+    ) as loader:
         for _ in range(epochs * sum(SIZES) // N):
             batch = next(loader)
             digest = hashlib.sha256(batch.images.numpy().tobytes())

@@ -67,7 +67,11 @@ class Fault:
 
     def hits(self, method: str, target: str, headers: bytes) -> bool:
         path, _, query = target.partition("?")
-        if method not in self.method.split("|") or not re.search(self.key, path) or not re.search(self.query, query):
+        if (
+            method not in self.method.split("|")
+            or not re.search(self.key, path)
+            or not re.search(self.query, query)
+        ):
             return False
         if self.access_key and f"Credential={self.access_key}".encode() not in headers:
             return False
@@ -112,10 +116,14 @@ class FaultyProxy:
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
         self.answers: list[Answer] = []
         self.port = 0
-        self.under_way = 0  # requests that have come, and are neither answered nor given up by who asks
+        self.under_way = (
+            0  # requests that have come, and are neither answered nor given up by who asks
+        )
         self._link = asyncio.Lock()
         self._running: dict[str, int] = {}  # request -> faults since it last passed
-        self._clients: set[asyncio.Task | None] = set()  # the loop holds them weakly, and some sleep for an hour
+        self._clients: set[asyncio.Task | None] = (
+            set()
+        )  # the loop holds them weakly, and some sleep for an hour
 
     @property
     def url(self) -> str:
@@ -134,7 +142,9 @@ class FaultyProxy:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -167,7 +177,9 @@ class FaultyProxy:
             head = _with_header(head, b"Expect", None)
         body = await reader.readexactly(_length(head))
         asked = re.search(rb"\r\nRange: *([^\r]+)", head, re.IGNORECASE)
-        self.requests.append(f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip())
+        self.requests.append(
+            f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip()
+        )
         self.under_way += 1
         try:
             return await self._answer(head, body, reader, writer, self.requests[-1])
@@ -175,7 +187,12 @@ class FaultyProxy:
             self.under_way -= 1
 
     async def _answer(
-        self, head: bytes, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: str
+        self,
+        head: bytes,
+        body: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        request: str,
     ) -> bool:
         method, path = head.split(b" ", 2)[:2]
         hit = self._fault_of(request, method.decode(), path.decode(), head)
@@ -185,7 +202,11 @@ class FaultyProxy:
         if action == "hang":
             return await _silence(reader)
         if hit and action in ("slow", "crawl"):
-            await (asyncio.sleep(hit.seconds) if action == "slow" else self._crawl(reader, len(body), hit.rate))
+            await (
+                asyncio.sleep(hit.seconds)
+                if action == "slow"
+                else self._crawl(reader, len(body), hit.rate)
+            )
         if hit and action in ("status", "expired"):
             code, name = (403, "ExpiredToken") if action == "expired" else (hit.code, hit.s3code)
             error = f"<?xml version='1.0'?><Error><Code>{name}</Code><Message>injected</Message></Error>".encode()
@@ -206,11 +227,21 @@ class FaultyProxy:
             other = email.utils.formatdate(time.time() + hit.seconds, usegmt=True)
             answer_head = _with_header(answer_head, b"Date", other.encode())
         if hit and action == "hide":
-            named = "|".join(map(re.escape, {hit.hidden, quote(hit.hidden, safe="")}))  # some servers quote keys
+            named = "|".join(
+                map(re.escape, {hit.hidden, quote(hit.hidden, safe="")})
+            )  # some servers quote keys
             entry = rf"<Contents>(?:(?!</Contents>).)*(?:{named}).*?</Contents>".encode()
             answer = re.sub(entry, b"", answer, flags=re.DOTALL)
             answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
-        if hit is None or action in ("upflip", "unconditional", "skew", "hide", "slow", "crawl", "pages"):
+        if hit is None or action in (
+            "upflip",
+            "unconditional",
+            "skew",
+            "hide",
+            "slow",
+            "crawl",
+            "pages",
+        ):
             if hit and action == "crawl":
                 await self._crawl(reader, len(answer), hit.rate)
             signed = re.search(rb"Credential=([^/]+)/", head)
@@ -231,7 +262,14 @@ class FaultyProxy:
 
     def _fault_of(self, request: str, method: str, target: str, head: bytes) -> Fault | None:
         tired = self._running.get(request, 0) >= MOST_RUNNING
-        hit = next((f for f in self.faults if not (tired and f.every > 1) and f.hits(method, target, head)), None)
+        hit = next(
+            (
+                f
+                for f in self.faults
+                if not (tired and f.every > 1) and f.hits(method, target, head)
+            ),
+            None,
+        )
         self._running[request] = self._running.get(request, 0) + 1 if hit else 0
         return hit
 
@@ -254,7 +292,9 @@ class FaultyProxy:
 
     async def _ask(self, head: bytes, body: bytes, no_body: bool) -> tuple[bytes, bytes, bool]:
         """The answer's head and body, and whether all of it came."""
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
+        up_reader, up_writer = await asyncio.open_connection(
+            "127.0.0.1", self.upstream, limit=1 << 20
+        )
         try:
             up_writer.write(_with_header(head, b"Connection", b"close") + body)
             await up_writer.drain()
@@ -274,7 +314,12 @@ class FaultyProxy:
             up_writer.transport.abort()
 
     async def _spoil(
-        self, fault: Fault, head: bytes, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        fault: Fault,
+        head: bytes,
+        body: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> bool:
         cut = int(len(body) * (fault.draws.random() if fault.at is None else fault.at))
         match fault.action:
@@ -319,7 +364,9 @@ def _in_pages(head: bytes) -> bytes:
     """The request for a listing, asking for two entries at most: the query stays sorted, as signatures want it."""
     method, target, rest = head.split(b" ", 2)
     path, _, query = target.partition(b"?")
-    limit = b"max-uploads=" if query.startswith(b"uploads") or b"&uploads" in query else b"max-keys="
+    limit = (
+        b"max-uploads=" if query.startswith(b"uploads") or b"&uploads" in query else b"max-keys="
+    )
     pairs = [pair for pair in query.split(b"&") if not pair.startswith(limit)]
     return b" ".join([method, path + b"?" + b"&".join(sorted([*pairs, limit + b"2"])), rest])
 
@@ -338,8 +385,14 @@ def _length(head: bytes) -> int:
 
 def _with_header(head: bytes, name: bytes, value: bytes | None) -> bytes:
     """The head with one header replaced; with None, without it."""
-    lines = [line for line in head[:-4].split(b"\r\n") if not line.lower().startswith(name.lower() + b":")]
-    return b"\r\n".join([*lines, *([name + b": " + value] if value is not None else [])]) + b"\r\n\r\n"
+    lines = [
+        line
+        for line in head[:-4].split(b"\r\n")
+        if not line.lower().startswith(name.lower() + b":")
+    ]
+    return (
+        b"\r\n".join([*lines, *([name + b": " + value] if value is not None else [])]) + b"\r\n\r\n"
+    )
 
 
 def _unchunked(data: bytes) -> bytes:

@@ -23,14 +23,25 @@ class Run:
 
     def __init__(self, folder: Path, url: str, **config: Any) -> None:
         self.said: list[str] = []
-        config = {"grace_seconds": 240.0, "orphan_grace_minutes": 0.0, "remote": url, "max_failed_saves": 9, **config}
+        config = {
+            "grace_seconds": 240.0,
+            "orphan_grace_minutes": 0.0,
+            "remote": url,
+            "max_failed_saves": 9,
+            **config,
+        }
         self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append)
         self.folder = folder
         RUNS.append(self)
 
     def save(self, step: int, *, wait: bool = True, padding: int = 0) -> bool:
-        own = {"rng": torch.full((4,), step % 256, dtype=torch.uint8), "padding": torch.zeros(padding)}
-        return self.manager.save(step, cut(whole(step), 0, 1), own, {"step": step, "cursors": {"0": step}}, wait=wait)
+        own = {
+            "rng": torch.full((4,), step % 256, dtype=torch.uint8),
+            "padding": torch.zeros(padding),
+        }
+        return self.manager.save(
+            step, cut(whole(step), 0, 1), own, {"step": step, "cursors": {"0": step}}, wait=wait
+        )
 
     def resume(self) -> Resumed | None:
         return self.manager.resume()
@@ -48,10 +59,16 @@ class Run:
 
 
 def assert_is(resumed: Resumed | None, step: int) -> Resumed:
-    assert resumed is not None and (resumed.step, resumed.state["cursors"]) == (step, {"0": step}), resumed
+    assert resumed is not None and (resumed.step, resumed.state["cursors"]) == (
+        step,
+        {"0": step},
+    ), resumed
     for (name, slot), tensor in whole(step).items():
         assert bits(resumed.reader.read(name, slot, 0, tensor.numel())) == bits(tensor)
-    assert resumed.rank_tensors is not None and resumed.rank_tensors["rng"].tolist() == [step % 256] * 4
+    assert (
+        resumed.rank_tensors is not None
+        and resumed.rank_tensors["rng"].tolist() == [step % 256] * 4
+    )
     return resumed
 
 

@@ -163,7 +163,9 @@ class Server(ABC):
         target = f"{path}{'?' * bool(asked)}{asked}"
         for left in reversed(range(tries)):
             signed = self.sign(method, self.url, target, data, headers or {})
-            request = urllib.request.Request(self.url + target, data=data or None, method=method, headers=signed)
+            request = urllib.request.Request(
+                self.url + target, data=data or None, method=method, headers=signed
+            )
             try:
                 with urllib.request.urlopen(request, timeout=120) as answer:
                     return answer.read()
@@ -173,7 +175,9 @@ class Server(ABC):
                 time.sleep(0.5)
         raise AssertionError("unreachable")
 
-    def sign(self, method: str, url: str, target: str, data: bytes, headers: dict[str, str]) -> dict[str, str]:
+    def sign(
+        self, method: str, url: str, target: str, data: bytes, headers: dict[str, str]
+    ) -> dict[str, str]:
         """The headers of a request to `url`, with these among them; target: the path, and the query if any."""
         path, _, query = target.partition("?")
         query = "&".join(each if "=" in each else f"{each}=" for each in query.split("&") if each)
@@ -181,15 +185,29 @@ class Server(ABC):
 
 
 def signature(
-    method: str, url: str, path: str, query: str, data: bytes, headers: dict[str, str], access_key: str, secret: str
+    method: str,
+    url: str,
+    path: str,
+    query: str,
+    data: bytes,
+    headers: dict[str, str],
+    access_key: str,
+    secret: str,
 ) -> dict[str, str]:
     """The headers of a request in AWS's signature, version 4, with these `headers` among them."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     digest = hashlib.sha256(data).hexdigest()
-    headers = {"host": url.partition("://")[2], "x-amz-content-sha256": digest, "x-amz-date": now, **headers}
+    headers = {
+        "host": url.partition("://")[2],
+        "x-amz-content-sha256": digest,
+        "x-amz-date": now,
+        **headers,
+    }
     names = ";".join(sorted(headers))
     lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
-    asked = hashlib.sha256("\n".join([method, path, query, lines, names, digest]).encode()).hexdigest()
+    asked = hashlib.sha256(
+        "\n".join([method, path, query, lines, names, digest]).encode()
+    ).hexdigest()
     scope = f"{now[:8]}/{REGION}/s3/aws4_request"
     key = f"AWS4{secret}".encode()
     for part in [*scope.split("/"), f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{asked}"]:

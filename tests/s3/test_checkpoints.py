@@ -18,7 +18,9 @@ from tests.s3.runs import Run, assert_is, data_key
 pytestmark = pytest.mark.usefixtures("runs")
 
 
-def test_it_is_in_both_places_and_comes_back_from_either(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_it_is_in_both_places_and_comes_back_from_either(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
     run = Run(tmp_path / "a", url)
     run.manager.preflight()
     assert run.resume() is None
@@ -27,15 +29,23 @@ def test_it_is_in_both_places_and_comes_back_from_either(tmp_path: Path, url: st
     assert view.incomplete("run") == []
     for line, step in zip(run.said, (1, 2), strict=True):
         assert re.fullmatch(rf"waiting up to \d+ s for step {step} to be committed at {url}", line)
-    assert run.manager.last_good is not None and run.manager.last_good.path.startswith(f"{url}/ckpt/s0000000002/")
+    assert run.manager.last_good is not None and run.manager.last_good.path.startswith(
+        f"{url}/ckpt/s0000000002/"
+    )
 
     again = assert_is(Run(tmp_path / "b", url).resume(), 2)  # another machine
-    assert again.fetched > 0 and f"source         {url}/ckpt/" in again.describe() and "MB fetched" in again.describe()
+    assert (
+        again.fetched > 0
+        and f"source         {url}/ckpt/" in again.describe()
+        and "MB fetched" in again.describe()
+    )
     assert set(committed(tmp_path / "b")) == {2}  # from now on it is there too
 
     proxy.requests.clear()
     warm = assert_is(Run(tmp_path / "a", url).resume(), 2)
-    assert warm.fetched == 0 and not [each for each in proxy.requests if ".safetensors" in each and "GET" in each]
+    assert warm.fetched == 0 and not [
+        each for each in proxy.requests if ".safetensors" in each and "GET" in each
+    ]
     assert view.keys("run/preflight") == []
 
 
@@ -49,17 +59,24 @@ def test_retention_and_orphans(tmp_path: Path, url: str, view: Bucket, proxy) ->
     careful.manager.close()
     assert len(view.commits("run")) == 1
     assert len(view.orphans("run")) == 3  # their writer may not know yet that it has lost the lease
-    proxy.faults = [Fault("skew", method="GET", key="", query="max-keys=1(&|$)", seconds=10)]  # the store's clock
+    proxy.faults = [
+        Fault("skew", method="GET", key="", query="max-keys=1(&|$)", seconds=10)
+    ]  # the store's clock
     run = Run(tmp_path / "a", url, keep_last=1)
     assert_is(run.resume(), 2)
     assert run.save(3) and run.save(4)
     run.manager.close()
     assert not view.orphans("run")
-    assert sorted(m["step"] for m in view.commits("run").values()) == [2, 4]  # the one resumed from, the newest
+    assert sorted(m["step"] for m in view.commits("run").values()) == [
+        2,
+        4,
+    ]  # the one resumed from, the newest
 
 
 @pytest.mark.full
-def test_preflight_says_what_to_fix(tmp_path: Path, url: str, view: Bucket, proxy, monkeypatch) -> None:
+def test_preflight_says_what_to_fix(
+    tmp_path: Path, url: str, view: Bucket, proxy, monkeypatch
+) -> None:
     def says(pattern: str, fault: Fault | None, where: str = url, kind: type = UserError) -> None:
         proxy.faults = [fault] if fault else []
         with pytest.raises(kind, match=pattern):
@@ -71,9 +88,16 @@ def test_preflight_says_what_to_fix(tmp_path: Path, url: str, view: Bucket, prox
     denied = {"code": 403, "s3code": "AccessDenied", "key": "preflight|list"}
     says("cannot be written to: .*AccessDenied", Fault("status", method="PUT", **denied))
     says("cannot be read: .*AccessDenied", Fault("status", method="GET", **denied))
-    says(r"cannot have files deleted \(retention does\)", Fault("status", method="DELETE", **denied))
-    says("clock", Fault("status", method=any_method, key="", code=403, s3code="RequestTimeTooSkewed"))
-    says("have expired: renew", Fault("status", method=any_method, key="", code=400, s3code="ExpiredToken"))
+    says(
+        r"cannot have files deleted \(retention does\)", Fault("status", method="DELETE", **denied)
+    )
+    says(
+        "clock", Fault("status", method=any_method, key="", code=403, s3code="RequestTimeTooSkewed")
+    )
+    says(
+        "have expired: renew",
+        Fault("status", method=any_method, key="", code=400, s3code="ExpiredToken"),
+    )
     says("SlowDown", Fault("status", method=any_method, key=""), kind=CheckpointError)
     assert view.keys("run/commit") == []
 
@@ -87,16 +111,22 @@ def test_preflight_says_what_to_fix(tmp_path: Path, url: str, view: Bucket, prox
     assert "set this machine's clock" in run.said[0]
 
 
-def test_no_secret_is_told_or_kept(tmp_path: Path, url: str, view: Bucket, proxy, monkeypatch, capfd) -> None:
+def test_no_secret_is_told_or_kept(
+    tmp_path: Path, url: str, view: Bucket, proxy, monkeypatch, capfd
+) -> None:
     view.server.add_key("AKIASECRETKEY", "TOPSECRETVALUE")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASECRETKEY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "TOPSECRETVALUE")
     run = Run(tmp_path, url)
     assert run.save(1)
     run.hurry()
-    proxy.faults = [Fault("status", method="PUT|GET", key="", code=403, s3code="InvalidAccessKeyId")]
+    proxy.faults = [
+        Fault("status", method="PUT|GET", key="", code=403, s3code="InvalidAccessKeyId")
+    ]
     run.save(2, wait=False)
-    run.until(lambda: any("step 2: DeniedError" in line and "trying again" in line for line in run.said))
+    run.until(
+        lambda: any("step 2: DeniedError" in line and "trying again" in line for line in run.said)
+    )
     told = "\n".join(run.said) + "".join(capfd.readouterr())
     kept = b"".join(view.get(key) for key in view.keys("run/")) + b"".join(
         Path(root, name).read_bytes() for root, _, names in os.walk(tmp_path) for name in names
@@ -118,9 +148,19 @@ def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket)
     view.put("run/ckpt/s0000000009/e000000-0123abcd/rank00000.safetensors", b"half")
     places, _ = places_of(url)
     lines = list_checkpoints(places, Policy(keep_last=1), verify=False)
-    assert [(line.step, line.problem is None) for line in lines] == [(3, True), (2, True), (1, True), (9, False)]
+    assert [(line.step, line.problem is None) for line in lines] == [
+        (3, True),
+        (2, True),
+        (1, True),
+        (9, False),
+    ]
     lines = list_checkpoints(places, Policy(keep_last=1), verify=True)
-    assert [(line.step, line.problem is None) for line in lines] == [(3, True), (2, False), (1, True), (9, False)]
+    assert [(line.step, line.problem is None) for line in lines] == [
+        (3, True),
+        (2, False),
+        (1, True),
+        (9, False),
+    ]
     assert "sha256" in str(lines[1].problem) and "never committed" in str(lines[3].problem)
     assert [line.future[:5] for line in lines] == ["stays", "goes ", "goes ", "goes "]
     shutil.rmtree(tmp_path)

@@ -47,7 +47,9 @@ def profile(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def write(path: Path, pair: tuple[str, str]) -> None:
-    path.write_text(f"[training]\naws_access_key_id = {pair[0]}\naws_secret_access_key = {pair[1]}\n")
+    path.write_text(
+        f"[training]\naws_access_key_id = {pair[0]}\naws_secret_access_key = {pair[1]}\n"
+    )
 
 
 def refuse(proxy: FaultyProxy, pair: tuple[str, str]) -> None:
@@ -80,12 +82,16 @@ def peak_growth(url: str, profile: str, pairs: list[tuple[str, str]]) -> int:
 
 
 @pytest.mark.full
-def test_renewals_cost_no_memory(url: str, server: Server, proxy: FaultyProxy, profile: Path) -> None:
+def test_renewals_cost_no_memory(
+    url: str, server: Server, proxy: FaultyProxy, profile: Path
+) -> None:
     """Another client for each would cost 12 MiB that is never given back, and a run may renew for weeks."""
     pairs = [(f"RENEWED{i:02d}", "secret") for i in range(11)]
     for pair in pairs:
         server.add_key(*pair)
-    proxy.faults = [Fault("expired", key="", method=ANY, access_key=key, skip=1) for key, _ in pairs]
+    proxy.faults = [
+        Fault("expired", key="", method=ANY, access_key=key, skip=1) for key, _ in pairs
+    ]
     assert warm.call(peak_growth, url, str(profile), pairs) < 40 << 20
     assert proxy.fired == 10
 
@@ -135,13 +141,21 @@ def test_a_key_that_is_withdrawn_is_asked_for_again(
     assert storage.list() == []
     server.remove_key(OLD[0])
     # where the server does not look
-    proxy.faults = [Fault("status", key="", method=ANY, code=403, s3code="InvalidAccessKeyId", access_key=OLD[0])]
+    proxy.faults = [
+        Fault(
+            "status", key="", method=ANY, code=403, s3code="InvalidAccessKeyId", access_key=OLD[0]
+        )
+    ]
     write(profile, NEW)
     assert storage.put_bytes("a", b"1") and view.get("run/a") == b"1"
 
 
 def test_a_token_in_the_environment_cannot_be_renewed(
-    storage: Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, bucket: str, server: Server
+    storage: Storage,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    bucket: str,
+    server: Server,
 ) -> None:
     server.add_key("SESSIONKEY", "SESSIONSECRET")
     pair = {"AWS_ACCESS_KEY_ID": "SESSIONKEY", "AWS_SECRET_ACCESS_KEY": "SESSIONSECRET"}
@@ -157,7 +171,8 @@ def test_a_token_in_the_environment_cannot_be_renewed(
                 ask()
             told = str(caught.value)
             assert re.search(
-                r"AWS_SESSION_TOKEN.*has expired, and nothing can renew it: start again.*AWS_PROFILE", told
+                r"AWS_SESSION_TOKEN.*has expired, and nothing can renew it: start again.*AWS_PROFILE",
+                told,
             )
             assert "SESSIONSECRET" not in told and "SESSIONTOKEN" not in told
         assert max(Counter(proxy.requests).values()) < 6  # once more each; it is not waited for
@@ -174,7 +189,11 @@ def test_a_token_that_says_until_when(
         monkeypatch.setenv(name, value)
     server.put(f"{bucket}/shard.tar", DATA)
     storage = open_storage(f"s3://{bucket}/run", patience_seconds=5)
-    for seconds in (3, 20, 120):  # more where this machine stalls and the time is over before it has been used
+    for seconds in (
+        3,
+        20,
+        120,
+    ):  # more where this machine stalls and the time is over before it has been used
         end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
         until = end.strftime("%Y-%m-%dT%H:%M:%SZ")
         monkeypatch.setenv("AWS_CREDENTIAL_EXPIRATION", until)
@@ -185,10 +204,16 @@ def test_a_token_that_says_until_when(
     else:
         pytest.fail("it was refused before its time was over")
     with shard:
-        time.sleep(max(0.0, (end - datetime.datetime.now(datetime.timezone.utc)).total_seconds()) + 0.5)
-        with pytest.raises(PermissionError, match=rf"has expired at {until}, and nothing can renew it"):
+        time.sleep(
+            max(0.0, (end - datetime.datetime.now(datetime.timezone.utc)).total_seconds()) + 0.5
+        )
+        with pytest.raises(
+            PermissionError, match=rf"has expired at {until}, and nothing can renew it"
+        ):
             storage.list()
-        with pytest.raises(PermissionError, match=rf"has expired at {until}, and nothing can renew it"):
+        with pytest.raises(
+            PermissionError, match=rf"has expired at {until}, and nothing can renew it"
+        ):
             shard.read()
 
 
@@ -220,13 +245,23 @@ def test_a_container_role_is_renewed_by_itself(
 def grep(secrets: list[str], folder: Path) -> list[str]:
     """Where any of them is found, in whatever file."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return [f"{path}: {each}" for path in files for each in secrets if each.encode() in path.read_bytes()]
+    return [
+        f"{path}: {each}"
+        for path in files
+        for each in secrets
+        if each.encode() in path.read_bytes()
+    ]
 
 
 @pytest.mark.full
 @pytest.mark.engine
 def test_a_run_on_a_role_and_nothing_secret_is_left(
-    tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str, view: Bucket, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    server: Server,
+    proxy: FaultyProxy,
+    bucket: str,
+    view: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The real command, its loader workers and its checkpoint writer, all on credentials that last a few seconds."""
     make_shards(tmp_path / "set")
@@ -239,7 +274,12 @@ def test_a_run_on_a_role_and_nothing_secret_is_left(
         monkeypatch.delenv(name)
     monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "120")
     secrets = [SECRET, TOKEN]
-    line = (f"checkpoint.remote=s3://{bucket}/run", "checkpoint.every_steps=5", "data.workers=1", "run.steps=20")
+    line = (
+        f"checkpoint.remote=s3://{bucket}/run",
+        "checkpoint.every_steps=5",
+        "data.workers=1",
+        "run.steps=20",
+    )
     with Vending(server, proxy, seconds=3) as vending:
         for name, value in vending.environment.items():
             monkeypatch.setenv(name, value)
@@ -247,7 +287,9 @@ def test_a_run_on_a_role_and_nothing_secret_is_left(
         assert status == 0, out
         assert vending.issued >= 6  # for three processes, and in each more than once
         assert view.newest_step("run") == 20 and view.incomplete("run") == []
-        process = start(recipe, *line, "run.steps=100000", "storage.attempts=7", "checkpoint.grace_seconds=5")
+        process = start(
+            recipe, *line, "run.steps=100000", "storage.attempts=7", "checkpoint.grace_seconds=5"
+        )
         wait_for_step(tmp_path / "run", 25, process, timeout=600)
         vending.stale = True
         status, failed = finish(process, timeout=900)
@@ -264,7 +306,12 @@ def test_a_run_on_a_role_and_nothing_secret_is_left(
 
 
 def test_a_profile_gives_endpoint_region_and_keys(
-    storage: Storage, proxy: FaultyProxy, view: Bucket, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    proxy: FaultyProxy,
+    view: Bucket,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in (*NAMES, "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name)
@@ -301,8 +348,13 @@ def test_a_public_bucket_needs_no_credentials(
     assert {answer.access_key for answer in proxy.answers} == {""}
 
 
-def test_what_cannot_be_read_says_who_is_refused(storage: Storage, proxy: FaultyProxy, bucket: str) -> None:
-    for code, advice in (("AccessDenied", "the right to do it"), ("SignatureDoesNotMatch", "correct the credentials")):
+def test_what_cannot_be_read_says_who_is_refused(
+    storage: Storage, proxy: FaultyProxy, bucket: str
+) -> None:
+    for code, advice in (
+        ("AccessDenied", "the right to do it"),
+        ("SignatureDoesNotMatch", "correct the credentials"),
+    ):
         proxy.faults = [Fault("status", key="", method=ANY, code=403, s3code=code)]
         with pytest.raises(PermissionError, match=f"HTTP 403 {code}.*{advice}"):
             storage.list()

@@ -28,7 +28,11 @@ full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
 def config(remote: str, train: str = "a.tar", **data: object) -> RunConfig:
-    raw = {"run": {"steps": 5000}, "data": {"train": train, **data}, "checkpoint": {"remote": remote}}
+    raw = {
+        "run": {"steps": 5000},
+        "data": {"train": train, **data},
+        "checkpoint": {"remote": remote},
+    }
     raw["storage"] = {"patience_seconds": 120.0}
     return check_config(raw, "recipe.yaml")
 
@@ -38,13 +42,22 @@ def look(config: RunConfig) -> list[Finding]:
 
 
 def found(findings: list[Finding], level: str) -> list[str]:
-    return [f"{each.check}: {each.message} -> {each.remedy}" for each in findings if each.level == level]
+    return [
+        f"{each.check}: {each.message} -> {each.remedy}" for each in findings if each.level == level
+    ]
 
 
 def test_a_healthy_bucket(view: Bucket) -> None:
     findings = look(config(f"{view.url}/run"))
     assert found(findings, "ok") == [f"{each.check}: {each.message} -> " for each in findings]
-    for did in ("listed", "written to", "reads back", "conditional writes: of two runs only one", "deleted", "time"):
+    for did in (
+        "listed",
+        "written to",
+        "reads back",
+        "conditional writes: of two runs only one",
+        "deleted",
+        "time",
+    ):
         assert any(did in each.message for each in findings), (did, findings)
     assert view.keys() == [] and view.unfinished_uploads() == []
 
@@ -53,9 +66,21 @@ def test_a_healthy_bucket(view: Bucket) -> None:
     "fault, level, said",
     [
         (Fault("status", method="GET", key="^/b[0-9a-f]+/?$", **DENIED), "error", "s3:ListBucket"),
-        (Fault("status", method="PUT", key="", **DENIED), "error", "cannot be written to: .*s3:PutObject"),
-        (Fault("status", method="GET", key="preflight", **DENIED), "error", "cannot be read: .*s3:GetObject"),
-        (Fault("status", method="PUT", key="once", code=501, s3code="NotImplemented"), "error", "If-None-Match"),
+        (
+            Fault("status", method="PUT", key="", **DENIED),
+            "error",
+            "cannot be written to: .*s3:PutObject",
+        ),
+        (
+            Fault("status", method="GET", key="preflight", **DENIED),
+            "error",
+            "cannot be read: .*s3:GetObject",
+        ),
+        (
+            Fault("status", method="PUT", key="once", code=501, s3code="NotImplemented"),
+            "error",
+            "If-None-Match",
+        ),
         (
             Fault("unconditional", method="PUT", key="preflight"),
             "warning",
@@ -71,18 +96,36 @@ def test_a_healthy_bucket(view: Bucket) -> None:
             "warning",
             "a clock -3[56]\\d\\d s .*set this machine's clock",
         ),
-        full(Fault("status", method=EVERY, key="", code=403, s3code="RequestTimeTooSkewed"), "error", "clock"),
-        full(Fault("status", method=EVERY, key="", code=400, s3code="ExpiredToken"), "error", "expired: renew them"),
         full(
-            Fault("status", method=EVERY, key="", code=403, s3code="InvalidAccessKeyId"), "error", "InvalidAccessKeyId"
+            Fault("status", method=EVERY, key="", code=403, s3code="RequestTimeTooSkewed"),
+            "error",
+            "clock",
+        ),
+        full(
+            Fault("status", method=EVERY, key="", code=400, s3code="ExpiredToken"),
+            "error",
+            "expired: renew them",
+        ),
+        full(
+            Fault("status", method=EVERY, key="", code=403, s3code="InvalidAccessKeyId"),
+            "error",
+            "InvalidAccessKeyId",
         ),
         full(Fault("status", method=EVERY, key=""), "error", "SlowDown.*try again"),
         full(Fault("reset", method=EVERY, key=""), "error", "check the network"),
-        (Fault("other", method="GET", key="preflight"), "error", "cannot be read: .*Checksum|gives back other bytes"),
+        (
+            Fault("other", method="GET", key="preflight"),
+            "error",
+            "cannot be read: .*Checksum|gives back other bytes",
+        ),
     ],
-    ids=lambda value: None if not isinstance(value, Fault) else f"{value.action}-{value.method}-{value.s3code}",
+    ids=lambda value: (
+        None if not isinstance(value, Fault) else f"{value.action}-{value.method}-{value.s3code}"
+    ),
 )
-def test_planted_faults_are_each_named(view: Bucket, proxy: FaultyProxy, fault: Fault, level: str, said: str) -> None:
+def test_planted_faults_are_each_named(
+    view: Bucket, proxy: FaultyProxy, fault: Fault, level: str, said: str
+) -> None:
     proxy.faults = [fault]
     findings = look(config(f"{view.url}/run"))
     assert fault.fired
@@ -100,14 +143,18 @@ def test_what_may_not_be_deleted(view: Bucket, proxy: FaultyProxy) -> None:
     assert len(findings) == 7  # and the rest was looked at all the same
 
 
-def test_no_bucket_and_no_credentials(view: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_bucket_and_no_credentials(
+    view: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (line,) = found(look(config("s3://nowhere-at-all/run")), "error")
     assert "create the bucket, or correct the URL" in line
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     lines = found(look(config(f"{view.url}/run")), "error")
-    assert lines and all("set AWS_PROFILE" in line and "s3:" not in line.split("->")[1] for line in lines)
+    assert lines and all(
+        "set AWS_PROFILE" in line and "s3:" not in line.split("->")[1] for line in lines
+    )
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     with socket.socket() as taken:  # and not listened on
@@ -117,7 +164,9 @@ def test_no_bucket_and_no_credentials(view: Bucket, monkeypatch: pytest.MonkeyPa
     assert "Connection refused" in line and "AWS_ENDPOINT_URL" in line
 
 
-def test_sources_of_shards(server: Server, view: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_sources_of_shards(
+    server: Server, view: Bucket, proxy: FaultyProxy, tmp_path: Path
+) -> None:
     """A range of braces that is too long, a damaged index, a denied object: of one source, beside a good one."""
     make_shards(tmp_path / "set")
     good = upload(server, tmp_path / "set", view.name)
@@ -126,13 +175,23 @@ def test_sources_of_shards(server: Server, view: Bucket, proxy: FaultyProxy, tmp
     bad = f"{view.url}/{{{','.join(keys)},set/000099.tar}}"
     findings = list(check_shards(config("x", f"{shards}::{bad}", train_weights=[3, 1])))
     (line,) = found(findings, "error")
-    assert "source 2 of 2, weight 1" in line and "000099.tar" in line and "correct the range in braces" in line
-    assert len([line for line in found(findings, "ok") if line.startswith("captions")]) == 1  # of the good one
+    assert (
+        "source 2 of 2, weight 1" in line
+        and "000099.tar" in line
+        and "correct the range in braces" in line
+    )
+    assert (
+        len([line for line in found(findings, "ok") if line.startswith("captions")]) == 1
+    )  # of the good one
     assert any("all indexed" in line for line in found(findings, "ok")), findings
 
     proxy.faults = [Fault("status", method="GET|HEAD", **DENIED)]
     (line,) = found(list(check_shards(config("x", good))), "error")
-    assert "cannot be opened" in line and "DeniedError" in line and "give these credentials the right" in line
+    assert (
+        "cannot be opened" in line
+        and "DeniedError" in line
+        and "give these credentials the right" in line
+    )
     proxy.faults = []
     (index,) = view.keys("set/clip_train_index.json")
     view.put(index, view.get(index)[:-3])
@@ -147,22 +206,32 @@ def recipe(tmp_path: Path, view: Bucket, server: Server) -> Path:
     (tmp_path / "site.yaml").write_text("local_paths: [/dev/shm]\n")
     file = tmp_path / "recipe.yaml"
     train = upload(server, tmp_path / "set", view.name)
-    file.write_text(RECIPE.format(run_dir=tmp_path / "run", train=train, model=tmp_path / "small.json"))
+    file.write_text(
+        RECIPE.format(run_dir=tmp_path / "run", train=train, model=tmp_path / "small.json")
+    )
     return file
 
 
 def test_the_command(recipe: Path, tmp_path: Path, view: Bucket) -> None:
     before = view.keys()
     place = f"checkpoint.remote={view.url}/run"
-    status, out = doctor(tmp_path, "--json", str(recipe), place, *PATIENTLY, PATH="/usr/bin:/bin", limit=4096)
+    status, out = doctor(
+        tmp_path, "--json", str(recipe), place, *PATIENTLY, PATH="/usr/bin:/bin", limit=4096
+    )
     assert status == 0, out
-    levels = [finding["level"] for finding in json.loads(out)["findings"] if finding["check"] == "S3"]
+    levels = [
+        finding["level"] for finding in json.loads(out)["findings"] if finding["check"] == "S3"
+    ]
     assert levels == ["ok"] * 7, out
     assert view.keys() == before
 
 
 def test_submit_tries_the_store(
-    recipe: Path, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path,
+    view: Bucket,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("CLIP_TRAIN_SITE", str(recipe.parent / "site.yaml"))
     before = view.keys()

@@ -94,7 +94,9 @@ def test_a_header_damaged_on_the_way_does_not_shorten_the_shard(
 ) -> None:
     """Without an index: the archive looks broken, and is read again before that is believed."""
     train = upload(server, folder, bucket, index=False)
-    proxy.faults = [Fault("flip", at=0.0, key=f"00{i}.tar", times=1) for i in range(6)]  # the first letter of a name
+    proxy.faults = [
+        Fault("flip", at=0.0, key=f"00{i}.tar", times=1) for i in range(6)
+    ]  # the first letter of a name
     assert epoch_digests(train, storage=PATIENT) == unindexed
     assert all(fault.fired for fault in proxy.faults)
 
@@ -105,7 +107,9 @@ def test_a_header_damaged_on_the_way_does_not_shorten_the_shard(
         ("flip", 0),
         pytest.param("status", 0, marks=pytest.mark.full),
         pytest.param("cut", 0, marks=pytest.mark.full),
-        pytest.param("status", 2, marks=pytest.mark.full),  # however it failed, its words come from a worker alike
+        pytest.param(
+            "status", 2, marks=pytest.mark.full
+        ),  # however it failed, its words come from a worker alike
     ],
 )
 def test_faults_that_last_name_the_shard(
@@ -114,7 +118,9 @@ def test_faults_that_last_name_the_shard(
     train = upload(server, folder, bucket)
     proxy.faults = [Fault(action, key=r"/003\.tar")]
     storage = PATIENT.model_copy(update={"attempts": 4})
-    with pytest.raises(DataError, match=rf"s3://{bucket}/set/003\.tar.*bytes \d+-\d+, attempt 4 of 4"):
+    with pytest.raises(
+        DataError, match=rf"s3://{bucket}/set/003\.tar.*bytes \d+-\d+, attempt 4 of 4"
+    ):
         in_workers(train, storage=storage) if workers else epoch_digests(train, storage=storage)
     assert proxy.fired == 4 or workers  # what is final is not tried again by who asked for it
 
@@ -127,5 +133,7 @@ def test_a_shard_cut_where_it_is_stored_is_never_a_shorter_epoch(
     data = (folder / "002.tar").read_bytes()
     border = data.index(b"s2n20.jpg") // 512 * 512
     server.put(f"{bucket}/set/002.tar", data[:border] + bytes(1024))
-    with pytest.raises(DataError, match=rf"002\.tar has {border + 1024} bytes, and its index says {len(data)}"):
+    with pytest.raises(
+        DataError, match=rf"002\.tar has {border + 1024} bytes, and its index says {len(data)}"
+    ):
         epoch_digests(train, storage=PATIENT)

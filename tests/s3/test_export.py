@@ -43,7 +43,9 @@ def weights_of(attempt: Path) -> dict[str, torch.Tensor]:
                 slot, _, rest = key.partition("|")
                 if slot == "param":
                     start, _, name = rest.partition("|")
-                    flat = out.setdefault(name, torch.full((torch.Size(shapes[name]).numel(),), torch.nan))
+                    flat = out.setdefault(
+                        name, torch.full((torch.Size(shapes[name]).numel(),), torch.nan)
+                    )
                     flat[int(start) : int(start) + f.get_tensor(key).numel()] = f.get_tensor(key)
                     out[name] = flat
     return {name: flat.reshape(shapes[name]) for name, flat in out.items()}
@@ -72,12 +74,19 @@ def test_export_and_evaluate_from_the_bucket_alone(
     model.write_text(json.dumps({**MODEL, "text_cfg": {**MODEL["text_cfg"], "context_length": 12}}))
     recipe = here / "recipe.yaml"
     recipe.write_text(RECIPE.format(run_dir=here / "run", train=data.train, model=model))
-    kind = (f"checkpoint.remote={url}", "loss.kind=sigmoid", "model.init_logit_bias=-10", "schedule.warmup_steps=1")
+    kind = (
+        f"checkpoint.remote={url}",
+        "loss.kind=sigmoid",
+        "model.init_logit_bias=-10",
+        "schedule.warmup_steps=1",
+    )
     kind += ("engine.zero_stage=3", f"data.val={data.val}", "evaluate.retrieval=false")
     for last in (2, 4):
         status, out = finish(start(recipe, *kind, f"run.steps={last}"), timeout=900)
         assert status == 0, out
-    attempts = {path.parts[-2]: path for path in (here / "run" / "checkpoints" / "ckpt").glob("*/*")}
+    attempts = {
+        path.parts[-2]: path for path in (here / "run" / "checkpoints" / "ckpt").glob("*/*")
+    }
     own = {int(step[1:]): weights_of(path) for step, path in attempts.items()}
     architecture = load_architecture_by_hand(model)
     here.rename(tmp_path / "gone")
@@ -85,7 +94,11 @@ def test_export_and_evaluate_from_the_bucket_alone(
         leftover.unlink()
 
     environ = {k: v for k, v in os.environ.items() if k.startswith(("AWS", "PATH", "OMP"))}
-    environ |= {"HOME": str(elsewhere), "PYTHONPATH": str(ROOT), "CLIP_TRAIN_S3_PATIENCE_SECONDS": "120"}
+    environ |= {
+        "HOME": str(elsewhere),
+        "PYTHONPATH": str(ROOT),
+        "CLIP_TRAIN_S3_PATIENCE_SECONDS": "120",
+    }
 
     def command(*arguments: str) -> tuple[int, str]:
         return finish(Command(arguments, env=environ, cwd=elsewhere))
@@ -107,7 +120,9 @@ def test_export_and_evaluate_from_the_bucket_alone(
             assert torch.equal(got, want)
     assert not torch.equal(own[2]["visual.conv1.weight"], own[4]["visual.conv1.weight"])
 
-    status, out = command("evaluate", url)  # its recipe lies in the bucket: it does not choose what is opened
+    status, out = command(
+        "evaluate", url
+    )  # its recipe lies in the bucket: it does not choose what is opened
     assert status == 2 and f"add data.val={data.val}" in out, out
     status, out = command("evaluate", url, f"data.val={data.val}", "evaluate.retrieval=true")
     assert status == 0 and f"step 4 of {url}" in out and "image_to_text_R@1" in out, out
@@ -127,7 +142,9 @@ def test_export_and_evaluate_from_the_bucket_alone(
         ("evaluate", url, f"data.val={data.val}"),
     ):
         status, out = command(*verb)
-        assert status == 1 and key.removeprefix("run/") in out and "does not have its sha256" in out, out
+        assert (
+            status == 1 and key.removeprefix("run/") in out and "does not have its sha256" in out
+        ), out
     assert not (elsewhere / "x").exists()
     status, out = command("checkpoints", url, "--verify")
     assert status == 1 and "1 x ZeRO 3, fp32" in out and "never committed" in out, out

@@ -26,7 +26,11 @@ from tests.s3.proxy import Fault, FaultyProxy
 pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 # nine matrices and vectors, 31 MB: with two moments 93 MB, of two ranks three blocks of 16 MiB each
-SHAPES = {f"blocks.{i}.{name}": shape for i in range(9) for name, shape in (("w", (840, 1024)), ("b", (1031,)))}
+SHAPES = {
+    f"blocks.{i}.{name}": shape
+    for i in range(9)
+    for name, shape in (("w", (840, 1024)), ("b", (1031,)))
+}
 SLOTS = ("param", "exp_avg", "exp_avg_sq")
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 TOTAL = 4 * len(SLOTS) * NUMEL  # bytes
@@ -38,7 +42,10 @@ Slice = tuple[str, int, int]  # name, start, numel
 def value(name: str, slot: str) -> Tensor:
     """Flat fp32 of one parameter's slot; no two are alike."""
     numel = torch.Size(SHAPES[name]).numel()
-    return torch.arange(numel, dtype=torch.float32) + zlib.crc32(f"{name}.{slot}".encode()) % 1000 / 1024
+    return (
+        torch.arange(numel, dtype=torch.float32)
+        + zlib.crc32(f"{name}.{slot}".encode()) % 1000 / 1024
+    )
 
 
 def slices(stage: int, rank: int, world_size: int) -> Iterator[Slice]:
@@ -59,7 +66,11 @@ def slices(stage: int, rank: int, world_size: int) -> Iterator[Slice]:
 
 def wanted(stage: int, rank: int, world_size: int) -> list[Wanted]:
     """Its slices of all slots, and below stage 3 all weights."""
-    own = [Wanted(name, slot, start, n) for name, start, n in slices(stage, rank, world_size) for slot in SLOTS]
+    own = [
+        Wanted(name, slot, start, n)
+        for name, start, n in slices(stage, rank, world_size)
+        for slot in SLOTS
+    ]
     whole = [Wanted(name, "param", 0, torch.Size(shape).numel()) for name, shape in SHAPES.items()]
     return own + (whole if stage < 3 else [])
 
@@ -71,10 +82,17 @@ def folder_of(root: Path, shared: bool) -> Path:
 
 
 def save(root: Path, url: str, stage: int, shared: bool = False) -> bool:
-    manager = CheckpointManager(CheckpointConfig(remote=url, grace_seconds=120.0), folder_of(root, shared))
+    manager = CheckpointManager(
+        CheckpointConfig(remote=url, grace_seconds=120.0), folder_of(root, shared)
+    )
     rank, world_size = dist.rank(), dist.world_size()
     fragments = [
-        Fragment(name, SHAPES[name], start, {slot: value(name, slot)[start : start + n] for slot in SLOTS})
+        Fragment(
+            name,
+            SHAPES[name],
+            start,
+            {slot: value(name, slot)[start : start + n] for slot in SLOTS},
+        )
         for name, start, n in slices(stage, rank, world_size)
     ]
     rng = {"rng": torch.tensor([rank, 7], dtype=torch.uint8)}
@@ -86,19 +104,26 @@ def save(root: Path, url: str, stage: int, shared: bool = False) -> bool:
 
 def load(root: Path, url: str, stage: int, shared: bool = False) -> dict[str, Any]:
     said: list[str] = []
-    manager = CheckpointManager(CheckpointConfig(remote=url, resume="must"), folder_of(root, shared), log=said.append)
+    manager = CheckpointManager(
+        CheckpointConfig(remote=url, resume="must"), folder_of(root, shared), log=said.append
+    )
     resumed = manager.resume()
     assert resumed is not None
     wants = wanted(stage, dist.rank(), dist.world_size())
     resumed.reader.prepare(wants)
     right = all(
-        torch.equal(resumed.reader.read(*each), value(each.name, each.slot)[each.start : each.start + each.numel])
+        torch.equal(
+            resumed.reader.read(*each),
+            value(each.name, each.slot)[each.start : each.start + each.numel],
+        )
         for each in wants
     )
     right &= resumed.reader.shared_tensors()["bank"].tolist() == list(range(8))
     rng = resumed.rank_tensors
     same_world = resumed.world_size == dist.world_size()
-    right &= (rng is not None) == same_world and (rng is None or rng["rng"].tolist() == [dist.rank(), 7])
+    right &= (rng is not None) == same_world and (
+        rng is None or rng["rng"].tolist() == [dist.rank(), 7]
+    )
     return {"right": right, "said": said, "told": resumed.describe()}
 
 
@@ -120,7 +145,9 @@ def bytes_by_rank(proxy: FaultyProxy) -> Counter[str]:
     return out
 
 
-def check_load(proxy: FaultyProxy, root: Path, url: str, world_size: int, stage: int, *, shared: bool) -> None:
+def check_load(
+    proxy: FaultyProxy, root: Path, url: str, world_size: int, stage: int, *, shared: bool
+) -> None:
     proxy.answers.clear()
     for seen in run_ranks(load, world_size, root, url, stage, shared):
         assert seen["right"] and "MB fetched" in seen["told"], seen
@@ -131,18 +158,26 @@ def check_load(proxy: FaultyProxy, root: Path, url: str, world_size: int, stage:
         assert max(by_rank.values()) <= TOTAL / world_size + BLOCK + 50_000, by_rank
     else:  # a share, so that all is verified; and what it needs: a part of all, below stage 3 all weights
         needs = TOTAL / world_size + (TOTAL / len(SLOTS) if stage < 3 else 0)
-        assert all(count <= TOTAL / world_size + needs + 4 * BLOCK for count in by_rank.values()), by_rank
+        assert all(count <= TOTAL / world_size + needs + 4 * BLOCK for count in by_rank.values()), (
+            by_rank
+        )
 
 
-def test_a_byte_comes_from_the_bucket_once(tmp_path: Path, view: Bucket, proxy: FaultyProxy) -> None:
+def test_a_byte_comes_from_the_bucket_once(
+    tmp_path: Path, view: Bucket, proxy: FaultyProxy
+) -> None:
     url = f"{view.url}/run"
     assert all(run_ranks(save, 2, tmp_path / "a", url, 1))
     proxy.faults = [Fault("slow", key="", method="GET|HEAD")]
     check_load(proxy, tmp_path / "same", url, 2, 1, shared=False)
     check_load(proxy, tmp_path / "b", url, 4, 3, shared=False)
     check_load(proxy, tmp_path / "c", url, 3, 1, shared=True)
-    assert len(list((tmp_path / "c").rglob("rank*.safetensors"))) == 2 and not list((tmp_path / "c").rglob("*.part"))
-    assert not list((tmp_path / "b").rglob("rank*.safetensors"))  # what is nobody's own file does not stay
+    assert len(list((tmp_path / "c").rglob("rank*.safetensors"))) == 2 and not list(
+        (tmp_path / "c").rglob("*.part")
+    )
+    assert not list(
+        (tmp_path / "b").rglob("rank*.safetensors")
+    )  # what is nobody's own file does not stay
 
     # each has kept its own file: of that nothing is fetched, unless it has changed on its disk
     sharded = f"{view.url}/sharded"

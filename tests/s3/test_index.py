@@ -22,20 +22,29 @@ def clip_train(*arguments: str) -> tuple[int, str]:
     return finish(Command(arguments, env=clean_environment(), cwd=ROOT))
 
 
-def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str) -> None:
+def test_the_verb_writes_beside_the_shards(
+    tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str
+) -> None:
     folder = tmp_path / "set"
     local = index_shards([str(p) for p in make_shards(folder, index=False)], workers=1)
     train = upload(server, folder, bucket)
-    proxy.faults = [Fault("cut", times=3), Fault("status", times=3, key="json$", method="GET|HEAD|PUT")]
+    proxy.faults = [
+        Fault("cut", times=3),
+        Fault("status", times=3, key="json$", method="GET|HEAD|PUT"),
+    ]
     status, out = clip_train("index", train)
     assert status == 0, out
     assert proxy.fired == 6
-    assert json.loads(server.get(f"{bucket}/set/sizes.json")) == {f"{i:03d}.tar": n for i, n in enumerate(SIZES)}
+    assert json.loads(server.get(f"{bucket}/set/sizes.json")) == {
+        f"{i:03d}.tar": n for i, n in enumerate(SIZES)
+    }
     urls = [f"s3://{bucket}/set/{i:03d}.tar" for i in range(len(SIZES))]
     found = look_up([urls], "auto", PATIENT)
     assert [found.entries[url] for url in urls] == [each.entry for each in local.values()]
     puts = [r.split()[1].rsplit("/", 1)[1] for r in proxy.requests if r.startswith("PUT")]
-    assert set(puts) == {"sizes.json", INDEX_NAME} and puts[-1] == INDEX_NAME  # one put each, the index last
+    assert (
+        set(puts) == {"sizes.json", INDEX_NAME} and puts[-1] == INDEX_NAME
+    )  # one put each, the index last
 
     damaged = bytearray((folder / "004.tar").read_bytes())
     damaged[1000] ^= 1
@@ -44,17 +53,32 @@ def test_the_verb_writes_beside_the_shards(tmp_path: Path, server: Server, proxy
     assert status == 1 and "1 of 6 shards" in out and "004.tar: differs in 1" in out
 
 
-def test_an_index_that_may_not_be_read_is_not_no_index(proxy: FaultyProxy, bucket: str, server: Server) -> None:
+def test_an_index_that_may_not_be_read_is_not_no_index(
+    proxy: FaultyProxy, bucket: str, server: Server
+) -> None:
     server.put(f"{bucket}/000.tar", b"x")
-    assert look_up([[f"s3://{bucket}/000.tar"]], "auto", PATIENT).without == [f"s3://{bucket}/000.tar"]
-    proxy.faults = [Fault("status", key="index", code=403, s3code="AccessDenied", method="GET|HEAD")]
-    with pytest.raises(UserError, match=rf"s3://{bucket}/clip_train_index\.json.*DeniedError.*data\.verify=off"):
+    assert look_up([[f"s3://{bucket}/000.tar"]], "auto", PATIENT).without == [
+        f"s3://{bucket}/000.tar"
+    ]
+    proxy.faults = [
+        Fault("status", key="index", code=403, s3code="AccessDenied", method="GET|HEAD")
+    ]
+    with pytest.raises(
+        UserError, match=rf"s3://{bucket}/clip_train_index\.json.*DeniedError.*data\.verify=off"
+    ):
         look_up([[f"s3://{bucket}/000.tar"]], "auto", PATIENT)
 
 
-def test_a_flipped_index_is_read_again(tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str) -> None:
+def test_a_flipped_index_is_read_again(
+    tmp_path: Path, server: Server, proxy: FaultyProxy, bucket: str
+) -> None:
     make_shards(tmp_path / "set")
     upload(server, tmp_path / "set", bucket)
     proxy.faults = [Fault("flip", key="index", times=2)]
-    assert len(look_up([[f"s3://{bucket}/set/{i:03d}.tar" for i in range(6)]], "auto", PATIENT).entries) == 6
+    assert (
+        len(
+            look_up([[f"s3://{bucket}/set/{i:03d}.tar" for i in range(6)]], "auto", PATIENT).entries
+        )
+        == 6
+    )
     assert proxy.fired == 2

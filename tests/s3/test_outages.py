@@ -28,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("runs")
 AHEAD = Fault("skew", method="GET", key="", query="max-keys=1(&|$)", seconds=10)
 
 
-def test_a_store_that_is_down_does_not_hold_up_training(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_a_store_that_is_down_does_not_hold_up_training(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
     run = Run(tmp_path, url)
     run.manager.begin()
     proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/")]
@@ -42,24 +44,32 @@ def test_a_store_that_is_down_does_not_hold_up_training(tmp_path: Path, url: str
 
 
 @pytest.mark.full
-def test_a_newer_save_supersedes_one_that_cannot_be_uploaded(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_a_newer_save_supersedes_one_that_cannot_be_uploaded(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
     run = Run(tmp_path, url)
     run.manager.begin()
     proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/s0000000001")]
     assert run.save(1, wait=False)
     run.until(lambda: any("trying again" in line for line in run.said))
     assert run.save(2)
-    assert any("step 1 failed (1 in a row)" in line and "superseded by step 2" in line for line in run.said)
+    assert any(
+        "step 1 failed (1 in a row)" in line and "superseded by step 2" in line for line in run.said
+    )
     assert [marker["step"] for marker in view.commits("run").values()] == [2]
     assert_is(Run(tmp_path / "b", url).resume(), 2)
 
 
 @pytest.mark.full
-def test_a_bucket_that_goes_away_stops_the_run_after_some_misses(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_a_bucket_that_goes_away_stops_the_run_after_some_misses(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
     run = Run(tmp_path, url, max_failed_saves=2)
     assert run.save(1)
     run.hurry()
-    proxy.faults = [Fault("status", method="PUT|POST|GET|HEAD", key="", code=404, s3code="NoSuchBucket")]
+    proxy.faults = [
+        Fault("status", method="PUT|POST|GET|HEAD", key="", code=404, s3code="NoSuchBucket")
+    ]
     for step in (2, 3):  # each is being tried when the next one comes
         assert run.save(step, wait=False)
         tried = f"step {step}: .*create the bucket.*; trying again"
@@ -73,7 +83,9 @@ def test_a_bucket_that_goes_away_stops_the_run_after_some_misses(tmp_path: Path,
 
 
 @pytest.mark.full
-def test_at_the_end_it_waits_no_longer_than_the_grace(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_at_the_end_it_waits_no_longer_than_the_grace(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
     run = Run(tmp_path, url, grace_seconds=4.5)  # enough for the disk, on a busy machine too
     run.manager.begin()
     proxy.faults = [Fault("hang", method="PUT|POST", key="ckpt/")]
@@ -82,10 +94,14 @@ def test_at_the_end_it_waits_no_longer_than_the_grace(tmp_path: Path, url: str, 
     began = time.monotonic()
     assert run.save(1) is False
     run.manager.close()
-    assert time.monotonic() - began < 600  # a save may take an hour before it is given up, and this one would
+    assert (
+        time.monotonic() - began < 600
+    )  # a save may take an hour before it is given up, and this one would
     waiting, abandoned = (line for line in run.said if "trying again" not in line)
     assert re.fullmatch(rf"waiting up to \d s for step 1 to be committed at {url}", waiting)
-    assert re.search(r"the save of step 1 was abandoned after \d s; the last good one is", abandoned)
+    assert re.search(
+        r"the save of step 1 was abandoned after \d s; the last good one is", abandoned
+    )
     assert view.commits("run") == {} and set(committed(tmp_path)) == {1}
     proxy.faults = []
     later = Run(tmp_path, url)
@@ -118,13 +134,18 @@ def killed_in_the_upload(folder: Path, url: str, hung: Path, victim: int) -> dic
     dist.barrier()
     saved = save(3, wait=True)
     manager.close()
-    return {"saved": saved, "said": [line for line in said if "waiting" not in line and "trying again" not in line]}
+    return {
+        "saved": saved,
+        "said": [line for line in said if "waiting" not in line and "trying again" not in line],
+    }
 
 
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_writer_that_is_killed_in_the_upload(tmp_path: Path, url: str, view: Bucket, proxy, victim: int) -> None:
+def test_a_writer_that_is_killed_in_the_upload(
+    tmp_path: Path, url: str, view: Bucket, proxy, victim: int
+) -> None:
     hang = Fault("hang", times=1, method="PUT", key=f"s0000000002/.*rank0000{victim}.safetensors")
     proxy.faults = [hang, AHEAD]
     folder, hung = tmp_path / "run", tmp_path / "hung"
@@ -151,14 +172,18 @@ def test_a_writer_that_is_killed_in_the_upload(tmp_path: Path, url: str, view: B
 
 
 @pytest.mark.full
-def test_what_an_evaluation_came_to_survives_an_outage(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_what_an_evaluation_came_to_survives_an_outage(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
     run = Run(tmp_path, url, keep_last=1, keep_best="top1")
     assert run.save(1)
     proxy.faults = [Fault("status", method="PUT", key="metric/")]
     run.manager.note_metrics(1, {"top1": 0.9})
     run.until(lambda: any("the metrics could not be written" in line for line in run.said))
     assert run.save(2)
-    run.until(lambda: any("could not be removed" in line for line in run.said))  # what is best is not known there
+    run.until(
+        lambda: any("could not be removed" in line for line in run.said)
+    )  # what is best is not known there
     proxy.faults = []
     assert run.save(3)
     run.manager.close()
@@ -172,14 +197,19 @@ def test_without_the_right_to_list_unfinished_uploads_the_rest_is_removed(
 ) -> None:
     run = Run(tmp_path, url, keep_last=1)
     run.manager.begin()
-    proxy.faults = [Fault("status", method="GET", key="", query="uploads", code=403, s3code="AccessDenied")]
+    proxy.faults = [
+        Fault("status", method="GET", key="", query="uploads", code=403, s3code="AccessDenied")
+    ]
     for step in (1, 2, 3):
         assert run.save(step)
     run.manager.close()
     assert [marker["step"] for marker in view.commits("run").values()] == [3]
     assert view.orphans("run") == [] and proxy.fired > 1
     (told,) = (line for line in run.said if "waiting" not in line)
-    assert re.search(rf"unfinished uploads under {url} cannot be listed: .*\(s3:ListBucketMultipartUploads\), or", told)
+    assert re.search(
+        rf"unfinished uploads under {url} cannot be listed: .*\(s3:ListBucketMultipartUploads\), or",
+        told,
+    )
 
 
 @pytest.mark.full

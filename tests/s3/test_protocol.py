@@ -18,7 +18,9 @@ from tests.s3.runs import Run, assert_is
 pytestmark = pytest.mark.usefixtures("runs")
 
 
-def test_a_zombie_cannot_commit_over_its_successor(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_a_zombie_cannot_commit_over_its_successor(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
     zombie = Run(tmp_path / "a", url)
     assert zombie.save(1)
     proxy.faults = [Fault("status", method="PUT|POST", key=r"ckpt/s0000000002/.*safetensors")]
@@ -27,7 +29,9 @@ def test_a_zombie_cannot_commit_over_its_successor(tmp_path: Path, url: str, vie
     assert_is(successor.resume(), 1)
     successor.manager.begin()
     proxy.faults = []
-    with pytest.raises(CheckpointError, match=r"writes to s3://.* now \(its epoch is 1, this process's is 0\)"):
+    with pytest.raises(
+        CheckpointError, match=r"writes to s3://.* now \(its epoch is 1, this process's is 0\)"
+    ):
         zombie.until(lambda: False)
     assert successor.save(2)
     assert [(m["epoch"], m["step"]) for m in view.commits("run").values()] == [(0, 1), (1, 2)]
@@ -35,7 +39,9 @@ def test_a_zombie_cannot_commit_over_its_successor(tmp_path: Path, url: str, vie
 
 
 @pytest.mark.full
-def test_what_is_said_to_hold_without_conditional_writes_does(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
+def test_what_is_said_to_hold_without_conditional_writes_does(
+    tmp_path: Path, url: str, view: Bucket, proxy
+) -> None:
     deaf = Fault("unconditional", method="PUT", key="")
     proxy.faults = [deaf]
     old, new = Run(tmp_path / "old", url), Run(tmp_path / "new", url)
@@ -47,12 +53,16 @@ def test_what_is_said_to_hold_without_conditional_writes_does(tmp_path: Path, ur
         old.until(lambda: False)
     assert new.save(2) and view.incomplete("run") == []
     proxy.faults = [Fault("hide", method="GET", key="", hidden="lease/"), deaf]
-    twins = [Run(tmp_path / name, url) for name in ("one", "two")]  # neither sees that the other has begun
+    twins = [
+        Run(tmp_path / name, url) for name in ("one", "two")
+    ]  # neither sees that the other has begun
     for twin in twins:
         assert_is(twin.resume(), 2)
         twin.manager.begin()
     proxy.faults = [deaf]
-    with pytest.raises(CheckpointError, match=r"writes to s3://.* now \(its epoch is 2, this process's is 2\)"):
+    with pytest.raises(
+        CheckpointError, match=r"writes to s3://.* now \(its epoch is 2, this process's is 2\)"
+    ):
         twins[0].save(3)
     for step in (3, 4):
         assert twins[1].save(step)
@@ -63,7 +73,9 @@ def test_the_answer_to_the_commit_is_lost(tmp_path: Path, url: str, view: Bucket
     run = Run(tmp_path, url)
     proxy.faults = [Fault("lost", method="PUT", key="run/commit/", times=1)]
     assert run.save(1) and proxy.fired == 1
-    assert [line for line in run.said if "waiting" not in line] == [] and view.incomplete("run") == []
+    assert [line for line in run.said if "waiting" not in line] == [] and view.incomplete(
+        "run"
+    ) == []
 
 
 @pytest.mark.full
@@ -79,13 +91,17 @@ def test_a_zombie_cut_off_from_the_store_sees_its_successor_on_the_disk(
     successor.manager.close()  # or it removes what the zombie is writing: these processes grant no grace
     proxy.faults = [Fault("reset", method="GET|PUT|HEAD|DELETE|POST", key="")]
     assert zombie.save(3, wait=False)
-    with pytest.raises(CheckpointError, match=r"writes to .* now \(its epoch is 1, this process's is 0\)"):
+    with pytest.raises(
+        CheckpointError, match=r"writes to .* now \(its epoch is 1, this process's is 0\)"
+    ):
         zombie.until(lambda: False)
     assert set(committed(tmp_path)) == {1, 2}
 
 
 @pytest.mark.full
-def test_two_that_took_the_same_epoch(tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy) -> None:
+def test_two_that_took_the_same_epoch(
+    tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy
+) -> None:
     """Possible where a server ignores If-None-Match: the last one to take it has it."""
     ignores = Fault("unconditional", method="PUT", key="")
     proxy.faults = [Fault("hide", key="", hidden="run/lease"), ignores]
@@ -94,7 +110,9 @@ def test_two_that_took_the_same_epoch(tmp_path: Path, url: str, view: Bucket, pr
     second.manager.begin()
     assert view.keys("run/lease") == ["run/lease/e000000.json"]
     proxy.faults = [ignores]
-    with pytest.raises(CheckpointError, match=r"writes to s3://.* now \(its epoch is 0, this process's is 0\)"):
+    with pytest.raises(
+        CheckpointError, match=r"writes to s3://.* now \(its epoch is 0, this process's is 0\)"
+    ):
         first.save(1)
     assert second.save(1)
     assert view.incomplete("run") == [] and len(view.commits("run")) == 1
@@ -109,7 +127,11 @@ def test_a_marker_that_a_listing_hides_keeps_its_data(
     proxy.faults = [Fault("hide", key="", hidden="commit/e000000-s0000000001")]
     assert run.save(2) and run.save(3)
     run.manager.close()
-    assert view.incomplete("run") == [] and [m["step"] for m in view.commits("run").values()] == [1, 2, 3]
+    assert view.incomplete("run") == [] and [m["step"] for m in view.commits("run").values()] == [
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.full
@@ -118,7 +140,11 @@ def test_uploads_under_way_are_not_swept(tmp_path: Path, url: str, view: Bucket)
     run = Run(tmp_path, url)
     assert run.save(1)
     run.manager.close()  # it sweeps, too
-    for name in ("ckpt/s0000000002/e000000-0123abcd/x", "ckpt/s0000000002/e000007-0123abcd/x", "ckpt/s1/old"):
+    for name in (
+        "ckpt/s0000000002/e000000-0123abcd/x",
+        "ckpt/s0000000002/e000007-0123abcd/x",
+        "ckpt/s1/old",
+    ):
         view.begin_upload(f"run/{name}")
     storage = open_storage(url)
     under_way = lambda name: manifest.parse_prefix(name.rsplit("/", 1)[0]) is not None  # noqa: E731
@@ -133,7 +159,9 @@ def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
 ) -> None:
     """The upload goes on, slowly; those that wait are superseded before they begin, and the run lives."""
     monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "600")
-    run = Run(tmp_path, url, max_failed_saves=2, keep_last=9)  # none is removed while its file is read here
+    run = Run(
+        tmp_path, url, max_failed_saves=2, keep_last=9
+    )  # none is removed while its file is read here
     run.manager.begin()
     proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/s0000000001/.*safetensors")]
     for step in range(1, 7):
@@ -167,4 +195,6 @@ def test_what_a_writer_had_in_hand_the_next_one_uploads(
     steps = [marker["step"] for marker in view.commits("run").values()]
     assert steps in ([1, 3], [1, 2, 3])  # 2 waits while 1 is uploaded, and 3 may take its place
     (ended,) = [line for line in run.said if "has ended" in line]
-    assert "another one repeats step 1 and step 2" in ended and not any("failed" in line for line in run.said)
+    assert "another one repeats step 1 and step 2" in ended and not any(
+        "failed" in line for line in run.said
+    )

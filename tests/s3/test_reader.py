@@ -52,7 +52,9 @@ CASES += [pytest.param(name, True, id=f"{name}-indexed", marks=pytest.mark.full)
 @pytest.mark.parametrize("name, indexed", CASES)
 def test_what_passes_is_survived(url: str, proxy: FaultyProxy, name: str, indexed: bool) -> None:
     proxy.faults = fresh([ONCE[name]])
-    with open_read(url, HASTY if name in SILENCE else FAST, sums_of(DATA) if indexed else None) as file:
+    with open_read(
+        url, HASTY if name in SILENCE else FAST, sums_of(DATA) if indexed else None
+    ) as file:
         assert file.read(100) == DATA[:100]
         assert file.read() == DATA[100:]
     assert proxy.fired
@@ -84,8 +86,12 @@ def test_what_lasts_is_an_error_with_shard_offset_and_attempt(
     url: str, proxy: FaultyProxy, fault: Fault, why: str
 ) -> None:
     silent = fault.action in SILENCE
-    config = FAST.model_copy(update={"attempts": 3, "read_ahead": 0, **({"patience_seconds": 0.5} if silent else {})})
-    for _ in range(60 if silent else 1):  # what is to succeed has no more time than the rest: once more after a stall
+    config = FAST.model_copy(
+        update={"attempts": 3, "read_ahead": 0, **({"patience_seconds": 0.5} if silent else {})}
+    )
+    for _ in range(
+        60 if silent else 1
+    ):  # what is to succeed has no more time than the rest: once more after a stall
         proxy.faults = [fault := replace(fault)]
         with pytest.raises(StorageError) as caught, open_read(url, config, sums_of(DATA)) as file:
             assert file.read(2 * BLOCK) == DATA[: 2 * BLOCK]
@@ -102,13 +108,19 @@ def test_a_bit_flipped_where_it_is_stored(url: str, server: Server) -> None:
     server.put(url.removeprefix("s3://"), DATA[:50_000] + bytes([DATA[50_000] ^ 1]) + DATA[50_001:])
     with open_read(url, FAST.model_copy(update={"attempts": 4}), checksums) as file:
         file.read(3 * BLOCK)
-        with pytest.raises(StorageError, match=r"0\.tar: bytes 49152-65535, attempt 4 of 4.*clip-train index"):
+        with pytest.raises(
+            StorageError, match=r"0\.tar: bytes 49152-65535, attempt 4 of 4.*clip-train index"
+        ):
             file.read(BLOCK)
 
 
-def test_an_object_of_another_length_is_refused_before_a_byte_is_used(url: str, server: Server) -> None:
+def test_an_object_of_another_length_is_refused_before_a_byte_is_used(
+    url: str, server: Server
+) -> None:
     server.put(url.removeprefix("s3://"), DATA[:-512])
-    with pytest.raises(StorageError, match=rf"0\.tar has {len(DATA) - 512} bytes, and its index says {len(DATA)}"):
+    with pytest.raises(
+        StorageError, match=rf"0\.tar has {len(DATA) - 512} bytes, and its index says {len(DATA)}"
+    ):
         open_read(url, FAST, sums_of(DATA))
 
 
@@ -117,18 +129,26 @@ def test_an_object_replaced_while_it_is_read(url: str, server: Server) -> None:
     with open_read(url, FAST.model_copy(update={"read_ahead": 0})) as file:
         file.read(10)
         server.put(url.removeprefix("s3://"), bytes(len(DATA)))
-        with pytest.raises(StorageError, match=r"0\.tar: bytes 16384-32767, attempt 1 of 10: its ETag was"):
+        with pytest.raises(
+            StorageError, match=r"0\.tar: bytes 16384-32767, attempt 1 of 10: its ETag was"
+        ):
             file.read()
 
 
 def test_missing_and_denied_are_not_empty(url: str, proxy: FaultyProxy, bucket: str) -> None:
     with pytest.raises(MissingError, match=r"absent\.tar: its size, attempt 1 of 10: HTTP 404"):
         open_read(f"s3://{bucket}/absent.tar", FAST)
-    with pytest.raises(StorageError, match=r"no-such-bucket-here/x\.tar: .*create the bucket") as caught:
+    with pytest.raises(
+        StorageError, match=r"no-such-bucket-here/x\.tar: .*create the bucket"
+    ) as caught:
         open_read("s3://no-such-bucket-here/x.tar", FAST)
-    assert not isinstance(caught.value, FileNotFoundError)  # or a missing bucket would be one without an index
+    assert not isinstance(
+        caught.value, FileNotFoundError
+    )  # or a missing bucket would be one without an index
     proxy.faults = [Fault("status", code=403, s3code="AccessDenied", method="GET|HEAD")]
-    with pytest.raises(DeniedError, match=r"0\.tar: its size, attempt 2 of 10: HTTP 403.*credentials"):
+    with pytest.raises(
+        DeniedError, match=r"0\.tar: its size, attempt 2 of 10: HTTP 403.*credentials"
+    ):
         open_read(url, FAST)
 
 
@@ -149,7 +169,9 @@ def test_expired_credentials_are_renewed(
         credentials.write_text("[default]\naws_access_key_id = NEW\naws_secret_access_key = s\n")
         assert file.read() == DATA[BLOCK:]
     assert proxy.fired >= 1
-    proxy.faults = [Fault("expired", access_key="NEW", method="GET|HEAD")]  # and nothing newer comes
+    proxy.faults = [
+        Fault("expired", access_key="NEW", method="GET|HEAD")
+    ]  # and nothing newer comes
     with pytest.raises(DeniedError):
         open_read(url, FAST.model_copy(update={"attempts": 3}))
 
@@ -158,7 +180,10 @@ def test_reading_anywhere_gives_what_is_there(url: str) -> None:
     draws = random.Random(1)
     with open_read(url, FAST, sums_of(DATA)) as file:
         for _ in range(60):
-            begin, count = draws.randrange(len(DATA) + 10), draws.choice([0, 1, 512, BLOCK, 3 * BLOCK])
+            begin, count = (
+                draws.randrange(len(DATA) + 10),
+                draws.choice([0, 1, 512, BLOCK, 3 * BLOCK]),
+            )
             assert file.seek(begin) == begin
             assert file.read(count) == DATA[begin : begin + count]
         assert file.seek(0, 2) == len(DATA) and file.read(1) == b""
@@ -187,7 +212,9 @@ def test_read_ahead_is_parallel_and_bounded(url: str, proxy: FaultyProxy) -> Non
 
 
 def test_closing_gives_up_what_is_under_way(url: str, proxy: FaultyProxy) -> None:
-    proxy.faults = [Fault("hang", begin=2 * BLOCK)]  # those ahead; they may come before the one that is read
+    proxy.faults = [
+        Fault("hang", begin=2 * BLOCK)
+    ]  # those ahead; they may come before the one that is read
     file = open_read(url, FAST.model_copy(update={"read_ahead": 2}))
     file.read(BLOCK + 1)
     assert until(lambda: proxy.fired == proxy.under_way == 2, 120)
@@ -209,12 +236,19 @@ def test_write_and_list(proxy: FaultyProxy, server: Server, bucket: str) -> None
     assert len(expand_glob(f"s3://{bucket}/x/*.json")) == 2
 
 
-def test_any_file_system_with_ranges(url: str, server: Server, proxy: FaultyProxy, bucket: str) -> None:
+def test_any_file_system_with_ranges(
+    url: str, server: Server, proxy: FaultyProxy, bucket: str
+) -> None:
     """The same object by plain HTTP: no streams, so the whole range has its time."""
     server.make_public(bucket)
     server.make_public(url.removeprefix("s3://"))
     http = f"{proxy.url}/{url.removeprefix('s3://')}"
-    proxy.faults = [Fault("cut", every=4), Fault("short", every=4), Fault("flip", every=4), Fault("stall", times=1)]
+    proxy.faults = [
+        Fault("cut", every=4),
+        Fault("short", every=4),
+        Fault("flip", every=4),
+        Fault("stall", times=1),
+    ]
     with open_read(http, HASTY, sums_of(DATA)) as file:
         assert file.read() == DATA
     assert proxy.fired

@@ -50,7 +50,10 @@ def test_damage_in_the_store_steps_back_and_says_why(
     assert run.save(1) and run.save(2)
     run.manager.close()
     key = data_key(view, 2)
-    marker, manifest = list(view.commits("run"))[-1], key.replace("rank00000.safetensors", "_MANIFEST.json")
+    marker, manifest = (
+        list(view.commits("run"))[-1],
+        key.replace("rank00000.safetensors", "_MANIFEST.json"),
+    )
     if damage == "flipped":
         view.flip(key)
     elif damage == "deleted":
@@ -69,7 +72,9 @@ def test_damage_in_the_store_steps_back_and_says_why(
     assert assert_is(Run(tmp_path / "c", url).resume(), 2).skipped == []
 
 
-def test_a_bit_that_flips_on_the_way_is_read_again(tmp_path: Path, url: str, proxy: FaultyProxy) -> None:
+def test_a_bit_that_flips_on_the_way_is_read_again(
+    tmp_path: Path, url: str, proxy: FaultyProxy
+) -> None:
     run = Run(tmp_path / "a", url)
     assert run.save(1)
     run.manager.close()  # so that it is not its checkpoint writer that meets the fault
@@ -82,7 +87,9 @@ def test_a_bit_that_flips_on_the_way_is_read_again(tmp_path: Path, url: str, pro
 def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path, url: str, proxy) -> None:
     assert Run(tmp_path / "a", url).save(1)
     for key in ("", "MANIFEST", "safetensors"):
-        proxy.faults = [Fault("status", method="GET|HEAD", key=key, code=403, s3code="AccessDenied")]
+        proxy.faults = [
+            Fault("status", method="GET|HEAD", key=key, code=403, s3code="AccessDenied")
+        ]
         with pytest.raises(CheckpointError, match="not taken for a damaged or missing checkpoint"):
             Run(tmp_path / f"b{key}", url).resume()
 
@@ -100,7 +107,9 @@ def test_resume_from_a_url(tmp_path: Path, url: str, view: Bucket) -> None:
         assert_is(run.resume(), step)
     before = view.keys("run/")
     assert run.save(3)
-    assert view.keys("run/") == before and [m["step"] for m in view.commits("other").values()] == [3]
+    assert view.keys("run/") == before and [m["step"] for m in view.commits("other").values()] == [
+        3
+    ]
     with pytest.raises(UserError, match="holds no checkpoints"):
         Run(tmp_path / "x", other, resume=f"{view.url}/nothing").resume()
 
@@ -135,14 +144,28 @@ def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
 def test_ranks_that_share_no_disk(tmp_path: Path, url: str, view: Bucket) -> None:
     first = run_ranks(on_its_own_disk, 2, tmp_path / "a", url, 1)
     assert [(seen["resumed"], seen["saved"]) for seen in first] == [(None, True)] * 2
-    assert [seen["files"] for seen in first] == [["rank00000.safetensors"], ["rank00001.safetensors"]]
+    assert [seen["files"] for seen in first] == [
+        ["rank00000.safetensors"],
+        ["rank00001.safetensors"],
+    ]
     assert view.incomplete("run") == [] and len(view.commits("run")) == 1
     again = run_ranks(on_its_own_disk, 2, tmp_path / "b", url, 2)  # each fetches its own file
-    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in again] == [(1, True, True)] * 2
-    assert [set(seen["files"]) for seen in again] == [{"rank00000.safetensors"}, {"rank00001.safetensors"}]
-    (key,) = [key for key in view.keys("run/ckpt/s0000000002/") if key.endswith("rank00001.safetensors")]
+    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in again] == [
+        (1, True, True)
+    ] * 2
+    assert [set(seen["files"]) for seen in again] == [
+        {"rank00000.safetensors"},
+        {"rank00001.safetensors"},
+    ]
+    (key,) = [
+        key for key in view.keys("run/ckpt/s0000000002/") if key.endswith("rank00001.safetensors")
+    ]
     view.flip(key)  # one rank finds it: all step back
     more = run_ranks(on_its_own_disk, 3, tmp_path / "c", url, 3)  # with two files for three
-    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [(1, True, True)] * 3
-    assert ["rank00001.safetensors does not have its sha256" in seen["told"] for seen in more] == [True] * 3
+    assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [
+        (1, True, True)
+    ] * 3
+    assert ["rank00001.safetensors does not have its sha256" in seen["told"] for seen in more] == [
+        True
+    ] * 3
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]

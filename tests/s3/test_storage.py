@@ -26,17 +26,30 @@ SILENT = ("hang", "stall", "drip")  # what only a limit of time ends
 
 def left_over(view: Bucket, proxy: FaultyProxy) -> int:
     """Unfinished uploads, without those that may be of beginnings that were given up before they were carried out."""
-    begun = sum(each.startswith("POST") and each.endswith(("?uploads", "?uploads=")) for each in proxy.requests)
+    begun = sum(
+        each.startswith("POST") and each.endswith(("?uploads", "?uploads="))
+        for each in proxy.requests
+    )
     return max(0, len(view.unfinished_uploads()) - (begun - 1))
 
 
 def test_put_read_list_delete(storage: Storage, view: Bucket, big: Path) -> None:
     assert storage.list() == [] and not storage.exists("a")
-    assert storage.put_bytes("a", b"1") and storage.put_bytes("b/two", b"22") and storage.put_bytes("b/two", b"222")
+    assert (
+        storage.put_bytes("a", b"1")
+        and storage.put_bytes("b/two", b"22")
+        and storage.put_bytes("b/two", b"222")
+    )
     storage.put_file(big, "b/big", move=True)
     assert not big.exists() and view.get("run/b/big") == DATA
-    assert [(e.name, e.size) for e in storage.list()] == [("a", 1), ("b/big", len(DATA)), ("b/two", 3)]
-    assert [e.name for e in storage.list("b")] == ["b/big", "b/two"] and storage.list("nothing") == []
+    assert [(e.name, e.size) for e in storage.list()] == [
+        ("a", 1),
+        ("b/big", len(DATA)),
+        ("b/two", 3),
+    ]
+    assert [e.name for e in storage.list("b")] == ["b/big", "b/two"] and storage.list(
+        "nothing"
+    ) == []
     assert (storage.read_bytes("b/two"), storage.size("b/two")) == (b"222", 3)
     assert storage.read_range("b/big", PART - 7, PART + 9) == DATA[PART - 7 : PART + 9]
     for ask in (storage.read_bytes, storage.size, lambda name: storage.read_range(name, 0, 5)):
@@ -66,14 +79,26 @@ UPLOADS = [
     Fault("reset", times=3, method="PUT|POST", key="big"),
     Fault("hang", times=1, method="PUT", key="big"),
     Fault("lost", times=1, method="PUT", key="big"),
-    Fault("lost", times=1, method="POST", query="uploadId", key="big"),  # the answer to its completion
+    Fault(
+        "lost", times=1, method="POST", query="uploadId", key="big"
+    ),  # the answer to its completion
     Fault("upflip", times=2, method="PUT", key="big"),
-    Fault("status", times=1, method="POST", query="uploadId", code=200, s3code="InternalError", key="big"),
+    Fault(
+        "status",
+        times=1,
+        method="POST",
+        query="uploadId",
+        code=200,
+        s3code="InternalError",
+        key="big",
+    ),
     Fault("status", times=1, method="HEAD", key="big"),
 ]
 
 
-@pytest.mark.parametrize("fault", UPLOADS, ids=lambda fault: f"{fault.action}-{fault.method}-{fault.query}")
+@pytest.mark.parametrize(
+    "fault", UPLOADS, ids=lambda fault: f"{fault.action}-{fault.method}-{fault.query}"
+)
 def test_an_upload_survives_what_passes(
     storage: Storage, hasty: Storage, proxy: FaultyProxy, view: Bucket, big: Path, fault: Fault
 ) -> None:
@@ -81,23 +106,36 @@ def test_an_upload_survives_what_passes(
     proxy.faults = fresh([fault])
     (hasty if silent else storage).put_file(big, "big")
     assert proxy.fired >= 1
-    assert view.get("run/big") == DATA and (left_over(view, proxy) if silent else len(view.unfinished_uploads())) == 0
+    assert (
+        view.get("run/big") == DATA
+        and (left_over(view, proxy) if silent else len(view.unfinished_uploads())) == 0
+    )
 
 
 @pytest.mark.full
-def test_a_slow_link_is_given_more_time(hasty: Storage, proxy: FaultyProxy, view: Bucket, big: Path) -> None:
+def test_a_slow_link_is_given_more_time(
+    hasty: Storage, proxy: FaultyProxy, view: Bucket, big: Path
+) -> None:
     """All parts share it, and take 10 s: a request may take 4 s at first, and 16 s once that was too little."""
     proxy.faults = [Fault("crawl", method="PUT|GET", key="big", rate=1 << 20)]
     hasty.put_file(big, "big")
-    parts = Counter(re.findall(r"partNumber=\d", " ".join(each for each in proxy.requests if each.startswith("PUT"))))
+    parts = Counter(
+        re.findall(
+            r"partNumber=\d", " ".join(each for each in proxy.requests if each.startswith("PUT"))
+        )
+    )
     assert view.get("run/big") == DATA and not left_over(view, proxy) and max(parts.values()) > 1
     proxy.faults = [Fault("crawl", key="big", rate=2 << 20)]
     assert hasty.read_range("big", 0, 2 * PART) == DATA[: 2 * PART]
 
 
 @pytest.mark.full
-def test_a_completion_is_given_more_time(hasty: Storage, proxy: FaultyProxy, view: Bucket, big: Path) -> None:
-    proxy.faults = [Fault("slow", method="POST", query="uploadId", key="big", seconds=4)]  # not its beginning
+def test_a_completion_is_given_more_time(
+    hasty: Storage, proxy: FaultyProxy, view: Bucket, big: Path
+) -> None:
+    proxy.faults = [
+        Fault("slow", method="POST", query="uploadId", key="big", seconds=4)
+    ]  # not its beginning
     hasty.put_file(big, "big")
     assert view.get("run/big") == DATA and not left_over(view, proxy)
     assert [each for each in proxy.answers if each.request.startswith("POST")]
@@ -117,13 +155,21 @@ def test_an_upload_that_fails_publishes_nothing(
 def test_uploads_of_the_dead_are_swept(storage: Storage, view: Bucket) -> None:
     view.begin_upload("run/ckpt/x")
     assert storage.sweep(storage.clock() - 60) == 0 and view.unfinished_uploads() == ["run/ckpt/x"]
-    assert storage.sweep(storage.clock() + 60, prefix="metric") == 0  # an uploader's part of the bucket, not another's
+    assert (
+        storage.sweep(storage.clock() + 60, prefix="metric") == 0
+    )  # an uploader's part of the bucket, not another's
     whole = open_storage(view.url)
-    assert whole.sweep(whole.clock() + 60, lambda name: name == "run/ckpt/x", prefix="run/ckpt") == 0
-    assert storage.sweep(storage.clock() + 60, prefix="ckpt") == 1 and view.unfinished_uploads() == []
+    assert (
+        whole.sweep(whole.clock() + 60, lambda name: name == "run/ckpt/x", prefix="run/ckpt") == 0
+    )
+    assert (
+        storage.sweep(storage.clock() + 60, prefix="ckpt") == 1 and view.unfinished_uploads() == []
+    )
 
 
-def test_every_page_of_unfinished_uploads_is_swept(storage: Storage, view: Bucket, proxy: FaultyProxy) -> None:
+def test_every_page_of_unfinished_uploads_is_swept(
+    storage: Storage, view: Bucket, proxy: FaultyProxy
+) -> None:
     for i in range(5):
         view.begin_upload(f"run/ckpt/{i}")
     proxy.faults = [Fault("pages", key="", query="uploads")]
@@ -132,12 +178,25 @@ def test_every_page_of_unfinished_uploads_is_swept(storage: Storage, view: Bucke
 
 
 def test_a_bucket_in_another_region_is_found(
-    storage: Storage, server: Server, proxy: FaultyProxy, view: Bucket, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    server: Server,
+    proxy: FaultyProxy,
+    view: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "Ceph" in server.name:
         pytest.skip("its answers do not name the region of a bucket")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    proxy.faults = [Fault("status", key="", method="GET|PUT", code=301, s3code="PermanentRedirect", region="eu-west-1")]
+    proxy.faults = [
+        Fault(
+            "status",
+            key="",
+            method="GET|PUT",
+            code=301,
+            s3code="PermanentRedirect",
+            region="eu-west-1",
+        )
+    ]
     assert storage.put_bytes("a", b"1") and [entry.name for entry in storage.list()] == ["a"]
     with open_read(f"{view.url}/run/a") as file:
         assert file.read() == b"1"
@@ -148,12 +207,23 @@ RACES: dict[str, list[Fault]] = {
     "plain": [],
     "answer lost": [Fault("lost", times=1, method="PUT", key="mark")],
     "all delayed": [Fault("status", times=8, method="PUT", key="mark")],
-    "conflict": [Fault("status", times=2, method="PUT", key="mark", code=409, s3code="ConditionalRequestConflict")],
+    "conflict": [
+        Fault(
+            "status",
+            times=2,
+            method="PUT",
+            key="mark",
+            code=409,
+            s3code="ConditionalRequestConflict",
+        )
+    ],
 }
 
 
 @pytest.mark.parametrize("name", RACES)
-def test_of_racing_writers_one_wins(storage: Storage, proxy: FaultyProxy, view: Bucket, name: str) -> None:
+def test_of_racing_writers_one_wins(
+    storage: Storage, proxy: FaultyProxy, view: Bucket, name: str
+) -> None:
     proxy.faults = fresh(RACES[name])
     won: list[int] = []
 
@@ -193,14 +263,18 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_cannot_be_told_is_never_missing(impatient: Storage, proxy: FaultyProxy, refusal: str) -> None:
+def test_what_cannot_be_told_is_never_missing(
+    impatient: Storage, proxy: FaultyProxy, refusal: str
+) -> None:
     for ask in ASK if refusal == "denied" else ("list", "exists"):
         refused_to(impatient, proxy, ask, refusal)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("refusal", sorted(set(REFUSALS) - {"denied"}))
-def test_what_no_operation_can_tell_is_never_missing(impatient: Storage, proxy: FaultyProxy, refusal: str) -> None:
+def test_what_no_operation_can_tell_is_never_missing(
+    impatient: Storage, proxy: FaultyProxy, refusal: str
+) -> None:
     for ask in sorted(set(ASK) - {"list", "exists"}):
         refused_to(impatient, proxy, ask, refusal)
 

@@ -21,19 +21,33 @@ def test_training_from_s3_is_training_from_disk(
     make_shards(tmp_path / "set")
     model = tmp_path / "small.json"
     model.write_text(json.dumps(MODEL))
-    train = {"disk": str(tmp_path / "set" / "*.tar"), "s3": upload(server, tmp_path / "set", bucket)}
+    train = {
+        "disk": str(tmp_path / "set" / "*.tar"),
+        "s3": upload(server, tmp_path / "set", bucket),
+    }
     proxy.faults = [Fault("cut", every=6), Fault("flip", every=6), Fault("short", every=6)]
     proxy.faults += [Fault("status", every=6, method="GET|HEAD")]
     lines = {}
     for where, shards in train.items():
         recipe = tmp_path / f"{where}.yaml"
         recipe.write_text(RECIPE.format(run_dir=tmp_path / where, train=shards, model=model))
-        length = ("run.steps=null", "run.epochs=1", f"batch.global_size={N}", "data.workers=2")  # counted by the index
+        length = (
+            "run.steps=null",
+            "run.epochs=1",
+            f"batch.global_size={N}",
+            "data.workers=2",
+        )  # counted by the index
         patient = ("storage.backoff_seconds=0.02", "storage.patience_seconds=120")
         status, out = finish(start(recipe, *length, *patient), timeout=900)
         assert status == 0, out
-        assert f"6 shards, all indexed: every block is verified, {sum(SIZES)} samples in an epoch" in out
-        lines[where] = [[line[key] for key in ("step", "batch_digest", "loss")] for line in metrics(tmp_path / where)]
+        assert (
+            f"6 shards, all indexed: every block is verified, {sum(SIZES)} samples in an epoch"
+            in out
+        )
+        lines[where] = [
+            [line[key] for key in ("step", "batch_digest", "loss")]
+            for line in metrics(tmp_path / where)
+        ]
     assert len(lines["disk"]) == sum(SIZES) // N
     assert lines["s3"] == lines["disk"]
     assert proxy.fired > 5

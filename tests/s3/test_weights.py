@@ -36,7 +36,9 @@ def test_a_runs_checkpoints_are_enough(tmp_path: Path, view: Bucket, proxy: Faul
     view.put(key, bytes(content))
     with pytest.raises(CheckpointError, match="does not have its sha256"):
         started_from(f"{view.url}/run", model)
-    with pytest.raises(UserError, match=r"model.init_from .*neither weights .* nor a run's checkpoint"):
+    with pytest.raises(
+        UserError, match=r"model.init_from .*neither weights .* nor a run's checkpoint"
+    ):
         started_from(f"{view.url}/elsewhere", model)
 
 
@@ -59,7 +61,9 @@ def test_an_export_is_fetched_and_compared(
     description = json.loads((folder / "open_clip_config.json").read_text())
     del description["sha256"]
     view.put("ours/open_clip_config.json", json.dumps(description).encode())
-    view.put("ours/open_clip_model.safetensors", (folder / "open_clip_model.safetensors").read_bytes())
+    view.put(
+        "ours/open_clip_model.safetensors", (folder / "open_clip_model.safetensors").read_bytes()
+    )
     assert same(started_from(f"{view.url}/ours/", model), saved)
     assert "has no sha256" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"nothing\.pt: there is no such file"):

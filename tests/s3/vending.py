@@ -56,7 +56,9 @@ class Vending:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"http://127.0.0.1:{self._http.server_port}/role"}
+        return {
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"http://127.0.0.1:{self._http.server_port}/role"
+        }
 
     def _issue(self) -> dict[str, str]:
         with self._lock:
@@ -64,7 +66,9 @@ class Vending:
             number = self.issued
         key, secret = f"VENDED{number:05d}", f"{SECRET}{number:05d}"
         self._server.add_key(key, secret)
-        until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=self._seconds)
+        until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(
+            seconds=self._seconds
+        )
         if self.stale:
             self.refuse(key)
         else:

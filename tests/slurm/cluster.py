@@ -68,7 +68,9 @@ class Cluster:
 def call(*command: str | Path, environ: dict[str, str], cwd: Path | None = None) -> str:
     """One of Slurm's commands; its output. Again where the controller was held up."""
     for _ in range(20):
-        done = subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(
+            command, env=environ, cwd=cwd, capture_output=True, text=True, check=False, timeout=300
+        )
         if done.returncode == 0 or not re.search("timed out|Unable to contact", done.stderr):
             break
         time.sleep(1)
@@ -87,7 +89,9 @@ class Job:
     layout: str
     steps: int
     bucket: Bucket | None = None  # of its checkpoints; None: they lie in the run directory
-    own_disks: bool = False  # each node keeps them on a disk of its own, which is emptied after every attempt
+    own_disks: bool = (
+        False  # each node keeps them on a disk of its own, which is emptied after every attempt
+    )
     seen_commit: int = 0  # a step that was committed before the job was disturbed
     loss: float | None = None  # of the last step; this and the next two once it is found to be done
     loss_undisturbed: float | None = None
@@ -95,7 +99,9 @@ class Job:
 
     def state(self) -> str:
         shown = self.cluster.call("scontrol", "show", "job", self.number)
-        return next(word.partition("=")[2] for word in shown.split() if word.startswith("JobState="))
+        return next(
+            word.partition("=")[2] for word in shown.split() if word.startswith("JobState=")
+        )
 
     @property
     def hold(self) -> Path:
@@ -108,7 +114,9 @@ class Job:
     def warn(self, task: str = "") -> None:
         """USR1 to the ranks, as before its time limit. Of an array's task scancel delivers it, and then retries for
         ever."""
-        scancel = subprocess.Popen(["scancel", "--signal=USR1", self.number + task], env=self.cluster.environ)
+        scancel = subprocess.Popen(
+            ["scancel", "--signal=USR1", self.number + task], env=self.cluster.environ
+        )
         try:
             self.wait(lambda: len(self.attempts()) > 0, "stopped")
         finally:
@@ -125,13 +133,19 @@ class Job:
             if until():
                 return
             time.sleep(0.2)
-        raise AssertionError(f"{what}: not within {timeout} s; the job is {self.state()}\n{self.told()}")
+        raise AssertionError(
+            f"{what}: not within {timeout} s; the job is {self.state()}\n{self.told()}"
+        )
 
     def wait_for_state(self, *states: str, timeout: float = PATIENCE) -> None:
         self.wait(lambda: self.state() in states, f"job {' or '.join(states)}", timeout)
 
     def wait_for_step(self, step: int, timeout: float = PATIENCE) -> None:
-        self.wait(lambda: any(line["step"] >= step for line in metrics(self.run_dir)), f"step {step}", timeout)
+        self.wait(
+            lambda: any(line["step"] >= step for line in metrics(self.run_dir)),
+            f"step {step}",
+            timeout,
+        )
 
     def wait_for_commit(self, timeout: float = PATIENCE) -> None:
         """Until there is a checkpoint that survives the loss of every node."""
@@ -143,7 +157,9 @@ class Job:
             names = [file.name for file in (self.run_dir / "checkpoints" / "commit").glob("*.json")]
         else:
             names = self.bucket.keys("run/commit/")
-        return max((int(name.removesuffix(".json").rpartition("-s")[2]) for name in names), default=0)
+        return max(
+            (int(name.removesuffix(".json").rpartition("-s")[2]) for name in names), default=0
+        )
 
     def gone(self) -> bool:
         return self.number not in self.cluster.call("squeue", "-h", "-o", "%A %F").split()
@@ -163,7 +179,8 @@ class Job:
         return {
             int(env["SLURM_PROCID"]): pid
             for pid, line, env in running()
-            if line[1:4] == ["-m", "launcher", "train"] and env.get("SLURM_JOB_ID") == str(self.number)
+            if line[1:4] == ["-m", "launcher", "train"]
+            and env.get("SLURM_JOB_ID") == str(self.number)
         }
 
     def verdict(self) -> str | None:

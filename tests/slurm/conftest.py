@@ -22,7 +22,11 @@ FAULTS = Path(__file__).parent / "faults"
 STEPS = 60
 MANY_STEPS = 180  # of the scenarios with several requeues
 # The rate is the same whatever the length: one undisturbed run is the measure for all.
-OVERRIDES = ("schedule.name=constant", "checkpoint.every_steps=20", "checkpoint.max_failed_saves=50")
+OVERRIDES = (
+    "schedule.name=constant",
+    "checkpoint.every_steps=20",
+    "checkpoint.max_failed_saves=50",
+)
 OPTIONS = {
     "2x1": ["--nodes=2", "--ntasks-per-node=1"],
     "1x2": ["--nodes=1", "--ntasks-per-node=2"],
@@ -66,7 +70,9 @@ def write_recipe(folder: Path, data) -> Path:
 Submit = Callable[..., Job]
 
 
-def submitter(cluster: Cluster, server: Server | None, data, folder: Path, jobs: list[Job]) -> Submit:
+def submitter(
+    cluster: Cluster, server: Server | None, data, folder: Path, jobs: list[Job]
+) -> Submit:
     recipe = write_recipe(folder, data)
 
     def submit(
@@ -96,13 +102,28 @@ def submitter(cluster: Cluster, server: Server | None, data, folder: Path, jobs:
         }
         settings = [f"run.steps={steps}", *OVERRIDES, *overrides]
         settings += [f"checkpoint.remote={bucket.url}/run"] if bucket else []
-        line = ["sbatch", "--parsable", "--hold", *OPTIONS[layout], "--gpus-per-node=0", "--cpus-per-task=1", *options]
+        line = [
+            "sbatch",
+            "--parsable",
+            "--hold",
+            *OPTIONS[layout],
+            "--gpus-per-node=0",
+            "--cpus-per-task=1",
+            *options,
+        ]
         if hold:
             (folder / "hold").touch()
         line += [f"--output={folder}/job.log", str(ROOT / "slurm" / script), str(recipe), *settings]
         number = call(*line, environ=clean, cwd=folder).split(";")[0]
         job = Job(
-            cluster, number, folder / "run", folder / "job.log", layout, steps, bucket, bool(bucket and own_disks)
+            cluster,
+            number,
+            folder / "run",
+            folder / "job.log",
+            layout,
+            steps,
+            bucket,
+            bool(bucket and own_disks),
         )
         jobs.append(job)
         if job.own_disks:
@@ -135,12 +156,19 @@ def submit(cluster, server, data, tmp_path, request) -> Iterator[Submit]:
 def out_of_time(request) -> Iterator[Job | None]:
     """The job with the short time limit. It takes minutes and mostly sleeps: it runs beside the other tests."""
     item = next(
-        (each for each in request.session.items if each.name == "test_time_limits_requeue_until_it_is_done"), None
+        (
+            each
+            for each in request.session.items
+            if each.name == "test_time_limits_requeue_until_it_is_done"
+        ),
+        None,
     )
     if item is None:
         yield None
         return
-    cluster, server, data, folders = map(request.getfixturevalue, ("cluster", "server", "data", "tmp_path_factory"))
+    cluster, server, data, folders = map(
+        request.getfixturevalue, ("cluster", "server", "data", "tmp_path_factory")
+    )
     jobs: list[Job] = []
     submit = submitter(cluster, server, data, folders.mktemp("out-of-time"), jobs)
     # n3 is crashed by other tests. Slurm's signal comes 70 to 100 s after the start, the trainer's own clock rings

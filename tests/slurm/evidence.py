@@ -37,14 +37,20 @@ def read_story(run_dir: Path) -> list[Told]:
     lines = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
     begins = [line for line in lines if line["event"] == "begin"]
     ends = [line for line in lines if line["event"] == "end"]
-    order = [(line["attempt"], line["event"]) for line in lines if line["event"] in ("begin", "end")]
-    assert order == [(n, event) for n in range(1, len(begins) + 1) for event in ("begin", "end")], order
+    order = [
+        (line["attempt"], line["event"]) for line in lines if line["event"] in ("begin", "end")
+    ]
+    assert order == [(n, event) for n in range(1, len(begins) + 1) for event in ("begin", "end")], (
+        order
+    )
     story = []
     for begin, end in zip(begins, ends, strict=True):
         log = run_dir / "attempts" / f"{begin['attempt']:04d}.log"
         found = RESUMED.search(log.read_text(errors="replace")) if log.exists() else None
         if end["resumed"] is not None:
-            assert end["resumed"] == (int(found[1]) if found else 0), f"{end}, but {log} says {found and found[0]}"
+            assert end["resumed"] == (int(found[1]) if found else 0), (
+                f"{end}, but {log} says {found and found[0]}"
+            )
         from_bucket = bool(found and found[2].startswith("s3://") and "fetched" in found[3])
         story.append(Told(begin, end, end["resumed"], from_bucket))
     return story
@@ -57,7 +63,9 @@ def _sent_again(story: list[Told]) -> Told | None:
     return stopped[0] if stopped else None
 
 
-def check_story(job: Job, *expected: tuple[str, str, list[str] | str], restarts: bool = True) -> list[Told]:
+def check_story(
+    job: Job, *expected: tuple[str, str, list[str] | str], restarts: bool = True
+) -> list[Told]:
     """expected: of each attempt the verdict, the decision and the nodes to blame. restarts: by requeues of one job.
 
     Each attempt begins at the newest step that was committed when the last one ended, and goes on from there. After
@@ -69,10 +77,14 @@ def check_story(job: Job, *expected: tuple[str, str, list[str] | str], restarts:
     told = [(each.end["verdict"], each.end["decision"], each.end["blamed"]) for each in story]
     assert len(told) == len(expected), f"{told}\n{job.told()}"
     for each, wanted in zip(told, expected, strict=True):
-        assert all(want in (ANY, found) for want, found in zip(wanted, each, strict=True)), f"{told}\n{job.told()}"
+        assert all(want in (ANY, found) for want, found in zip(wanted, each, strict=True)), (
+            f"{told}\n{job.told()}"
+        )
     at = 0
     for number, each in enumerate(whole):
-        assert each.begin["step"] >= at, whole  # a save that was under way may have been committed since
+        assert each.begin["step"] >= at, (
+            whole
+        )  # a save that was under way may have been committed since
         at = each.begin["step"]
         assert len(each.begin["nodes"]) == NODES[job.layout]
         if restarts:
@@ -84,7 +96,9 @@ def check_story(job: Job, *expected: tuple[str, str, list[str] | str], restarts:
         else:
             assert each.resumed >= job.seen_commit, each.end
         if each.resumed and job.own_disks:
-            assert each.fetched, f"{each.end}: not from the bucket, although the disks had been emptied"
+            assert each.fetched, (
+                f"{each.end}: not from the bucket, although the disks had been emptied"
+            )
         at = each.end["step"]
     return story
 
@@ -99,7 +113,9 @@ def finished_like(job: Job, undisturbed: list[dict]) -> None:
     assert lines[-1]["step"] == job.steps
     wanted = [line["batch_digest"] for line in undisturbed[:steps]]
     assert [line["batch_digest"] for line in lines] == wanted
-    differences = [abs(line["loss"] - other["loss"]) for line, other in zip(lines, undisturbed, strict=False)]
+    differences = [
+        abs(line["loss"] - other["loss"]) for line, other in zip(lines, undisturbed, strict=False)
+    ]
     job.difference = max(differences)
     job.loss, job.loss_undisturbed = lines[-1]["loss"], undisturbed[steps - 1]["loss"]
     assert job.difference <= 1e-5, next((i + 1, d) for i, d in enumerate(differences) if d > 1e-5)
@@ -128,7 +144,11 @@ def keep(job: Job, scenario: str, name: str) -> None:
     row = {
         "scenario": scenario,
         "layout": job.layout,
-        "checkpoints": "disk" if job.bucket is None else "S3, nodes' own disks" if job.own_disks else "S3",
+        "checkpoints": "disk"
+        if job.bucket is None
+        else "S3, nodes' own disks"
+        if job.own_disks
+        else "S3",
         "attempts": [
             {key: each.end[key] for key in ("verdict", "step", "blamed", "decision")}
             | {"nodes": each.begin["nodes"], "resumed": each.resumed, "fetched": each.fetched}
@@ -155,10 +175,19 @@ def tell_attempts(attempts: list[dict]) -> str:
     def alike(attempt: dict) -> tuple[str, str]:
         blamed, decision = " and ".join(attempt["blamed"]), attempt["decision"]
         told = [f"{blamed} to blame"] if blamed else []
-        told += {"done": [], "requeue": [], "leave": ["left"], "give up": ["given up"], "stop": ["stopped"]}[decision]
+        told += {
+            "done": [],
+            "requeue": [],
+            "leave": ["left"],
+            "give up": ["given up"],
+            "stop": ["stopped"],
+        }[decision]
         return attempt["verdict"], f" ({', '.join(told)})" if told else ""
 
-    groups = [(ending, [str(each["step"]) for each in group]) for ending, group in groupby(attempts, alike)]
+    groups = [
+        (ending, [str(each["step"]) for each in group])
+        for ending, group in groupby(attempts, alike)
+    ]
     return "; ".join(f"{verdict} at {', '.join(steps)}{told}" for (verdict, told), steps in groups)
 
 
@@ -173,12 +202,30 @@ def table(rows: list[dict]) -> str:
         loss, difference = (f"{row['loss']:.6f}", f"{row['difference']:.1e}") if done else ("", "")
         if row["difference"] == 0:
             difference = "0"
-        cells = (row["scenario"], row["layout"], tell_attempts(row["attempts"]), row["verdict"] or "", loss, difference)
+        cells = (
+            row["scenario"],
+            row["layout"],
+            tell_attempts(row["attempts"]),
+            row["verdict"] or "",
+            loss,
+            difference,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-SHOWN = ["event", "attempt", "restart", "nodes", "step", "resumed", "verdict", "reason", "blamed", "failures"]
+SHOWN = [
+    "event",
+    "attempt",
+    "restart",
+    "nodes",
+    "step",
+    "resumed",
+    "verdict",
+    "reason",
+    "blamed",
+    "failures",
+]
 SHOWN += ["decision"]
 
 

@@ -32,7 +32,13 @@ def test_preemption_with_a_grace(submit, cluster, undisturbed):
     before = 0
     for number in range(1, PREEMPTIONS + 1):
         job.wait_for_step(before + 5)
-        higher = ("--partition=high", "--nodelist=n3", "--exclusive", "--output=/dev/null", "--wrap=true")
+        higher = (
+            "--partition=high",
+            "--nodelist=n3",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=true",
+        )
         cluster.call("sbatch", "--parsable", *higher)
         job.wait_for_attempts(number)
         before = job.attempts()[-1]["step"]
@@ -45,11 +51,21 @@ def test_preemption_with_a_grace(submit, cluster, undisturbed):
 def test_preemption_under_fsdp(submit, cluster, undisturbed):
     """the same, `engine.kind: fsdp`"""
     job = submit(
-        "1x2", "--partition=low", "--nodelist=n3", hold=True, overrides=("engine.kind=fsdp", "engine.zero_stage=3")
+        "1x2",
+        "--partition=low",
+        "--nodelist=n3",
+        hold=True,
+        overrides=("engine.kind=fsdp", "engine.zero_stage=3"),
     )
     job.wait_for_step(5)
     cluster.call(
-        "sbatch", "--parsable", "--partition=high", "--nodelist=n3", "--exclusive", "--output=/dev/null", "--wrap=true"
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        "--nodelist=n3",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=true",
     )
     job.wait_for_attempts(1)
     job.let_go()
@@ -66,7 +82,9 @@ def check_preempted(job, times):
 
 def test_power_loss_of_a_node(submit, cluster, undisturbed):
     """power loss of a node"""
-    job = submit("2x1", "--nodelist=n[2-3]", hold=True)  # the batch script on n2, the other rank on n3
+    job = submit(
+        "2x1", "--nodelist=n[2-3]", hold=True
+    )  # the batch script on n2, the other rank on n3
     job.wait_for_commit()
     cluster.crash("n3")
     job.let_go()
@@ -103,14 +121,18 @@ def test_kill_of_a_rank_ends_the_others_and_the_run_goes_on(submit, undisturbed)
     os.kill(ranks[1], signal.SIGKILL)
     job.let_go()
     job.wait(lambda: not os.path.exists(f"/proc/{ranks[0]}"), "the other rank's end")
-    assert "no progress for" not in job.told()  # it has learnt of the death, and not waited for the watchdog
+    assert (
+        "no progress for" not in job.told()
+    )  # it has learnt of the death, and not waited for the watchdog
     finished_like(job, undisturbed)
     first, _ = check_story(job, (ANY, "requeue", ["n2"]), DONE)
     # as srun reports it, or, where the heartbeats were quicker, as the other rank does
     assert re.match("rank 1 on n2(: Killed| has died or is frozen)", first.end["reason"])
     lines = [line for line in job.told().splitlines() if first.end["reason"] in line]
     assert sum("attempt 1 ended" in line for line in lines) == 1
-    assert len(lines) == 1 + ("has died" in first.end["reason"])  # and once by the rank that has noticed
+    assert len(lines) == 1 + (
+        "has died" in first.end["reason"]
+    )  # and once by the rank that has noticed
 
 
 def test_scancel_is_honoured(submit):
@@ -131,11 +153,16 @@ def test_a_crash_loop_gives_up(submit):
     """every rank 1 dies at its start"""
     job = submit("2x1", "--nodelist=n[1-2]", FAULT="die")
     job.wait_for_state("FAILED")
-    story = check_story(job, (ANY, "requeue", ["n2"]), (ANY, "requeue", ["n2"]), (ANY, "give up", ANY))
+    story = check_story(
+        job, (ANY, "requeue", ["n2"]), (ANY, "requeue", ["n2"]), (ANY, "give up", ANY)
+    )
     assert [each.end["failures"] for each in story] == [1, 2, 3]
     assert job.verdict() == "FAILED"
     assert "GIVING UP: 3 failures in a row without a new checkpoint" in job.told()
-    assert "n2 failed 2 times: to leave it out, cancel and submit again with --exclude=n2" in job.told()
+    assert (
+        "n2 failed 2 times: to leave it out, cancel and submit again with --exclude=n2"
+        in job.told()
+    )
 
 
 def test_a_frozen_rank_is_found(submit, undisturbed):
@@ -155,8 +182,13 @@ def test_a_bad_node_is_named(submit, undisturbed):
     job.wait_for_attempts(2)
     job.cluster.call("scancel", job.number)
     job.wait(job.gone, "the end of the job")
-    assert "n2 failed 2 times: to leave it out, cancel and submit again with --exclude=n2" in job.told()
-    assert all("rank 1 on n2: LOCAL_RANK (0) has no GPU" in end["reason"] for end in job.attempts()[:2])
+    assert (
+        "n2 failed 2 times: to leave it out, cancel and submit again with --exclude=n2"
+        in job.told()
+    )
+    assert all(
+        "rank 1 on n2: LOCAL_RANK (0) has no GPU" in end["reason"] for end in job.attempts()[:2]
+    )
 
 
 def test_a_stop_file_stops_and_is_not_requeued(submit):
@@ -201,7 +233,9 @@ def test_a_chain_goes_on_and_its_rest_is_cancelled(submit, undisturbed):
 
 def test_submit(cluster, tmp_path, data, monkeypatch, capsys, undisturbed):
     """The real verb: the job runs the frozen code, not the one here; and a second submission is refused."""
-    (tmp_path / "site.yaml").write_text("{gpus_per_node: 0, cpus_per_task: 1, warn_seconds: 20, local_paths: []}\n")
+    (tmp_path / "site.yaml").write_text(
+        "{gpus_per_node: 0, cpus_per_task: 1, warn_seconds: 20, local_paths: []}\n"
+    )
     monkeypatch.setenv("SLURM_CONF", str(cluster.lab / "slurm.conf"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -238,4 +272,7 @@ def test_time_limits_requeue_until_it_is_done(out_of_time, undisturbed):
     requeues = len(job.attempts()) - 1
     assert requeues >= 2
     story = check_story(job, *[PREEMPTED] * requeues, DONE)
-    assert all("USR1" in each.end["reason"] or "the job's time" in each.end["reason"] for each in story[:-1])
+    assert all(
+        "USR1" in each.end["reason"] or "the job's time" in each.end["reason"]
+        for each in story[:-1]
+    )

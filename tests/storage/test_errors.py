@@ -13,7 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import obstore
 import pytest
-from botocore.exceptions import ClientError, ConfigParseError, NoCredentialsError, ParamValidationError
+from botocore.exceptions import (
+    ClientError,
+    ConfigParseError,
+    NoCredentialsError,
+    ParamValidationError,
+)
 
 from clip_train.storage.errors import ChangedError, TransferError, describe, meaning
 
@@ -60,7 +65,11 @@ def server() -> Iterator[Answers]:
 
 
 def s3(url: str, **options: object) -> obstore.store.S3Store:
-    keys = {} if "credential_provider" in options else {"access_key_id": "a", "secret_access_key": "SECRET"}
+    keys = (
+        {}
+        if "credential_provider" in options
+        else {"access_key_id": "a", "secret_access_key": "SECRET"}
+    )
     return obstore.store.S3Store(
         "bucket", endpoint=url, region="us-east-1", retry_config={"max_retries": 0},
         client_options={"allow_http": True, "timeout": datetime.timedelta(seconds=60)}, **keys, **options,
@@ -113,12 +122,17 @@ OBSTORE = [
 
 
 @pytest.mark.parametrize("method, status, code, expected", OBSTORE)
-def test_meaning_of_an_answer(server: Answers, method: str, status: int, code: str, expected: str) -> None:
+def test_meaning_of_an_answer(
+    server: Answers, method: str, status: int, code: str, expected: str
+) -> None:
     assert meaning(refused(server, method, status, code)) == expected
 
 
 def answer(status: int, code: str, message: str = "m") -> ClientError:
-    body = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    body = {
+        "Error": {"Code": code, "Message": message},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
     return ClientError(body, "ListMultipartUploads")  # type: ignore[arg-type]
 
 
@@ -133,7 +147,12 @@ OTHERS = [
     (answer(403, "AccessDenied"), "denied"),
     (answer(400, "400"), "expired"),
     (answer(400, "ExpiredToken"), "expired"),
-    (RuntimeError("Credentials were refreshed, but the refreshed credentials are still expired."), "expired"),
+    (
+        RuntimeError(
+            "Credentials were refreshed, but the refreshed credentials are still expired."
+        ),
+        "expired",
+    ),
     (NoCredentialsError(), "denied"),
     (ConfigParseError(path="~/.aws/credentials"), "again"),
     (ParamValidationError(report="x"), "final"),
@@ -143,18 +162,27 @@ OTHERS = [
     (TransferError("short"), "again"),
     (ChangedError("another"), "changed"),
     (caused_by(PermissionError("Forbidden"), answer(403, "ExpiredToken")), "expired"),
-    (caused_by(FileNotFoundError("x"), ConnectionResetError()), "again"),  # as fsspec's HTTP calls any failure
+    (
+        caused_by(FileNotFoundError("x"), ConnectionResetError()),
+        "again",
+    ),  # as fsspec's HTTP calls any failure
     (FileNotFoundError("x"), "missing"),
 ]
 
 
-@pytest.mark.parametrize("error,expected", OTHERS, ids=lambda v: v if isinstance(v, str) else str(v)[:40])
+@pytest.mark.parametrize(
+    "error,expected", OTHERS, ids=lambda v: v if isinstance(v, str) else str(v)[:40]
+)
 def test_meaning(error: Exception, expected: str) -> None:
     assert meaning(error) == expected
 
 
-@pytest.mark.parametrize("error", [NoCredentialsError(), RuntimeError("the refreshed credentials are still expired")])
-def test_what_botocore_raises_within_obstore_means_the_same(server: Answers, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [NoCredentialsError(), RuntimeError("the refreshed credentials are still expired")]
+)
+def test_what_botocore_raises_within_obstore_means_the_same(
+    server: Answers, error: Exception
+) -> None:
     def provide() -> None:
         raise error
 
@@ -167,14 +195,31 @@ def test_what_botocore_raises_within_obstore_means_the_same(server: Answers, err
     "status, code, message, text",
     [
         (503, "SlowDown", "Reduce\nyour rate", "HTTP 503 SlowDown: Reduce your rate"),
-        (403, "SignatureDoesNotMatch", "", "HTTP 403 SignatureDoesNotMatch; correct the credentials"),
+        (
+            403,
+            "SignatureDoesNotMatch",
+            "",
+            "HTTP 403 SignatureDoesNotMatch; correct the credentials",
+        ),
         (404, "NoSuchBucket", "", "HTTP 404 NoSuchBucket; create the bucket"),
-        (403, "RequestTimeTooSkewed", "", "HTTP 403 RequestTimeTooSkewed; set this machine's clock"),
+        (
+            403,
+            "RequestTimeTooSkewed",
+            "",
+            "HTTP 403 RequestTimeTooSkewed; set this machine's clock",
+        ),
         (403, "AccessDenied", "", "HTTP 403 AccessDenied; give these credentials the right"),
-        (301, "PermanentRedirect", "", "HTTP 301: the bucket is in another region; set AWS_REGION to"),
+        (
+            301,
+            "PermanentRedirect",
+            "",
+            "HTTP 301: the bucket is in another region; set AWS_REGION to",
+        ),
     ],
 )
-def test_description_of_an_answer(server: Answers, status: int, code: str, message: str, text: str) -> None:
+def test_description_of_an_answer(
+    server: Answers, status: int, code: str, message: str, text: str
+) -> None:
     found = describe(refused(server, "GET", status, code, message))
     assert found.startswith(text) and "SECRET" not in found and "\n" not in found
 
@@ -189,7 +234,10 @@ def test_description_of_no_answer() -> None:
     "error, text",
     [
         (answer(404, "404", "Not Found"), "HTTP 404: Not Found"),
-        (NoCredentialsError(), "NoCredentialsError: Unable to locate credentials; log in, set AWS_PROFILE"),
+        (
+            NoCredentialsError(),
+            "NoCredentialsError: Unable to locate credentials; log in, set AWS_PROFILE",
+        ),
         (ConnectionResetError(), "ConnectionResetError: no reason given"),
         (TransferError("7 bytes came instead of 8"), "7 bytes came instead of 8"),
     ],
@@ -199,8 +247,15 @@ def test_description(error: Exception, text: str) -> None:
     assert describe(error).startswith(text)
 
 
-def test_an_expired_token_of_the_environment_is_reported_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CREDENTIAL_EXPIRATION"):
+def test_an_expired_token_of_the_environment_is_reported_with_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_CREDENTIAL_EXPIRATION",
+    ):
         monkeypatch.delenv(name, raising=False)
     assert "renew them where they come from" in describe(answer(403, "ExpiredToken"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):

@@ -73,7 +73,9 @@ def test_put_file(storage: LocalStorage, tmp_path: Path, move: bool) -> None:
 
 
 @pytest.mark.parametrize("if_absent", [False, True])
-def test_a_failed_write_leaves_nothing(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, if_absent: bool) -> None:
+def test_a_failed_write_leaves_nothing(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, if_absent: bool
+) -> None:
     storage.put_bytes("kept", b"before")
 
     def full(fd: int) -> None:
@@ -93,7 +95,9 @@ def test_if_absent_keeps_the_first(storage: LocalStorage) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
-def test_if_absent_has_one_winner(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+def test_if_absent_has_one_winner(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
     if not links:
 
         def refuse(*_: object) -> None:
@@ -108,7 +112,9 @@ def test_if_absent_has_one_winner(storage: LocalStorage, monkeypatch: pytest.Mon
             if storage.put_bytes(name, b"%d" % i, if_absent=True):
                 won.append(i)
 
-        threads = [threading.Thread(target=race, args=(i, f"commit/{trial}", gate, won)) for i in range(6)]
+        threads = [
+            threading.Thread(target=race, args=(i, f"commit/{trial}", gate, won)) for i in range(6)
+        ]
         for t in threads:
             t.start()
         for t in threads:
@@ -142,7 +148,9 @@ def test_a_reader_sees_the_old_or_the_new(storage: LocalStorage) -> None:
     assert listed == {"f"}
 
 
-def test_a_folder_that_goes_meanwhile_is_no_error(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_goes_meanwhile_is_no_error(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("goes", "stays"):
         storage.put_bytes(f"{folder}/f", b"1")
         (storage.root / folder / ".f.0123.part").write_bytes(b"half")

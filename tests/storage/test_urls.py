@@ -10,7 +10,14 @@ import pytest
 from clip_train.data.shards import expand
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
-from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read, open_storage, write_bytes
+from clip_train.storage.urls import (
+    expand_glob,
+    is_remote,
+    local_path,
+    open_read,
+    open_storage,
+    write_bytes,
+)
 from tests.s3.conftest import forget_buckets
 
 
@@ -26,7 +33,9 @@ def bucket() -> Iterator[str]:
 
 
 def test_is_remote() -> None:
-    assert [is_remote(u) for u in ("s3://b/k", "https://h/p", "simplecache::s3://b/k")] == [True] * 3
+    assert [is_remote(u) for u in ("s3://b/k", "https://h/p", "simplecache::s3://b/k")] == [
+        True
+    ] * 3
     assert [is_remote(u) for u in ("/a/b", "a:b", "file:///a", "~/x", "pipe:cat x")] == [False] * 5
     with pytest.raises(ValueError, match="not a local path"):
         local_path("s3://b/k")
@@ -37,8 +46,12 @@ def test_local_glob(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(name.encode())
     (tmp_path / "dir.tar").mkdir()
     assert expand_glob(str(tmp_path / "b-*.tar")) == [str(tmp_path / f"b-{i}.tar") for i in (0, 1)]
-    assert expand_glob(f"file://{tmp_path}/b-?.tar") == [str(tmp_path / f"b-{i}.tar") for i in (0, 1)]
-    assert expand_glob(str(tmp_path / "absent.tar")) == [str(tmp_path / "absent.tar")]  # no pattern: not looked for
+    assert expand_glob(f"file://{tmp_path}/b-?.tar") == [
+        str(tmp_path / f"b-{i}.tar") for i in (0, 1)
+    ]
+    assert expand_glob(str(tmp_path / "absent.tar")) == [
+        str(tmp_path / "absent.tar")
+    ]  # no pattern: not looked for
     assert expand_glob(tmp_path / "odd[1].tar") == [str(tmp_path / "odd[1].tar")]
     assert len(expand_glob(str(tmp_path / "*.tar"))) == 3  # not the folder
     with pytest.raises(UserError, match="no file matches"):
@@ -95,7 +108,12 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with socket.socket() as taken:  # and not listened on
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        for name in (
+            "AWS_ACCESS_KEY_ID",
+            "AWS_SECRET_ACCESS_KEY",
+            "AWS_SESSION_TOKEN",
+            "AWS_PROFILE",
+        ):
             monkeypatch.delenv(name, raising=False)
         for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
             monkeypatch.setenv(name, "/nowhere")
@@ -115,7 +133,9 @@ def test_s3_that_cannot_be_asked_is_a_mistake_in_words(
     if key:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key)
-    with pytest.raises(UserError, match=rf"data\.val \(s3://b/x/\*\.tar\) cannot be listed .*{why}"):
+    with pytest.raises(
+        UserError, match=rf"data\.val \(s3://b/x/\*\.tar\) cannot be listed .*{why}"
+    ):
         expand("s3://b/x/*.tar", "data.val")
     with pytest.raises(OSError, match=f"s3://b: writing sizes.json: .*{why}"):
         write_bytes("s3://b/sizes.json", b"{}")

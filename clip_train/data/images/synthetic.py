@@ -11,7 +11,9 @@ import random
 import torch
 from torch import Tensor
 
-OFFSETS = 1 << 20  # at so many places an image begins in one row of noise: copying is all that one costs
+OFFSETS = (
+    1 << 20
+)  # at so many places an image begins in one row of noise: copying is all that one costs
 WORDS = (
     "a", "the", "of", "on", "in", "with", "and", "photo", "painting", "small", "large", "old", "red", "green", "blue",
     "black", "white", "cat", "dog", "bird", "horse", "boat", "car", "train", "street", "tree", "river", "mountain",
@@ -33,4 +35,6 @@ def synthetic_caption(seed: int) -> str:
 
 @functools.cache
 def _noise(size: int) -> Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from clip_train.data.images.color import augment_color
 
 CROP_TRIES = 10
-MAX_STRETCH = 32  # evaluation keeps the middle of images that are longer than this many times their width
+MAX_STRETCH = (
+    32  # evaluation keeps the middle of images that are longer than this many times their width
+)
 
 
 def _resize(image: Tensor, height: int, width: int) -> Tensor:
@@ -31,9 +33,14 @@ class TrainTransform:
     """RandomResizedCrop as CLIP and OpenCLIP train with it, and where asked for ColorJitter and Grayscale; no flip."""
 
     image_size: int  # S, the side of the result in pixels
-    scale: tuple[float, float] = (0.9, 1.0)  # the crop's area as a fraction of the image's, from and to
+    scale: tuple[float, float] = (
+        0.9,
+        1.0,
+    )  # the crop's area as a fraction of the image's, from and to
     ratio: tuple[float, float] = (3 / 4, 4 / 3)  # its width / height, from and to
-    color_jitter: tuple[float, float, float, float] | None = None  # brightness, contrast, saturation, hue
+    color_jitter: tuple[float, float, float, float] | None = (
+        None  # brightness, contrast, saturation, hue
+    )
     color_jitter_prob: float = 1.0
     gray_scale_prob: float = 0.0
 
@@ -43,7 +50,9 @@ class TrainTransform:
         top, left, height, width = self.crop(image.shape[1], image.shape[2], rng)
         region = image[:, top : top + height, left : left + width]
         out = _resize(region, self.image_size, self.image_size).contiguous()
-        return augment_color(out, rng, self.color_jitter, self.color_jitter_prob, self.gray_scale_prob)
+        return augment_color(
+            out, rng, self.color_jitter, self.color_jitter_prob, self.gray_scale_prob
+        )
 
     def crop(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
         """(top, left, height, width) of the region, as torchvision's RandomResizedCrop draws it."""
@@ -68,7 +77,9 @@ class EvalTransform:
     def __call__(self, image: Tensor) -> Tensor:
         """uint8 [3, H, W] -> uint8 [3, S, S]"""
         size = self.image_size
-        image = _middle(image, *(min(side, MAX_STRETCH * min(image.shape[1:])) for side in image.shape[1:]))
+        image = _middle(
+            image, *(min(side, MAX_STRETCH * min(image.shape[1:])) for side in image.shape[1:])
+        )
         shorter = min(image.shape[1:])
         height, width = (int(size * side / shorter) for side in image.shape[1:])
         return _middle(_resize(image, height, width), size, size).contiguous()

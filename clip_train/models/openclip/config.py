@@ -16,8 +16,17 @@ from clip_train.errors import UserError
 from clip_train.settings import clipped
 
 PREFIX = "open_clip:"
-RESIZED = ("bicubic", "shortest")  # as every image is here: interpolation, and the side that is made to fit
-TOKENIZER_OPTIONS = {"additional_special_tokens", "clean", "language", "reduction_mask", "strip_sep_token"}
+RESIZED = (
+    "bicubic",
+    "shortest",
+)  # as every image is here: interpolation, and the side that is made to fit
+TOKENIZER_OPTIONS = {
+    "additional_special_tokens",
+    "clean",
+    "language",
+    "reduction_mask",
+    "strip_sep_token",
+}
 Channels = tuple[float, float, float]
 
 
@@ -41,7 +50,9 @@ class VisionKeys(_Described):
         if not isinstance(size, list | tuple):
             return size
         if len(set(size)) != 1:
-            raise ValueError(f"image_size ({list(size)}) is not square: images are cut to squares here")
+            raise ValueError(
+                f"image_size ({list(size)}) is not square: images are cut to squares here"
+            )
         return size[0]
 
 
@@ -49,7 +60,9 @@ class TextKeys(_Described):
     """`text_cfg`, of which OpenCLIP checks the other keys."""
 
     model_config = ConfigDict(extra="allow")
-    ends: ClassVar[bool] = False  # no text is cut at its end: whether a tower reads what is behind is not known
+    ends: ClassVar[bool] = (
+        False  # no text is cut at its end: whether a tower reads what is behind is not known
+    )
     end_id: ClassVar[None] = None
     context_length: PositiveInt = 77  # tokens
     hf_tokenizer_name: str | None = None  # None: CLIP's own
@@ -60,7 +73,9 @@ class TextKeys(_Described):
     def _runs_no_code(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
         """What is not OpenCLIP's goes on to transformers, which may run code from the hub (trust_remote_code)."""
         if foreign := sorted(set(options or ()) - TOKENIZER_OPTIONS):
-            raise ValueError(f"{', '.join(foreign)}: known are {', '.join(sorted(TOKENIZER_OPTIONS))}; leave it out")
+            raise ValueError(
+                f"{', '.join(foreign)}: known are {', '.join(sorted(TOKENIZER_OPTIONS))}; leave it out"
+            )
         return options
 
     def own_tokenizer(self) -> dict[str, Any] | None:
@@ -79,7 +94,9 @@ class OpenCLIPArchitecture(_Described):
     embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionKeys
     text_cfg: TextKeys
-    multimodal_cfg: dict[str, Any] | None = None  # of a CoCa's decoder, which is kept and not trained
+    multimodal_cfg: dict[str, Any] | None = (
+        None  # of a CoCa's decoder, which is kept and not trained
+    )
     custom_text: bool = False  # the text tower is a module of its own, `text`
     quick_gelu: bool = False
     init_logit_scale: float = math.log(1 / 0.07)
@@ -93,7 +110,9 @@ class OpenCLIPArchitecture(_Described):
         """OpenCLIP's `model_cfg`."""
         ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode"}
         ours |= {"multimodal_cfg"} if self.multimodal_cfg is None else set()
-        return self.model_dump(exclude=ours)  # none is a value: of timm_proj another than its default
+        return self.model_dump(
+            exclude=ours
+        )  # none is a value: of timm_proj another than its default
 
     def preprocess_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `preprocess_cfg`, as the model is trained here."""
@@ -110,18 +129,26 @@ class OpenCLIPArchitecture(_Described):
                 f"they are by {' and '.join(RESIZED)}: zero-shot scores may differ a little from OpenCLIP's"
             )
         if name := text.get("hf_model_name"):
-            found.append(f"without model.init_from the text tower {name} starts from random weights")
+            found.append(
+                f"without model.init_from the text tower {name} starts from random weights"
+            )
         if self.multimodal_cfg is not None:
-            found.append(f"the decoder of {self.open_clip} is kept as it is: only the contrastive part is trained")
+            found.append(
+                f"the decoder of {self.open_clip} is kept as it is: only the contrastive part is trained"
+            )
         return found
 
     @property
     def layered(self) -> bool:
         """Whether the blocks of both towers are numbered as OpenCLIP's own are."""
         vision, text = self.vision_cfg.model_dump(), self.text_cfg.model_dump()
-        return not (vision.get("timm_model_name") or text.get("hf_model_name") or self.multimodal_cfg)
+        return not (
+            vision.get("timm_model_name") or text.get("hf_model_name") or self.multimodal_cfg
+        )
 
-    def changed(self, config: Any, scalars: dict[str, float], vision: dict[str, Any]) -> OpenCLIPArchitecture:
+    def changed(
+        self, config: Any, scalars: dict[str, float], vision: dict[str, Any]
+    ) -> OpenCLIPArchitecture:
         """With the overrides of the recipe's `model` section. UserError."""
         if config.dropout:
             raise UserError(
@@ -134,7 +161,9 @@ class OpenCLIPArchitecture(_Described):
                     f"model.{key} ({getattr(config, key)}): the layers of {self.open_clip} are not numbered as "
                     "OpenCLIP's own; lock the tower as a whole, or name what is frozen in model.freeze"
                 )
-        return self.model_copy(update={**scalars, "vision_cfg": self.vision_cfg.model_copy(update=vision)})
+        return self.model_copy(
+            update={**scalars, "vision_cfg": self.vision_cfg.model_copy(update=vision)}
+        )
 
 
 def library(name: str) -> Any:
@@ -173,12 +202,20 @@ def load_openclip_architecture(name: str) -> OpenCLIPArchitecture:
     return parse_openclip(content, preprocess, said)
 
 
-def parse_openclip(content: dict[str, Any], preprocess: dict[str, Any], source: str) -> OpenCLIPArchitecture:
+def parse_openclip(
+    content: dict[str, Any], preprocess: dict[str, Any], source: str
+) -> OpenCLIPArchitecture:
     """OpenCLIP's `model_cfg` and `preprocess_cfg`. UserError for what cannot be trained here."""
     if foreign := sorted(content.keys() - OpenCLIPArchitecture.model_fields.keys()):
-        raise UserError(f"model.name ({source}) has {', '.join(foreign)}, which are not of a model of images and texts")
-    seen = {f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if preprocess.get(key)}
-    seen |= {key: preprocess[key] for key in ("interpolation", "resize_mode") if preprocess.get(key)}
+        raise UserError(
+            f"model.name ({source}) has {', '.join(foreign)}, which are not of a model of images and texts"
+        )
+    seen = {
+        f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if preprocess.get(key)
+    }
+    seen |= {
+        key: preprocess[key] for key in ("interpolation", "resize_mode") if preprocess.get(key)
+    }
     try:
         return OpenCLIPArchitecture.model_validate({"open_clip": source, **content, **seen})
     except ValidationError as e:
@@ -192,4 +229,8 @@ def _shared_preprocessing(open_clip: Any, name: str) -> dict[str, Any]:
     every = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
     first = every[0] if every else {}
     keys = ("mean", "std", "interpolation", "resize_mode")
-    return {key: first[key] for key in keys if all(each.get(key) == first.get(key) for each in every) and key in first}
+    return {
+        key: first[key]
+        for key in keys
+        if all(each.get(key) == first.get(key) for each in every) and key in first
+    }

@@ -55,14 +55,19 @@ class Contrastive(nn.Module):
     set_grad_checkpointing: Callable[[], None]
 
     def forward(
-        self, images: Tensor | None = None, texts: Tensor | None = None, sample_seeds: Tensor | None = None
+        self,
+        images: Tensor | None = None,
+        texts: Tensor | None = None,
+        sample_seeds: Tensor | None = None,
     ) -> Outputs:
         """As `CLIP.forward`; texts are whole, [b, context_length], and `sample_seeds` are not needed."""
         image_features = text_features = None
         if images is not None:
             check_size(images, self.architecture.vision_cfg.image_size)
             wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
-            pixels = normalised_images(images, self.architecture.image_mean, self.architecture.image_std, wide)
+            pixels = normalised_images(
+                images, self.architecture.image_mean, self.architecture.image_std, wide
+            )
             image_features = F.normalize(at_least_float32(self.encode_image(pixels)), dim=-1)
         if texts is not None:
             text_features = F.normalize(at_least_float32(self.encode_text(texts)), dim=-1)
@@ -97,15 +102,21 @@ class Captioner(Contrastive, open_clip.CoCa):
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
-        nn.init.normal_(self.text_decoder.text_projection, std=0.02)  # OpenCLIP leaves it as the memory was
+        nn.init.normal_(
+            self.text_decoder.text_projection, std=0.02
+        )  # OpenCLIP leaves it as the memory was
 
 
-def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False) -> Contrastive:
+def build(
+    architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False
+) -> Contrastive:
     """UserError, in OpenCLIP's words, where it cannot build it, and for batch norms that are not for micro-batches.
 
     activation_checkpointing: of towers that have it; OpenCLIP lets the others go without.
     """
-    if (fake := detect_fake_mode()) is not None:  # timm reads numbers out of tensors, which fake ones do not have
+    if (
+        fake := detect_fake_mode()
+    ) is not None:  # timm reads numbers out of tensors, which fake ones do not have
         with unset_fake_temporarily(), torch.device("meta"):
             model = build(architecture, activation_checkpointing=activation_checkpointing)
         with fake:
@@ -117,13 +128,24 @@ def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool 
         return model
     config = architecture.model_cfg()
     custom = config.pop("custom_text") or config["text_cfg"].get("hf_model_name")
-    config["vision_cfg"]["timm_model_pretrained"] = config["text_cfg"]["hf_model_pretrained"] = False
+    config["vision_cfg"]["timm_model_pretrained"] = config["text_cfg"]["hf_model_pretrained"] = (
+        False
+    )
     try:
         kind = Captioner if "multimodal_cfg" in config else CustomText if custom else OneModule
         model = kind(**config, nonscalar_logit_scale=True)
         if activation_checkpointing:
             model.set_grad_checkpointing()
-    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError, OSError, ImportError) as e:
+    except (
+        TypeError,
+        ValueError,
+        AssertionError,
+        RuntimeError,
+        KeyError,
+        AttributeError,
+        OSError,
+        ImportError,
+    ) as e:
         raise UserError(
             f"model.name (open_clip:{architecture.open_clip}): OpenCLIP cannot build it ({type(e).__name__}: {e}); "
             "choose another model, or correct the JSON"
@@ -131,7 +153,11 @@ def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool 
     model.architecture = architecture
     for name, each in model.named_modules():
         if isinstance(each, _BatchNorm):
-            if type(each) not in OURS or each.momentum is None or not (each.affine and each.track_running_stats):
+            if (
+                type(each) not in OURS
+                or each.momentum is None
+                or not (each.affine and each.track_running_stats)
+            ):
                 raise UserError(
                     f"model.name (open_clip:{architecture.open_clip}): {name} is a {type(each).__name__}, whose "
                     "statistics cannot be taken over a micro-batch of all ranks; choose another model"
@@ -139,7 +165,9 @@ def build(architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool 
             each.__class__ = OURS[type(each)]
         elif isinstance(each, nn.Conv2d) and name.startswith("visual.") and each.in_channels == 3:
             # pixels are fp32 up to here, whatever the precision
-            each.register_forward_pre_hook(lambda conv, inputs: (inputs[0].to(conv.weight.dtype), *inputs[1:]))
+            each.register_forward_pre_hook(
+                lambda conv, inputs: (inputs[0].to(conv.weight.dtype), *inputs[1:])
+            )
     return model
 
 
@@ -147,7 +175,11 @@ def count_flops(architecture: OpenCLIPArchitecture, patch_dropout: float) -> flo
     """Of one image and one text going forward, by torch's counter on tensors without data."""
     vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
     with torch.device("meta"):
-        model = build(architecture.model_copy(update={"vision_cfg": vision})).eval().requires_grad_(False)
+        model = (
+            build(architecture.model_copy(update={"vision_cfg": vision}))
+            .eval()
+            .requires_grad_(False)
+        )
         for module in model.modules():
             if type(module).__name__.startswith("PatchDropout"):
                 module.train()
@@ -164,7 +196,11 @@ def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
     options = text.own_tokenizer()
     if options is None:
         return None
-    kind = open_clip.SimpleTokenizer if text.hf_tokenizer_name is None else open_clip.tokenizer.HFTokenizer
+    kind = (
+        open_clip.SimpleTokenizer
+        if text.hf_tokenizer_name is None
+        else open_clip.tokenizer.HFTokenizer
+    )
     try:
         return kind(context_length=text.context_length, **options)
     except (OSError, ValueError, ImportError, RuntimeError, TypeError) as e:

@@ -54,7 +54,9 @@ def mistakes_here(config: EngineConfig) -> Iterator[str]:
     yield from linear.mistakes_here(config)
     if config.precision == "fp32" or torch.cuda.is_available():
         return
-    from launcher.engines.deepspeed.engine import supported_precisions  # a rank needs this import in any case
+    from launcher.engines.deepspeed.engine import (
+        supported_precisions,
+    )  # a rank needs this import in any case
 
     supported = supported_precisions()
     if config.precision not in supported:
@@ -65,19 +67,25 @@ def mistakes_here(config: EngineConfig) -> Iterator[str]:
         )
 
 
-def memory(config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int) -> Memory:
+def memory(
+    config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
+) -> Memory:
     """Reference: ZeRO (arXiv 1910.02054). trained: of the parameters. moment_bytes: of the optimizer, for each of
     those. The fp32 copies of frozen ones are in the CPU's memory."""
     W, stage = world_size, config.zero_stage
     word = 4 if config.precision == "fp32" else 2
     accumulation = 4 if config.precision == "bf16" else word
     whole_gradient = stage < 2 or reduces_once(config)
-    unsummed = word if stage == 1 and accumulation > word else 0  # what a backward leaves, beside the fp32 sum
+    unsummed = (
+        word if stage == 1 and accumulation > word else 0
+    )  # what a backward leaves, beside the fp32 sum
     master = 0 if stage == 0 else 4
     return Memory(
         parameters=word * P / (W if stage == 3 else 1),
         gradients=(accumulation / (1 if whole_gradient else W) + unsummed) * trained,
-        optimizer=0 if config.offload == "optimizer" else (master + moment_bytes) * trained / (W if stage >= 1 else 1),
+        optimizer=0
+        if config.offload == "optimizer"
+        else (master + moment_bytes) * trained / (W if stage >= 1 else 1),
         buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(config),
     )
 

@@ -50,18 +50,28 @@ def reduces_once(config: EngineConfig) -> bool:
 
 def load_base(config: EngineConfig) -> tuple[str, dict[str, Any]]:
     """The base JSON's file name and content. UserError."""
-    named = config.ds_config if config.ds_config is not None else f"{SHIPPED}/zero{config.zero_stage}.json"
+    named = (
+        config.ds_config
+        if config.ds_config is not None
+        else f"{SHIPPED}/zero{config.zero_stage}.json"
+    )
     places = (Path(named), SHIPPED / named, SHIPPED / f"{named}.json")
-    path = next((place for place in places if os.path.isfile(place)), None)  # unlike Path.is_file it takes any text
+    path = next(
+        (place for place in places if os.path.isfile(place)), None
+    )  # unlike Path.is_file it takes any text
     if path is None:
         names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
-        raise UserError(f"engine.ds_config ({clipped(named)}): no such file; shipped ones are {names}")
+        raise UserError(
+            f"engine.ds_config ({clipped(named)}): no such file; shipped ones are {names}"
+        )
     try:
         base = json.loads(path.read_text())
     except json.JSONDecodeError as e:
         raise UserError(f"engine.ds_config ({path}) is not JSON: {e}; mend the file") from None
     if not isinstance(base, dict):
-        raise UserError(f"engine.ds_config ({path}) must hold a JSON object, not {type(base).__name__}")
+        raise UserError(
+            f"engine.ds_config ({path}) must hold a JSON object, not {type(base).__name__}"
+        )
     return path.name, base
 
 
@@ -79,7 +89,9 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
     zero = base.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     mistakes = [
-        f"{file} has a section {key!r}: {REFUSED_SECTIONS[key]}; take it out" for key in REFUSED_SECTIONS if key in base
+        f"{file} has a section {key!r}: {REFUSED_SECTIONS[key]}; take it out"
+        for key in REFUSED_SECTIONS
+        if key in base
     ]
     mistakes += [
         f"{file} sets zero_optimization.{key}: it changes the result, or is not tested here; take it out"
@@ -117,20 +129,32 @@ def _owned_by_recipe(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any,
         # step() IS the accumulation boundary, so k may change from step to step, and nothing divides by k.
         "managed_gradient_accumulation": (reduces_once(config), "the trainer"),
         "gradient_accumulation_steps": (1, "batch.global_size and batch.micro_size"),
-        "train_micro_batch_size_per_gpu": (facts.micro_size, "batch.micro_size"),  # for DeepSpeed's own counters only
+        "train_micro_batch_size_per_gpu": (
+            facts.micro_size,
+            "batch.micro_size",
+        ),  # for DeepSpeed's own counters only
         "train_batch_size": (facts.micro_size * facts.world_size, "batch.global_size"),
         # Said explicitly: DeepSpeed's default has been 1.0 since PR #8068.
         "gradient_clipping": (facts.grad_clip_norm or 0.0, "optim.grad_clip_norm"),
         "zero_optimization.stage": (config.zero_stage, "engine.zero_stage"),
-        "timers.throughput.enabled": (False, "the trainer"),  # it waits for the device in every forward and step
+        "timers.throughput.enabled": (
+            False,
+            "the trainer",
+        ),  # it waits for the device in every forward and step
         "bf16.enabled": (config.precision == "bf16", "engine.precision"),
         "fp16.enabled": (config.precision == "fp16", "engine.precision"),
-        "zero_allow_untested_optimizer": (True, "the trainer"),  # torch's own AdamW and SGD: exact at every stage
+        "zero_allow_untested_optimizer": (
+            True,
+            "the trainer",
+        ),  # torch's own AdamW and SGD: exact at every stage
         # torch.optim on the offloaded state instead of DeepSpeedCPUAdam, which JIT-builds for minutes.
         "zero_force_ds_cpu_optimizer": (False, "the trainer"),
     }
     if config.precision == "bf16":
-        owned["data_types.grad_accum_dtype"] = ("fp32", "the trainer")  # bf16 accumulation loses 2-3% of the update
+        owned["data_types.grad_accum_dtype"] = (
+            "fp32",
+            "the trainer",
+        )  # bf16 accumulation loses 2-3% of the update
     if config.offload == "optimizer":
         owned["zero_optimization.offload_optimizer.device"] = ("cpu", "engine.offload")
     return owned

@@ -18,10 +18,16 @@ def check_version() -> Iterator[Finding]:
     try:
         found = version("deepspeed")
     except PackageNotFoundError:
-        yield error("engine", "deepspeed is not installed", "pip install deepspeed, or set engine.kind=fsdp")
+        yield error(
+            "engine", "deepspeed is not installed", "pip install deepspeed, or set engine.kind=fsdp"
+        )
         return
     if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < OLDEST:
-        yield error("engine", f"deepspeed {found}", "pip install 'deepspeed>=0.19.8': older ones accumulate wrongly")
+        yield error(
+            "engine",
+            f"deepspeed {found}",
+            "pip install 'deepspeed>=0.19.8': older ones accumulate wrongly",
+        )
     else:
         yield ok("engine", f"deepspeed {found}")
 
@@ -40,7 +46,9 @@ def check_extensions() -> Iterator[Finding]:
 
 def check_hosts() -> Iterator[Finding]:
     """The deepspeed launcher over ssh: a cut link leaves it waiting for ever without keep-alives."""
-    hostfile = next((file for file in (Path("hostfile"), Path("/job/hostfile")) if file.exists()), None)
+    hostfile = next(
+        (file for file in (Path("hostfile"), Path("/job/hostfile")) if file.exists()), None
+    )
     if hostfile is None:
         return
     if "ServerAliveInterval" not in os.environ.get("PDSH_SSH_ARGS_APPEND", ""):
@@ -53,7 +61,11 @@ def check_hosts() -> Iterator[Finding]:
         yield ok("hosts", f"{hostfile}, with ssh keep-alives")
     if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
         message = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the other hosts"
-        yield warning("hosts", message, "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env")
+        yield warning(
+            "hosts",
+            message,
+            "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env",
+        )
 
 
 CHECKS = (("engine", check_version), ("extensions", check_extensions), ("hosts", check_hosts))

@@ -64,7 +64,9 @@ def build_engine(
     load the initial or resumed ones with `load_fragments`, so that they are the same at every stage."""
     ds_config = build_ds_config(config, facts)
     deepspeed = _import_deepspeed()
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # from which it takes the device; Slurm sets none
+    os.environ["LOCAL_RANK"] = str(
+        device.index or 0
+    )  # from which it takes the device; Slurm sets none
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(backend, verbose=False, auto_mpi_discovery=False)
     stage = config.zero_stage
@@ -100,7 +102,9 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
     """At stages 1 to 3 fp32 masters lie in a few flat tensors, on which torch's optimizer works."""
     W, here, wrapper = dist.world_size(), dist.rank(), engine.optimizer
     for i, (name, p) in enumerate(engine.module.named_parameters()):
-        if stage and not p.requires_grad:  # an fp32 copy in the CPU's memory, cut as stage 3 cuts the parameter itself
+        if (
+            stage and not p.requires_grad
+        ):  # an fp32 copy in the CPU's memory, cut as stage 3 cuts the parameter itself
             shape = tuple(getattr(p, "ds_shape", p.shape))
             padded = -(-math.prod(shape) // W)
             start = min(padded * here, math.prod(shape))
@@ -108,11 +112,23 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
             yield Piece(name, shape, start, numel, torch.zeros(numel))
         elif stage == 0:  # the optimizer works on the parameter itself
             yield Piece(name, tuple(p.shape), 0, p.numel(), p, saved_here=i % W == here)
-        elif stage < 3:  # (also DeepSpeed's BF16_Optimizer) the parameter's fragment of this rank's partition
+        elif (
+            stage < 3
+        ):  # (also DeepSpeed's BF16_Optimizer) the parameter's fragment of this rank's partition
             if (mapping := p._hp_mapping) is not None:  # else it lies wholly on other ranks
-                flats = getattr(wrapper, "single_partition_of_fp32_groups", None) or wrapper.fp32_groups_flat_partition
+                flats = (
+                    getattr(wrapper, "single_partition_of_fp32_groups", None)
+                    or wrapper.fp32_groups_flat_partition
+                )
                 lp, flat = mapping.lp_fragment_address, flats[mapping.param_group_index]
-                yield Piece(name, tuple(p.shape), lp.start, lp.numel, flat, mapping.hp_fragment_address.start)
+                yield Piece(
+                    name,
+                    tuple(p.shape),
+                    lp.start,
+                    lp.numel,
+                    flat,
+                    mapping.hp_fragment_address.start,
+                )
         else:  # every parameter is cut evenly over the ranks; the last piece is padded
             group, offset, padded = wrapper.grad_position[wrapper.get_param_id(p)]
             start = padded * torch.distributed.get_rank(group=p.ds_process_group)
@@ -170,14 +186,18 @@ class DeepSpeedEngine(Engine):
         self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
         # stages 2 and 3: gradients stay local until `step`
         self.reduce_once: bool = ds_config["managed_gradient_accumulation"]
-        self._reduction: contextlib.ExitStack | None = None  # open from a step's first backward to its `step`
+        self._reduction: contextlib.ExitStack | None = (
+            None  # open from a step's first backward to its `step`
+        )
         self._stage0_norm = torch.tensor(math.nan)
         if stage == 0:
             optimizer.register_step_pre_hook(self._clip_at_stage_0)
         if engine.fp16_enabled():
             # DeepSpeed raises the loss scale before it divides this step's gradients by it, which halves them.
             self._update_scale = update_scale = engine.optimizer._update_scale
-            engine.optimizer._update_scale = lambda overflow: update_scale(True) if overflow else None
+            engine.optimizer._update_scale = lambda overflow: (
+                update_scale(True) if overflow else None
+            )
 
     def _backward(self, total: Tensor, last: bool) -> None:
         if self.reduce_once and self._reduction is None:
@@ -200,13 +220,19 @@ class DeepSpeedEngine(Engine):
     def remedy(self, phase: Phase) -> str | None:
         # collectives within forward and backward, or gradients on their way to the CPU
         stuck = self.stage == 3 or self.offloaded
-        alone = phase == "forward pass" or (phase == "backward pass" and (self.stage < 2 or self.reduce_once))
+        alone = phase == "forward pass" or (
+            phase == "backward pass" and (self.stage < 2 or self.reduce_once)
+        )
         if not stuck and (alone or dist.world_size() == 1):
             return None
         if phase == "loss":
             return LOSS_REMEDY
-        once = ", or engine.reduce_gradients=once, with which the run would go on" if not stuck else ""
-        return f"Set a smaller batch.micro_size, or a lower batch.memory_limit where it is auto{once}"
+        once = (
+            ", or engine.reduce_gradients=once, with which the run would go on" if not stuck else ""
+        )
+        return (
+            f"Set a smaller batch.micro_size, or a lower batch.memory_limit where it is auto{once}"
+        )
 
     def discard_gradients(self) -> None:
         self.engine.zero_grad()
@@ -235,7 +261,9 @@ class DeepSpeedEngine(Engine):
         p = self.module.get_parameter("logit_scale")
         if self.stage == 3:
             p.ds_tensor.clamp_(0, MAX_LOGIT_SCALE)  # this rank's part
-        p.data.clamp_(0, MAX_LOGIT_SCALE)  # at stage 3 it may be below the persistence threshold, and stays gathered
+        p.data.clamp_(
+            0, MAX_LOGIT_SCALE
+        )  # at stage 3 it may be below the persistence threshold, and stays gathered
 
     def _copies(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen ones at stages 1 and 2, which no optimizer step would gather."""
@@ -251,14 +279,18 @@ class DeepSpeedEngine(Engine):
         elif self.stage == 3:
             wrapper.parameter_offload.partition_all_parameters()
             for piece in self.pieces:  # this rank's part of the model's own weights
-                self.module.get_parameter(piece.name).ds_tensor.narrow(0, 0, piece.numel).copy_(piece.view(piece.held))
+                self.module.get_parameter(piece.name).ds_tensor.narrow(0, 0, piece.numel).copy_(
+                    piece.view(piece.held)
+                )
             if wrapper.persistent_parameters:  # small ones, which stay gathered
                 wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
         super()._masters_changed()
 
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
         super().load_fragments(source, extra)
-        for key, value in extra.get("loss_scaler", {}).items() if self.engine.fp16_enabled() else ():
+        for key, value in (
+            extra.get("loss_scaler", {}).items() if self.engine.fp16_enabled() else ()
+        ):
             setattr(self.engine.optimizer.loss_scaler, key, value)
 
     def extra_state(self) -> dict[str, Any]:

@@ -13,11 +13,17 @@ from launcher.engines.config import EngineConfig
 NAME = "FSDP"
 CHECKS = ()
 OLDEST = (2, 6)  # has `fully_shard`, and what of it is used here
-OLDEST_WITH_CHECKPOINTING = (2, 13)  # activation checkpointing with several forwards a step (pytorch #171779)
+OLDEST_WITH_CHECKPOINTING = (
+    2,
+    13,
+)  # activation checkpointing with several forwards a step (pytorch #171779)
 
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
-    W, torch_version = facts.world_size, tuple(int(part) for part in re.findall(r"\d+", metadata.version("torch"))[:2])
+    W, torch_version = (
+        facts.world_size,
+        tuple(int(part) for part in re.findall(r"\d+", metadata.version("torch"))[:2]),
+    )
     yield from linear.mistakes(config)
     if config.precision == "fp16":
         yield (
@@ -25,7 +31,9 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
             "engine.kind=deepspeed"
         )
     if config.ds_config is not None:
-        yield (f"engine.ds_config ({config.ds_config}) is DeepSpeed's: take it out, or set engine.kind=deepspeed")
+        yield (
+            f"engine.ds_config ({config.ds_config}) is DeepSpeed's: take it out, or set engine.kind=deepspeed"
+        )
     if config.shard_ranks is not None and W % config.shard_ranks:
         ways = ", ".join(str(n) for n in range(1, W + 1) if W % n == 0)
         yield f"engine.shard_ranks ({config.shard_ranks}) must divide the number of ranks ({W}): one of {ways}, or null"
@@ -42,7 +50,11 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
         )
     if torch_version < OLDEST:
         yield f"engine.kind (fsdp) needs torch 2.6, this is {metadata.version('torch')}: pip install -U torch"
-    elif config.activation_checkpointing and facts.several_graphs and torch_version < OLDEST_WITH_CHECKPOINTING:
+    elif (
+        config.activation_checkpointing
+        and facts.several_graphs
+        and torch_version < OLDEST_WITH_CHECKPOINTING
+    ):
         yield (
             f"engine.activation_checkpointing ({config.activation_checkpointing}) with several micro-batches needs "
             f"torch 2.13 under engine.kind=fsdp, this is {metadata.version('torch')}: pip install -U torch, or set "
@@ -54,7 +66,9 @@ def mistakes_here(config: EngineConfig) -> Iterator[str]:
     yield from linear.mistakes_here(config)
 
 
-def memory(config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int) -> Memory:
+def memory(
+    config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
+) -> Memory:
     """Masters, moments and reduced gradients are fp32 and shared out; whole parameters and gradients come on top.
 
     trained: of the P parameters; the others have masters only."""

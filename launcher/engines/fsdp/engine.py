@@ -14,7 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from clip_train import dist
@@ -39,16 +45,23 @@ def build_engine(
     _refuse_parameters(model)
     if config.linear is not None:
         convert(model, config.linear, emulate=device.type == "cpu")
-    copies: dict[str, int] = {"shard": W} if ranks == W else {"replicate": W // ranks, "shard": ranks}
+    copies: dict[str, int] = (
+        {"shard": W} if ranks == W else {"replicate": W // ranks, "shard": ranks}
+    )
     sharding: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, tuple(copies.values()), mesh_dim_names=tuple(copies)),
-        "reshard_after_forward": config.zero_stage == 3,  # said for the root too, which would else stay whole
+        "reshard_after_forward": config.zero_stage
+        == 3,  # said for the root too, which would else stay whole
         # fp32 sums of bf16 gradients, between micro-batches and between ranks. No cast of inputs or outputs: the
         # model casts its pixels itself, and its features are fp32 on purpose.
         "mp_policy": MixedPrecisionPolicy(
-            torch.bfloat16 if config.precision == "bf16" else None, torch.float32, cast_forward_inputs=False
+            torch.bfloat16 if config.precision == "bf16" else None,
+            torch.float32,
+            cast_forward_inputs=False,
         ),
-        "offload_policy": CPUOffloadPolicy(device.type == "cuda") if config.offload == "optimizer" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(device.type == "cuda")
+        if config.offload == "optimizer"
+        else OffloadPolicy(),
     }
     if config.compile:
         compile_units(model)
@@ -59,7 +72,9 @@ def build_engine(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which only NCCL knows
     model.to_empty(device="cpu" if config.offload == "optimizer" else device)
-    return FSDPEngine(model, make_optimizer(model.named_parameters()), device, config, facts.grad_clip_norm)
+    return FSDPEngine(
+        model, make_optimizer(model.named_parameters()), device, config, facts.grad_clip_norm
+    )
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -68,12 +83,18 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 def _refuse_parameters(model: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters()]
-    shared = sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - set(names))
+    shared = sorted(
+        {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(names)
+    )
     if shared:
-        raise UserError(f"engine.kind (fsdp) cannot hold the shared parameter {shared[0]}; set engine.kind=deepspeed")
+        raise UserError(
+            f"engine.kind (fsdp) cannot hold the shared parameter {shared[0]}; set engine.kind=deepspeed"
+        )
     for name, p in model.named_parameters():
         if p.ndim == 0:
-            raise UserError(f"engine.kind (fsdp) cannot hold the parameter {name}: it is 0-d; give it shape [1]")
+            raise UserError(
+                f"engine.kind (fsdp) cannot hold the parameter {name}: it is 0-d; give it shape [1]"
+            )
 
 
 def find_pieces(model: nn.Module) -> list[Piece]:
@@ -105,7 +126,9 @@ class FSDPEngine(Engine):
             model,
             optimizer,
             device,
-            find_pieces(model),  # now: while a unit is whole, named_parameters() gives its plain low-precision copies
+            find_pieces(
+                model
+            ),  # now: while a unit is whole, named_parameters() gives its plain low-precision copies
             module=model,
             grad_clip_norm=grad_clip_norm,
             low_precision=config.precision != "fp32",
@@ -119,20 +142,28 @@ class FSDPEngine(Engine):
         model.set_requires_all_reduce(last)  # between copies (2-d mesh): shards are summed first
         model.set_is_last_backward(last)  # prefetching goes on from graph to graph until then
         if self.stage < 3:
-            model.set_reshard_after_backward(last)  # one all-gather a step, however many micro-batches
+            model.set_reshard_after_backward(
+                last
+            )  # one all-gather a step, however many micro-batches
         total.backward()
 
     def remedy(self, phase: Phase) -> str | None:
         if dist.world_size() == 1:
             return None
-        return LOSS_REMEDY if phase == "loss" else "Set a smaller batch.micro_size"  # collectives in all of them
+        return (
+            LOSS_REMEDY if phase == "loss" else "Set a smaller batch.micro_size"
+        )  # collectives in all of them
 
     def discard_gradients(self) -> None:
-        cast(FSDPModule, self.model).reset_iter_state()  # an interrupted forward or backward is over, units are sharded
+        cast(
+            FSDPModule, self.model
+        ).reset_iter_state()  # an interrupted forward or backward is over, units are sharded
         for module in fsdp_modules(self.module):
             # Private: torch 2.13 has no public way to forget gradients that were not reduced yet.
             for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-                for p in group.fsdp_params:  # reset_iter_state() leaves what earlier backwards have summed
+                for p in (
+                    group.fsdp_params
+                ):  # reset_iter_state() leaves what earlier backwards have summed
                     p.unsharded_accumulated_grad = None
                     if hasattr(p, "_unsharded_param"):
                         p._unsharded_param.grad = None
@@ -142,13 +173,19 @@ class FSDPEngine(Engine):
     def _clip(self) -> Tensor:
         """The global norm, in one all-reduce. torch's own clip multiplies DTensors by a DTensor."""
         gradients = [local(p.held.grad) for p in self.pieces if p.held.grad is not None]
-        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=self.device)
+        norms = (
+            torch.stack(torch._foreach_norm(gradients))
+            if gradients
+            else torch.zeros(1, device=self.device)
+        )
         squares = norms.double().square().sum()
         mesh = cast(DTensor, self.pieces[0].held).device_mesh
         torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
         norm = squares.sqrt()
         if self.grad_clip_norm is not None and gradients:
-            torch._foreach_mul_(gradients, (self.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0).float())
+            torch._foreach_mul_(
+                gradients, (self.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
+            )
         return norm
 
     def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:

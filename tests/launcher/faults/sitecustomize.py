@@ -85,7 +85,11 @@ def plant(trainer):
             time.sleep(13)
         return save(self, **options)
 
-    trainer._next_batch, trainer._record, trainer._save = faulty_next_batch, faulty_record, faulty_save
+    trainer._next_batch, trainer._record, trainer._save = (
+        faulty_next_batch,
+        faulty_record,
+        faulty_save,
+    )
 
 
 if mine or fault == "save":
