@@ -229,9 +229,10 @@ class Engine(abc.ABC):
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         }
         mine = [p for p in self.pieces if p.saved_here and p.numel and p.held in stepped]
-        parts = [
-            [p.view(p.held.grad) for p in mine if tower_of(p.name) == t] for t in (*TOWERS, None)
-        ]  # type: ignore
+        parts: list[list[torch.Tensor]] = []
+        for tower in (*TOWERS, None):
+            grads = [p.view(p.held.grad) for p in mine if tower_of(p.name) == tower]  # type: ignore[arg-type]
+            parts.append(grads)
         if mine:
             squares = (
                 torch.stack(torch._foreach_norm([g for part in parts for g in part]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from clip_train import dist
@@ -56,9 +57,7 @@ def list_checkpoints(places: Places, policy: Policy, *, verify: bool) -> list[Li
     lines: list[Line] = []
     for name, storage in zip(("local", "remote"), places, strict=True):
         if storage is not None:
-            lines += readable(
-                storage, lambda storage, name=name: _one_store(storage, name, policy, verify)
-            )  # type: ignore[misc]
+            lines += readable(storage, partial(_one_store, name=name, policy=policy, verify=verify))
     committed: dict[tuple[int, int], Line] = {}
     for line in lines:
         if line.committed:
