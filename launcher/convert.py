@@ -6,26 +6,29 @@
 
 Shard i holds the rows [i S, (i + 1) S), so it is the same however many processes there are, and one that is there need
 not be written again. Beside each lies `NNNNN_stats.json`, as img2dataset has it, with the rows that were left out.
+
+A label that is a number becomes the sample's `.cls`, as in webdataset. A label that is a name, and columns to keep,
+become fields of its `.json`.
 """
 
 from __future__ import annotations
 
-import csv
-import importlib
 import io
 import itertools
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clip_train.data.index import STATS_SUFFIX
 from clip_train.errors import UserError
+from launcher.tables import ARROW, READERS, Broken
 
 IMAGE_KEYS = ("filepath", "file_name", "image_path", "image", "path", "file", "img", "jpg")
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
@@ -33,8 +36,6 @@ SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 SETTINGS = "shards.json"  # what the shards of a folder were made of
 SPLITS = "dataset_dict.json"  # of Hugging Face's DatasetDict, a folder of datasets
-ARROW_FILE = b"ARROW1"  # what a file begins with, and a stream does not
-ROWS_AT_ONCE = 1000
 READABLE = "a .csv, .tsv, .jsonl, .parquet, .arrow or a folder"
 
 
@@ -44,6 +45,14 @@ class Row:
 
     image: Any  # a path, or its bytes, or {"bytes": ..., "path": ...} as Hugging Face keeps them
     captions: Mapping[str, Any]  # by column: a text or a list of texts
+    label: str = ""  # a number or a name; "": none
+    label_key: str | None = (
+        None  # the field of the `.json` for a name; None: labels are numbers, for the `.cls`
+    )
+    kept: Mapping[str, Any] = field(default_factory=dict)  # further fields of the `.json`
+    problem: str | None = (
+        None  # why the row could not be read; `image` is then its place in the table
+    )
 
 
 @dataclass(frozen=True)
@@ -53,107 +62,100 @@ class Written:
     path: Path
     samples: int
     left_out: list[tuple[str, str]]  # image, reason
+    labels: Mapping[str, int] = field(default_factory=dict)  # label -> samples; "": without one
 
 
 def read_rows(
-    source: Path, image_key: str | None = None, caption_keys: Sequence[str] = ()
+    source: Path,
+    image_key: str | None = None,
+    caption_keys: Sequence[str] = (),
+    label_key: str | None = None,
+    keep: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Every row in order. UserError where nothing can be read, or the columns are not known."""
-    if source.is_dir() and (source / SPLITS).is_file():
+    """Every row in order. UserError if nothing can be read, or a column is missing.
+
+    Args:
+        label_key: the column of labels.
+        keep: further columns, which become fields of the `.json`.
+    """
+    table = _table_of(source)
+    if table is None:
+        if label_key or keep:
+            raise UserError(
+                f"--label-key ({label_key}) and --keep-columns ({','.join(keep)}) are columns of a table, and SOURCE "
+                f"({source}) has none: put a metadata.csv with file_name, caption and these columns into it"
+            )
+        yield from _folder_rows(source)
+        return
+    reader = ARROW if table.is_dir() else READERS[table.suffix.lower()]
+    first = next((record for record in reader(table) if isinstance(record, dict)), None)
+    if first is None:
+        raise UserError(f"SOURCE ({source}) has no rows that can be read")
+    image = _column(table, first, [image_key] if image_key else IMAGE_KEYS, "--image-key")
+    wanted = [_column(table, first, [key], "--caption-key") for key in caption_keys]
+    wanted = wanted or [_column(table, first, CAPTION_KEYS, "--caption-key")]
+    for key in [label_key] if label_key else []:
+        _column(table, first, [key], "--label-key")
+    for key in keep:
+        _column(table, first, [key], "--keep-columns")
+    named = label_key
+    if label_key is not None and _are_numbers(reader(table), label_key):
+        named = None
+    for record in reader(table):
+        if isinstance(record, Broken):
+            yield Row(record.place, {}, label_key=named, problem=record.reason)
+            continue
+        captions = {key: record.get(key) for key in wanted}
+        kept = {key: record.get(key) for key in keep}
+        yield Row(record.get(image), captions, _label_of(record, label_key), named, kept)
+
+
+def _table_of(source: Path) -> Path | None:
+    """The table in a folder, or `source` itself; None for a folder of images. UserError."""
+    if (source / SPLITS).is_file():
         names = " or ".join(str(each) for each in sorted(source.iterdir()) if each.is_dir())
         raise UserError(f"SOURCE ({source}) holds several splits: give one, {names}")
     if source.is_dir() and not any(source.glob("*.arrow")):
-        table = next((source / name for name in METADATA if (source / name).is_file()), None)
-        if table is None:
-            yield from _folder_rows(source)
-            return
-        source = table
+        return next((source / name for name in METADATA if (source / name).is_file()), None)
     if not source.exists():
         raise UserError(f"SOURCE ({source}): no such file or folder; give {READABLE}")
-    reader = _arrow if source.is_dir() else READERS.get(source.suffix.lower())
-    if reader is None:
+    if not source.is_dir() and source.suffix.lower() not in READERS:
         raise UserError(f"SOURCE ({source}) is no table that can be read: give {READABLE}")
-    records = reader(source)
-    first = next(records, None)
-    if first is None:
-        raise UserError(f"SOURCE ({source}) has no rows")
-    image = _column(source, first, [image_key] if image_key else IMAGE_KEYS, "image")
-    wanted = [_column(source, first, [key], "caption") for key in caption_keys]
-    wanted = wanted or [_column(source, first, CAPTION_KEYS, "caption")]
-    for record in itertools.chain([first], records):
-        yield Row(record.get(image), {key: record.get(key) for key in wanted})
+    return source
 
 
-def _column(source: Path, record: Mapping[str, Any], names: Sequence[str], what: str) -> str:
+def _are_numbers(records: Iterable[dict[str, Any] | Broken], key: str) -> bool:
+    """Whether all labels are numbers. A number that is not a text, as in Parquet, decides for all of them."""
+    texts = False
+    for record in records:
+        label = _label_of(record, key)
+        if label and isinstance(record, dict) and not isinstance(record[key], str):
+            return label.isdecimal()
+        if label and not label.isdecimal():
+            return False
+        texts = texts or label != ""
+    return texts
+
+
+def _label_of(record: Mapping[str, Any] | Broken, key: str | None) -> str:
+    """A number or a name, alone or in a list of one in the table; "" for none."""
+    value = record.get(key) if isinstance(record, Mapping) and key is not None else None
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, float):  # pandas turns a column of numbers into these if a cell is empty
+        return str(int(value)) if value.is_integer() else str(value).replace("nan", "")
+    return "" if value is None else str(value).strip()
+
+
+def _column(source: Path, record: Mapping[str, Any], names: Sequence[str], option: str) -> str:
     """The first of `names` that the table has. UserError with the remedy."""
     found = next((name for name in names if name in record), None)
     if found is None:
         columns = ", ".join(map(str, record))
         raise UserError(
-            f"SOURCE ({source}) has no column {' or '.join(names)} for the {what}; its columns are {columns}: "
-            f"say --{what}-key NAME"
+            f"SOURCE ({source}) has no column {' or '.join(names)}; its columns are {columns}: say {option} NAME"
         )
     return found
-
-
-def _csv(source: Path) -> Iterator[dict[str, Any]]:
-    with source.open(newline="", encoding="utf-8-sig") as file:
-        header = file.readline()
-        file.seek(0)
-        yield from csv.DictReader(file, delimiter="\t" if "\t" in header else ",")
-
-
-def _json_lines(source: Path) -> Iterator[dict[str, Any]]:
-    with source.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line) if line.strip() else None
-            except ValueError as e:
-                raise UserError(
-                    f"SOURCE ({source}), line {number} is not JSON: {e}; one object in each line"
-                ) from e
-            if isinstance(record, dict):
-                yield record
-            elif record is not None:
-                raise UserError(
-                    f"SOURCE ({source}), line {number} is no object; one {{...}} in each line"
-                )
-
-
-def _parquet(source: Path) -> Iterator[dict[str, Any]]:
-    for batch in (
-        _pyarrow(source, "parquet").ParquetFile(source).iter_batches(batch_size=ROWS_AT_ONCE)
-    ):
-        yield from batch.to_pylist()
-
-
-def _arrow(source: Path) -> Iterator[dict[str, Any]]:
-    """Arrow's streams, or files, one after another."""
-    ipc = _pyarrow(source, "ipc")
-    for file in sorted(source.glob("*.arrow")) if source.is_dir() else [source]:
-        with file.open("rb") as opened:
-            is_file = opened.read(len(ARROW_FILE)) == ARROW_FILE
-            opened.seek(0)
-            reader = ipc.open_file(opened) if is_file else ipc.open_stream(opened)
-            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            for batch in batches:
-                for start in range(0, len(batch), ROWS_AT_ONCE):
-                    yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
-
-
-def _pyarrow(source: Path, module: str) -> Any:
-    try:
-        return importlib.import_module(f"pyarrow.{module}")
-    except ImportError as e:
-        raise UserError(
-            f"SOURCE ({source}): {source.suffix or '.arrow'} needs `pip install pyarrow`"
-        ) from e
-
-
-READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
-    ".csv": _csv, ".tsv": _csv, ".txt": _csv, ".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet,
-    ".arrow": _arrow,
-}  # fmt: skip
 
 
 def _folder_rows(folder: Path) -> Iterator[Row]:
@@ -212,11 +214,14 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
     stats = path.with_name(path.stem + STATS_SUFFIX)
     if path.exists() and stats.exists():
         found = json.loads(stats.read_text())
-        return Written(path, found["successes"], [tuple(each) for each in found["left_out"]])
+        left = [tuple(each) for each in found["left_out"]]
+        return Written(path, found["successes"], left, found.get("labels", {}))
     samples, left_out = [], []
+    labels: Counter[str] = Counter()
     for i, row in enumerate(rows):
         try:
             samples.append({"__key__": f"{number * per_shard + i:09d}", **sample_of(row, root)})
+            labels[row.label] += 1
         except ValueError as e:
             left_out.append(
                 (
@@ -231,28 +236,29 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         (folder / part).write_bytes(
             bytes(10240)
         )  # a tar without members: the numbers stay those of the rows
-    stats.write_text(
-        json.dumps({"count": len(rows), "successes": len(samples), "left_out": left_out})
-    )
+    found = {"count": len(rows), "successes": len(samples), "left_out": left_out, "labels": labels}
+    stats.write_text(json.dumps(found))
     (folder / part).replace(path)
-    return Written(path, len(samples), left_out)
+    return Written(path, len(samples), left_out, labels)
 
 
 def sample_of(row: Row, root: Path) -> dict[str, Any]:
     """Members of a tar. ValueError, in words to count, for what cannot be trained on."""
-    from clip_train.data.decode import decode_image
+    from clip_train.data.decode import captions_by_name, decode_image
     from clip_train.data.invalid import InvalidSample
 
+    if row.problem is not None:
+        raise ValueError(row.problem)
+    names = {f"json.{column}": 1.0 for column in row.captions}
+    try:
+        usable = captions_by_name({"json": dict(row.captions)}, names)
+    except InvalidSample as e:
+        raise ValueError(e.reason) from e
     by_column = {
-        column: texts for column, value in row.captions.items() if (texts := _texts(value))
+        name.removeprefix("json."): [text.strip() for text in texts]
+        for name, texts in usable.items()
     }
-    if not by_column:
-        raise ValueError("no caption")
-    data = (
-        row.image.get("bytes") or row.image.get("path")
-        if isinstance(row.image, dict)
-        else row.image
-    )
+    data = content_of(row.image)
     if isinstance(data, str):
         if data.startswith(("http://", "https://", "s3://")):
             raise ValueError("image is a URL: fetch it with img2dataset --output_format webdataset")
@@ -268,14 +274,21 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
         raise ValueError(e.reason) from e
     texts = next(iter(by_column.values()))
     members: dict[str, Any] = {_extension(data): data, "txt": texts[0]}
-    several = {"captions": texts} if len(texts) > 1 else {}
-    several |= by_column if len(row.captions) > 1 else {}
-    return {**members, "json": several} if several else members
+    fields = dict(row.kept)
+    if row.label and row.label_key is not None:
+        fields[row.label_key] = row.label
+    elif row.label and not row.label.isdecimal():
+        raise ValueError("label is not a whole number from 0 on, as the others are")
+    elif row.label:
+        members["cls"] = int(row.label)
+    fields |= {"captions": texts} if len(texts) > 1 else {}
+    fields |= by_column if len(row.captions) > 1 else {}
+    return {**members, "json": json.dumps(fields, default=str).encode()} if fields else members
 
 
-def _texts(value: Any) -> list[str]:
-    texts = value if isinstance(value, list) else [value]
-    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+def content_of(image: Any) -> Any:
+    """Bytes or a path. Hugging Face keeps an image as {"bytes": ..., "path": ...}."""
+    return image.get("bytes") or image.get("path") if isinstance(image, dict) else image
 
 
 def _extension(data: bytes) -> str:

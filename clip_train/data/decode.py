@@ -23,7 +23,7 @@ from torch import Tensor
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.tar import TarSample
 
-MAX_CAPTION_BYTES = 1 << 15  # of a .txt; more is a document, and would hold up the tokenizer
+MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, and would hold up the tokenizer
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 # Not all that Pillow reads: for EPS it would start Ghostscript on what a stranger wrote.
 FORMATS = ("PNG", "WEBP", "JPEG", "GIF", "BMP", "TIFF", "PPM", "DIB", "MPO", "JPEG2000", "AVIF")
@@ -57,7 +57,7 @@ def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> list[str]:
     Raises:
         InvalidSample: there is none.
     """
-    found = _by_name(members, caption_key)
+    found = captions_by_name(members, caption_key)
     return [text for texts in found.values() for text in texts]
 
 
@@ -66,14 +66,14 @@ def caption(members: Mapping[str, Any], caption_key: CaptionKey, draw: int = 0) 
 
     A name is drawn by its weight among those of which the sample has a caption, then one of its captions.
     """
-    found = _by_name(members, caption_key)
+    found = captions_by_name(members, caption_key)
     weights = caption_key if isinstance(caption_key, Mapping) else dict.fromkeys(found, 1.0)
     ends = list(itertools.accumulate(weights[name] for name in found))
     texts = list(found.values())[bisect.bisect_right(ends[:-1], draw / DRAWS * ends[-1])]
     return texts[draw % len(texts)]
 
 
-def _by_name(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
+def captions_by_name(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
     """The usable captions under each name that has any, in order. InvalidSample where none has."""
     names = (
         ["txt"]
@@ -156,11 +156,11 @@ def _usable_text(content: Any) -> str:
     """A caption that a tokenizer can take. Bytes that are no UTF-8 are refused, as OpenCLIP's loader does."""
     if not isinstance(content, bytes | str):
         raise InvalidSample("caption is not a text")
-    if len(content) > MAX_CAPTION_BYTES:
-        raise InvalidSample("caption is too long")
-    try:
-        text = content.decode() if isinstance(content, bytes) else content
-        text.encode()  # JSON can spell half a surrogate pair, which nothing can encode
+    try:  # JSON can spell half a surrogate pair, which nothing can encode
+        data = content if isinstance(content, bytes) else content.encode()
+        if len(data) > MAX_CAPTION_BYTES:
+            raise InvalidSample("caption is too long")
+        text = data.decode()
     except UnicodeError as e:
         raise InvalidSample("caption is not UTF-8") from e
     if not text.strip():

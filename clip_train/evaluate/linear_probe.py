@@ -38,7 +38,8 @@ def linear_probe(train: Encoded, test: Encoded) -> dict[str, float]:
     if not trained or not scored:
         key = "zero_shot_data (or data.val)" if trained else "linear_probe"
         raise UserError(
-            f"evaluate.{key} has no labelled image for the linear probe: give a folder for each class, or .cls"
+            f"evaluate.{key} has no labelled image for the linear probe: give a folder for each class, "
+            "or .cls; labels that are names need evaluate.zero_shot_classes"
         )
     classes = 1 + int(
         dist.max_scalar(float(torch.cat([train.labels, test.labels, known.new_zeros(1)]).max()))

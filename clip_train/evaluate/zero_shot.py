@@ -33,10 +33,11 @@ CLIP_BENCHMARKS = (
 class ZeroShotClasses(BaseModel):
     """The content of `evaluate.zero_shot_classes`.
 
-    A validation sample's label is, in this order: its `cls`, an index (of the `.cls` member or the
-    `.json`); `label_key` of its `.json`, an index or a class name; its first caption, if that is in `captions`,
-    a class name or a prompt. A sample that has none of these is left out. A name that two classes share (ImageNet has
-    two) labels none.
+    The label of a validation sample is the first of these that it has: its `cls` (the `.cls` member, or that key of the
+    `.json`); `label_key` of its `.json`; its first caption, if that is in `captions`, or is a class name or a prompt.
+    `cls` and `label_key` hold a class name or an index, as a number or as text, alone or in a list of one. Text that is
+    a class name is never an index, except in `cls`. A sample without a label is left out. A name that two classes share
+    (ImageNet has two) is an error in `cls` and `label_key`, and labels no caption.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -102,28 +103,35 @@ class ZeroShotClasses(BaseModel):
         def label(caption: str, metadata: dict[str, Any]) -> int:
             if (cls := _number(metadata)) is not None:
                 return self._index(cls, "a sample's cls")
-            if metadata.get(self.label_key) is not None:
-                return self._index(metadata[self.label_key], f"a sample's {self.label_key}")
+            named = _element(metadata.get(self.label_key))
+            if named is not None:
+                return self._index(named, f"a sample's {self.label_key}")
             return by_caption.get(caption.strip(), -1)
 
         return label
 
     def _index(self, target: int | str, where: str) -> int:
-        if isinstance(target, int) and 0 <= target < len(self.classnames):
-            return target
         named = self.classnames.count(target) if isinstance(target, str) else 0
         if named == 1:
             return self.classnames.index(str(target))
+        number = int(target) if not named and str(target).isdecimal() else -1
+        if 0 <= number < len(self.classnames):
+            return number
         which = f"the name of {named}" if named else "none"
         raise ValueError(f"{where} is {target!r}, {which} of the {len(self.classnames)} classes")
 
 
 def _number(metadata: dict[str, Any]) -> Any:
     """The sample's `cls`: `.cls` members are written as text."""
-    cls = metadata.get("cls")
+    cls = _element(metadata.get("cls"))
     with contextlib.suppress(TypeError, ValueError):
-        return int(cls)  # type: ignore[arg-type]
+        return int(cls)
     return cls
+
+
+def _element(value: Any) -> Any:
+    """Of a list of one its element: columns of captions are kept as lists."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def label_by_number(caption: str, metadata: dict[str, Any]) -> int:

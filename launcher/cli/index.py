@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         caption_key=names,
         workers=args.workers,
         check=args.check,
+        quiet=args.quiet,
         overwrite_sizes=args.overwrite_sizes,
     )
 
@@ -44,6 +45,7 @@ def run_index(
     caption_key: Sequence[str] | None,
     workers: int | None,
     check: bool,
+    quiet: bool,
     overwrite_sizes: bool = False,
 ) -> int:
     """Reads every shard once. UserError for shards that are not there; DataError for what is wrong with them."""
@@ -58,7 +60,8 @@ def run_index(
     if not check:
         with writing():
             try_folders(shards)
-    found = read(shards, caption_key, workers or max(2, min(16, len(os.sched_getaffinity(0)))))
+    workers = workers or max(2, min(16, len(os.sched_getaffinity(0))))
+    found = read(shards, caption_key, workers, quiet=quiet)
     samples = sum(each.entry.samples for each in found.values())
     size = sum(each.entry.checksums.size for each in found.values())
     summary = f"{len(found)} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
@@ -118,10 +121,13 @@ def writing() -> Iterator[None]:
         ) from e
 
 
-def read(shards: list[str], caption_key: Sequence[str] | None, workers: int) -> dict[str, Indexed]:
-    """What is in the shards, with a progress bar."""
+def read(
+    shards: list[str], caption_key: Sequence[str] | None, workers: int, *, quiet: bool
+) -> dict[str, Indexed]:
+    """What is in the shards. quiet: without a progress bar."""
     columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[last]}"), console=Console(stderr=True)) as bar:
+    last = TextColumn("{task.fields[last]}")
+    with Progress(*columns, last, console=Console(stderr=True), disable=quiet) as bar:
         task = bar.add_task("", total=len(shards), last="")
         return index_shards(
             shards,

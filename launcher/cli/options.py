@@ -226,7 +226,8 @@ VERBS = {
         Run again after an interruption, it goes on. Of URLs, img2dataset makes shards.""",
         """\
         clip-train shards captions.csv shards                   columns are found, or --image-key, --caption-key
-        clip-train shards photos shards                         each x.jpg with its x.txt; or a metadata.csv in it""",
+        clip-train shards photos shards                         each x.jpg with its x.txt; or a metadata.csv in it
+        clip-train shards labelled.csv shards --label-key kind  and shards/classes.json, for zero-shot evaluation""",
         positions=("source", "out"),
         options=(
             (
@@ -239,6 +240,12 @@ VERBS = {
                 "NAMES",
                 "columns of captions: the first with one counts, all are kept by name (default: title, ...)",
             ),
+            (
+                "label-key",
+                "NAME",
+                "column of labels for evaluation: numbers become .cls, names this field of the .json",
+            ),
+            ("keep-columns", "NAMES", "further columns, separated by commas, for the .json"),
             ("images", "DIR", "where relative paths begin (default: SOURCE's folder)"),
             ("per-shard", "N", "rows in a shard (default: 1000)"),
             ("workers", "N", "processes (default: one for each CPU)"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -22,6 +24,7 @@ from launcher.config.recipe import load_config
 from launcher.runtime.log import log
 
 LOOK_SECONDS = 2.0
+PIPED_WIDTH = 10_000  # characters: no line is cut for a program that reads it
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = ("loss", "grad_norm", "samples_per_second")
 COLOURS = {
@@ -45,8 +48,11 @@ def write(args: argparse.Namespace) -> int:
 def watch(args: argparse.Namespace) -> int:
     """Until the run is done, or Ctrl-C; once where nobody looks at a terminal."""
     run, console = Run(folder_of(args.run)), Console()
+    width = console.width
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_WIDTH
     if args.once or not console.is_terminal:
-        console.print(view(run, console.width))
+        console.print(view(run, width))
         return 0
     try:
         with Live(view(run, console.width), console=console, auto_refresh=False) as live:
@@ -80,7 +86,8 @@ def _lines(run: Run, width: int) -> Iterator[RenderableType]:
     head = Text.assemble((run.name, "bold"), "  ", (run.state, COLOURS.get(run.state, "")))
     yield head.append(f"  step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "") + left)
     if run.steps:
-        yield ProgressBar(total=run.steps, completed=run.step, width=width)
+        bar = ProgressBar(total=run.steps, completed=run.step, width=width)
+        yield Columns([bar])  # ends its line whatever the console's width
     for level, text in run.notes():
         yield Text(f"{level}: {text}", style=COLOURS[level])
     table = Table(box=None, pad_edge=False)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
+from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from clip_train.errors import DataError, UserError
 from launcher.cli.index import run_index
-from launcher.convert import Written, make_shards, read_rows, same_settings
+from launcher.convert import Row, Written, content_of, make_shards, read_rows, same_settings
+
+RECIPE = "recipes/vit_b32.yaml"
+INSTALLED = Path(__file__).resolve().parents[2]  # a checkout, or site-packages
+CLASSES = "classes.json"
+TEMPLATE = "a photo of a {}."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,28 +31,67 @@ def run(args: argparse.Namespace) -> int:
     if per_shard < 1 or workers < 1:
         raise UserError(f"--per-shard ({per_shard}) and --workers ({workers}) must be at least 1")
     caption_keys = args.caption_key.split(",") if args.caption_key else []
-    rows = read_rows(source, args.image_key, caption_keys)
-    root = (
-        Path(args.images).expanduser()
-        if args.images
-        else source
-        if source.is_dir()
-        else source.parent
-    )
+    keep = args.keep_columns.split(",") if args.keep_columns else []
+    read = read_rows(source, args.image_key, caption_keys, args.label_key, keep)
+    first = list(itertools.islice(read, 1))  # UserError before anything is written
+    digests = array("q")
+    rows = _counted(itertools.chain(first, read), digests)
+    beside = source if source.is_dir() else source.parent
+    root = Path(args.images).expanduser() if args.images else beside
     size = source.stat().st_size if source.is_file() else None
     settings = {"source": str(source.absolute()), "bytes": size, "per_shard": per_shard}
-    same_settings(folder, settings | {"image_key": args.image_key, "caption_key": args.caption_key})
+    settings |= {"image_key": args.image_key, "caption_key": args.caption_key}
+    added = {"label_key": args.label_key, "keep_columns": args.keep_columns}
+    same_settings(folder, settings | {key: value for key, value in added.items() if value})
     columns = (
         SpinnerColumn(),
         TextColumn("{task.fields[samples]:,} samples in {task.completed:,.0f} shards"),
+        TimeElapsedColumn(),
     )
     samples, done = 0, list[Written]()
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=args.quiet) as bar:
         task = bar.add_task("", total=None, samples=0)
         for written in make_shards(rows, folder, root, per_shard=per_shard, workers=workers):
             done.append(written)
             samples += written.samples
             bar.update(task, advance=1, samples=samples)
+    _describe_left_out(done, samples)
+    repeated = len(digests) - len(np.unique(np.frombuffer(digests, dtype=np.int64)))
+    if repeated:
+        print(
+            f"{repeated:,} rows repeat an earlier row (the same image and captions) and were written too: take them "
+            "out of the table if an epoch should not repeat them"
+        )
+    pattern = (
+        f"{folder}/{{{done[0].path.stem}..{done[-1].path.stem}}}.tar"
+        if len(done) > 1
+        else str(done[0].path)
+    )
+    status = run_index(
+        [str(each.path) for each in done],
+        caption_key=None,
+        workers=workers,
+        check=False,
+        quiet=args.quiet,
+    )
+    if args.label_key:
+        _describe_labels(args.label_key, first[0].label_key is not None, done, folder)
+    recipe = RECIPE if Path(RECIPE).is_file() else INSTALLED / RECIPE
+    print(f"next: clip-train train {recipe} data.train='{pattern}'")
+    return status
+
+
+def _counted(rows: Iterable[Row], digests: array[int]) -> Iterator[Row]:
+    """The same rows; a digest of each one that can be read goes into `digests`."""
+    for row in rows:
+        if row.problem is None:
+            captions = json.dumps(row.captions, default=str)
+            digests.append(hash((content_of(row.image), captions, row.label)))
+        yield row
+
+
+def _describe_left_out(done: Sequence[Written], samples: int) -> None:
+    """DataError if nothing is left."""
     reasons = Counter(reason for each in done for _, reason in each.left_out)
     if not samples:
         raise DataError(f"no sample could be made: {', '.join(sorted(reasons))}")
@@ -52,13 +101,24 @@ def run(args: argparse.Namespace) -> int:
             example = next(image for each in done for image, why in each.left_out if why == reason)
             print(f"  {count:,} {reason}, such as {example}")
         print("all of them are in the NNNNN_stats.json beside the shards")
-    pattern = (
-        f"{folder}/{{{done[0].path.stem}..{done[-1].path.stem}}}.tar"
-        if len(done) > 1
-        else str(done[0].path)
-    )
-    status = run_index(
-        [str(each.path) for each in done], caption_key=None, workers=workers, check=False
-    )
-    print(f"next: clip-train train recipes/vit_b32.yaml data.train='{pattern}'")
-    return status
+
+
+def _describe_labels(key: str, named: bool, done: Sequence[Written], folder: Path) -> None:
+    """What evaluation needs to know of the labels; names also become the file of classes."""
+    labels = sum((Counter(each.labels) for each in done), Counter[str]())
+    missing = labels.pop("", 0)
+    if missing:
+        print(f"{missing:,} samples have no label in {key}: they are trained on, and not scored")
+    if not labels:
+        return
+    if not named:
+        print(
+            f"labels: numbers from {min(map(int, labels))} to {max(map(int, labels))} as .cls; "
+            "evaluate.zero_shot_classes needs the names in this order: docs/evaluation.md"
+        )
+        return
+    file = folder / CLASSES
+    if not file.exists():
+        classes = {"classnames": sorted(labels), "templates": [TEMPLATE], "label_key": key}
+        file.write_text(json.dumps(classes, indent=1, ensure_ascii=False), encoding="utf-8")
+    print(f"labels: {len(labels):,} names in {key}; evaluate.zero_shot_classes={file}")

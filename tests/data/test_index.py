@@ -391,12 +391,12 @@ def test_a_command_that_is_stopped_leaves_what_was_known(folder: Path, monkeypat
     with monkeypatch.context() as patched:
         shards_open_as(patched, Stopped)
         with pytest.raises(KeyboardInterrupt):
-            run_index(shards, caption_key=None, workers=1, check=False)
+            run_index(shards, caption_key=None, workers=1, check=False, quiet=True)
     assert known(str(folder / "000.tar")).without == [str(folder / "000.tar")]
     make(folder)
     before = (folder / INDEX_NAME).read_bytes()
     with monkeypatch.context() as patched:
         shards_open_as(patched, Stopped)
         with pytest.raises(KeyboardInterrupt):
-            run_index(shards, caption_key=None, workers=1, check=False)
+            run_index(shards, caption_key=None, workers=1, check=False, quiet=True)
     assert (folder / INDEX_NAME).read_bytes() == before

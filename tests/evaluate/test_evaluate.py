@@ -230,6 +230,33 @@ def test_imagenets_classes_and_templates_by_name(tmp_path: Path):
         label("", {"label": "sunglasses"})
 
 
+@pytest.mark.parametrize(
+    ("metadata", "index"),
+    [
+        ({"label": "owl"}, 0),
+        ({"label": ["owl"]}, 0),
+        ({"label": 1}, 1),
+        ({"label": "1"}, 1),
+        ({"label": "911"}, 2),
+        ({"label": ["911"]}, 2),
+        ({"label": "2", "cls": "0"}, 0),
+        ({"cls": ["1"]}, 1),
+        ({"cls": "fox"}, 1),
+        ({}, -1),
+    ],
+)
+def test_a_label_is_a_name_or_a_number_alone_or_in_a_list(metadata: dict[str, Any], index: int):
+    label = ZeroShotClasses(classnames=["owl", "fox", "911"]).labeller()
+    assert label("a caption", metadata) == index
+
+
+@pytest.mark.parametrize("wrong", ["cat", "3", 3, -1, ["owl", "fox"], 1.5])
+def test_a_label_of_no_class_is_named(wrong: Any):
+    label = ZeroShotClasses(classnames=["owl", "fox", "911"]).labeller()
+    with pytest.raises(ValueError, match=r"a sample's label is .*, none of the 3 classes"):
+        label("a caption", {"label": wrong})
+
+
 def test_ties_and_nans():
     """Of the rule with ties ahead a collapsed model finds nothing; else it is as a stable sort has it."""
     same = torch.ones(6, 4) / 2

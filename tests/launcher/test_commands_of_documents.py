@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.full, pytest.mark.engine]
 # What these need is not here: a store, a hub, OpenCLIP, the rest of the line. `demo` has a test of its own.
 ELSEWHERE = ("s3://", "hf-hub:", "open_clip:", "...", "epoch_32.pt", "/data/imagenet")
 STATUSES = {"doctor": (0, 1), "checkpoints": (0, 1)}
-RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b")
+RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b", "birds")
 
 
 def lines() -> list[str]:
@@ -59,13 +59,16 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     photos.mkdir()
     from tests.data.shards import jpeg
 
-    with (folder / "captions.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["filepath", "title"])
-        for i in range(3):
-            (photos / f"{i}.jpg").write_bytes(jpeg(i))
-            (photos / f"{i}.txt").write_text(f"picture {i}")
-            table.writerow([f"photos/{i}.jpg", f"picture {i}"])
+    for name in ("captions", "labelled", "birds", "birds-test"):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["filepath", "title", "kind", "city"])
+            for i in range(3):
+                (photos / f"{i}.jpg").write_bytes(jpeg(i))
+                (photos / f"{i}.txt").write_text(f"picture {i}")
+                table.writerow([f"photos/{i}.jpg", f"picture {i}", f"kind {i}", "Oslo"])
+    (folder / "birds").mkdir()
+    shutil.copy(data.classes, folder / "birds" / "classes.json")
     (folder / "logs" / "my-run").mkdir(parents=True)
     (folder / "logs" / "my-run" / "params.txt").write_text(
         "model: ViT-B-32\nbatch_size: 512\ntrain_data: x.tar\ntrain_num_samples: 3000000\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,9 @@ from clip_train.models.config import load_architecture
 from clip_train.models.weights import load_openclip
 from launcher.cli.inspect import check_names, described, recipe_of_model
 from launcher.runtime.verdict import read_verdict
-from tests.launcher.conftest import clean_environment, finish, metrics, run, start
+from tests.data.shards import jpeg
+from tests.documents import ROOT, code_lines, own_arguments
+from tests.launcher.conftest import RECIPE, clean_environment, finish, metrics, run, start
 from tests.warm import Command
 
 pytestmark = pytest.mark.engine
@@ -156,6 +159,31 @@ def test_a_run_that_was_never_trained_says_so(recipe):
     status, printed = run(recipe, verb="export")
     assert status == 2
     assert "train first" in printed
+
+
+def test_the_example_with_labels_goes_from_tables_to_a_score(tmp_path, model):
+    """The commands of docs/evaluation.md as they are, on pictures with more labels in one table than in the other."""
+    page = ROOT / "docs" / "evaluation.md"
+    lines = list(code_lines(page, "bash"))
+    assert [line.split()[1] for line in lines] == ["shards", "shards", "train", "evaluate"]
+    (tmp_path / "photos").mkdir()
+    for name, count in (("birds", 40), ("birds-test", 10)):
+        rows = ["filepath,caption,kind"]
+        for i in range(count):
+            (tmp_path / "photos" / f"{i}.jpg").write_bytes(jpeg(i))
+            kind = "a red fox" if i % 3 else "911" if i < 10 else "owl"
+            rows.append(f'photos/{i}.jpg,"a picture, number {i}",{kind}')
+        (tmp_path / f"{name}.csv").write_text("\n".join(rows))
+    recipe = RECIPE.format(run_dir="runs/x", train="x.tar", model=model)
+    (tmp_path / "my.yaml").write_text(recipe.replace("steps: 40", "steps: 7"))
+    for line in lines:
+        arguments = own_arguments(line)
+        assert arguments is not None
+        status, out = finish(Command(arguments, env=clean_environment(), cwd=tmp_path))
+        assert status == 0, out
+    scores = dict(re.findall(r"^([\w@]+): ([\d.e-]+)$", out, re.MULTILINE))
+    assert float(scores["zero_shot_samples"]) == float(scores["num_samples"]) == 10, out
+    assert 0 <= float(scores["zero_shot_top1"]) <= float(scores["zero_shot_top5"]) == 1
 
 
 def test_the_demo_goes_the_whole_way(tmp_path, data):

@@ -49,6 +49,17 @@ def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):
     assert "error: FAILED: rank 1 on n2: a node has gone" in capsys.readouterr().out
 
 
+def test_watch_cuts_no_line_in_a_pipe(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    folder = write_run(tmp_path / "run")
+    reason = "rank 1 on n2: " + "a node has gone, " * 20 + "at the end"
+    (folder / "VERDICT").write_text("FAILED\n" + json.dumps({"step": 120, "reason": reason}))
+    assert main(["watch", str(folder), "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("error: ") and line.endswith("at the end") for line in lines)
+    assert any(len(line) == 80 and set(line) <= set("━╸╺ ") for line in lines)  # the bar
+
+
 def test_watch_follows_a_run_in_a_terminal_until_ctrl_c(tmp_path):
     folder = write_run(tmp_path / "run")
     child, terminal = pty.fork()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import tarfile
 from pathlib import Path
 
@@ -184,7 +185,7 @@ def test_what_cannot_be_used_is_left_out_and_reported(tmp_path, capsys):
     for reason in (
         "image cannot be read: No such file",
         "image does not decode, such as cut.jpg",
-        "no caption",
+        "caption is empty",
         "is a URL",
     ):
         assert reason in out
@@ -240,3 +241,130 @@ def test_mistakes(name, content, said, tmp_path, capsys):
     assert main(["shards", str(source), str(tmp_path / "out")]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.glob("out/*.tar"))
+
+
+def typed(line: list[str], capsys) -> tuple[str, str]:
+    assert main(line) == 0
+    return capsys.readouterr()
+
+
+def test_labels_that_are_names_become_a_field_and_a_file_of_classes(tmp_path, capsys):
+    names = images(tmp_path, 5)
+    kinds = ["911", " owl ", "", "red fox", "red fox"]
+    rows = [
+        {"filepath": name, "title": f"a {name}", "kind": kind, "city": "Öland", "n": i}
+        for i, (name, kind) in enumerate(zip(names, kinds, strict=True))
+    ]
+    table = write_table(tmp_path / "x.csv", rows)
+    line = ["shards", str(table), str(tmp_path / "out"), "--workers", "1", "--label-key", "kind"]
+    out, _ = typed([*line, "--keep-columns", "city,n"], capsys)
+    found = members(tmp_path / "out")
+    assert json.loads(found["000000000.json"]) == {"city": "Öland", "n": "0", "kind": "911"}
+    assert json.loads(found["000000001.json"])["kind"] == "owl"
+    assert json.loads(found["000000002.json"]) == {"city": "Öland", "n": "2"}
+    assert json.loads(found["000000003.json"])["kind"] == "red fox"
+    assert not [name for name in found if name.endswith(".cls")]
+    file = tmp_path / "out" / "classes.json"
+    assert json.loads(file.read_text()) == {
+        "classnames": ["911", "owl", "red fox"],
+        "templates": ["a photo of a {}."],
+        "label_key": "kind",
+    }
+    assert "1 samples have no label in kind" in out
+    assert f"3 names in kind; evaluate.zero_shot_classes={file}" in out
+    file.write_text(file.read_text().replace("a photo of a", "a drawing of a"))
+    typed([*line, "--keep-columns", "city,n"], capsys)  # again: what the user wrote stays
+    assert "a drawing of a" in file.read_text()
+    assert main([*line[:-1], "city", "--keep-columns", "city,n"]) == 2
+    assert "label_key: kind, now city" in capsys.readouterr().err
+
+
+def test_labels_that_are_numbers_become_cls(tmp_path, capsys):
+    names = images(tmp_path, 4)
+    labels = [7, 0.0, [3], "owl"]
+    lines = [
+        json.dumps({"image": name, "caption": name, "y": label})
+        for name, label in zip(names, labels, strict=True)
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    line = ["shards", str(tmp_path / "x.jsonl"), str(tmp_path / "out"), "--workers", "1"]
+    out, _ = typed([*line, "--label-key", "y"], capsys)
+    found = members(tmp_path / "out")
+    assert [found[f"{i:09d}.cls"] for i in range(3)] == [b"7", b"0", b"3"]
+    assert "label is not a whole number from 0 on, as the others are, such as 3.jpg" in out
+    assert "numbers from 0 to 7 as .cls" in out and not (tmp_path / "out/classes.json").exists()
+
+
+def test_a_folder_has_no_column_for_labels(tmp_path, capsys):
+    images(tmp_path / "photos", 1)
+    (tmp_path / "photos" / "0.txt").write_text("x")
+    line = ["shards", str(tmp_path / "photos"), str(tmp_path / "out"), "--label-key", "kind"]
+    assert main(line) == 2
+    assert "--label-key (kind)" in capsys.readouterr().err
+    table = write_table(tmp_path / "x.csv", [{"filepath": "photos/0.jpg", "title": "x"}])
+    assert main(["shards", str(table), *line[2:]]) == 2
+    assert "has no column kind; its columns are filepath, title" in capsys.readouterr().err
+
+
+def test_an_unclosed_quote_takes_no_other_row(tmp_path, capsys):
+    names = images(tmp_path, 8)
+    rows = [
+        '0.jpg,"a 5"" screen, in\ntwo lines"',  # a text of two lines, as it may be
+        '1.jpg,"open to the next quote',
+        '2.jpg,"closed"',
+        '3.jpg,"open, and closed by a bare one',
+        '4.jpg,a 7" screen',
+        '5.jpg,"said "so" once"',
+        "6.jpg,red, round",
+        '7.jpg,"open to the end',
+    ]
+    table = tmp_path / "x.csv"
+    table.write_text("filepath,title\n" + "\n".join(rows) + "\n")
+    out, _ = typed(["shards", str(table), str(tmp_path / "out"), "--workers", "1"], capsys)
+    found = members(tmp_path / "out")
+    texts = [found[name].decode() for name in sorted(found) if name.endswith(".txt")]
+    assert texts == ['a 5" screen, in\ntwo lines', "closed", 'a 7" screen']
+    assert 'close it, or write "" for a quote within a quoted text, such as line 4' in out
+    assert "4 a quote" in out and "1 more cells than columns" in out and "such as line 9" in out
+    left = json.loads((tmp_path / "out" / "00000_stats.json").read_text())["left_out"]
+    assert [place for place, _ in left] == ["line 4", "line 6", "line 8", "line 9", "line 10"]
+    assert len(names) == len(texts) + len(left)
+
+
+def test_a_caption_that_is_too_long_is_left_out_where_the_index_would_not_use_it(tmp_path, capsys):
+    names = images(tmp_path, 3)
+    texts = ["ä" * 16_384, "ä" * 16_385, "x" * 54_000]
+    rows = [{"image": n, "caption": t} for n, t in zip(names, texts, strict=True)]
+    table = write_table(tmp_path / "x.csv", rows)
+    out, _ = typed(["shards", str(table), str(tmp_path / "out"), "--workers", "1"], capsys)
+    assert "2 caption is too long, such as 1.jpg" in out and "cannot be used" not in out
+    assert [name for name in members(tmp_path / "out") if name.endswith(".txt")] == [
+        "000000000.txt"
+    ]
+
+
+def test_rows_that_come_twice_are_counted(tmp_path, capsys):
+    names = images(tmp_path, 2)
+    rows = [{"image": name, "caption": "x"} for name in [*names, *names, names[0]]]
+    rows.append({"image": names[0], "caption": "another"})
+    table = write_table(tmp_path / "x.csv", rows)
+    out, _ = typed(["shards", str(table), str(tmp_path / "out"), "--workers", "1"], capsys)
+    assert "3 rows repeat an earlier row" in out and "6 samples" in out
+
+
+def test_quiet_draws_nothing(tmp_path, capsys):
+    images(tmp_path, 1)
+    table = write_table(tmp_path / "x.csv", [{"image": "0.jpg", "caption": "x"}])
+    shards = ["shards", str(table), str(tmp_path / "out"), "--workers", "1"]
+    index = ["index", f"{tmp_path}/out/*.tar"]
+    assert "1 samples" in typed(shards, capsys)[1] and "indexing" in typed(index, capsys)[1]
+    assert typed([*shards, "--quiet"], capsys)[1] == typed([*index, "--quiet"], capsys)[1] == ""
+
+
+def test_the_next_line_names_a_recipe_that_is_there(tmp_path, capsys, monkeypatch):
+    images(tmp_path, 1)
+    table = write_table(tmp_path / "x.csv", [{"image": "0.jpg", "caption": "x"}])
+    monkeypatch.chdir(tmp_path)
+    out, _ = typed(["shards", str(table), "out", "--workers", "1"], capsys)
+    words = shlex.split(out.splitlines()[-1])
+    assert words[:3] == ["next:", "clip-train", "train"] and Path(words[3]).is_file()
