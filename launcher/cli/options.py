@@ -227,7 +227,7 @@ VERBS = {
         """\
         clip-train shards captions.csv shards                   columns are found, or --image-key, --caption-key
         clip-train shards photos shards                         each x.jpg with its x.txt; or a metadata.csv in it
-        clip-train shards labelled.csv shards --label-key kind  and shards/classes.json, for zero-shot evaluation""",
+        clip-train shards birds.csv birds --label-key kind      with birds/classes.json, for zero-shot evaluation""",
         positions=("source", "out"),
         options=(
             (
