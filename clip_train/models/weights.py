@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import textwrap
-import zipfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from clip_train.models.config import (
     load_architecture,
     preset_names,
 )
-from clip_train.models.torchscript import is_torchscript, read_torchscript
 from clip_train.protocols import SCALARS, Tower, Wanted
 
 WEIGHTS_NAMES = (
@@ -40,8 +39,6 @@ WEIGHTS_NAMES = (
     "open_clip_pytorch_model.bin",
 )  # the first is what an export writes
 CONFIG_NAME = "open_clip_config.json"
-# In OpenAI's archives beside the parameters; their models are all of QuickGELU.
-OPENAI_ONLY = frozenset({"input_resolution", "context_length", "vocab_size"})
 Log = Callable[[str], None]
 
 
@@ -159,7 +156,7 @@ def load_openclip(
 
     Args:
         path: an export folder; a .safetensors; a .pt / .bin of tensors, OpenCLIP's training checkpoints
-            (`{"state_dict": {"module.visual...": ...}}`) included; or OpenAI's TorchScript.
+            (`{"state_dict": {"module.visual...": ...}}`) included.
         log: takes a line where another image size or context is made to fit.
 
     Raises:
@@ -226,14 +223,19 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
     try:
         if file.suffix == ".safetensors":
             content = load_file(file)
-        elif is_torchscript(file):
-            content = read_torchscript(file)
         else:
-            content = torch.load(file, "cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*TorchScript")  # the error below says it
+                content = torch.load(file, "cpu", weights_only=True)
     except (
-        SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError,
-        KeyError, TypeError, AttributeError, IndexError,
+        SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError,
+        AttributeError, IndexError,
     ) as e:  # fmt: skip
+        if "TorchScript" in str(e):  # torch.load's own check
+            raise UserError(
+                f"{file} is a TorchScript archive, which holds code: take OpenAI's weights from the Hugging Face hub, "
+                "such as model.init_from=open_clip:ViT-B-32-quickgelu/openai; of other weights save the state_dict"
+            ) from None
         raise CheckpointError(
             f"{file} cannot be read as weights (a file that needs code to unpickle is refused; where you trust it, "
             f"save its state_dict alone): {e}"
@@ -244,7 +246,6 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
         raise CheckpointError(
             f"{file} holds a {type(content).__name__}, not a state dict; save a state dict"
         )
-    openai = set(content) >= OPENAI_ONLY
     state = {}
     for key, value in content.items():
         if not isinstance(value, Tensor):
@@ -254,13 +255,11 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
         name = key.removeprefix("module.").removeprefix(
             "_orig_mod."
         )  # DistributedDataParallel, torch.compile
-        if openai and (name in OPENAI_ONLY or name.split(".")[-1] == "attn_mask"):
-            continue
         tensor = value.float().contiguous() if value.is_floating_point() else value
         state[name] = tensor.reshape(1) if name in SCALARS and tensor.numel() == 1 else tensor
     said = trained_with(file)
-    _check_activation(file, True if openai else said.get("quick_gelu"), architecture)
-    if not openai and architecture.model_copy(update=said) != architecture:
+    _check_activation(file, said.get("quick_gelu"), architecture)
+    if architecture.model_copy(update=said) != architecture:
         log(
             f"note: {file} was trained with {said}, the model's pixels are of mean {architecture.image_mean} and "
             f"deviation {architecture.image_std}; a JSON as model.name can have the former"
@@ -270,7 +269,7 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
 
 def trained_with(file: Path) -> dict[str, Any]:
     """What fits by every name and shape: `quick_gelu`, `image_mean` and `image_std`, as the description beside weights
-    says, of OpenAI's archives the first; {} where there is none."""
+    says; {} where there is none."""
     try:
         content = json.loads(file.with_name(CONFIG_NAME).read_text())
         own, seen = content.get("model_cfg", content), content.get("preprocess_cfg") or {}
@@ -278,7 +277,7 @@ def trained_with(file: Path) -> dict[str, Any]:
         pixels = {f"image_{key}": tuple(map(float, value)) for key, value in given.items()}
         return {"quick_gelu": bool(own.get("quick_gelu", False)), **pixels}
     except (OSError, ValueError, AttributeError, TypeError):
-        return {"quick_gelu": True} if is_torchscript(file) else {}
+        return {}
 
 
 def _check_activation(file: Path, quick_gelu: bool | None, architecture: AnyArchitecture) -> None:
