@@ -7,6 +7,7 @@ a run (recipe, folder, URL, ...)     its newest committed checkpoint: its parame
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
@@ -44,27 +45,54 @@ T = TypeVar("T")
 def weights_here(
     config: ModelConfig, storage: StorageConfig, keys: Sequence[str] = KEYS
 ) -> Iterator[ModelConfig]:
-    """Collective: `config` with places that this rank can open; what had to be fetched goes when the block is left.
+    """Collective: `config` with places that this rank can open. Fetched files stay until the node's last rank leaves
+    the block.
 
     UserError, CheckpointError, on all ranks.
     """
-    places = {key: place for key in keys if (place := getattr(config, key)) is not None}
-    first = bool(places) and ranks.detect(os.environ).local_rank == 0
-    with contextlib.ExitStack() as stack:
-        folder = dist.agreed(lambda: temporary_folder(stack) if first else None)
+    given = {key: getattr(config, key) for key in keys}
+    places = {key: place for key, place in given.items() if place is not None}
+    if not places:
+        yield config
+        return
+    fetches = ranks.detect(os.environ).local_rank == 0
+    with _node_folder(fetches) as folder:
         here = {
-            k: _place_here(k, place, folder and folder / k, storage) for k, place in places.items()
+            key: _place_here(key, place, folder / key if fetches else None, storage)
+            for key, place in places.items()
         }
         yield config.model_copy(update=here)
 
 
-def temporary_folder(stack: contextlib.ExitStack) -> Path:
+@contextlib.contextmanager
+def _node_folder(makes: bool) -> Iterator[Path]:
+    """Collective: a temporary folder that the ranks of a node share; one rank of each node `makes` it.
+
+    Each rank holds a shared lock while it uses the folder. A rank that leaves tries to turn its lock into an exclusive
+    one, which only the last rank gets; the last rank removes the folder. The kernel releases the lock of a rank that
+    dies, and nobody waits for another rank on the way out.
+    """
+    made = dist.agreed(lambda: (node_name(), _temporary_folder()) if makes else None)
+    folder = dict(one for one in dist.gather_objects(made) if one is not None)[node_name()]
+    with contextlib.ExitStack() as stack:
+        lock = dist.agreed(lambda: stack.enter_context(_lock_shared(folder)))
+        try:
+            yield folder
+        finally:
+            with contextlib.suppress(BlockingIOError):  # another rank still uses the folder
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock_shared(folder: Path) -> IO[str]:
+    lock = (folder / "in use").open("w")
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
+
+
+def _temporary_folder() -> Path:
     try:
-        return Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="clip-train-", ignore_cleanup_errors=True)
-            )
-        )
+        return Path(tempfile.mkdtemp(prefix="clip-train-"))
     except OSError as e:
         raise UserError(
             f"no temporary folder can be made: {e}; set TMPDIR to one with room for the weights"

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from clip_train import dist
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.config import ModelConfig
 from clip_train.models.export import export_openclip
@@ -19,6 +20,7 @@ from clip_train.models.weights import initial_weights
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
 from launcher.weights import weights_here
+from tests.launcher.conftest import until
 from tests.launcher.saved import save_run
 from tests.models.small import small_architecture, small_model
 from tests.peers.hub import Hub
@@ -27,10 +29,17 @@ from tests.ranks import run_ranks
 ARCHITECTURE = small_architecture()
 
 
-def started_from(place: str | Path, model: Path) -> dict[str, Tensor]:
+def started_from(
+    place: str | Path, model: Path, first_left: Path | None = None
+) -> dict[str, Tensor]:
+    """first_left: all ranks but the first open the weights after the first one has left the block and made this."""
     config = ModelConfig(name=str(model), init_from=str(place))
     with weights_here(config, StorageConfig()) as here:
+        if first_left is not None and dist.rank() > 0:
+            assert until(first_left.exists)
         source = initial_weights(here, seed=0)
+    if first_left is not None and dist.rank() == 0:
+        first_left.touch()
     return {
         name: source.read(name, "param", 0, p.numel()).reshape(p.shape)
         for name, p in torch.load(model.parent / "any.pt").items()
@@ -49,14 +58,15 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, monkeypatch
 ):
-    run = tmp_path / "run"
+    run, spool = tmp_path / "run", tmp_path / "spool"
+    spool.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(spool))
     saved = save_run(run, ARCHITECTURE, steps=(1, 2))
     torch.save(saved[2], tmp_path / "any.pt")
     (first,) = (run / "checkpoints" / "commit").glob("*s0000000001.json")
     (attempt,) = (run / "checkpoints" / "ckpt" / "s0000000001").iterdir()
-    spool = set(Path(tempfile.gettempdir()).glob("clip-train-*"))
     assert same(started_from(run / "checkpoints", model), saved[2])
     assert same(started_from(run, model), saved[2])
     assert same(started_from(first, model), saved[1]) and same(
@@ -71,7 +81,7 @@ def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(
     assert same(started_from(run, model), saved[2])
     (run / "recipe.yaml").write_text(json.dumps(recipe | {"run": {"dir": str(run), "steps": 5000}}))
     assert same(started_from(run / "recipe.yaml", model), saved[2])
-    assert set(Path(tempfile.gettempdir()).glob("clip-train-*")) == spool  # nothing stays behind
+    assert not any(spool.glob("clip-train-*"))  # nothing stays behind
     first.rename(tmp_path / "away")
     (second,) = (run / "checkpoints" / "commit").glob("*s0000000002.json")
     second.unlink()
@@ -109,12 +119,20 @@ def test_damage_is_seen_before_a_weight_is_used(tmp_path: Path, model: Path):
         started_from(tmp_path / "run", model)
 
 
+def _opened_late(place: Path, model: Path, spool: Path) -> dict[str, Tensor]:
+    tempfile.tempdir = str(spool)
+    return started_from(place, model, spool / "first left")
+
+
 @pytest.mark.distributed
 def test_one_rank_of_a_node_fetches_for_all(tmp_path: Path, model: Path):
     saved = save_run(tmp_path / "run", ARCHITECTURE)
     torch.save(saved[2], tmp_path / "any.pt")
-    for found in run_ranks(started_from, 3, tmp_path / "run", model):
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    for found in run_ranks(_opened_late, 3, tmp_path / "run", model, spool):
         assert same(found, saved[2])
+    assert not any(spool.glob("clip-train-*"))  # nothing stays behind
 
 
 def _from_hub(url: str, home: str, model: Path) -> dict[str, Tensor]:
