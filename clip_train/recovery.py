@@ -27,21 +27,36 @@ from clip_train.step import StepResult, train_step
 
 T = TypeVar("T")
 
-# Of RuntimeErrors: torch's allocator on the CPU, oneDNN's, CUDA's, cuBLAS's, cuDNN's. oneDNN's primitive is what its
-# code or scratch memory had no room for. The last is what is said where no engine's workspace fitted. A processor or
-# GPU that does not support an operation reports these two as well: once one sample has failed, so does the run.
+# Messages of RuntimeErrors from torch's CPU allocator, oneDNN, CUDA, cuBLAS and cuDNN (the last but one is cuDNN 9's).
+# oneDNN cannot create a primitive if its code or scratch memory does not fit; torch finds no engine if no workspace
+# fits. Operations that a processor or GPU does not support raise these two as well: such a run fails at one sample.
 OUT_OF_MEMORY = (
     "can't allocate memory", "not enough memory", "out of memory", "could not create a memory object",
     "could not create a primitive", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-    "unable to find an engine to execute this computation",
+    "_ALLOCATION_FAILED", "unable to find an engine to execute this computation",
 )  # fmt: skip
+# cuBLAS or cuDNN could not create its handle. On a full GPU memory is the cause: the handle and its workspace are
+# allocated beside torch's cache, which a release empties. Otherwise the driver or an earlier kernel has failed.
+NO_HANDLE = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
+HANDLE_BYTES = 256 * 2**20  # more than either library allocates for a handle
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """The one place that knows what running out of memory looks like."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    if not isinstance(error, RuntimeError):
+        return False
+    if any(words in str(error) for words in NO_HANDLE):
+        return _gpu_is_full()
+    return any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def _gpu_is_full() -> bool:
+    try:
+        return torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < HANDLE_BYTES
+    except RuntimeError:  # an earlier kernel has failed, and every call reports its error
+        return False
 
 
 class _AttemptFailed(Exception):

@@ -1,5 +1,7 @@
 """The small data set and recipe of tests/launcher, for the tiers that run the real command elsewhere."""
 
+import os
+import random
 import signal
 from collections.abc import Iterator
 
@@ -19,12 +21,23 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(1)  # the cores belong to several processes, and OpenMP's threads spin
+    torch.set_num_threads(
+        processor.THREADS
+    )  # the cores belong to several processes, and OpenMP's threads spin
     processor.answer_no()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slurm's file first: it waits most and takes longest, and the other worker does the rest beside it."""
+    """Slurm's file first: it waits most and takes longest, and the other worker does the rest beside it.
+
+    With CLIP_TRAIN_TEST_ORDER=SEED modules are shuffled, and the tests of each module.
+    """
+    seed = os.environ.get("CLIP_TRAIN_TEST_ORDER")
+    if seed:
+        rng = random.Random(seed)
+        modules = {item.nodeid.partition("::")[0]: rng.random() for item in items}
+        place = {item: (modules[item.nodeid.partition("::")[0]], rng.random()) for item in items}
+        items.sort(key=lambda item: place[item])
     items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)
 
 

@@ -7,6 +7,8 @@ import os
 import torch
 
 ANSWER_NO = "CLIP_TRAIN_TESTS_ANSWER_NO"  # fp16, bf16 or both with a comma: the tests run as if it were missing here
+# Of each process that tests start or are: the cores belong to several, and OpenMP's threads spin.
+THREADS = int(os.environ.get("CLIP_TRAIN_TEST_THREADS", "1"))
 
 
 def answer_no() -> None:

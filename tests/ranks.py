@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from tests import warm
+from tests import processor, warm
 
 
 def _rank_main(
     rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple
 ) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(processor.THREADS)
     # DeepSpeed insists on these even where the group exists already.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR="cpu")

@@ -14,6 +14,7 @@ from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.engine import PlainEngine
 from clip_train.protocols import Features
 from clip_train.step import train_step
+from tests import tolerances
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise
 from tests.ranks import run_ranks
@@ -195,5 +196,5 @@ def test_on_an_engine(kind, layout):
     _, told = oracle(kind, 2, 8, lr=0.3, decay=0.1, clip=0.5)
     for ours in run_ranks(on_engine, 2, kind, layout, 8):
         assert [x for pair in ours for x in pair] == pytest.approx(
-            [x for pair in told for x in pair], rel=2e-5
+            [x for pair in told for x in pair], rel=tolerances.norm(STEPS, "sgd")
         )

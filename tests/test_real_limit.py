@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import tolerances
 from tests.ranks import run_ranks
 from tests.real_limit import curve
 
@@ -36,4 +37,4 @@ def test_a_run_goes_on_where_its_address_space_ends(free, kind, spare_mib):
     (cut,) = run_ranks(limited, 1, kind, spare_mib)
     assert free["log"] == [] and cut["log"]
     assert cut["sizes"][0] == free["sizes"][0] and cut["sizes"][-1] < free["sizes"][-1]
-    assert cut["losses"] == pytest.approx(free["losses"], abs=1e-5)
+    assert cut["losses"] == pytest.approx(free["losses"], rel=tolerances.loss(3))

@@ -25,7 +25,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from tests import processor
+from tests import jitter, processor
 
 PRELOAD = [
     "torch._dynamo",
@@ -45,8 +45,12 @@ PRELOAD = [
     "tests.ranks",
     "tests.frozen",
 ]
-# One thread for each process: that of OpenMP is fixed when torch is imported. DeepSpeed asks for its accelerator then.
-SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+# The number of OpenMP threads is fixed when torch is imported. DeepSpeed asks for its accelerator then.
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": str(processor.THREADS),
+    "DS_ACCELERATOR": "cpu",
+    "PYTHONWARNINGS": "ignore",
+}
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -78,6 +82,7 @@ def _in_environment(
     os.environ.update(environ)
     _end_with_the_tests()
     processor.answer_no()
+    jitter.plant()
     target(*args)
 
 
@@ -237,6 +242,7 @@ def _run(
         os.close(opened)
     os.chdir(cwd)
     sys.argv = ["clip-train", *arguments]
+    jitter.plant()
     own_fork_server()
     _end_with_the_tests()
     processor.answer_no()

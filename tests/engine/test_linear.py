@@ -4,6 +4,7 @@ torchao; those of int8 are whole numbers on any device."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +35,7 @@ installed = pytest.mark.skipif(
     find_spec("torchao") is None, reason="torchao is missing: pip install 'clip-train[torchao]'"
 )
 N, LR = 12, 0.5
+DRAWS = (4, 5, 6)  # seeds of the weights
 
 
 # -- what is refused
@@ -99,30 +101,47 @@ def test_a_machine_that_lacks_something_is_refused(engine, kind, capability, sai
 # -- which products are rounded
 
 
+Grid = Callable[[Tensor], Tensor]  # the distance between two neighbors of each element's grid
+
+
 def int8(x: Tensor) -> Tensor:
-    """Rows of 255 whole numbers."""
-    step = x.abs().amax(1, keepdim=True) / 127
-    return (x / step).round() * step
+    """Each row has 255 whole numbers."""
+    return x.abs().amax(1, keepdim=True) / 127
 
 
-def fp8(
-    x: Tensor, by: Callable[[Tensor], Tensor] = lambda size: size.amax(1, keepdim=True)
-) -> Tensor:
+def fp8(x: Tensor, by: Grid = lambda size: size.amax(1, keepdim=True)) -> Tensor:
     """e4m3: 4 significant bits, at most 448, and steps of 2^-9 below 2^-6; `by` a power of two for each row."""
     scale = 2.0 ** torch.floor(torch.log2(448 / by(x.abs())))
     y = x * scale
-    step = 2.0 ** (torch.floor(torch.log2(y.abs().clamp(min=2.0**-6))) - 3)
-    return (y / step).round() * step / scale
+    return 2.0 ** (torch.floor(torch.log2(y.abs().clamp(min=2.0**-6))) - 3) / scale
+
+
+def rounded(x: Tensor, grid: Grid) -> Tensor:
+    return (x / grid(x)).round() * grid(x)
+
+
+def off_borders(x: Tensor, *grids: Grid) -> Tensor:
+    """`x`, but no element is halfway between two numbers of a grid, where float32 and float64 may round apart."""
+    while True:
+        halfway = [((x.double() / grid(x.double())) % 1 - 0.5).abs() < 1e-2 for grid in grids]
+        near = torch.stack(halfway).any(0)
+        if not near.any():
+            return x
+        x = torch.where(near, 0.96 * x, x)
+
+
+def int8_columns(x: Tensor) -> Tensor:
+    return int8(x.T).T
 
 
 def rounded_products(
     kind: str, x: Tensor, weight: Tensor, bias: Tensor, cotangent: Tensor
 ) -> tuple[Tensor, ...]:
     """Output, and the gradients of x, weight and bias."""
-    if kind == "int8":
-        out, d_x = int8(x) @ int8(weight).T, int8(cotangent) @ int8(weight.T).T
-    else:
-        out, d_x = fp8(x) @ fp8(weight).T, fp8(cotangent) @ fp8(weight, lambda size: size.amax())
+    grid = {"int8": int8, "fp8": fp8}[kind]
+    weight_grid = int8_columns if kind == "int8" else partial(fp8, by=torch.max)
+    out = rounded(x, grid) @ rounded(weight, grid).T
+    d_x = rounded(cotangent, grid) @ rounded(weight, weight_grid)
     return out + bias, d_x, cotangent.T @ x, cotangent.sum(0)
 
 
@@ -131,10 +150,12 @@ def rounded_products(
 def test_output_and_gradient_of_the_input_are_rounded_by_rows_and_that_of_the_weight_is_not(kind):
     torch.manual_seed(0)
     x, cotangent = (
-        torch.randn(7, 3, 32) * torch.rand(7, 3, 1),
-        torch.randn(7, 3, 48) * torch.rand(7, 3, 1),
+        off_borders(torch.randn(21, side) * torch.rand(21, 1), int8, fp8).view(7, 3, side)
+        for side in (32, 48)
     )
     module = nn.Sequential(nn.Linear(32, 48))
+    with torch.no_grad():
+        module[0].weight.copy_(off_borders(module[0].weight, int8, int8_columns, fp8))
     weight, bias = (p.detach().clone().double() for p in module.parameters())
     linear.convert(module, kind, emulate=True)
     (out := module(x.requires_grad_())).backward(cotangent)
@@ -158,8 +179,8 @@ def architecture() -> Architecture:
     return parse_architecture(small_architecture(text_cfg=text).model_cfg(), "test")
 
 
-def make_model() -> CLIP:
-    torch.manual_seed(4)
+def make_model(seed: int = 4) -> CLIP:
+    torch.manual_seed(seed)
     return CLIP(architecture())
 
 
@@ -183,16 +204,16 @@ def test_the_blocks_linears_are_taken_but_frozen_ones():
         linear.convert(nn.Linear(20, 32), "int8", emulate=True)
 
 
-def step(layout: str, kind: str | None, micro_size: int, kept: int) -> Any:
+def step(layout: str, kind: str | None, micro_size: int, kept: int, seed: int) -> Any:
     """A step of SGD on this rank: all that it saves."""
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
     if layout == "plain":
-        model = make_model()
+        model = make_model(seed)
         if kind is not None:
             linear.convert(model, kind, emulate=True)
         engine: Any = PlainEngine(model, build_optimizer(optim, model.named_parameters()))
     else:
-        engine = engine_at(layout, make_model, optim, linear=kind)
+        engine = engine_at(layout, partial(make_model, seed), optim, linear=kind)
     own = share(Batch(*inputs(N), [str(i) for i in range(N)]), dist.rank(), dist.world_size())
     loss = train_step(engine, own, InfoNCE(), micro_size=micro_size, kept_graphs=kept, lr=LR).loss
     saved = {(f.name, f.start): f.tensors["param"].clone() for f in engine.state_fragments()}
@@ -202,27 +223,39 @@ def step(layout: str, kind: str | None, micro_size: int, kept: int) -> Any:
 
 def steps(layouts: list[str], kind: str) -> list[Any]:
     """One after another in this process: importing torchao takes seconds."""
-    return [step(layout, kind, 2, 1 + i % 2 * 2) for i, layout in enumerate(layouts)]
+    return [
+        step(layout, kind, 2, 1 + i % 2 * 2, seed)
+        for seed in DRAWS
+        for i, layout in enumerate(layouts)
+    ]
 
 
-def update(parts: list[Any]) -> Tensor:
+def update(parts: list[Any], seed: int) -> Tensor:
     after = merged(parts)
-    return torch.cat(
-        [after[name] - p.detach().flatten() for name, p in make_model().named_parameters()]
-    )
+    start = make_model(seed)
+    return torch.cat([after[name] - p.detach().flatten() for name, p in start.named_parameters()])
 
 
 @installed
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_no_layout_shows(kind):
-    """What is rounded does not depend on a sample's neighbours: only a value between two steps may fall to either."""
-    whole = update([step("plain", kind, N, 1)])
-    far = ((update([step("plain", None, N, 1)]) - whole).norm() / whole.norm()).item()
-    assert 3e-3 < far < 0.4
+    """What is rounded does not depend on a sample's neighbors.
+
+    A value that float32 puts halfway between two steps may fall to either, and all later layers see the difference:
+    0.02 to 0.12 of `far`, in a third of the draws. Scales that depend on the layout cost 0.5 of `far` in every draw.
+    """
     layouts = ["plain", "zero 0", "zero 1", "zero 2", "fsdp 0", "fsdp 2", "fsdp 3"]
     layouts += ["zero 3"] if kind == "int8" else []
-    per_rank = run_ranks(steps, 2, layouts, kind)
-    for layout, parts in zip(layouts, zip(*per_rank, strict=True), strict=True):
-        error = ((update([*parts]) - whole).norm() / whole.norm()).item()
-        assert error < 0.01 * far, (layout, error, far)
+    per_case = iter(zip(*run_ranks(steps, 2, layouts, kind), strict=True))
+    errors: dict[str, list[float]] = {layout: [] for layout in layouts}
+    for seed in DRAWS:
+        whole = update([step("plain", kind, N, 1, seed)], seed)
+        exact = update([step("plain", None, N, 1, seed)], seed)
+        far = (exact - whole).norm()
+        assert 3e-3 < far / whole.norm() < 0.4
+        for layout in layouts:
+            error = (update([*next(per_case)], seed) - whole).norm() / far
+            errors[layout].append(error.item())
+    for layout, of_draws in errors.items():
+        assert min(of_draws) < 0.1, (layout, of_draws)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from clip_train.demo.datasets import SyntheticData, shapes
+from tests import jitter, processor
 from tests.processes import Process, kill_tree
 from tests.warm import Command, World
 
@@ -117,9 +118,11 @@ def start_cold(
 
 
 def clean_environment() -> dict[str, str]:
-    """One thread a process; nothing of a launcher that may have started the tests."""
+    """As many threads as the tests have, one; nothing of a launcher that may have started the tests."""
     launchers = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if k not in launchers} | {"OMP_NUM_THREADS": "1"}
+    return {k: v for k, v in os.environ.items() if k not in launchers} | {
+        "OMP_NUM_THREADS": str(processor.THREADS)
+    }
 
 
 def free_port() -> int:
@@ -138,7 +141,7 @@ SLOW_SAVES = {
 
 def planted(fault: str, folder: Path) -> dict[str, str]:
     """The environment of ranks with a fault: `folder`/fault is there once it sleeps."""
-    path = f"{ROOT}:{FAULTS}" if fault else str(ROOT)
+    path = f"{ROOT}:{FAULTS}" if fault or jitter.VARIABLE in os.environ else str(ROOT)
     return {"PYTHONPATH": path, "FAULT": fault, "FAULT_FILE": str(folder / "fault")}
 
 

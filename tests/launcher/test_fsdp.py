@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from launcher.runtime.verdict import read_verdict
+from tests import tolerances
 from tests.launcher.conftest import (
     ENDLESS,
     RECIPE,
@@ -55,7 +56,7 @@ def test_killed_and_resumed_on_either_engine(recipe, tmp_path, uninterrupted, ra
         line["batch_digest"] for line in uninterrupted
     ]
     assert [line["loss"] for line in lines] == pytest.approx(
-        [line["loss"] for line in uninterrupted], rel=1e-5
+        [line["loss"] for line in uninterrupted], rel=tolerances.loss(24)
     )
 
 
@@ -120,4 +121,4 @@ def test_out_of_memory_on_one_rank(recipe, tmp_path):
     losses = [
         [line["loss"] for line in metrics(tmp_path / name)] for name in ("alone", "undisturbed")
     ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=tolerances.loss(8))

@@ -92,6 +92,10 @@ def plant(trainer):
     )
 
 
+if os.environ.get("CLIP_TRAIN_TEST_JITTER") and "tests.jitter" not in sys.modules:
+    from tests import jitter
+
+    jitter.plant()  # in a process that started cold
 if mine or fault == "save":
     if "clip_train.trainer" in sys.modules:  # in a process that started warm
         plant(sys.modules["clip_train.trainer"].Trainer)

@@ -1,0 +1,133 @@
+"""Runs the tests as other machines would, and appends a row for each run to benchmarks/stress.jsonl.
+
+    python scripts/stress.py numerics [SETTING ...]        # under each of SETTINGS, or these
+    python scripts/stress.py suite [--times 3] [TEST ...]  # `make test`, or these, shuffled, with delays
+    python scripts/stress.py table                        # the rows
+
+A failure is repeated with the row's seed: CLIP_TRAIN_TEST_ORDER=SEED CLIP_TRAIN_TEST_JITTER=SEED pytest ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "benchmarks" / "stress.jsonl"
+SELECTION = "not (full or slurm or hosts or peer or browser)"
+NUMERICS = [
+    "tests/contrastive",
+    "tests/optim",
+    "tests/models",
+    "tests/engine",
+    "tests/test_step.py",
+    "tests/test_objectives.py",
+    "tests/test_uneven.py",
+    "tests/test_recovery.py",
+    *(f"tests/launcher/test_{name}.py" for name in ("fine_tuning", "optimizers", "resume", "ema")),
+    *(f"tests/launcher/test_{name}.py" for name in ("schedule", "objectives", "fsdp", "auto")),
+]
+SETTINGS = {
+    "native": {},
+    "ATen default": {"ATEN_CPU_CAPABILITY": "default"},
+    "ATen AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "oneDNN AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "oneDNN AVX-512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "oneDNN without AMX": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "MKL compatible": {"MKL_CBWR": "COMPATIBLE"},
+    "two threads": {"OMP_NUM_THREADS": "2", "CLIP_TRAIN_TEST_THREADS": "2"},
+}  # fmt: skip
+
+
+def cpu() -> dict[str, str]:
+    """The processor's model and its instruction sets that change numerics."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    values = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    name = f"{values['model name']} (family {values['cpu family']}, model {values['model']})"
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile")
+    return {"cpu": name, "has": " ".join(x for x in wanted if x in values["flags"].split())}
+
+
+def run(tests: list[str], workers: int, setting: str, seed: int | None) -> dict[str, Any]:
+    """One run of pytest as a row; the names of failed tests, at most 20."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **SETTINGS[setting]}
+    if seed is not None:
+        environment |= {"CLIP_TRAIN_TEST_ORDER": str(seed), "CLIP_TRAIN_TEST_JITTER": str(seed)}
+    more = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "results.xml")
+        line = [sys.executable, "-m", "pytest", "-m", SELECTION, f"--junitxml={file}", *more]
+        subprocess.run([*line, *tests], cwd=ROOT, env=environment, check=False)
+        cases = list(ElementTree.parse(file).iter("testcase"))
+    bad = [x for x in cases if x.find("failure") is not None or x.find("error") is not None]
+    skipped = [x for x in cases if x.find("skipped") is not None]
+    commit = ["git", "describe", "--always", "--dirty"]
+    return {
+        "date": datetime.datetime.now().isoformat(timespec="minutes"),
+        "commit": subprocess.check_output(commit, cwd=ROOT, text=True).strip(),
+        **cpu(),
+        "setting": setting,
+        "seed": seed,
+        "jitter": seed is not None,
+        "tests": " ".join(tests) if seed is not None else "numerics",
+        "passed": len(cases) - len(bad) - len(skipped),
+        "failed": len(bad),
+        "seconds": round(time.monotonic() - start),
+        "failures": [f"{x.get('classname')}::{x.get('name')}" for x in bad[:20]],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    columns = ["date", "commit", "cpu", "setting", "seed", "tests", "passed", "failed", "seconds"]
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[str(row[name]) for name in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("mode", choices=["numerics", "suite", "table"])
+    parser.add_argument("what", nargs="*", metavar="SETTING or TEST")
+    parser.add_argument("--times", type=int, default=3, help="runs of the suite")
+    parser.add_argument("--seed", type=int, help="of the first run; random by default")
+    parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
+    args = parser.parse_args()
+    first = secrets.randbelow(10**6) if args.seed is None else args.seed
+    if args.mode == "numerics":
+        unknown = set(args.what) - set(SETTINGS)
+        if unknown:
+            parser.error(f"unknown settings {sorted(unknown)}; known are {list(SETTINGS)}")
+        has_amx = "amx_tile" in cpu()["has"]
+        default = [name for name in SETTINGS if has_amx or name != "oneDNN without AMX"]
+        runs = [(NUMERICS, name, None) for name in args.what or default]
+        if not has_amx:
+            print("this processor has no AMX: AMX on and off cannot be compared here")
+    elif args.mode == "suite":
+        runs = [(args.what or ["tests"], "native", first + i) for i in range(args.times)]
+    else:
+        runs = []
+    rows = []
+    for tests, setting, seed in runs:
+        rows.append(run(tests, args.workers, setting, seed))
+        with ROWS.open("a") as f:
+            f.write(json.dumps(rows[-1]) + "\n")
+        print(json.dumps(rows[-1], indent=1))
+    print(table(rows or [json.loads(line) for line in ROWS.read_text().splitlines()]))
+    return 1 if any(row["failed"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
