@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: help demo test test-all test-rest hour s3 browser acceptance check format clean invariance exactness peers docs docs-build
+.PHONY: help demo test test-all test-rest stress hour s3 browser acceptance check format clean invariance exactness peers docs docs-build
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
 	@echo "make test        what every change needs, in 10 to 13 minutes on 2 cores (WORKERS=1: one after the other)"
 	@echo "make test-all    besides: real Slurm, two hosts, a browser, all faults of S3, full products, planted faults, make hour; 50 minutes"
+	@echo "make stress      the numerics tests as other processors round, and make test shuffled, with delays (an hour and a half)"
 	@echo "make hour        what a newcomer types, from URLs to an export, on a fresh clone, by the pages (5 minutes)"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make check       lint, types, import contracts, size"
@@ -45,6 +46,10 @@ test-rest: $(READY) $(VENV)/.docs s3 browser
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "full or slurm or hosts or browser"
 	@echo "== planted faults: each turns a test red"
 	$(BIN)/python scripts/mutations.py -j $(WORKERS)
+
+stress: $(READY) s3
+	$(BIN)/python scripts/stress.py numerics --workers $(WORKERS)
+	$(BIN)/python scripts/stress.py suite --times 3 --workers $(WORKERS)
 
 hour: $(READY)
 	@echo "== a newcomer's hour: the pages' commands on a fresh clone, from URLs to open_clip and transformers"

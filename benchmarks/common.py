@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,64 @@ def find_openclip() -> bool:
     return importlib.util.find_spec("open_clip") is not None
 
 
+# Optional packages and the pip command that installs them.
+EXTRAS = {
+    "matplotlib": "pip install 'clip-train[bench]'",
+    "s3fs": "pip install 'clip-train[bench]'",
+    "sklearn": "pip install 'clip-train[demo]'",
+    "torchao": "pip install 'clip-train[torchao]'",
+    "open_clip": "pip install 'clip-train[peers]', or scripts/setup_peers.sh and .venv-peers/bin/python",
+    "open_clip_train": "pip install 'clip-train[peers]', or scripts/setup_peers.sh and .venv-peers/bin/python",
+}  # fmt: skip
+
+
+def _name_the_extra(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Uncaught: a missing optional package is one line and exit status 2."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or name not in EXTRAS:
+        return sys.__excepthook__(kind, error, trace)
+    print(f"{Path(sys.argv[0]).name} needs {name}: {EXTRAS[name]}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+sys.excepthook = _name_the_extra
+
+
+def processor() -> tuple[str, str]:
+    """The processor's model, and its instruction sets that change the speed or rounding of products."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    values = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    name = f"{values.get('model name', platform.machine())}"
+    if "cpu family" in values:
+        name += f" (family {values['cpu family']}, model {values['model']})"
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile")
+    return name, " ".join(x for x in wanted if x in values.get("flags", "").split())
+
+
+def products(size: int = 1024, rounds: int = 9) -> dict[str, float]:
+    """GFLOP/s of one thread in square float32 products: by MKL, which torch takes, and by oneDNN."""
+    a, b = torch.randn(2, size, size)
+    ways = {"MKL": lambda: torch.mm(a, b.T)}
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        ways["oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.process_time()
+            way()
+            seconds[name].append(time.process_time() - start)
+    torch.set_num_threads(threads)
+    return {name: 2e-9 * size**3 / min(taken) for name, taken in seconds.items()}
+
+
+def describe_products(measured: dict[str, float]) -> str:
+    name, sets = processor()
+    rates = ", ".join(f"{way} {rate:.0f}" for way, rate in measured.items())
+    return f"processor: {name}; {sets}; float32 products of one thread, GFLOP/s: {rates}"
+
+
 def environment() -> dict[str, str]:
     """Where the numbers come from."""
 
@@ -106,6 +165,7 @@ def environment() -> dict[str, str]:
         "device": torch.cuda.get_device_name()
         if cuda
         else f"CPU, {len(os.sched_getaffinity(0))} cores",
+        "processor": ", ".join(processor()),
         "command": " ".join(["python", *sys.argv]),
     }
 

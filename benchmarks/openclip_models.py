@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  names a missing package
+
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 
 import open_clip  # isort: skip

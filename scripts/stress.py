@@ -1,6 +1,6 @@
 """Runs the tests as other machines would, and appends a row for each run to benchmarks/stress.jsonl.
 
-    python scripts/stress.py numerics [SETTING ...]        # under each of SETTINGS, or these
+    python scripts/stress.py numerics [--quick] [SETTING ...]        # under each of SETTINGS, or these
     python scripts/stress.py suite [--times 3] [TEST ...]  # `make test`, or these, shuffled, with delays
     python scripts/stress.py table                        # the rows
 
@@ -23,6 +23,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from common import processor  # noqa: E402
+
 ROWS = ROOT / "benchmarks" / "stress.jsonl"
 SELECTION = "not (full or slurm or hosts or peer or browser)"
 NUMERICS = [
@@ -37,6 +40,12 @@ NUMERICS = [
     *(f"tests/launcher/test_{name}.py" for name in ("fine_tuning", "optimizers", "resume", "ema")),
     *(f"tests/launcher/test_{name}.py" for name in ("schedule", "objectives", "fsdp", "auto")),
 ]
+QUICK = [
+    *NUMERICS[:2],
+    "tests/engine/test_engines.py",
+    "tests/engine/test_linear.py",
+    *NUMERICS[8:10],
+]
 SETTINGS = {
     "native": {},
     "ATen default": {"ATEN_CPU_CAPABILITY": "default"},
@@ -49,16 +58,9 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def cpu() -> dict[str, str]:
-    """The processor's model and its instruction sets that change numerics."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    values = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-    name = f"{values['model name']} (family {values['cpu family']}, model {values['model']})"
-    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile")
-    return {"cpu": name, "has": " ".join(x for x in wanted if x in values["flags"].split())}
-
-
-def run(tests: list[str], workers: int, setting: str, seed: int | None) -> dict[str, Any]:
+def run(
+    label: str, tests: list[str], workers: int, setting: str, seed: int | None
+) -> dict[str, Any]:
     """One run of pytest as a row; the names of failed tests, at most 20."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **SETTINGS[setting]}
     if seed is not None:
@@ -76,11 +78,11 @@ def run(tests: list[str], workers: int, setting: str, seed: int | None) -> dict[
     return {
         "date": datetime.datetime.now().isoformat(timespec="minutes"),
         "commit": subprocess.check_output(commit, cwd=ROOT, text=True).strip(),
-        **cpu(),
+        "cpu": processor()[0],
         "setting": setting,
         "seed": seed,
         "jitter": seed is not None,
-        "tests": " ".join(tests) if seed is not None else "numerics",
+        "tests": label,
         "passed": len(cases) - len(bad) - len(skipped),
         "failed": len(bad),
         "seconds": round(time.monotonic() - start),
@@ -104,24 +106,27 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=3, help="runs of the suite")
     parser.add_argument("--seed", type=int, help="of the first run; random by default")
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
+    parser.add_argument("--quick", action="store_true", help="a third of the numerics tests")
     args = parser.parse_args()
     first = secrets.randbelow(10**6) if args.seed is None else args.seed
     if args.mode == "numerics":
         unknown = set(args.what) - set(SETTINGS)
         if unknown:
             parser.error(f"unknown settings {sorted(unknown)}; known are {list(SETTINGS)}")
-        has_amx = "amx_tile" in cpu()["has"]
+        has_amx = "amx_tile" in processor()[1]
         default = [name for name in SETTINGS if has_amx or name != "oneDNN without AMX"]
-        runs = [(NUMERICS, name, None) for name in args.what or default]
+        label, tests = ("numerics, quick", QUICK) if args.quick else ("numerics", NUMERICS)
+        runs = [(label, tests, name, None) for name in args.what or default]
         if not has_amx:
             print("this processor has no AMX: AMX on and off cannot be compared here")
     elif args.mode == "suite":
-        runs = [(args.what or ["tests"], "native", first + i) for i in range(args.times)]
+        tests = args.what or ["tests"]
+        runs = [(" ".join(tests), tests, "native", first + i) for i in range(args.times)]
     else:
         runs = []
     rows = []
-    for tests, setting, seed in runs:
-        rows.append(run(tests, args.workers, setting, seed))
+    for label, tests, setting, seed in runs:
+        rows.append(run(label, tests, args.workers, setting, seed))
         with ROWS.open("a") as f:
             f.write(json.dumps(rows[-1]) + "\n")
         print(json.dumps(rows[-1], indent=1))

@@ -134,3 +134,19 @@ def test_a_loop_in_another_library(package, tmp_path):
     one, two = (losses_of(line, tmp_path) for line in LOOPS[package])
     assert len(one) == 10 and one[-1] < 0.7 * one[0]
     assert two == pytest.approx(one, rel=2e-3)
+
+
+def test_a_benchmark_names_the_extra_that_it_lacks(tmp_path):
+    missing = "raise ModuleNotFoundError(\"No module named 'matplotlib'\", name='matplotlib')\n"
+    (tmp_path / "matplotlib.py").write_text(missing)
+    line = [sys.executable, "benchmarks/command.py", "--quick"]
+    done = subprocess.run(
+        line,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "command.py needs matplotlib: pip install 'clip-train[bench]'\n"

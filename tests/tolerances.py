@@ -17,9 +17,9 @@ GRADIENT = {"fp32": 2.0**-20, "bf16": 2.0**-9, "fp16": 2.0**-12}
 CONDITIONING = {
     "sgd": 1.0,  # linear in the gradient
     "sgd with momentum": 4.0,  # its sum over steps; 1 / (1 - 0.9) = 10 at most
-    "adamw": 1.5,  # bounded, and only the smallest elements of a gradient change their sign
-    "torch.optim.RMSprop": 1.5,
-    "lamb": 2.0,  # adamw, times a quotient of norms
+    "adamw": 2.0,  # bounded, and only the smallest elements of a gradient change their sign
+    "torch.optim.RMSprop": 2.0,
+    "lamb": 3.0,  # adamw, times a quotient of norms
     "lion": 4.0,  # a sign: elements near zero move by twice the learning rate
     "muon": 64.0,  # Newton-Schulz in bf16 lifts the small singular values, where the rounding is
 }
