@@ -17,26 +17,24 @@ import yaml
 from clip_train.data.config import SYNTHETIC_SAMPLES
 from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
-from clip_train.models.config import preset_names
 from launcher.config.openclip import DEFAULTS, REASONS, SAME
 from launcher.config.openclip_line import literal, read, unset
+from launcher.config.openclip_model import CHECK, Keys, Notes, set_model, set_text_tower
 from launcher.config.recipe import RunConfig, check_config
+from launcher.runtime.log import warn
 
 ALWAYS = (
     "batch.global_size is what one optimizer step sees over all ranks; OpenCLIP's --batch-size is of one GPU",
     "a sample without a caption, or with an empty one, is invalid here and replaced; OpenCLIP trains on empty captions",
     "every epoch visits each sample once; OpenCLIP rounds an epoch to whole batches of each worker",
+    "checkpoint.every_minutes saves every hour as well, so that a kill costs an hour at most",
 )
 PER_SHARD = 10_000  # samples that img2dataset puts into one
 ASSUMED = 10_000_000  # samples, where not even the number of shards is known
+OPTIMIZERS = ("adamw", "sgd", "lion", "lamb", "muon")
 SCHEDULES = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
 TEXTS = {"train-data", "val-data", "imagenet-val", "wandb-project-name"}
-CLIPA = re.compile(
-    r"(ViT-\w+-\d+)-CL(\d+)\b.*"
-)  # names that its scripts have and OpenCLIP no longer
-
-Keys = dict[str, Any]  # of a recipe, flat
-Notes = list[tuple[str, str]]  # flag, what to know of it
+BESIDE = "-clip-train"  # behind the name of a folder: ours is beside it, as OpenCLIP's own checkpoints are in it
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             0,
             (
                 "--world-size",
-                "how many GPUs is not in this command: 1 is assumed; say --world-size N",
+                f"{CHECK}how many GPUs is not in this command: 1 is assumed; say --world-size N",
             ),
         )
     sections: dict[str, Any] = {}
@@ -60,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
         f"# {line}"
         for line in ("From an OpenCLIP command line. What is another's meaning here:", *ALWAYS)
     ]
-    text += [f"# {flag}: {what}" for flag, what in dict.fromkeys(notes)]
+    for flag, what in dict.fromkeys(notes):
+        text.append(f"# {flag}: {what}")
+        if what.startswith(CHECK):
+            warn(f"{flag}: {what.removeprefix(CHECK)}")
     ordered = {name: sections[name] for name in RunConfig.model_fields if name in sections}
     print(*text, yaml.safe_dump(ordered, sort_keys=False), sep="\n", end="")
     return 0
@@ -70,7 +71,7 @@ def translate(flags: dict[str, Any], world_size: int) -> tuple[Keys, Notes]:
     """Keys of the recipe, and what to know about each flag: it is another's meaning, or not needed here."""
     keys: Keys = {}
     notes = [(f"--{flag}", text.replace("`", "")) for flag in flags if (text := REASONS.get(flag))]
-    notes += [(f"--{flag}", f"{name} is not set in this text: put its value in")
+    notes += [(f"--{flag}", f"{CHECK}{name} is not set in this text: put its value in")
               for flag, value in flags.items() if (name := unset(value))]  # fmt: skip
     given = {**DEFAULTS, **flags}
     per_rank, cut = whole(given, "batch-size"), whole(given, "accum-freq")
@@ -90,12 +91,13 @@ def translate(flags: dict[str, Any], world_size: int) -> tuple[Keys, Notes]:
             )
     if "imagenet-val" in flags:
         keys["evaluate.zero_shot_classes"] = "imagenet"
-    _model(keys, notes, given)
+    set_model(keys, notes, given)
     _data(keys, notes, flags)
-    _engine(keys, notes, given)
+    _engine(keys, notes, flags)
     _schedule(keys, notes, given)
     _rest(keys, notes, flags)
     _loss(keys, notes, flags)
+    set_text_tower(keys, notes, flags)
     _augmentation(
         keys,
         notes,
@@ -121,44 +123,6 @@ def whole(given: Mapping[str, Any], flag: str) -> int:
     return value
 
 
-def _model(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
-    name = str(given["model"])
-    if clipa := CLIPA.fullmatch(name):
-        notes.append(("--model", f"OpenCLIP has no {name} any more: {clipa[1]} here, its texts of 77 tokens, not "
-                      f"{clipa[2]}; a JSON of your own as model.name can have all of it"))  # fmt: skip
-        name = clipa[1]
-    keys["model.name"] = model_name(name, quick_gelu="force-quick-gelu" in given)
-    if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
-        for key, value in (("optim.beta2", 0.999), ("optim.eps", 1e-8)):
-            keys.setdefault(key, value)
-    if "pretrained" in given:
-        keys["model.init_from"] = weights_of(name, str(given["pretrained"]))
-        if "train-data" not in given:
-            notes.append(("--pretrained", "without --train-data OpenCLIP evaluates these weights alone; so does: "
-                          f"clip-train evaluate THIS.yaml --weights {keys['model.init_from']}"))  # fmt: skip
-    if "distill-model" in given and "distill-pretrained" in given:
-        name = str(given["distill-model"])
-        keys["model.teacher_name"] = model_name(name, quick_gelu=False, flag="distill-")
-        keys["model.teacher"] = weights_of(name, str(given["distill-pretrained"]))
-
-
-def weights_of(name: str, tag: str) -> str:
-    """A tag is one of OpenCLIP's for that model."""
-    return tag if set("/.:") & set(tag) else f"open_clip:{name.replace('/', '-')}/{tag}"
-
-
-def model_name(name: str, quick_gelu: bool, flag: str = "") -> str:
-    """Ours, or by OpenCLIP's own. UserError for one that no name of a recipe can stand for."""
-    if name.startswith(("hf-hub:", "local-dir:")):
-        raise UserError(
-            f"--{flag}model {name}: a recipe has architecture and weights apart; give --{flag}model the architecture's "
-            f"name, and --{flag}pretrained {name.removeprefix('local-dir:')}"
-        )
-    name = name.replace("/", "-")
-    name += "-quickgelu" if quick_gelu and not name.endswith("-quickgelu") else ""
-    return name if name in preset_names() else f"open_clip:{name}"
-
-
 def _data(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     kind = str(flags.get("dataset-type", "auto"))
     if "audio" in kind:
@@ -171,7 +135,7 @@ def _data(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
         keys.setdefault("data.num_samples", SYNTHETIC_SAMPLES)
     elif "data.train" not in keys:
         keys["data.train"] = "REPLACE/{00000..00099}.tar"
-        notes.append(("--train-data", "is not given: set data.train"))
+        notes.append(("--train-data", f"{CHECK}is not given: set data.train"))
     for flag in ("train-data", "val-data"):
         key = SAME[flag]
         if key in keys:
@@ -190,12 +154,29 @@ def _data(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     ]:
         keys["data.caption_key"] = captions if len(captions) > 1 else captions[0]
     if "train-data-upsampling-factors" in flags:
-        keys["data.train_weights"] = [
-            as_value(x) for x in flags["train-data-upsampling-factors"].split("::")
-        ]
-        notes.append(
-            ("--train-data-upsampling-factors", "shares of the stream, whatever the sources' sizes")
-        )
+        _upsampling(keys, notes, str(flags["train-data-upsampling-factors"]), flags)
+
+
+def _upsampling(keys: Keys, notes: Notes, given: str, flags: Mapping[str, Any]) -> None:
+    """There a factor is the weight of each shard that is drawn, here a weight is a source's share of the samples."""
+    flag = "--train-data-upsampling-factors"
+    factors = [as_value(each) for each in given.split("::")]
+    if not all(isinstance(each, int | float) for each in factors):
+        raise UserError(f"{flag} ({given}) must be numbers joined by ::, such as 1::3")
+    sources = expand_braces(keys["data.train"])
+    if any(unset(keys["data.train"]) or "*" in shard for source in sources for shard in source):
+        keys["data.train_weights"] = factors
+        notes.append((flag, f"{CHECK}this command does not say how many shards a source has: multiply each number "
+                      "of data.train_weights by its source's shards, as a factor weighs each shard there"))  # fmt: skip
+    else:
+        counts = [len(source) for source in sources]
+        weights = [count * factor for count, factor in zip(counts, factors, strict=False)]
+        keys["data.train_weights"] = weights + factors[len(weights) :]
+        notes.append((flag, f"a factor weighs each shard there: data.train_weights is shards x factor, with "
+                      f"{', '.join(map(str, counts))} shards. If shards differ in size between the sources, write "
+                      "samples x factor"))  # fmt: skip
+    if "dataset-resampled" not in flags:
+        notes.append((flag, f"{CHECK}OpenCLIP refuses it without --dataset-resampled"))
 
 
 def _source(flag: str, source: str, notes: Notes, flags: Mapping[str, Any]) -> str:
@@ -229,29 +210,29 @@ def _assumed(train: str, notes: Notes) -> int:
     many = len(shards) * PER_SHARD if len(shards) > 1 else ASSUMED
     guess = f"{len(shards):,} shards of {PER_SHARD:,}" if len(shards) > 1 else f"{many:,}"
     notes.append((
-        "--train-num-samples", f"is not given: {guess} samples are ASSUMED, and steps, warm-up, saves and "
+        "--train-num-samples", f"{CHECK}is not given: {guess} samples are ASSUMED, and steps, warm-up, saves and "
         "evaluations follow from them; add the flag to the command",
     ))  # fmt: skip
     return many
 
 
-def _engine(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
-    precision = str(given["precision"])
+def _engine(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
+    precision = str(flags.get("precision", DEFAULTS["precision"]))
     keys["engine.precision"] = (
         "fp32" if precision == "fp32" else "fp16" if "fp16" in precision else "bf16"
     )
-    if precision == "amp":
+    if flags.get("precision") == "amp":
         notes.append(
             ("--precision amp", "fp16 autocast there; bf16 here, with fp32 master weights and loss")
         )
     elif precision.startswith("pure"):
         notes.append((f"--precision {precision}", "master weights are fp32 here"))
-    if "fsdp" in given:
+    if "fsdp" in flags:
         keys |= {
             "engine.kind": "fsdp",
-            "engine.zero_stage": 2 if "fsdp-no-reshard-after-forward" in given else 3,
+            "engine.zero_stage": 2 if "fsdp-no-reshard-after-forward" in flags else 3,
         }
-        keys |= {"engine.offload": "optimizer"} if "fsdp-offload-cpu" in given else {}
+        keys |= {"engine.offload": "optimizer"} if "fsdp-offload-cpu" in flags else {}
 
 
 def _schedule(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
@@ -279,6 +260,9 @@ def _schedule(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
             )
         )
     keys["checkpoint.every_steps"] = whole(given, "save-frequency") * epoch or None  # 0: at the end
+    keys["checkpoint.every_minutes"] = 60
+    if keys["checkpoint.every_steps"] and "delete-previous-checkpoint" not in given:
+        keys["checkpoint.keep_every"] = keys["checkpoint.every_steps"]
     evaluated = {"data.val": "val-frequency", "evaluate.zero_shot_data": "zeroshot-frequency"}
     every = [whole(given, flag) for key, flag in evaluated.items() if key in keys]
     if any(every):
@@ -291,7 +275,7 @@ def _rest(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
             re.sub(r"[^A-Za-z0-9._-]", "-", str(flags["name"])).strip("._-") or "clip"
         )
     if str(flags.get("logs", "none")).lower() != "none":
-        keys["run.dir"] = f"{str(flags['logs']).rstrip('/')}/{keys.get('run.name', 'clip')}"
+        keys["run.dir"] = f"{str(flags['logs']).rstrip('/')}{BESIDE}/{keys.get('run.name', 'clip')}"
     if "lock-image" not in flags:  # of no effect there
         keys.pop("model.lock_image_freeze_bn_stats", None)
     if "force-image-size" in flags:
@@ -300,7 +284,7 @@ def _rest(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
         )
     if "remote-sync" in flags:
         keys["checkpoint.remote"] = (
-            f"{str(flags['remote-sync']).rstrip('/')}/{keys.get('run.name', 'clip')}"
+            f"{str(flags['remote-sync']).rstrip('/')}{BESIDE}/{keys.get('run.name', 'clip')}"
         )
     for tracker in ("wandb", "tensorboard", "trackio"):
         if "report-to" in flags and (tracker != "trackio" or tracker in flags["report-to"]):
@@ -311,9 +295,31 @@ def _rest(keys: Keys, notes: Notes, flags: Mapping[str, Any]) -> None:
     if "delete-previous-checkpoint" in flags:
         keys["checkpoint.keep_last"] = 1
     if "opt" in flags:
-        keys["optim.name"] = str(flags["opt"]).removeprefix("timm/")
+        _optimizer(keys, notes, str(flags["opt"]))
     if flags.get("wd-exclude"):
         keys["optim.no_decay"] = flags["wd-exclude"]
+
+
+def _optimizer(keys: Keys, notes: Notes, given: str) -> None:
+    name = given.lower().removeprefix("timm/")
+    if name not in OPTIMIZERS and "." not in name:
+        raise UserError(
+            f"--opt ({given}): take it out of the command, and set optim.name to the import path of its class, such as "
+            f"timm.optim.Adafactor; by name there are {', '.join(OPTIMIZERS)}"
+        )
+    keys["optim.name"] = name
+    if name in ("lamb", "muon"):  # they need whole parameters, or their norms
+        keys |= (
+            {"engine.kind": "fsdp", "engine.zero_stage": 0}
+            if name == "muon"
+            else {"engine.kind": "fsdp"}
+        )
+        notes.append(
+            (
+                "--opt",
+                f"{name} needs more of a parameter than DeepSpeed's stages leave it: engine.kind=fsdp",
+            )
+        )
 
 
 def _augmentation(keys: Keys, notes: Notes, settings: dict[str, str]) -> None:

@@ -30,7 +30,7 @@ from clip_train.models.weights import (
 )
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
-from launcher.cli.import_args import model_name
+from launcher.config.openclip_model import model_name
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
 from launcher.config.validate import check_place
 from launcher.parts import evaluation

@@ -30,7 +30,7 @@ SAME = {
     "beta2": "optim.beta2", "eps": "optim.eps", "wd": "optim.weight_decay", "momentum": "optim.momentum",
     "warmup": "schedule.warmup_steps", "lr-cooldown-end": "schedule.final_lr",
     "lr-cooldown-power": "schedule.cooldown_power", "force-patch-dropout": "model.patch_dropout",
-    "wandb-project-name": "log.wandb_project", "remote-sync": "checkpoint.remote",
+    "wandb-project-name": "log.wandb_project",
     "grad-checkpointing": "engine.activation_checkpointing", "torchcompile": "engine.compile",
     "dataset-resampled": "data.resampled", "imagenet-val": "evaluate.zero_shot_data", "lock-image": "model.lock_image",
     "lock-image-freeze-bn-stats": "model.lock_image_freeze_bn_stats",
@@ -50,16 +50,21 @@ OWN = {
     "fsdp-offload-cpu": "`engine.offload=optimizer`: master weights and moments",
     "grad-clip-norm": "`optim.grad_clip_norm`; not given: null (ours is 1.0)",
     "json-text-key": "`data.caption_key`, each with `json.` in front",
-    "json-text-key-probs": "`data.caption_key`: names with weights", "logs": "`run.dir`",
+    "json-text-key-probs": "`data.caption_key`: names with weights",
+    "logs": "`run.dir`, in a folder beside it: `DIR-clip-train/NAME`",
     "loss-dist-impl": "`loss.exchange`: `gather`, else `ring`", "lr-scheduler": "`schedule.name`",
     "model": "`model.name`; `open_clip:NAME` for towers that are not built here", "name": "`run.name`",
-    "opt": "`optim.name`", "precision": "`engine.precision`: `amp` becomes bf16, `fp32` and `fp16` stay",
+    "opt": "`optim.name`; `engine.kind=fsdp` for `lamb` and `muon`",
+    "precision": "`engine.precision`: `amp` becomes bf16, `fp32` and `fp16` stay",
     "pretrained": "`model.init_from`", "distill-model": "`model.teacher_name`", "distill-pretrained": "`model.teacher`",
     "report-to": "`log.wandb`, `log.tensorboard`, `log.trackio`",
-    "save-frequency": "`checkpoint.every_steps`, in steps",
+    "remote-sync": "`checkpoint.remote`, in a folder beside it: `URL-clip-train/NAME`",
+    "save-frequency": "`checkpoint.every_steps` and `checkpoint.keep_every`, in steps; "
+    "`checkpoint.every_minutes=60` besides",
     "siglip": "`loss.kind=sigmoid`, `model.init_logit_bias=-10`, `model.init_logit_scale=2.3026`",
     "skip-scheduler": "`schedule.name=constant`, no warm-up", "text-key": "`data.caption_key`",
-    "train-data-upsampling-factors": "`data.train_weights`", "val-frequency": "`evaluate.every_steps`, in steps",
+    "train-data-upsampling-factors": "`data.train_weights`: shards of a source times its factor",
+    "val-frequency": "`evaluate.every_steps`, in steps",
     "wd-exclude": "`optim.no_decay`",
     "zeroshot-frequency": "`evaluate.every_steps`, in steps: of the two frequencies the higher counts",
 }  # fmt: skip
@@ -133,6 +138,13 @@ DEFAULTS = {
     "seed": 0,
 }  # fmt: skip
 """Of OpenCLIP, where ours differ or a recipe needs them."""
+UNSAID = {
+    "accum-freq": "1", "coca-caption-loss-weight": "2.0", "coca-contrastive-loss-weight": "1.0",
+    "csv-caption-key": "title", "csv-img-key": "filepath", "device": "cuda", "dist-backend": "nccl",
+    "dist-url": "env://", "log-every-n-steps": "100", "opt": "adamw", "precision": "amp",
+    "remote-sync-frequency": "300", "remote-sync-protocol": "s3",
+}  # fmt: skip
+"""Its defaults, which its params.txt lists whether or not somebody gave them, and of which there is nothing to say."""
 REASONS = OLDER | NEWER | NOTES  # flag: why a recipe has nothing of it
 FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | REASONS.keys()
 

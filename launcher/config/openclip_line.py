@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_train.errors import UserError
-from launcher.config.openclip import FLAGS, LISTS, SWITCHES
+from launcher.config.openclip import FLAGS, LISTS, SWITCHES, UNSAID
 
 _MAIN = re.compile(r"(^|[./])main(\.py)?$")  # the word behind which the flags stand
 _ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|[^\s;]*)\s*;?\s*")
@@ -154,7 +154,11 @@ def read_params(text: str) -> tuple[dict[str, Any], int | None]:
     found = {name.strip().replace("_", "-"): value.strip() for name, _, value in parts}
     ranks = found.get("world-size", "")
     kept = {
-        k: v for k, v in found.items() if k in FLAGS and v not in ("None", "False", "", "{}", "[]")
+        k: v
+        for k, v in found.items()
+        if k in FLAGS
+        and v not in ("None", "False", "", "{}", "[]")
+        and v.removesuffix(":0") != UNSAID.get(k)  # cuda:0
     }
     flags = {k: True if k in SWITCHES else _listed(v) if k in LISTS else v for k, v in kept.items()}
     return flags, int(ranks) if ranks.isdigit() else None

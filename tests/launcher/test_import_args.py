@@ -54,6 +54,114 @@ def test_a_documents_command_becomes_a_recipe_that_plan_takes(name, capsys, tmp_
         assert main(["plan", str(recipe), "--world-size", "8", "--json"]) == 0
 
 
+STEP_OF_CC12M = math.ceil(10968539 / (4 * 320))
+CLIPA = {  # what its scripts share: 8 GPUs, an epoch that is saved and evaluated
+    "optim.beta1": 0.9, "optim.beta2": 0.95, "optim.weight_decay": 0.2, "optim.grad_clip_norm": None,
+    "data.train": "/path/to/laion-400m", "engine.precision": "bf16", "engine.activation_checkpointing": True,
+    "evaluate.zero_shot_classes": "imagenet", "run.dir": "./logs-clip-train/clip", "checkpoint.every_minutes": 60,
+}  # fmt: skip
+JITTER = {
+    "data.aug_scale": [0.4, 1.0], "data.aug_color_jitter": [0.32, 0.32, 0.32, 0.08], "data.aug_color_jitter_prob": 0.8,
+    "data.aug_gray_scale_prob": 0.2,
+}  # fmt: skip
+# Of OpenCLIP's documents, by its own rules (params.py, main.py, data.py of 3.3.0): what each command trains.
+MEANT = {
+    "README.md, Sample single-process running code": {
+        "model.name": "RN50", "batch.global_size": 128, "optim.lr": 1e-3, "optim.weight_decay": 0.1,
+        "optim.beta2": 0.999, "optim.eps": 1e-8, "run.epochs": 30, "schedule.warmup_steps": 10000,
+        "log.tensorboard": True, "log.wandb": False, "engine.precision": "bf16", "data.workers": 8,
+        "data.train": "/path/to/train_data-shards/*.tar", "evaluate.zero_shot_classes": "imagenet",
+        "evaluate.zero_shot_data": "/path/to/imagenet/root/val/", "run.dir": None, "model.init_from": None,
+    },
+    "README.md, Single-Node": {
+        "model.name": "RN50", "batch.global_size": 4 * 320, "batch.micro_size": 320, "data.num_samples": 10968539,
+        "run.epochs": 32, "checkpoint.every_steps": STEP_OF_CC12M, "checkpoint.keep_every": STEP_OF_CC12M,
+        "checkpoint.every_minutes": 60, "evaluate.every_steps": 2 * STEP_OF_CC12M, "optim.weight_decay": 0.2,
+    },
+    "README.md, Multi-Node": {"batch.global_size": 4 * 320, "data.num_samples": 10968539},
+    "README.md, SLURM": {
+        "model.name": "ViT-B-32", "batch.global_size": 32 * 4 * 256, "optim.beta2": None, "optim.eps": None,
+        "run.name": "ViT-B-32-Vanilla", "schedule.warmup_steps": 2000, "evaluate.every_steps": None,
+        "data.train": "/data/LAION-400M/{00000..41455}.tar", "run.seed": 0,
+    },
+    "README.md, Resuming from a checkpoint": {"model.name": "RN50", "checkpoint.resume": None},
+    "README.md, Fine Tuning CoCa": {
+        "model.name": "open_clip:coca_ViT-L-14", "optim.lr": 1e-5, "log.wandb": True, "run.epochs": 1,
+    },
+    "README.md, Training with pre-trained language models as text encoder": {
+        "model.name": "open_clip:roberta-ViT-B-32", "model.init_from": "roberta-ViT-B-32-start.pt",
+        "model.lock_text": None, "model.lock_text_unlocked_layers": None, "data.num_samples": 3_000_000,
+        "model.freeze": [
+            "text.transformer.embeddings.*_embeddings.weight",
+            "text.transformer.encoder.layer.0.*.dense.*", "text.transformer.encoder.layer.0.*.self.*",
+            "text.transformer.encoder.layer.1.*.dense.*", "text.transformer.encoder.layer.1.*.self.*",
+        ],
+        "data.val": "s3://s-mas/cc3m/{00330..00331}.tar", "run.name": "10_unfrozen",
+    },
+    "README.md, Evaluating local checkpoint": {
+        "model.name": "RN101", "model.init_from": "/path/to/checkpoints/epoch_K.pt",
+        "data.val": "/path/to/validation_data-shards/*.tar",
+    },
+    "README.md, Evaluating hosted pretrained checkpoint": {
+        "model.init_from": "open_clip:ViT-B-32-quickgelu/laion400m_e32", "evaluate.zero_shot_classes": "imagenet",
+        "evaluate.zero_shot_data": "/path/to/imagenet/validation",
+    },
+    "docs/script_examples/clipa/vit_b16/i50_t16_finetune.sh": CLIPA | {
+        "model.name": "ViT-B-16", "model.init_from": "/path/to/ckpt", "optim.lr": 2.56e-5, "run.epochs": 1,
+        "batch.global_size": 8 * 1024, "schedule.warmup_steps": 3072, "data.num_samples": 131072000,
+        "checkpoint.every_steps": 16000, "data.aug_scale": [0.4, 1.0], "data.aug_color_jitter": None,
+    },
+    "docs/script_examples/clipa/vit_b16/i50_t16_pretrain.sh": CLIPA | {
+        "model.name": "ViT-B-16", "model.image_size": 112, "batch.global_size": 8 * 8192, "model.init_from": None,
+    },
+    "docs/script_examples/clipa/vit_l16/i17_t16_finetune.sh": CLIPA | JITTER | {"model.name": "ViT-L-16"},
+    "docs/script_examples/clipa/vit_l16/i17_t16_pretrain.sh": CLIPA | JITTER | {"model.image_size": 64},
+    "docs/script_examples/clipa/vit_l16/i37_t8_finetune.sh": CLIPA | JITTER | {"batch.global_size": 8 * 896},
+    "docs/script_examples/clipa/vit_l16/i37_t8_pretrain.sh": CLIPA | JITTER | {"model.image_size": 96},
+    "docs/script_examples/clipav2/vit_h14/i257_t32_finetunex4.sh": {
+        **CLIPA, **JITTER, "data.train": "/path/to/laion2b_or_datacomp1b", "model.name": "ViT-H-14",
+        "model.patch_dropout": 0.3, "model.image_size": 224, "checkpoint.every_steps": 4000,
+    },
+    "docs/script_examples/clipav2/vit_h14/i50_t8_pretrain.sh": {
+        **CLIPA, **JITTER, "data.train": "/path/to/laion2b_or_datacomp1b", "data.num_samples": 400_000_000,
+    },
+    "docs/script_examples/clipav2/vit_h14/i577_t32_finetunex1.sh": {
+        **CLIPA, **JITTER, "data.train": "/path/to/laion2b_or_datacomp1b", "model.patch_dropout": 0.4,
+        "model.image_size": 336,
+    },
+    "docs/script_examples/stability_example.sh": {
+        "batch.global_size": 240 * 375, "data.resampled": True, "data.train_weights": None, "run.epochs": 97,
+        "run.dir": "/scratch/logs-clip-train/test-B-32-laion5b-lr1e-3-bs90k", "log.wandb_project": "open_clip6",
+    },
+    "scripts/clipav1_vit_l16_i37_t8.sh": {
+        "model.name": "ViT-L-16", "model.init_from": "/path/to/clipa_vit_l16_i37_t8.pt", "run.dir": None,
+    },
+    "scripts/clipav2_vit_h14_i84_224_336_cl32_gap_datacomp1b.sh": {
+        "model.name": "ViT-H-14", "model.image_size": 336,
+    },
+    "scripts/h14_224_32_finetune.sh": CLIPA | JITTER | {
+        "data.train": "/path/to/laion", "run.name": "name", "run.dir": "./logs-clip-train/name",
+        "log.wandb_project": "project_name", "batch.global_size": 8 * 4096, "run.epochs": 7,
+    },
+    "scripts/h14_84_8_pretrain.sh": CLIPA | JITTER | {
+        "data.train": "/path/to/laion", "run.dir": "./logs-clip-train/name", "model.image_size": 84,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_a_documents_command_means_what_openclip_trains(name, capsys):
+    recipe, text = imported(capsys, LINES[name])
+    found = {
+        f"{section}.{key}": value for section in recipe for key, value in recipe[section].items()
+    }
+    meant = MEANT[name]
+    assert {key: found.get(key) for key in meant} == meant
+    given = set(re.findall(r"--([\w-]+)", LINES[name])) | {"world-size"}
+    said = set(re.findall(r"^# --([\w-]+)", text, re.M))
+    assert said - given <= {"train-data", "train-num-samples"}  # which a recipe cannot do without
+
+
 # Of a flag that needs others, and where 1 would be no value of it, or OpenCLIP's own.
 BESIDES = {
     "fsdp-offload-cpu": "--fsdp", "fsdp-no-reshard-after-forward": "--fsdp", "json-text-key-probs": "--json-text-key a",
@@ -129,7 +237,7 @@ def test_what_differs_is_said(capsys):
     assert recipe["data"]["train"].endswith("{000000..127231}.tar}")
     name = "test-B-32-laion5b-lr1e-3-bs90k"
     assert recipe["run"]["name"] == name
-    assert recipe["checkpoint"]["remote"] == f"s3://s-laion/mitchellw/logs/{name}"
+    assert recipe["checkpoint"]["remote"] == f"s3://s-laion/mitchellw/logs-clip-train/{name}"
     assert recipe["optim"]["grad_clip_norm"] is None and recipe["optim"]["lr"] == 1e-3
     assert recipe["checkpoint"]["every_steps"] == math.ceil(135646078 / 90000)
     comments = [line for line in text.splitlines() if line.startswith("#")]
@@ -161,7 +269,8 @@ def test_what_differs_is_said(capsys):
         capsys, f"main.py --train-num-samples 9e9 {two} --train_data_upsampling_factors=1::2"
     )
     assert (
-        recipe["data"]["train_weights"] == [1, 2] and recipe["data"]["num_samples"] == 9_000_000_000
+        recipe["data"]["train_weights"] == [10, 20]
+        and recipe["data"]["num_samples"] == 9_000_000_000
     )
     assert recipe["data"]["train"] == "a/{0..9}.tar::s3://b/{0..9}.tar"
 
@@ -190,7 +299,7 @@ def test_a_table_becomes_shards_first(capsys):
         "--image-key filepath --caption-key title"
     )
     assert f"# --train-data: first make shards of it: {command}\n" in text
-    assert "# --train-num-samples: is not given: 10,000,000 samples are ASSUMED" in text
+    assert "# --train-num-samples: CHECK: is not given: 10,000,000 samples are ASSUMED" in text
     assert "41,456 shards of 10,000 samples are ASSUMED" in imported(capsys, SLURM)[1]
 
 
@@ -212,9 +321,9 @@ def test_what_a_script_sets_is_put_in(capsys, tmp_path):
     recipe, _ = imported(capsys, str(script))
     assert recipe["batch"] == {"global_size": 8 * 96, "micro_size": 96}
     assert recipe["data"]["train"] == "/d/{0..9}.tar" and recipe["run"]["name"] == "x-96"
-    assert recipe["run"]["dir"] == "logs/x-96" and recipe["optim"]["lr"] == 1e-4
+    assert recipe["run"]["dir"] == "logs-clip-train/x-96" and recipe["optim"]["lr"] == 1e-4
     _, text = imported(capsys, f"main.py {VIT} --val-data $VAL --lr 1e-4 2>&1 | tee log")
-    assert "# --val-data: $VAL is not set in this text: put its value in\n" in text
+    assert "# --val-data: CHECK: $VAL is not set in this text: put its value in\n" in text
 
 
 def test_captions_shards_and_sharding_of_the_main_branch(capsys):
@@ -306,6 +415,98 @@ def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
     assert recipe["data"]["aug_scale"] == [0.4, 1.0]
     monkeypatch.setattr("sys.stdin", io.StringIO(ONE_NODE))
     assert imported(capsys, "-")[0]["batch"]["global_size"] == 4 * 320
+
+
+def weights(capsys, sources: str, factors: str, *flags: str) -> tuple[list, str]:
+    line = f"main.py {VIT} --train-data '{sources}' --train-data-upsampling-factors {factors}"
+    recipe, _ = imported(capsys, " ".join([line, "--dataset-resampled", *flags]))
+    return recipe["data"]["train_weights"], imported(capsys, " ".join([line, *flags]))[1]
+
+
+def test_a_factor_weighs_each_shard(capsys):
+    """ResampledShards2 of its data.py draws a shard by its source's factor: 900 x 1 against 100 x 3."""
+    found, text = weights(capsys, "a/{000..899}.tar::b/{00..99}.tar", "1::3")
+    assert found == [900, 300] and "shards x factor, with 900, 100 shards" in text
+    assert "factors: CHECK: OpenCLIP refuses it without --dataset-resampled" in text
+    found, _ = weights(capsys, "a/{0..3}.tar::pipe:aws s3 cp s3://b/{0..1}.tar -", "0.5::1.5")
+    assert found == [2, 3]
+    found, text = weights(capsys, "$DATA/x.tar::b/{0..9}.tar", "1::3")
+    assert found == [1, 3] and "CHECK: this command does not say how many shards" in text
+    assert main(["import-args", f"main.py {VIT} --train-data-upsampling-factors a::b"]) == 2
+    assert "(a::b) must be numbers joined by ::" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "frozen"),
+    [
+        ("", None),
+        ("--lock-text --lock-text-freeze-layer-norm",
+         ["text.transformer.embeddings.*", "text.transformer.encoder.layer.*.*"]),
+        ("--lock-text --lock-text-unlocked-layers 12 --lock-text-freeze-layer-norm",
+         ["text.transformer.embeddings.*"]),
+        ("--lock-text --lock-text-unlocked-layers 13", []),
+    ],
+)  # fmt: skip
+def test_a_pretrained_text_tower_starts_pretrained(flags, frozen, capsys):
+    line = f"main.py --model roberta-ViT-B-32 --train-data x.tar --train-num-samples 100000 {flags}"
+    assert main(["import-args", line]) == 0
+    out, err = capsys.readouterr()
+    model = yaml.safe_load(out)["model"]
+    assert model["init_from"] == "roberta-ViT-B-32-start.pt" and "lock_text" not in model
+    assert model.get("freeze") == frozen
+    made = "open_clip.create_model('roberta-ViT-B-32').state_dict(), 'roberta-ViT-B-32-start.pt')"
+    assert made in out and f"warning: --model: {'OpenCLIP starts the text tower'}" in err
+    other = imported(capsys, f"{line} --pretrained laion2b_s12b_b32k")
+    assert other[0]["model"]["init_from"].endswith("/laion2b_s12b_b32k") and made not in other[1]
+    recipe, text = imported(capsys, "main.py --model mt5-base-ViT-B-32 --siglip --lock-text "
+                            "--lock-text-unlocked-layers 2 --train-data x.tar --force-image-size 64")  # fmt: skip
+    assert recipe["model"]["freeze"] == ["text.transformer.*"]
+    assert "'mt5-base-ViT-B-32', force_image_size=64, init_logit_bias=-10.0)" in text
+    assert "# --lock-text-unlocked-layers: CHECK: " in text
+
+
+def test_a_model_of_ones_own(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = "main.py --model {} --train-data x.tar --train-num-samples 100000"
+    recipe, text = imported(capsys, line.format("my-vit"))
+    assert "# --model: CHECK: OpenCLIP 3.3.0 has no my-vit: if it is a JSON of your own" in text
+    Path("my-vit.json").write_text("{}")
+    for name in ("my-vit", "my-vit.json", f"{tmp_path}/my-vit.json"):
+        recipe, text = imported(capsys, line.format(name))
+        assert Path(recipe["model"]["name"]).samefile("my-vit.json") and "--model" not in text
+    for name in ("ViT-L/14", "EVA02-B-16", "convnext_base_w", "ViT-B-16-SigLIP2-256"):
+        assert "--model" not in imported(capsys, line.format(name))[1]
+
+
+def test_an_optimizer_brings_the_engine_that_it_needs(capsys, tmp_path):
+    recipe, text = imported(capsys, f"torchrun --nproc_per_node 2 -m main {VIT} --opt timm/lamb")
+    assert recipe["optim"]["name"] == "lamb" and recipe["engine"]["kind"] == "fsdp"
+    (tmp_path / "r.yaml").write_text(text)
+    assert main(["plan", str(tmp_path / "r.yaml"), "--world-size", "2", "--json"]) == 0
+    capsys.readouterr()
+    assert "kind" not in imported(capsys, f"main.py {VIT} --opt adamw")[0]["engine"]
+    assert main(["import-args", f"main.py {VIT} --opt timm/adafactor"]) == 2
+    assert "such as timm.optim.Adafactor" in capsys.readouterr().err
+
+
+def test_a_params_txt_gets_no_comments_on_what_nobody_gave(capsys, tmp_path):
+    """As its main.py writes it, every argument with what it was in the end."""
+    defaults = {
+        "accum_freq": 1, "csv_separator": "\t", "csv_img_key": "filepath", "csv_caption_key": "title",
+        "device": "cuda:0", "dist_backend": "nccl", "dist_url": "env://", "log_every_n_steps": 100, "opt": "adamw",
+        "coca_caption_loss_weight": 2.0, "coca_contrastive_loss_weight": 1.0, "remote_sync_frequency": 300,
+        "remote_sync_protocol": "s3", "precision": "amp", "lock_text_unlocked_layers": 0, "lr_scheduler": "cosine",
+        "log_local": False, "use_bn_sync": False, "resume": None, "dataset_type": "webdataset", "debug": False,
+        "model": "ViT-B-32", "train_data": "x.tar", "train_num_samples": 100000, "world_size": 1, "warmup": 10,
+        "logs": "./logs/", "name": "one", "wandb_notes": "", "report_to": "", "save_frequency": 1, "val_frequency": 1,
+    }  # fmt: skip
+    file = tmp_path / "params.txt"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in defaults.items()))
+    recipe, text = imported(capsys, str(file))
+    assert not [line for line in text.splitlines() if line.startswith("# --")], text
+    assert recipe["run"] == {"epochs": 32, "seed": 0, "name": "one", "dir": "./logs-clip-train/one"}
+    assert recipe["checkpoint"]["every_minutes"] == 60
+    assert imported(capsys, "main.py --precision amp")[1].count("# --precision amp: ") == 1
 
 
 @pytest.mark.parametrize(
