@@ -47,8 +47,11 @@ def set_model(keys: Keys, notes: Notes, given: Mapping[str, Any]) -> None:
         keys["model.name"] = model_name(name, quick_gelu="force-quick-gelu" in given)
         known = keys["model.name"].removeprefix("open_clip:")
         if not (known in preset_names() or HF_TOWER.fullmatch(known) or FAMILIES.fullmatch(known)):
-            notes.append(("--model", f"{CHECK}OpenCLIP 3.3.0 has no {known}: if it is a JSON of your own, set "
-                          "model.name to its path, or to open_clip:PATH if a tower is timm's or Hugging Face's"))  # fmt: skip
+            unknown = (
+                f"{CHECK}OpenCLIP 3.3.0 has no {known}: if it is a JSON of your own, set model.name to its path, or to "
+                "open_clip:PATH if a tower is timm's or Hugging Face's"
+            )
+            notes.append(("--model", unknown))
     if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
         for key, value in (("optim.beta2", 0.999), ("optim.eps", 1e-8)):
             keys.setdefault(key, value)
