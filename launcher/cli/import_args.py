@@ -317,7 +317,7 @@ def _optimizer(keys: Keys, notes: Notes, given: str) -> None:
         notes.append(
             (
                 "--opt",
-                f"{name} needs more of a parameter than DeepSpeed's stages leave it: engine.kind=fsdp",
+                f"{name} needs whole parameters or their norms: engine.kind=fsdp leaves it these",
             )
         )
 
