@@ -183,9 +183,7 @@ def build_trainer(
     )
     loader = parts.build_loader(config, checked, device, resumed, index)
     sinks = dist.agreed(
-        lambda: Sinks.open(
-            config.log, config.run_dir, resume_step=start, recipe=config.model_dump(mode="json")
-        )
+        lambda: Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.to_keep())
     )
     trainer = Trainer(
         engine=engine,
@@ -210,7 +208,7 @@ def build_trainer(
         digest=config.log.batch_digest,
         log=log,
         run_state={
-            "recipe": config.model_dump(mode="json"),
+            "recipe": config.to_keep(),
             "architecture": checked.architecture.model_dump(
                 mode="json"
             ),  # for an export without the recipe's files

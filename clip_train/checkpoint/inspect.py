@@ -157,10 +157,19 @@ def _verify(storage: Storage, found: Found) -> None:
 # -- one checkpoint
 
 
-def open_to_look(places: Places, step: int | None = None, only: CommitRef | None = None) -> Resumed:
+def open_to_look(
+    places: Places,
+    step: int | None = None,
+    only: CommitRef | None = None,
+    *,
+    newest_whole: bool = False,
+    otherwise: str = "name an older one by its commit/*.json",
+) -> Resumed:
     """The newest committed checkpoint, or that of `step`, to export or evaluate; the run's folders stay as they are.
 
-    Only what is read is verified, and of a remote one fetched. UserError, CheckpointError.
+    Only what is read is verified, and of a remote one fetched. newest_whole: newer ones that are damaged are passed
+    over (`Resumed.skipped`), and all of the chosen one is verified. otherwise: how to take an older one, for messages.
+    UserError where the newest is damaged; CheckpointError.
     """
     where = " or ".join(each.url for each in places if each is not None)
     if step is not None:
@@ -172,11 +181,16 @@ def open_to_look(places: Places, step: int | None = None, only: CommitRef | None
             raise UserError(
                 f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}"
             )
-    found, skipped = resolve(places, only)
+    found, skipped = resolve(places, only, verify=newest_whole)
+    reasons = "".join(f"\n  {each}" for each in skipped)
     if found is None:
-        reasons = "".join(f"\n  {each}" for each in skipped)
         raise UserError(
             f"there is no whole checkpoint under {where}{reasons}; train first, or correct the place"
+        )
+    if skipped and not newest_whole:
+        raise UserError(
+            f"the newest checkpoint under {where} cannot be read{reasons}\n"
+            f"restore it, or take the one of step {found.step}, which is older: {otherwise}"
         )
     return found
 

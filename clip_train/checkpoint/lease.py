@@ -16,6 +16,7 @@ from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import FencedError, list_commits, read_checked
 from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Storage
+from clip_train.storage.redact import redact
 
 
 def epochs(storage: Storage) -> list[int]:
@@ -59,7 +60,7 @@ def acquire(storage: Storage, others: Sequence[Storage] = (), *, resume: str = "
         "pid": os.getpid(),
         "started": started(os.getpid()),
         "job": slurm_job(),
-        "resume": resume,
+        "resume": redact(resume),
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     for candidate in range(epoch, epoch + 1000):

@@ -37,6 +37,7 @@ from clip_train.checkpoint.snapshot import FragmentReader
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
+from clip_train.storage.redact import redact
 from clip_train.storage.urls import open_storage
 
 _LISTINGS = 5  # how often the selection is begun anew
@@ -195,7 +196,7 @@ def _gone_back_already(mode: str, places: Places) -> bool:
     main = places.remote or places.local  # where leases are taken
     if newest is None or main is None:
         return False
-    return readable(main, lambda main: lease.resume_of(main, newest.epoch)) == mode
+    return readable(main, lambda main: lease.resume_of(main, newest.epoch)) == redact(mode)
 
 
 def _nothing_found(mode: str, places: Places, skipped: list[Skipped], log: Log) -> None:
@@ -222,12 +223,14 @@ def resolve(
     only: CommitRef | None = None,
     cache: LocalStorage | None = None,
     log: Log = lambda text: None,
+    *,
+    verify: bool = False,
 ) -> tuple[Resumed | None, list[Skipped]]:
     """Called by all ranks: rank 0 looks, all ranks share hashing and fetching, all get the same answer: it, and
     the newer ones that are not whole.
 
     only: consider this checkpoint alone. cache: where a remote one is fetched to; None: nothing is written, and each
-    block is verified when it is read. CheckpointError, on all ranks, where one cannot read.
+    block is verified when it is read, unless `verify`. CheckpointError, on all ranks, where one cannot read.
     """
     everyone = cache is None or places.remote is None
     ranks = [*range(dist.world_size())] if everyone else ranks_of_folder(cache)  # type: ignore[arg-type]
@@ -239,7 +242,7 @@ def resolve(
             if only is None or ref == only:
                 try:
                     found = _open(
-                        places, ref, ref in local, ref in remote, cache, ranks, log, skipped
+                        places, ref, ref in local, ref in remote, cache, ranks, log, skipped, verify
                     )
                     break
                 except DamagedError as e:  # on all ranks
@@ -254,7 +257,7 @@ def resolve(
 
 def _open(
     places: Places, ref: CommitRef, in_local: bool, in_remote: bool, cache: LocalStorage | None, ranks: list[int],
-    log: Log, skipped: list[Skipped],
+    log: Log, skipped: list[Skipped], verify: bool,
 ) -> Resumed:  # fmt: skip
     """One checkpoint, all of it verified unless it is only looked at. Collective; DamagedError, CheckpointError, on all
     ranks."""
@@ -271,11 +274,12 @@ def _open(
     files = dist.agreed(
         lambda: CheckpointFiles(found, copies, remote, to_look=cache is None, ranks=ranks, log=log)
     )
-    if cache is not None:
+    if cache is not None or verify:
         if (why := files.verify_all()) is not None:
             raise DamagedError(why)
         if (
-            remote is not None
+            cache is not None
+            and remote is not None
             and places.local is not None
             and not in_local
             and len(ranks) == world_size

@@ -20,6 +20,7 @@ from clip_train.data.shards import Row, changes, expand, split_name, synthetic_s
 from clip_train.errors import UserError, unreadable
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.redact import redact
 from clip_train.storage.urls import open_read
 
 INDEX_NAME = "clip_train_index.json"  # MosaicML has taken index.json
@@ -120,7 +121,7 @@ class ShardIndex:
         """What a checkpoint keeps of each shard, once all are counted."""
         digits = {shard: entry.sha256[:16] for shard, entry in self.entries.items()}
         return [
-            (split_name(shard)[1], digits.get(shard, ""), self.count(shard) or 0)
+            (redact(split_name(shard)[1]), digits.get(shard, ""), self.count(shard) or 0)
             for shard in self.shards
         ]
 

@@ -30,6 +30,7 @@ from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.redact import redact
 from clip_train.storage.urls import is_remote, local_path, open_read, write_bytes
 
 BLOCK_BYTES = 4 << 20
@@ -287,7 +288,8 @@ def _count_some(
                 group, pool.map(lambda url: count_shard(url, storage), group), strict=True
             )
             rows = [
-                {"shard": url, "bytes": _local_bytes(url), "samples": counts[url]} for url in group
+                {"shard": redact(url), "bytes": _local_bytes(url), "samples": counts[url]}
+                for url in group
             ]
             if keep is not None:
                 with contextlib.suppress(
@@ -313,7 +315,7 @@ def _kept(keep: Path | None, wanted: list[str]) -> dict[str, int]:
                 )
             except (ValueError, LookupError, TypeError):  # the line that a kill has cut
                 continue
-    return {url: found[url] for url in wanted if found.get(url, -1) >= 0}
+    return {url: found[redact(url)] for url in wanted if found.get(redact(url), -1) >= 0}
 
 
 def _local_bytes(url: str) -> int | None:

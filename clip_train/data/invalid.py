@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from clip_train.errors import DataError
+from clip_train.storage.redact import redact
 
 WINDOW = 10_000  # samples
 MIN_INVALID = 20  # before the limit may stop a run: one of the first ten means little
@@ -42,13 +43,13 @@ class Invalid(NamedTuple):
     @property
     def place(self) -> str:
         """As `Batch.bad_samples` counts them."""
-        return f"{self.reason}\t{self.shard}"
+        return f"{self.reason}\t{redact(self.shard)}"
 
     def shown(self) -> dict[str, str]:
         """As `Batch.bad_pictures` has them."""
         return {
             "reason": self.reason,
-            "shard": self.shard,
+            "shard": redact(self.shard),
             "key": self.key[:KEY_LENGTH],
             "picture": self.picture,
         }

@@ -22,6 +22,7 @@ from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import DataError, UserError
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.errors import StorageError
+from clip_train.storage.redact import redact
 
 RETRIES = 4
 BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
@@ -63,7 +64,7 @@ def read_shard(
                     if damages:
                         _log.warning(
                             "%s: %s at first, but not when read again: %s",
-                            url,
+                            redact(url),
                             damages[0],
                             UNINDEXED,
                         )
@@ -163,7 +164,7 @@ class SegmentReader:
             if next(events, None) is not None:
                 _log.warning(
                     "%s has more samples than the %d that are known: the others are left over",
-                    url,
+                    redact(url),
                     stop,
                 )
             ended = True

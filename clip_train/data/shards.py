@@ -20,6 +20,7 @@ from braceexpand import braceexpand
 from clip_train.errors import UserError, missing, unreadable
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.redact import REMOVED, is_redacted, redact
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
 
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
@@ -58,6 +59,8 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
                 f"`img2dataset --url_list {part} --output_format webdataset` of URLs; then give "
                 "'OUT/{00000..00099}.tar'"
             )
+        if is_redacted(part):
+            raise UserError(f"{field} ({part}): {REMOVED}, as {field}=<URL>")
         try:
             patterns = list(braceexpand(part)) if part else []
         except ValueError as e:
@@ -163,7 +166,7 @@ def pack_rows(rows: Iterable[Row]) -> str:
 def unpack_rows(packed: str) -> list[Row]:
     text = zlib.decompress(base64.b64decode(packed)).decode("utf-8", "surrogateescape")
     rows = (line.rsplit("\t", 2) for line in text.split("\n"))
-    return [(name, digits, int(count)) for name, digits, count in rows]
+    return [(redact(name), digits, int(count)) for name, digits, count in rows]
 
 
 def changes(then: Sequence[Row], now: Sequence[Row]) -> str:

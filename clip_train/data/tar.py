@@ -18,6 +18,7 @@ BLOCK = 512  # bytes: everything in a tar is padded to this
 ZEROS = bytes(BLOCK)
 MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
 MAX_NAME_BYTES = 1 << 20  # of a long name or pax header; more is damage
+MAX_PAX_RECORDS = 1_000  # of a pax header; more is damage
 MAX_MEMBER_BYTES = 1 << 28  # what is larger is not read: a whole block of samples is held in memory
 MAX_OFFSET = 1 << 50  # bytes; no shard is that long
 MAX_MEMBERS = (
@@ -161,21 +162,23 @@ def _text(name: bytes) -> str:
 
 
 def _pax_records(data: bytes, offset: int) -> dict[str, str]:
-    """Records "length key=value\\n"; a size among them is a number."""
-    records = {}
+    """Records "length key=value\\n"; a size among them is a number. In time linear in `data`."""
+    records: list[tuple[str, str]] = []
+    begin = 0
     try:
-        while data:
-            digits = data.split(b" ", 1)[0]
-            length = int(digits)
-            if not len(digits) < length <= len(data):
+        while begin < len(data):
+            space = data.find(b" ", begin, begin + 8)  # up to 7 digits: of MAX_NAME_BYTES
+            length = int(data[begin:space]) if space > begin else 0
+            if not space - begin < length <= len(data) - begin or len(records) == MAX_PAX_RECORDS:
                 raise ValueError
-            name, _, value = data[len(digits) + 1 : length - 1].partition(b"=")
-            records[_text(name)] = _text(value)
-            data = data[length:]
-        int(records.get("size") or 0)
+            name, _, value = data[space + 1 : begin + length - 1].partition(b"=")
+            records.append((_text(name), _text(value)))
+            begin += length
+        found = dict(records)
+        int(found.get("size") or 0)
     except ValueError:
         raise TarError("damaged shard: bad pax header", offset) from None
-    return records
+    return found
 
 
 def write_shards(

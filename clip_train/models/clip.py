@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor, nn
 
+from clip_train.errors import CheckpointError
 from clip_train.models.blocks import Block, Outputs, Transformer, at_least_float32, normal_parameter
 from clip_train.models.config import AnyArchitecture, Architecture, TextConfig, TowerConfig
 from clip_train.models.dropout import TEXT_DROPOUT_ID
@@ -129,8 +131,13 @@ def read_token(cfg: TextConfig, texts: Tensor) -> Tensor:
 
 
 def parse_saved(dump: dict[str, Any]) -> AnyArchitecture:
-    """As its `model_dump` has given it."""
-    return (OpenCLIPArchitecture if "open_clip" in dump else Architecture).model_validate(dump)
+    """As its `model_dump` has given it. CheckpointError where it cannot be one."""
+    try:
+        return (OpenCLIPArchitecture if "open_clip" in dump else Architecture).model_validate(dump)
+    except (ValidationError, TypeError) as e:
+        raise CheckpointError(
+            f"the checkpoint does not describe a model: {' '.join(str(e).split())}"
+        ) from e
 
 
 def build_model(

@@ -25,6 +25,7 @@ from clip_train.errors import UserError, missing
 from clip_train.models.openclip.config import (
     PREFIX,
     OpenCLIPArchitecture,
+    check_sizes,
     load_openclip_architecture,
 )
 from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
@@ -50,6 +51,11 @@ PRESETS = Path(__file__).parent / "presets"
 
 class _Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> _Schema:
+        check_sizes(self)
+        return self
 
 
 class _Tower(_Schema):

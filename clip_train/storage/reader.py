@@ -19,6 +19,7 @@ from clip_train.storage.bucket import Bucket
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.errors import ChangedError, TransferError
 from clip_train.storage.object_store import head_object, whole
+from clip_train.storage.redact import REMOVED, is_redacted
 from clip_train.storage.retry import Retry, run, submit, within
 
 _CHUNK_BYTES = 1 << 18
@@ -71,6 +72,8 @@ def filesystem(url: str) -> tuple[Any, str]:
 
     fsspec keeps one instance per process, which must not be used after a fork: a loader's worker calls this itself.
     """
+    if is_redacted(url):
+        raise UserError(f"{url}: {REMOVED}")
     try:
         # a cached listing would hide what another writer has put there since
         return fsspec.core.url_to_fs(url, use_listings_cache=False)

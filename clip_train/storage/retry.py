@@ -19,6 +19,7 @@ from fsspec.asyn import get_loop
 
 from clip_train.storage.bucket import Bucket
 from clip_train.storage.errors import TransferError, describe, final_error, meaning
+from clip_train.storage.redact import redact
 
 T = TypeVar("T")
 LONGEST_BACKOFF_SECONDS = 20.0
@@ -51,7 +52,7 @@ class Retry:
             except Exception as e:
                 kind, left = meaning(e), end - time.monotonic()
                 count = f", attempt {attempt} of {self.attempts}" if self.seconds is None else ""
-                message = f"{self.url}: {what}{count}: {describe(e)}"
+                message = redact(f"{self.url}: {what}{count}: {describe(e)}")
                 renew = bucket is not None and bucket.renew(kind, generation, renewed)
                 if not (renew or kind == "again") or (attempt >= self.attempts and left <= 0):
                     raise final_error(kind, message) from e

@@ -10,7 +10,8 @@ from typing import Any
 
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look
-from clip_train.checkpoint.restore import Resumed
+from clip_train.checkpoint.manifest import CommitRef
+from clip_train.checkpoint.restore import Places, Resumed
 from clip_train.data.tokenizer import huggingface_files
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
@@ -37,7 +38,7 @@ from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.log import log
+from launcher.runtime.log import log, warn
 from launcher.weights import find_run, holds_weights, recipe_in, weights_here
 
 LOOKED_AT = (
@@ -55,9 +56,7 @@ def evaluate_run(args: argparse.Namespace) -> int:
     args.outcome.heartbeat = Heartbeat(env, args.outcome.publish)
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
-        config, architecture, source, where = to_evaluate(
-            args.place, args.overrides, args.weights, args.ema
-        )
+        config, architecture, source, where = to_evaluate(args)
         for each in config.evaluated_on.items():
             dist.on_main(partial(check_place, *each))
         model = build_model(architecture)
@@ -81,16 +80,17 @@ def evaluate_run(args: argparse.Namespace) -> int:
 
 
 def to_evaluate(
-    place: str, overrides: list[str], weights: str | None, ema: bool
+    args: argparse.Namespace,
 ) -> tuple[RunConfig, AnyArchitecture, FragmentSource, str]:
     """Collective: the settings, the model, its weights, and where these are from.
 
     Of a run its newest checkpoint, or that one's moving average, or `weights`. Of weights themselves, or a model's name
     with `weights`, all that is measured is in `overrides`. UserError, CheckpointError.
     """
+    place, overrides, weights, ema = args.place, args.overrides, args.weights, args.ema
     raw = dist.on_main(partial(recipe_of_model, place, weights))
     if raw is None and weights is None:
-        config, found = run_at(place, overrides)
+        config, found = run_at(args)
         source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader
         return (
             config,
@@ -149,11 +149,27 @@ def described(weights: str, place: str) -> str:
         return f"open_clip:{folder}"
 
 
-def run_at(place: str, overrides: list[str]) -> tuple[RunConfig, Resumed]:
+def chosen(args: argparse.Namespace, places: Places, only: CommitRef | None) -> Resumed:
+    """The checkpoint that the command line asks for; the newer ones that were passed over are reported."""
+    found = open_to_look(
+        places,
+        args.step,
+        only,
+        newest_whole=args.newest_whole,
+        otherwise="--step N or --newest-whole",
+    )
+    if dist.is_main():
+        for each in found.skipped:
+            warn(f"passed over the newer checkpoint of {each}")
+    return found
+
+
+def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
     """The recipe and the newest complete checkpoint. Of a URL, or a bare folder of checkpoints, the recipe is the one
     in the checkpoint: none of the run's files are needed. UserError, CheckpointError."""
+    place, overrides = args.place, args.overrides
     config, places, only = find_run(place, overrides)
-    found = open_to_look(places, only=only)
+    found = chosen(args, places, only)
     if config is not None:
         return config, found
     recipe_there, said = (
@@ -210,7 +226,7 @@ def export_run(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe"
         )
-    found = open_to_look(places, args.step, only)
+    found = chosen(args, places, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
     architecture = parse_saved(
         found.state["architecture"]

@@ -14,7 +14,7 @@ from typing import NoReturn
 from clip_train.stop import StopRequest
 from launcher.cli.options import VERBS, build_parser
 from launcher.config.openclip import suggest
-from launcher.runtime.log import Startup, Unfailing, configure
+from launcher.runtime.log import Redacting, Startup, Unfailing, configure
 from launcher.runtime.outcome import Outcome
 
 
@@ -30,6 +30,13 @@ def entry() -> NoReturn:
     )  # else C++ stacks whenever another rank has gone
     stderr = sys.stderr.buffer if sys.stderr else open(os.devnull, "wb")  # noqa: SIM115
     sys.stderr = Unfailing(stderr, errors="backslashreplace", line_buffering=True)
+    if sys.stdout and sys.argv[1:2] != ["import-args"]:  # whose recipe is to be run
+        sys.stdout = Redacting(
+            sys.stdout.buffer,
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=bool(sys.stdout.line_buffering),
+        )
     stop = StopRequest()
     if sys.argv[1:2] == ["train"]:
         stop.listen()  # before the imports, during which a signal would otherwise kill the rank

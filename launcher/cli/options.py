@@ -54,6 +54,10 @@ POSITIONS: dict[str, dict[str, Any]] = {
     },
 }
 JSON = ("json", None, "print JSON")
+CHECKPOINT = (
+    ("step", "N", "the checkpoint of this step (default: the newest)"),
+    ("newest-whole", None, "the newest that is not damaged; newer ones are named"),
+)
 EMA = ("ema", None, "the moving average of its weights (optim.ema_decay)")
 
 
@@ -190,6 +194,7 @@ VERBS = {
                 "PLACE",
                 "an exported folder or weights instead of the run's newest checkpoint",
             ),
+            *CHECKPOINT,
             EMA,
             JSON,
         ),
@@ -207,7 +212,7 @@ VERBS = {
         positions=("place", "overrides"),
         options=(
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),
-            ("step", "N", "the checkpoint of this step (default: the newest)"),
+            *CHECKPOINT,
             (
                 "format",
                 ["open_clip", "transformers"],

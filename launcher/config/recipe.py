@@ -28,6 +28,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import LARGEST, Allowed, Refused, Settings, Silent, explain, shown
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.redact import redacted
 from launcher.config.openclip import SAME
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
@@ -173,9 +174,13 @@ class RunConfig(Settings):
         """Overrides for the ranks of this recipe, lest each of them asks the storage for them."""
         return [f"data.num_samples={self.data.num_samples}"] if self.data.num_samples else []
 
+    def to_keep(self) -> dict[str, Any]:
+        """The recipe as resolved, every key, without the secrets of its URLs: for files and trackers."""
+        return redacted(self.model_dump(mode="json"))
+
     def to_yaml(self) -> str:
-        """The recipe as resolved: every key, defaults included."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        """`to_keep` as a file."""
+        return yaml.safe_dump(self.to_keep(), sort_keys=False)
 
 
 class RecipeLoader(yaml.SafeLoader):

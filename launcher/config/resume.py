@@ -9,6 +9,7 @@ from typing import Any
 from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from clip_train.settings import AtResume
+from clip_train.storage.redact import redacted
 from launcher.config.recipe import RunConfig, known_keys
 from launcher.engines import describe
 
@@ -43,7 +44,7 @@ def changes(
 ) -> list[Change]:
     """Every key that differs from a recipe as resolved then, which may lack newer keys; with the architecture of then
     also all of the model that does."""
-    now = config.model_dump(mode="json")
+    now, then = config.to_keep(), redacted(then)  # a URL that was signed again is the same
     others = [] if architecture is None else other_architecture(config, architecture)
     found = []
     for path, field in known_keys():

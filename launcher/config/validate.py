@@ -79,8 +79,6 @@ def check(
         collect(partial(spared, config.optim, names))
     plan = collect(lambda: plan_batch(config.batch, world_size))
     engine, resolved = package(config.engine.kind), on_this_machine(config.engine)
-    facts = collect(lambda: engine_facts(config, plan, world_size))
-    problems += map(UserError, engine.mistakes(resolved, facts) if facts is not None else ())
     problems += map(
         UserError, [*engine.mistakes_here(resolved), *config.log.mistakes_here()] if is_rank else ()
     )
@@ -102,6 +100,9 @@ def check(
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     for key, place in config.evaluated_on.items() if read_data else ():
         collect(partial(check_place, key, place))
+    if not (problems and config.optim.is_imported):  # the import runs code: after all other checks
+        facts = collect(lambda: engine_facts(config, plan, world_size))
+        problems += map(UserError, engine.mistakes(resolved, facts) if facts is not None else ())
     if problems or plan is None:
         if len(problems) == 1:
             raise problems[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from clip_train.storage.redact import redact, redacted
 from launcher.config.recipe import RunConfig
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.rendezvous import ROOT, versions
@@ -27,10 +28,10 @@ def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, An
     else:
         version, what = None, processor()
     ranks = f"{env.world_size} rank{'s' * (env.world_size > 1)} on {device.type}, {env.local_world_size} on each host"
-    differing = config.model_dump(mode="json", exclude_defaults=True).items()
+    differing = redacted(config.model_dump(mode="json", exclude_defaults=True)).items()
     return {
         "steps": config.steps,
-        "command": shlex.join(["clip-train", *sys.argv[1:]]),
+        "command": redact(shlex.join(["clip-train", *sys.argv[1:]])),
         "commit": commit(),
         "hardware": f"{ranks}; {node_name()}: {what}",
         "versions": versions() | ({"CUDA": version} if version else {}),

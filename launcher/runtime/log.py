@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from clip_train.errors import RankError
+from clip_train.storage.redact import redact
 from launcher.runtime.environment import detect
 
 OURS = [logging.getLogger(name) for name in ("clip_train", "launcher")]
@@ -24,7 +25,15 @@ def warn(message: str) -> None:
     log(message, logging.WARNING)
 
 
-class Unfailing(io.TextIOWrapper):
+class Redacting(io.TextIOWrapper):
+    """A stream that no secret of a URL goes through."""
+
+    def write(self, text: str) -> int:
+        super().write(redact(text))
+        return len(text)
+
+
+class Unfailing(Redacting):
     """A stream that takes everything, also when its disk is full or its terminal has gone: no run is to end by it."""
 
     def write(self, text: str) -> int:
@@ -49,7 +58,7 @@ class Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         sys.stderr.write(
-            f"{now} [rank {self.rank}] {record.levelname.lower()}: {record.getMessage()}\n"
+            f"{now} [rank {self.rank}] {record.levelname.lower()}: {redact(record.getMessage())}\n"
         )
         sys.stderr.flush()
 

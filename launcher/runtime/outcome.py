@@ -24,6 +24,7 @@ from clip_train.errors import (
     RemoteRankError,
     UserError,
 )
+from clip_train.storage.redact import redact
 from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import (
@@ -144,8 +145,8 @@ class Outcome:
         env, suspect = world(), not foreseen or isinstance(error, RankError)
         trace = "" if foreseen else "".join(traceback.format_exception(error))
         return Failure(
-            env.rank if env else 0, node_name(), message, word, status, lost, suspect
-        ), trace
+            env.rank if env else 0, node_name(), redact(message), word, status, lost, suspect
+        ), redact(trace)
 
     def publish(self, failure: Failure, trace: str = "") -> None:
         """Print it, with the traceback of what nobody has foreseen, and leave verdict and report. The first one stays.

@@ -234,6 +234,7 @@ def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
         for package in FROZEN:
             shutil.copytree(ROOT / package, folder / "code" / package, ignore=ignored)
         (folder / "job.sbatch").write_text(script)
+        (folder / "recipe.yaml").touch(0o600)  # the job needs what its URLs hold
         (folder / "recipe.yaml").write_text(recipe)
         described = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -53,6 +53,22 @@ def test_pax_and_base256_sizes():
     assert by_us(bytes(header)) == [("b.jpg", b"hello")]
 
 
+def test_many_records_of_a_pax_header_are_damage():
+    """A header of 1 MiB of them is refused at its first thousand, whatever they say."""
+    some, many = ({f"k{number}": "v" for number in range(count)} for count in (990, 1010))
+    for records, whole in ((some, True), (many, False)):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            info = tarfile.TarInfo("a.jpg")
+            info.pax_headers = records
+            tar.addfile(info)
+        if whole:
+            assert by_us(buffer.getvalue()) == [("a.jpg", b"")]
+        else:
+            with pytest.raises(TarError, match="bad pax header"):
+                by_us(buffer.getvalue())
+
+
 def test_directories_hidden_files_and_metadata_are_no_samples():
     buffer = io.BytesIO(
         tar_bytes([("._a.jpg", b"1"), ("a.jpg", b"2"), ("README", b"3"), ("__index__.json", b"4")])

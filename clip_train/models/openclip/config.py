@@ -10,7 +10,15 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from clip_train.errors import UserError
 from clip_train.settings import clipped
@@ -30,11 +38,47 @@ TOKENIZER_OPTIONS = {
 Channels = tuple[float, float, float]
 
 
+# Of a tower. A description from somebody else must not build what no machine holds.
+MOST = {
+    "layers": 1_000, "width": 65_536, "heads": 65_536, "head_width": 65_536, "mlp_ratio": 100, "image_size": 65_536,
+    "patch_size": 65_536, "context_length": 65_536, "vocab_size": 100_000_000, "embed_dim": 65_536,
+}  # fmt: skip
+MOST_PARAMETERS = 100_000_000_000
+
+
+def check_sizes(described: BaseModel) -> None:
+    """ValueError where a size of a tower, or the number of its parameters, is beyond `MOST`."""
+    sizes: dict[str, float] = {}
+    for key, most in MOST.items():
+        value = getattr(described, key, None)
+        parts = value if isinstance(value, list | tuple) else [value]
+        numbers = [part for part in parts if isinstance(part, int | float)]
+        if any(number > most for number in numbers):
+            raise ValueError(
+                f"{key} ({clipped(str(value))}) must be at most {most:,}; correct the model's description"
+            )
+        sizes[key] = sum(numbers)
+    width = sizes["width"]
+    patches = (sizes["image_size"] / (sizes["patch_size"] or 16)) ** 2
+    blocks = sizes["layers"] * width**2 * (4 + 2 * (sizes["mlp_ratio"] or 4))
+    count = blocks + width * (sizes["vocab_size"] + sizes["context_length"] + patches)
+    if count > MOST_PARAMETERS:
+        raise ValueError(
+            f"width ({width:.0f}) and layers ({sizes['layers']:.0f}) make about {count:.1e} parameters, more than "
+            f"{MOST_PARAMETERS:,}; correct the model's description"
+        )
+
+
 class _Described(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> _Described:
+        check_sizes(self)
+        return self
 
 
 class VisionKeys(_Described):
@@ -180,26 +224,29 @@ def library(name: str) -> Any:
 
 def load_openclip_architecture(name: str) -> OpenCLIPArchitecture:
     """`open_clip:` and a name that OpenCLIP knows, a JSON in its schema, or an export's folder. UserError."""
-    open_clip, said = library(name), name.removeprefix(PREFIX)
+    said = name.removeprefix(PREFIX)
     path = Path(said).expanduser()
     path = path / "open_clip_config.json" if path.is_dir() else path
-    preprocess: dict[str, Any] = {}
-    if said in open_clip.list_models():
-        content = open_clip.get_model_config(said)
-        preprocess = _shared_preprocessing(open_clip, said)
-    elif path.is_file():
+    if path.is_file():
+        preprocess: dict[str, Any] = {}
         try:
             content = json.loads(path.read_text())
         except ValueError as e:
             raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
         if "model_cfg" in content:
             content, preprocess = content["model_cfg"], content.get("preprocess_cfg") or {}
-    else:
+        found = parse_openclip(content, preprocess, said)  # what it asks for is refused first
+        library(name)
+        return found
+    open_clip = library(name)
+    if said not in open_clip.list_models():
         raise UserError(
             f"model.name ({clipped(name)}): OpenCLIP {open_clip.__version__} knows no such model, and there is no such "
             "file; open_clip.list_models() has the names"
         )
-    return parse_openclip(content, preprocess, said)
+    return parse_openclip(
+        open_clip.get_model_config(said), _shared_preprocessing(open_clip, said), said
+    )
 
 
 def parse_openclip(

@@ -1,0 +1,67 @@
+"""Passwords, signatures and tokens in URLs: what is logged or kept holds `REDACTED` in their place.
+
+Signing parameters that change with each signature (a date, an expiry) are replaced too, so a re-signed URL stays equal.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+REDACTED = "REDACTED"
+REMOVED = "the password or signature of this URL was removed when this recipe was written; give the URL again"
+
+# The user and password of a URL. A user without a password is a secret in http(s) alone (a token): the container in
+# `abfs://container@account` is not. The last branch: a password that holds a `/`, which no URL may.
+_USER = re.compile(
+    r"""(?ix) ( (?:https?|ftps?):// ) [^\s/?#"<>]+ @
+      | ( [a-z][a-z0-9+.-]{0,20}:// ) [^\s/?#"<>@:]* : [^\s/?#"<>]* @
+      | ( [a-z][a-z0-9+.-]{0,20}:// ) [^\s/?#"<>@:]+ : (?!\d{1,5}[/?#\s]) [^\s"<>@:]* @ """
+)
+_NAME = r"""(?:
+    x-(?:amz|goog|ms|oss|cos|obs|bce|tos)-[\w-]{1,40}
+  | [\w.-]{0,40} (?:signature|token(?!iz)|secret|passw|credential|api.?key|access.?key|auth(?!or)) [\w.-]{0,40}
+  | sig | sas | pwd | pass | jwt | hmac | policy | expires | googleaccessid | key-pair-id | hdnt[ls] | hdnea
+)"""
+_VALUE = r"""(?: (?!::|,\w+://) [^&#\s"'<>)\]}] | [)\]}](?=\w) )+"""
+_NAMED = re.compile(rf"(?ix) ([?&#]{_NAME}=) {_VALUE}")
+# A long value of letters and digits, unless its name says that it is a version of the object.
+_OPAQUE = re.compile(
+    r"(?i)([?&#](?!(?:version|generation|rev|commit|sha|md5|etag|digest)[\w-]{0,20}=)[\w.-]{1,40}=)"
+    r"(?=[\w~%+=-]{0,200}?\d)(?=[\w~%+=-]{0,200}?[a-z])[\w~%+=-]{32,}"
+)
+# What else is signed in a shared access signature of Azure.
+_SAS = re.compile(
+    rf"(?ix) ([?&](?:s[vtepris]|srt|spr|sip|sdd|sk[a-z]{{1,4}}|s[au]oid|scid)=) {_VALUE}"
+)
+_HEADER = re.compile(
+    r"(?i)(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:basic|bearer|token)\s+)?)[^\s'\",]+"
+)
+
+
+def redact(text: str) -> str:
+    """`text` with every URL in it as it may be shown and kept."""
+    if "=" not in text and "://" not in text and "uthorization" not in text:
+        return text
+    text = _USER.sub(lambda found: f"{next(filter(None, found.groups()))}{REDACTED}@", text)
+    if "sig=" in text:
+        text = _SAS.sub(rf"\1{REDACTED}", text)
+    for secret in (_NAMED, _OPAQUE, _HEADER):
+        text = secret.sub(rf"\1{REDACTED}", text)
+    return text
+
+
+def redacted(value: Any) -> Any:
+    """The same for all text in a value as JSON has it, deeply copied."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redacted(key): redacted(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(item) for item in value]
+    return value
+
+
+def is_redacted(url: str) -> bool:
+    """Whether the secret of this URL was removed when the file that it comes from was written."""
+    return f"//{REDACTED}@" in url or f"={REDACTED}" in url
