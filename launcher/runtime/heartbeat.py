@@ -79,16 +79,18 @@ class Heartbeat:
         """
         if self.abort is not None:
             return self.abort
-        first = failure
+        # With this rank's number: ranks that notice the same death at once have equal failures.
+        own = f"{self.env.rank} {failure.to_json()}"
+        found = own.encode()
         with contextlib.suppress(RuntimeError):  # gone: every rank for itself
-            first = Failure.parse(self._store.compare_set("abort", "", failure.to_json()))
+            found = self._store.compare_set("abort", "", own)
             for awaited in ("recipe", "all"):  # wakes the ranks that wait for the others
                 self._store.compare_set(awaited, "", "null")
+        first = parse_claim(found)
         self._learn(first)
-        with (
-            self._lock
-        ):  # not who learned of it: this rank's other threads may have read it in the store by now
-            is_mine = first == failure and not self._claimed
+        # Not who learned of it: this rank's other threads may have read it in the store by now.
+        with self._lock:
+            is_mine = found == own.encode() and not self._claimed
             self._claimed = self._claimed or is_mine
         if is_mine:
             self._publish(failure, trace)
@@ -171,7 +173,7 @@ class Heartbeat:
 
     def _poll(self) -> None:
         if self.abort is None and self._store.check(["abort"]):
-            self._learn(Failure.parse(self._store.get("abort")))
+            self._learn(parse_claim(self._store.get("abort")))
 
     def _look(self) -> None:
         """Rank 0 at all keys, which are W, the others at rank 0's: nothing grows as W squared."""
@@ -208,6 +210,11 @@ class Heartbeat:
         )
         if not self.env.agent_store and self._learn(failure) and publishes:
             self._publish(failure, "")
+
+
+def parse_claim(value: bytes) -> Failure:
+    """value: of the key `abort`, the number of the rank that wrote it and its failure's JSON."""
+    return Failure.parse(value.partition(b" ")[2])
 
 
 def lost(rank: int, node: str, how: str) -> Failure:

@@ -85,7 +85,7 @@ def test_a_death_is_known_to_all_and_published_by_one(start, doomed):
     time.sleep(3 * BEAT)
     world.die(doomed)
     left = [rank for rank in range(3) if rank != doomed]
-    assert world.all_know(left)
+    assert world.all_know(left) and until(lambda: world.published)
     ((_, failure),) = world.published
     assert (failure.rank, failure.node, failure.lost, failure.status) == (
         doomed,
@@ -110,6 +110,14 @@ def test_the_first_failure_decides_for_all(start):
     assert world.ranks[2].claim(Failure(2, "n2", "lost contact", status=2)) == first
     assert world.ranks[0].wait(30) == first
     assert world.published == [(1, first)]
+
+
+def test_two_ranks_that_notice_the_same_death_publish_it_once(start):
+    world = start(3)
+    death = Failure(0, "n", "rank 0 on n has died", lost=True)
+    for rank in (1, 2):
+        assert world.ranks[rank].claim(death) == death
+    assert world.published == [(1, death)]
 
 
 def test_two_threads_of_a_rank_publish_one_failure(start):

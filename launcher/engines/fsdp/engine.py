@@ -1,4 +1,4 @@
-"""FSDP2 (`torch.distributed.fsdp.fully_shard`) as an engine, torch 2.13.
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`) as an engine.
 
 One class covers all ways to hold a model, by two numbers: among how many ranks a copy of it is shared out (all of
 them, a node's, or 1, which is data parallelism), and whether the whole parameters of a unit are given back after its
@@ -155,16 +155,14 @@ class FSDPEngine(Engine):
         )  # collectives in all of them
 
     def discard_gradients(self) -> None:
-        cast(
-            FSDPModule, self.model
-        ).reset_iter_state()  # an interrupted forward or backward is over, units are sharded
+        # Ends an interrupted forward or backward, and shards every unit again.
+        cast(FSDPModule, self.model).reset_iter_state()
+        # Private: before torch 2.15, reset_iter_state() keeps gradients that were not reduced yet.
         for module in fsdp_modules(self.module):
-            # Private: torch 2.13 has no public way to forget gradients that were not reduced yet.
             for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-                for p in (
-                    group.fsdp_params
-                ):  # reset_iter_state() leaves what earlier backwards have summed
-                    p.unsharded_accumulated_grad = None
+                for p in group.fsdp_params:
+                    if "unsharded_accumulated_grad" in vars(p):  # newer: a property over `.grad`
+                        p.unsharded_accumulated_grad = None
                     if hasattr(p, "_unsharded_param"):
                         p._unsharded_param.grad = None
         super().discard_gradients()
