@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,13 +236,26 @@ def run(name: str) -> dict[str, Any]:
         return {"error": "".join(traceback.format_exception(e))}
 
 
+def run_in_child(name: str) -> dict[str, Any]:
+    """In a process of its own: DeepSpeed keeps its groups as globals. A case that kills it is an error."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sending.send(run(name)))
+    process.start()
+    sending.close()
+    try:
+        return receiving.recv()
+    except EOFError:
+        process.join()
+        return {"error": f"the process of {name} ended with status {process.exitcode}"}
+
+
 def main(names: list[str]) -> None:
     prepare_for("deepspeed")
     prepare_for("fsdp")
-    # a process for each: DeepSpeed keeps its groups as globals
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        cases = names or list(CASES)
-        print(json.dumps(dict(zip(cases, pool.map(run, cases, chunksize=1), strict=True))))
+    cases = names or list(CASES)
+    with ThreadPool(2) as pool:
+        print(json.dumps(dict(zip(cases, pool.map(run_in_child, cases, chunksize=1), strict=True))))
 
 
 if __name__ == "__main__":
