@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: help demo test test-all test-rest stress hour s3 browser acceptance check format clean invariance exactness peers docs docs-build
+.PHONY: help demo test test-all test-rest stress hour s3 browser acceptance versions check format clean invariance exactness peers docs docs-build
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
@@ -15,6 +15,7 @@ help:
 	@echo "make stress      the numerics tests as other processors round, and make test shuffled, with delays (an hour and a half)"
 	@echo "make hour        what a newcomer types, from URLs to an export, on a fresh clone, by the pages (5 minutes)"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
+	@echo "make versions    the tests with each supported torch, DeepSpeed and Python, into docs/versions.md (QUICK=1: fewer tests)"
 	@echo "make check       lint, types, import contracts, size"
 	@echo "make invariance  the first table in docs/numerics.md: nothing that should not matter does"
 	@echo "make exactness   the second table in docs/numerics.md: every objective against its own oracle"
@@ -68,6 +69,9 @@ acceptance: $(READY)
 	@bash scripts/setup_ceph.sh .ceph
 	@echo "== the S3 tests against it"
 	CLIP_TRAIN_S3_SERVER=ceph $(BIN)/python -m pytest tests/s3
+
+versions: $(READY)
+	$(BIN)/python scripts/versions.py $(if $(QUICK),--quick)
 
 check: $(READY)
 	@echo "== ruff"

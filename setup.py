@@ -1,6 +1,7 @@
 """Installs both packages, `clip_train` and `launcher`, and the console script `clip-train`."""
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -10,10 +11,12 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "clip_train" / "__init__
     1
 ]
 
+OLDEST = runpy.run_path(str(HERE / "launcher" / "versions.py"))["OLDEST"]
+
 # Why each one is here, and what it replaced: docs/dependencies.md.
 INSTALL = [
-    "torch>=2.6",
-    "deepspeed>=0.19.8",
+    f"torch>={OLDEST['torch']}",
+    f"deepspeed>={OLDEST['deepspeed']}",
     "webdataset>=1.0.2",
     "braceexpand",
     "fsspec[http]",  # https:// shards too
@@ -53,7 +56,7 @@ setup(
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=f">={OLDEST['Python']}",
     packages=find_packages(
         include=[
             "clip_train",

@@ -1,5 +1,13 @@
 """`python -m launcher` is `clip-train`."""
 
-from launcher.cli import entry
+import sys
+
+from launcher.versions import too_old
+
+for problem in too_old("Python"):  # before the imports that it could not read
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+from launcher.cli import entry  # noqa: E402
 
 entry()

@@ -11,11 +11,13 @@ import sys
 import traceback
 from typing import NoReturn
 
+from clip_train.errors import UserError
 from clip_train.stop import StopRequest
 from launcher.cli.options import VERBS, build_parser
 from launcher.config.openclip import suggest
 from launcher.runtime.log import Redacting, Startup, Unfailing, configure
 from launcher.runtime.outcome import Outcome
+from launcher.versions import too_old
 
 
 def entry() -> NoReturn:
@@ -69,6 +71,8 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     configure(quiet=args.quiet, verbose=args.verbose)
     args.arguments, args.stop, args.startup, args.outcome = arguments, stop, startup, outcome
     try:
+        for problem in too_old("torch"):
+            raise UserError(problem)
         module, _, function = VERBS[args.verb].run.partition(":")
         return getattr(importlib.import_module(module), function)(args)
     except (Exception, KeyboardInterrupt) as e:

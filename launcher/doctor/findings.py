@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from launcher.versions import installed, too_old, untested
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -22,6 +24,17 @@ Check = Callable[[], Iterator[Finding]]
 ok = partial(Finding, level="ok")
 warning = partial(Finding, level="warning")
 error = partial(Finding, level="error")
+
+
+def check_range(check: str, name: str) -> Iterator[Finding]:
+    """The installed version of `name`, which is Python or a package, against the supported ones."""
+    for problem in too_old(name):
+        message, _, remedy = problem.partition(": ")
+        yield error(check, message, remedy)
+        return
+    note = untested(name)
+    remedy = "docs/versions.md names the tested versions; install one of them if something fails"
+    yield warning_if(note is not None, check, note or f"{name} {installed(name)}", remedy)
 
 
 def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:

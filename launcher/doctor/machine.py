@@ -9,7 +9,6 @@ import ctypes
 import datetime
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as torch_dist
 
 from clip_train import dist
-from launcher.doctor.findings import Check, Finding, error, ok, warning, warning_if
+from launcher.doctor.findings import Check, Finding, check_range, error, ok, warning, warning_if
 from launcher.runtime.environment import backend, detect, launcher_pid, take_device
 from launcher.runtime.rendezvous import ROOT, code_version
 from launcher.slurm.scheduler import answer
@@ -42,8 +41,9 @@ GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy 
 
 
 def check_versions() -> Iterator[Finding]:
-    message = f"Python {platform.python_version()}, torch {torch.__version__}, clip-train's code {code_version()}"
-    yield ok("versions", message)
+    for name in ("Python", "torch"):
+        yield from check_range("versions", name)
+    yield ok("versions", f"clip-train's code {code_version()}")
 
 
 def check_devices() -> Iterator[Finding]:

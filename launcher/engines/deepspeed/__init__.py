@@ -13,12 +13,14 @@ from launcher.engines import Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import build_ds_config, reduce_bucket_elements, reduces_once
 from launcher.engines.deepspeed.doctor import CHECKS
+from launcher.versions import too_old
 
 NAME = "ZeRO"
 __all__ = ["CHECKS", "NAME", "artifacts", "memory", "mistakes", "mistakes_here", "sums_fp32"]
 
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
+    yield from too_old("deepspeed")
     yield from linear.mistakes(config)
     if config.linear == "fp8" and config.zero_stage == 3:
         yield (

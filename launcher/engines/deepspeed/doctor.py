@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launcher.doctor.findings import Finding, error, ok, warning
-
-OLDEST = (0, 19, 8)
+from launcher.doctor.findings import Finding, check_range, error, ok, warning
+from launcher.versions import installed
 
 
 def check_version() -> Iterator[Finding]:
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
+    if installed("deepspeed") is None:
         yield error(
             "engine", "deepspeed is not installed", "pip install deepspeed, or set engine.kind=fsdp"
         )
-        return
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < OLDEST:
-        yield error(
-            "engine",
-            f"deepspeed {found}",
-            "pip install 'deepspeed>=0.19.8': older ones accumulate wrongly",
-        )
     else:
-        yield ok("engine", f"deepspeed {found}")
+        yield from check_range("engine", "deepspeed")
 
 
 def check_extensions() -> Iterator[Finding]:

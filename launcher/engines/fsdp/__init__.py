@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from importlib import metadata
 
 from clip_train.memory import Memory
 from launcher.engines import Facts, linear
 from launcher.engines.config import EngineConfig
+from launcher.versions import numbers
 
 NAME = "FSDP"
 CHECKS = ()
-OLDEST = (2, 6)  # has `fully_shard`, and what of it is used here
-OLDEST_WITH_CHECKPOINTING = (
-    2,
-    13,
-)  # activation checkpointing with several forwards a step (pytorch #171779)
+# Activation checkpointing with several forwards a step: pytorch #171779.
+OLDEST_WITH_CHECKPOINTING = (2, 13)
 
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
-    W, torch_version = (
-        facts.world_size,
-        tuple(int(part) for part in re.findall(r"\d+", metadata.version("torch"))[:2]),
-    )
+    W = facts.world_size
     yield from linear.mistakes(config)
     if config.precision == "fp16":
         yield (
@@ -48,12 +42,10 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
             f"optim.name ({name}) needs whole parameters, which engine.zero_stage {config.zero_stage} cuts among "
             f"{config.shard_ranks or W} ranks: set engine.zero_stage=0, or engine.shard_ranks=1"
         )
-    if torch_version < OLDEST:
-        yield f"engine.kind (fsdp) needs torch 2.6, this is {metadata.version('torch')}: pip install -U torch"
-    elif (
+    if (
         config.activation_checkpointing
         and facts.several_graphs
-        and torch_version < OLDEST_WITH_CHECKPOINTING
+        and numbers(metadata.version("torch")) < OLDEST_WITH_CHECKPOINTING
     ):
         yield (
             f"engine.activation_checkpointing ({config.activation_checkpointing}) with several micro-batches needs "

@@ -1,0 +1,49 @@
+"""The oldest versions that are supported, and the newest that the tests have run with (docs/versions.md).
+
+Standard library only, and no recent syntax: an older Python has to read this file to print its message.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from importlib import metadata
+
+OLDEST = {"Python": "3.10", "torch": "2.11", "deepspeed": "0.19.8"}
+NEWEST = {"Python": "3.13", "torch": "2.15", "deepspeed": "0.19.8"}
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` -> (2, 13, 0)"""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def installed(name: str) -> str | None:
+    """The version of Python or of a package; None if the package is not installed."""
+    if name == "Python":
+        return platform.python_version()
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def too_old(name: str) -> Iterator[str]:
+    """One message if what is installed is older than the oldest supported version."""
+    found, oldest = installed(name), OLDEST[name]
+    if found is None or numbers(found) >= numbers(oldest):
+        return
+    remedy = f"pip install -U '{name}>={oldest}'"
+    if name == "Python":
+        newest = NEWEST[name]
+        remedy = f"python{newest} -m venv .venv && .venv/bin/pip install ."
+    yield f"{name} ({found}) is too old, clip-train needs {oldest} or newer: {remedy}"
+
+
+def untested(name: str) -> str | None:
+    """A note if what is installed is newer than the newest version that the tests have run with."""
+    found, newest = installed(name), numbers(NEWEST[name])
+    if found is None or numbers(found)[: len(newest)] <= newest:
+        return None
+    return f"{name} {found} is newer than {NEWEST[name]}, the newest version that was tested"

@@ -1,0 +1,157 @@
+"""`make versions`: the tests with each supported torch, DeepSpeed and Python; the results go into docs/versions.md.
+
+One environment at a time in build/versions, which takes up to 6 GB and is removed after its run. pip's configuration
+decides where the packages come from; a constraint of pip on torch keeps the newest one out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import glob
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launcher.versions import NEWEST, OLDEST  # noqa: E402
+
+PAGE = ROOT / "docs" / "versions.md"
+FOLDER = ROOT / "build" / "versions"
+USUAL = {"Python": "3.11", "torch": "2.13", "deepspeed": NEWEST["deepspeed"]}
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+MARKS = "not (full or slurm or hosts or peer or browser)"
+FULL, QUICK = "`make test`", "`--quick`"
+QUICK_TESTS = (
+    "tests/engine",
+    "tests/launcher",
+    *sorted(glob.glob("tests/test_*.py", root_dir=ROOT)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what ran with what, and what came of it."""
+
+    python: str
+    torch: str
+    deepspeed: str
+    tests: str
+    result: str
+    date: str
+
+    def line(self) -> str:
+        return f"| {' | '.join(vars(self).values())} |"
+
+    def replaces(self, line: str) -> bool:
+        return line.startswith(
+            f"| {self.python} | {self.torch} | {self.deepspeed} | {self.tests} |"
+        )
+
+
+def environments() -> Iterator[dict[str, str]]:
+    """Each version of one thing with the usual versions of the others, without repetition."""
+    seen = []
+    choices = {
+        "torch": (NEWEST["torch"], OLDEST["torch"], USUAL["torch"]),
+        "deepspeed": (OLDEST["deepspeed"], NEWEST["deepspeed"]),
+        "Python": PYTHONS,
+    }
+    for name, versions in choices.items():
+        for version in versions:
+            environment = USUAL | {name: version}
+            if environment not in seen:
+                seen.append(environment)
+                yield environment
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter on PATH, or one that pyenv has installed."""
+    pyenv = sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/{version}.*/bin/python")))
+    return next(iter(pyenv), None) or shutil.which(f"python{version}")
+
+
+def install(environment: dict[str, str], interpreter: str) -> Path:
+    """A new environment; returns its Python."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    subprocess.run([interpreter, "-m", "venv", FOLDER], check=True)
+    python = FOLDER / "bin" / "python"
+    packages = [f"{name}=={environment[name]}.*" for name in ("torch", "deepspeed")]
+    line = [python, "-m", "pip", "install", "--quiet", *packages, "-e", f"{ROOT}[demo,test]"]
+    subprocess.run(line, check=True)
+    return python
+
+
+def exact_versions(python: Path) -> tuple[str, str, str]:
+    """Of Python, torch and DeepSpeed."""
+    code = (
+        "import platform; from importlib.metadata import version as v;"
+        "print(platform.python_version(), v('torch'), v('deepspeed'))"
+    )
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    first, second, third = done.stdout.split()
+    return first, second, third
+
+
+def run_tests(python: Path, selection: tuple[str, ...], workers: int) -> str:
+    """Run them, and return the counts."""
+    report = FOLDER / "report.xml"
+    line = [python, "-m", "pytest", "-n", str(workers), "-m", MARKS, f"--junitxml={report}"]
+    subprocess.run([*line, *selection], cwd=ROOT, check=False)
+    return read_counts(report) if report.exists() else "pytest ended without a report"
+
+
+def read_counts(report: Path) -> str:
+    suite = ElementTree.parse(report).getroot()[0]
+    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    failed = count["failures"] + count["errors"]
+    passed = count["tests"] - failed - count["skipped"]
+    return f"{passed} passed, {failed} failed, {count['skipped']} skipped"
+
+
+def record(row: Row) -> None:
+    """Put the row into the table, in place of an earlier one for the same versions and tests."""
+    lines = PAGE.read_text().splitlines()
+    old = [number for number, line in enumerate(lines) if row.replaces(line)]
+    end = max(number for number, line in enumerate(lines) if line.startswith("|")) + 1
+    lines[old[0] if old else end : old[0] + 1 if old else end] = [row.line()]
+    PAGE.write_text("\n".join(lines) + "\n")
+    print(row.line(), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tests/engine, launcher, test_*.py")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME=VERSION", help="torch=2.15")
+    args = parser.parse_args()
+    selection, tests = (QUICK_TESTS, QUICK) if args.quick else ((), FULL)
+    today = datetime.date.today().isoformat()
+    for environment in environments():
+        if not {f"{name}={version}" for name, version in environment.items()}.issuperset(args.only):
+            continue
+        interpreter = find_python(environment["Python"])
+        if interpreter is None:
+            result = "not run: no such Python on this machine"
+            record(Row(*environment.values(), tests, result, today))
+            continue
+        try:
+            python = install(environment, interpreter)
+            result = run_tests(python, selection, args.workers)
+            record(Row(*exact_versions(python), tests, result, today))
+        except subprocess.CalledProcessError as e:
+            result = f"not run: pip ended with status {e.returncode}"
+            record(Row(*environment.values(), tests, result, today))
+        finally:
+            shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
