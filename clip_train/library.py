@@ -171,11 +171,7 @@ class ModuleEngine:
     def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
         """Always both towers: a module of any make may draw from torch's generators in either."""
         with self._quiet(), _looking_for_ddp(self.model):
-            features = as_features(self.model(micro_batch.images, micro_batch.texts))
-        if not torch.is_grad_enabled():
-            # autocast of older torch (2.6, not 2.13) would reuse these casts of the weights, without a graph, in pass 2
-            torch.clear_autocast_cache()
-        return features
+            return as_features(self.model(micro_batch.images, micro_batch.texts))
 
     def backward(self, features: Features, gradients: FeatureGradients, last: bool = False) -> None:
         total = surrogate(features, gradients)

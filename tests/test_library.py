@@ -120,7 +120,7 @@ def test_dropout_is_the_same_in_both_passes(kept):
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_within_autocast_every_parameter_gets_its_gradient(kept):
-    """Older torch (2.6, not 2.13) keeps the first pass's casts of the weights for the second."""
+    """Autocast caches casts of the weights: the first pass's have no graph, and must not serve the second."""
     model = Towers().float()
     reference = copy.deepcopy(model)
     images, texts = samples(12)

@@ -70,7 +70,6 @@ def test_a_wrong_combination_is_refused_before_launch(recipe, overrides, world, 
         ("2.12.1", True, "needs torch 2.13"),
         ("2.12.1", False, ""),
         ("2.13.0+cpu", True, ""),
-        ("2.5.0", False, "needs torch 2.6"),
     ],
 )
 def test_an_old_torch_is_refused(monkeypatch, version, several, refused):
