@@ -24,6 +24,7 @@ from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
+from clip_train.storage.local import LocalStorage
 from clip_train.trainer import Trainer
 from launcher import engines, parts
 from launcher.config.memory import decide, measure, memory_limit
@@ -129,12 +130,13 @@ def describe_run_dir(
         previous = [before[0], before[1]["reason"]] if before else None
         History(config.run_dir).append("start", step=start, previous=previous, **described)
         clear_verdict(config.run_dir)
-        (config.run_dir / "recipe.yaml").write_text(config.to_yaml())
+        folder = LocalStorage(config.run_dir)
+        folder.put_bytes("recipe.yaml", config.to_yaml().encode())
         facts = engine_facts(config, checked.plan, checked.plan.world_size)
         for name, text in (
             engines.package(config.engine.kind).artifacts(checked.engine, facts).items()
         ):
-            (config.run_dir / name).write_text(text)
+            folder.put_bytes(name, text.encode())
     except OSError as e:
         raise RankError(
             f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another"

@@ -276,7 +276,9 @@ class CheckpointFiles:
 
     def _keep(self, block: Block, data: bytes) -> None:
         """Several ranks may write to the same file. One that is not whole yet does not have its hashes."""
-        fd = os.open(self._paths[block[0]], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(
+            self._paths[block[0]], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+        )
         try:
             if os.fstat(fd).st_size != self.entries[block[0]].size:
                 os.ftruncate(fd, self.entries[block[0]].size)

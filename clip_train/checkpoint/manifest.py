@@ -189,7 +189,11 @@ class FileEntry:
             raise ValueError(f"not a file's entry: {type(e).__name__} {e}") from e
         if not isinstance(entry.name, str) or not _FILE_NAME.fullmatch(entry.name):
             raise ValueError(f"not a file name: {entry.name!r}")
-        if not isinstance(entry.size, int) or len(entry.blocks) != num_blocks(entry.size):
+        if (
+            not isinstance(entry.size, int)
+            or entry.size < 0
+            or len(entry.blocks) != num_blocks(entry.size)
+        ):
             raise ValueError(f"{entry.name} of {entry.size!r} bytes has {len(entry.blocks)} blocks")
         return entry
 
@@ -220,6 +224,9 @@ class Manifest:
         body = _check_format(json.loads(data))
         try:
             files = [FileEntry.from_json(entry) for entry in body["files"]]
+            numbers = (body["step"], body["epoch"], body["world_size"])
+            if min(numbers) < 0 or not isinstance(body["state"], dict):
+                raise ValueError(f"not a manifest: its numbers are {numbers}")
             return cls(
                 **{**{name: body[name] for name in cls.__dataclass_fields__}, "files": files}
             )

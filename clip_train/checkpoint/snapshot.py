@@ -218,6 +218,12 @@ def _register(view: Tensor) -> bool:
     return status == 0
 
 
+def _natural(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is not a size")
+    return number
+
+
 LARGEST_LAYOUT = 2**32  # bytes; 4,096 ranks of a model with 1,000 parameters have 2^28
 
 
@@ -245,9 +251,18 @@ class FragmentReader:
             self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
             self._slots = [slot for slot, _ in head["kinds"]]
             self._tensors: list[dict[str, Any]] = head["tensors"]
-            shape = (4 + len(self._slots), head["rows"])
+            shape = (4 + len(self._slots), _natural(head["rows"]))
             self._rows = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
-        except (ValueError, KeyError, TypeError, zlib.error) as e:
+            self._check_places()
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            zlib.error,
+        ) as e:
             raise CheckpointError(
                 f"{where}: its layout is not readable: {type(e).__name__}: {e}"
             ) from e
@@ -255,6 +270,26 @@ class FragmentReader:
         self._range = dict(
             zip(self._shapes, itertools.pairwise(cuts), strict=False)
         )  # name -> its rows, by start
+
+    def _check_places(self) -> None:
+        """ValueError where a fragment or a tensor does not lie within its parameter or its file."""
+        sizes = np.array([entry.size for entry in self._files.entries], np.int64)
+        numbers = [math.prod(map(_natural, shape)) for shape in self._shapes.values()]
+        params, starts, numels, files, *offsets = self._rows
+        for column, most in ((params, len(numbers)), (files, len(sizes))):
+            if column.size and not (column.min() >= 0 and column.max() < most):
+                raise ValueError("a fragment names a parameter or a file that there is not")
+        ends = np.array(numbers, np.int64)[params] - numels
+        if np.any((starts < 0) | (numels < 0) | (starts > ends)) or np.any(np.diff(params) < 0):
+            raise ValueError("a fragment is not within its parameter")
+        for column, dtype in zip(offsets, self._dtypes, strict=True):
+            ends = sizes[files] - numels * dtype.itemsize
+            if np.any((column < -1) | (column > np.maximum(ends, -1))):
+                raise ValueError("a fragment is not within its file")
+        for tensors, size in zip(self._tensors, sizes.tolist(), strict=True):
+            for name, (kind, shape, at) in tensors.items():
+                if _natural(at) + math.prod(map(_natural, shape)) * _TORCH[kind].itemsize > size:
+                    raise ValueError(f"{name!r} is not within its file")
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""

@@ -14,7 +14,7 @@ from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import SaveRequest, in_parallel
 from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry
 from clip_train.checkpoint.retention import check_space, free_bytes
-from clip_train.storage.local import LocalStorage
+from clip_train.storage.local import LocalStorage, open_own
 
 _CHUNK = 4 << 20  # bytes written at a time
 _HASHING_THREADS = 4
@@ -45,7 +45,7 @@ def copy_hashed(memory_fd: int, path: os.PathLike[str], size: int) -> list[str]:
     """
     digests: dict[int, str] = {}
     writing = threading.Lock()
-    with open(path, "wb", buffering=0) as file:
+    with open_own(path, "wb") as file:
 
         def copy(start: int) -> None:
             length = min(BLOCK_BYTES, size - start)

@@ -273,10 +273,8 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
         except FileNotFoundError:
             return {}
         except OSError as e:
-            message = (
-                f"whether there is an index cannot be found out, {url} ({type(e).__name__}: {e})"
-            )
-            raise unreadable(e, f"{message}; data.verify=off goes without") from e
+            message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
+            raise unreadable(e, f"{message}; data.verify=off trains without one") from e
         except (ValueError, LookupError, TypeError, OverflowError) as e:
             if read == READS:
                 raise UserError(

@@ -30,6 +30,7 @@ from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.local import open_own
 from clip_train.storage.redact import redact
 from clip_train.storage.urls import is_remote, local_path, open_read, write_bytes
 
@@ -296,7 +297,7 @@ def _count_some(
                     OSError
                 ):  # a disk that refuses costs the next start its time, no more
                     keep.mkdir(parents=True, exist_ok=True)
-                    with (keep / f"{rank:05d}.jsonl").open("a") as file:
+                    with open_own(keep / f"{rank:05d}.jsonl", "a") as file:
                         file.write("".join(json.dumps(row) + "\n" for row in rows))
             if time.monotonic() > end:
                 break

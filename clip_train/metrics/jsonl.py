@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clip_train.storage.local import open_own
+
 
 class JsonlSink:
     """One JSON object per line, handed to the operating system line by line.
@@ -22,7 +24,7 @@ class JsonlSink:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         truncate_jsonl(self.path, resume_step)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = open_own(self.path, "ab")
 
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(
@@ -43,7 +45,7 @@ def truncate_jsonl(path: Path, step: int) -> None:
     """
     if not path.exists() or not path.stat().st_size:
         return
-    with path.open("r+b") as file:
+    with open_own(path, "r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = len(content)
             while end > 0:

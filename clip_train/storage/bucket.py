@@ -100,8 +100,12 @@ class Bucket:
     def client(self) -> Any:
         """botocore's, whose calls block; it takes 20 MiB."""
         signed = {"signature_version": UNSIGNED} if _is_public() else {}
+        seconds = max(1.0, self._patience_seconds / 3)  # asked three times
         config = Config(
-            connect_timeout=10, read_timeout=60, retries={"total_max_attempts": 1}, **signed
+            connect_timeout=min(10.0, seconds),
+            read_timeout=min(60.0, seconds),
+            retries={"total_max_attempts": 1},
+            **signed,
         )
         return Session().create_client("s3", region_name=self._region, config=config)
 

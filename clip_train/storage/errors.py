@@ -9,6 +9,8 @@ import asyncio
 import errno
 import os
 import re
+import socket
+from collections.abc import Iterator
 from typing import Literal
 
 # again: another attempt may succeed; expired: credentials that were valid once; denied: ones
@@ -96,9 +98,10 @@ def meaning(error: BaseException) -> Meaning:
     if isinstance(error, ChangedError):
         return "changed"
     status, code, message = _response(error)
-    if (
-        status == 400 and not code
-    ) or _STILL_EXPIRED in message:  # an answer to HEAD has no body to give a code in
+    silent = status == 400 and not code  # an answer to HEAD has no body to give a code in
+    if (silent and not _is_plain_http(error) and "<html" not in str(error).lower()) or (
+        _STILL_EXPIRED in message
+    ):
         return "expired"
     if status is not None:
         return (
@@ -123,10 +126,34 @@ def _of_network(cause: BaseException | None) -> bool:
     )
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what caused it, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _is_plain_http(error: BaseException) -> bool:
+    """An answer to fsspec's HTTP, which knows nothing of buckets and their credentials."""
+    return any(type(cause).__module__.startswith("aiohttp") for cause in _chain(error))
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Nothing listens at that address, or its name is not known."""
+    return any(
+        isinstance(cause, (ConnectionRefusedError, socket.gaierror)) for cause in _chain(error)
+    )
+
+
 def describe(error: BaseException) -> str:
     """One line: of a server's answer its status, code and message; and what to do, where that is known."""
     if isinstance(error, TransferError | ChangedError):
         return str(error)
+    if is_unreachable(error):
+        unknown = any(isinstance(cause, socket.gaierror) for cause in _chain(error))
+        what = "the host's name is not known" if unknown else "the connection is refused"
+        return f"{what}; check the URL, and that the server is up"
     status, code, message = _response(error)
     head = code if status is None else f"HTTP {status} {code}".strip()
     text = " ".join(message.split()) or ("no reason given" if status is None else "")
@@ -137,6 +164,8 @@ def describe(error: BaseException) -> str:
 def remedy(error: BaseException) -> str:
     """What the user can do about it; "" where that is not known."""
     kind, (status, code, _) = meaning(error), _response(error)
+    if kind == "denied" and _is_plain_http(error):
+        return "check the URL's user and password; a signed URL may have expired: sign it again"
     if kind == "elsewhere":
         return "set AWS_REGION to the one of the bucket"
     if kind == "denied" and code not in _REMEDY_OF_CODE:

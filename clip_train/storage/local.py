@@ -10,11 +10,30 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
+from clip_train.errors import UserError
 from clip_train.storage.base import Entry, Storage, checked
 
 # File systems without hard links answer with one of these.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
+
+
+def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
+    """A file of a run's folder, unbuffered where binary. UserError where it is a symbolic link: whoever made the folder
+    must not choose what is written to. OSError."""
+
+    def open_no_link(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    try:
+        return open(path, mode, buffering=0 if "b" in mode else -1, opener=open_no_link)
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            raise
+        raise UserError(
+            f"{path} is a symbolic link, through which nothing is written; remove it"
+        ) from None
 
 
 class LocalStorage(Storage):

@@ -21,7 +21,7 @@ import obstore
 
 from clip_train.storage.base import Entry, Storage, checked
 from clip_train.storage.bucket import Bucket, Stores, longer
-from clip_train.storage.errors import TakenError, TransferError, is_timeout, meaning
+from clip_train.storage.errors import ChangedError, TakenError, TransferError, is_timeout, meaning
 from clip_train.storage.retry import Retry, run, within
 
 T = TypeVar("T")
@@ -32,7 +32,8 @@ MIN_RATE = 256 << 10  # bytes per second, of all parts together
 REQUEST_SECONDS = 20.0
 PATIENCE_SECONDS = 60.0
 _MAX_PARTS = 9000  # S3 allows 10,000: a file of more gets larger ones
-_MIN_ATTEMPTS = 3  # even where each took long
+_MIN_ATTEMPTS = 3  # even where each took long, unless no answer came
+MOST_LISTED = 1_000_000  # objects: a listing that has no end must not fill the memory
 
 
 class ObjectStorage(Storage):
@@ -55,13 +56,11 @@ class ObjectStorage(Storage):
     ) -> None:
         self.url = url.rstrip("/")
         bucket, _, self._root = self.url.split("://", 1)[1].partition("/")
-        self._part_bytes, self._min_rate, self._request_seconds = (
-            part_bytes,
-            min_rate,
-            request_seconds,
-        )
+        self._part_bytes, self._min_rate = part_bytes, min_rate
         default = os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", PATIENCE_SECONDS)
         patience = float(default if patience_seconds is None else patience_seconds)
+        self._patience_seconds = patience
+        self._request_seconds = min(request_seconds, max(1.0, patience / _MIN_ATTEMPTS))
         upload_seconds = self._seconds(part_bytes * PARALLEL)
         self._bucket = Bucket(bucket, upload_seconds=upload_seconds, patience_seconds=patience)
         self._retry = Retry(self.url, _MIN_ATTEMPTS, patience)
@@ -71,12 +70,15 @@ class ObjectStorage(Storage):
         return self._request_seconds + num_bytes / self._min_rate
 
     def _ask(self, what: str, call: Callable[[Stores], Awaitable[T]], seconds: float | None) -> T:
+        end = time.monotonic() + self._patience_seconds
+
         async def ask() -> T:
             nonlocal seconds
             try:
                 return await within(seconds, call(await self._bucket.stores()))
-            except TransferError:  # the link may be slow
-                seconds = None if seconds is None else longer(seconds)
+            except TransferError:  # the link may be slow, as far as the patience goes
+                left = end - time.monotonic()
+                seconds = None if seconds is None else max(seconds, min(longer(seconds), left))
                 raise
 
         return run(self._retry(what, ask, self._bucket))
@@ -119,23 +121,28 @@ class ObjectStorage(Storage):
 
     def list(self, prefix: str = "") -> list[Entry]:
         folder, cut = self._folder(prefix)
-        found: Any = []
+        found: list[Entry] = []
+        last: str | None = None
 
         async def listing(stores: Stores) -> None:
-            last = (
-                found[-1]["path"] if found else None
-            )  # a repeated attempt goes on after the pages that have come
+            nonlocal last  # a repeated attempt goes on after the pages that have come
             chunks = aiter(
                 obstore.list(stores.single, folder or None, offset=last, chunk_size=1000)
             )
             while chunk := await within(self._request_seconds, anext(chunks, None)):
-                found.extend(chunk)
+                found.extend(
+                    Entry(each["path"][cut:], each["size"], each["last_modified"].timestamp())
+                    for each in chunk
+                )
+                last = chunk[-1]["path"]
+                if len(found) > MOST_LISTED:
+                    raise ChangedError(
+                        f"more than {MOST_LISTED:,} objects are listed there: name a folder with fewer, or check "
+                        "the server, whose listing may have no end"
+                    )
 
         self._ask(f"listing {prefix or '/'}", listing, None)
-        return sorted(
-            Entry(each["path"][cut:], each["size"], each["last_modified"].timestamp())
-            for each in found
-        )
+        return sorted(found)
 
     def size(self, name: str) -> int:
         key = self._key(name)

@@ -97,6 +97,11 @@ class FsspecObject:
             self._call("info"),
             f"no answer within {seconds:g} s (storage.patience_seconds)",
         )
+        if info.get("mimetype") == "text/html" and not self._path.endswith((".html", ".htm")):
+            raise ChangedError(
+                "the server answers with an HTML page, not with the file: check the URL in a browser; it may want a "
+                "login, or a proxy may be in between"
+            )
         if info.get("size") is None:
             raise ChangedError(
                 f"{self._path}: the server does not say how long it is, so it cannot be read in ranges"

@@ -14,17 +14,19 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from fsspec.asyn import get_loop
 
 from clip_train.storage.bucket import Bucket
-from clip_train.storage.errors import TransferError, describe, final_error, meaning
+from clip_train.storage.errors import TransferError, describe, final_error, is_unreachable, meaning
 from clip_train.storage.redact import redact
 
 T = TypeVar("T")
 LONGEST_BACKOFF_SECONDS = 20.0
 LOUD_ATTEMPT = 3  # failures up to here are everyday life on S3
 _log = logging.getLogger("clip_train.storage")
+_reached = {""}  # hosts that have answered; what another refuses at first will hardly come up
 _random = random.Random()  # of its own: jitter must not shift anybody else's draws
 
 
@@ -45,6 +47,7 @@ class Retry:
         bucket: where it asks, if it is one, whose credentials may be renewed.
         """
         end, renewed = time.monotonic() + (self.seconds or 0.0), False
+        host = urlsplit(self.url).netloc if bucket is None else ""
         for attempt in itertools.count(1):
             generation = bucket.generation if bucket else 0
             try:
@@ -54,7 +57,11 @@ class Retry:
                 count = f", attempt {attempt} of {self.attempts}" if self.seconds is None else ""
                 message = redact(f"{self.url}: {what}{count}: {describe(e)}")
                 renew = bucket is not None and bucket.renew(kind, generation, renewed)
-                if not (renew or kind == "again") or (attempt >= self.attempts and left <= 0):
+                tried = attempt >= self.attempts or (
+                    self.seconds is not None and isinstance(e, TransferError)
+                )
+                unreached = host not in _reached and attempt >= LOUD_ATTEMPT and is_unreachable(e)
+                if not (renew or kind == "again") or (tried and left <= 0) or unreached:
                     raise final_error(kind, message) from e
                 _log.log(
                     logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG,
@@ -62,6 +69,7 @@ class Retry:
                     message,
                 )
             else:
+                _reached.add(host)
                 if bucket is not None:
                     bucket.worked = True
                 return done

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clip_train.storage.local import LocalStorage
+from clip_train.storage.local import LocalStorage, open_own
 
 FILE = "attempts.jsonl"
 NEEDED: dict[str, dict[str, type]] = {  # of each event's line, by those who read it here
@@ -66,7 +66,7 @@ class History:
     def append(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
         self.lines.append(line)
-        with self.path.open("a+b") as f:
+        with open_own(self.path, "a+b") as f:
             if f.tell():
                 f.seek(-1, os.SEEK_END)
                 if f.read(1) != b"\n":  # torn by a power loss: this line must not become part of it
