@@ -128,7 +128,9 @@ QUICK += [BF16[i] for i in (0, 4)] + [FSDP_BF16[i] for i in (0, 5)]
 
 
 def small_resnet() -> Any:
-    """RN50's tower with one block a stage."""
+    """RN50's tower with one block a stage, of OpenCLIP's modules."""
+    import tests.peers.torchvision_shim  # noqa: F401  before open_clip
+
     vision = {
         "image_size": 32,
         "layers": [1, 1, 1, 1],
@@ -136,7 +138,11 @@ def small_resnet() -> Any:
         "head_width": 32,
         "norm": "group",
     }
-    return type(SMALL_CLIP).model_validate({**SMALL_CLIP.model_dump(), "vision_cfg": vision})
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "rn.json").write_text(
+            json.dumps({**SMALL_CLIP.model_cfg(), "vision_cfg": vision})
+        )
+        return load_architecture(f"{folder}/rn.json")
 
 
 def small_siglip() -> Any:
@@ -200,7 +206,7 @@ class Variant:
 
 VARIANTS = {
     "dropout": Variant(dropout=0.1, patch_dropout=0.25),
-    "RN50, small, group norm": Variant(small_resnet),
+    "open_clip: RN50, small, group norm": Variant(small_resnet),
     "open_clip: SigLIP, small": Variant(
         small_siglip, lr=0.01
     ),  # beyond it logit_scale comes to where engines clamp it

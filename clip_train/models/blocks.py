@@ -184,7 +184,7 @@ class Block(nn.Module):
         self.causal = isinstance(cfg, TextConfig) and not cfg.no_causal_mask
         attention = projection = fc = None
         if isinstance(cfg, TextConfig):  # OpenCLIP's; it leaves the vision tower to torch
-            attention, projection = cfg.width**-0.5, cfg.width**-0.5 * (2 * cfg.depth) ** -0.5
+            attention, projection = cfg.width**-0.5, cfg.width**-0.5 * (2 * cfg.layers) ** -0.5
             fc = (2 * cfg.width) ** -0.5
         self.ln_1 = nn.LayerNorm(cfg.width)
         self.attn = Attention(cfg.width, cfg.heads, attention, projection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -14,8 +15,7 @@ from clip_train.errors import CheckpointError
 from clip_train.models.blocks import Block, Outputs, Transformer, at_least_float32, normal_parameter
 from clip_train.models.config import AnyArchitecture, Architecture, TextConfig, TowerConfig
 from clip_train.models.dropout import TEXT_DROPOUT_ID
-from clip_train.models.openclip.config import OpenCLIPArchitecture, library
-from clip_train.models.resnet import ResNetTower, resnet_flops
+from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
 from clip_train.models.vision import VisionTower
 from clip_train.protocols import text_ends
 
@@ -43,27 +43,21 @@ class CLIP(nn.Module):
         )
         blocks = (
             Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=TEXT_DROPOUT_ID + 2 * i)
-            for i in range(cfg.depth)
+            for i in range(cfg.layers)
         )
         self.transformer = Transformer(blocks, activation_checkpointing)
         self.token_embedding = nn.Embedding(cfg.vocab_size, cfg.width)
         with torch.no_grad():
             self.token_embedding.weight.mul_(0.02)  # torch draws with a deviation of 1
         self.ln_final = nn.LayerNorm(cfg.width)
-        self.visual: VisionTower | ResNetTower
-        if architecture.vision_cfg.stages:
-            self.visual = ResNetTower(
-                architecture, activation_checkpointing=activation_checkpointing
-            )
-        else:
-            self.visual = VisionTower(
-                architecture,
-                dropout=dropout,
-                patch_dropout=architecture.vision_cfg.patch_dropout
-                if patch_dropout is None
-                else patch_dropout,
-                activation_checkpointing=activation_checkpointing,
-            )
+        if patch_dropout is None:
+            patch_dropout = architecture.vision_cfg.patch_dropout
+        self.visual = VisionTower(
+            architecture,
+            dropout=dropout,
+            patch_dropout=patch_dropout,
+            activation_checkpointing=activation_checkpointing,
+        )
         self.logit_scale = nn.Parameter(torch.full((1,), architecture.init_logit_scale))
         bias = architecture.init_logit_bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), bias))
@@ -130,11 +124,22 @@ def read_token(cfg: TextConfig, texts: Tensor) -> Tensor:
             return torch.full((len(texts),), last, dtype=torch.int64, device=texts.device)
 
 
-def parse_saved(dump: dict[str, Any]) -> AnyArchitecture:
-    """As its `model_dump` has given it. CheckpointError where it cannot be one."""
+def parse_saved(dump: Mapping[str, Any]) -> AnyArchitecture:
+    """As its `model_dump` has given it. CheckpointError if it cannot be one.
+
+    Earlier versions had ResNets of their own, with keys that no ResNet has, and their `norm` beside every ViT.
+    """
     try:
-        return (OpenCLIPArchitecture if "open_clip" in dump else Architecture).model_validate(dump)
-    except (ValidationError, TypeError) as e:
+        if "open_clip" in dump:
+            return OpenCLIPArchitecture.model_validate(dump)
+        resnet = is_resnet(dump)
+        left_out = "patch_size" if resnet else "norm"
+        vision = {key: value for key, value in dump["vision_cfg"].items() if key != left_out}
+        dump = {**dump, "vision_cfg": vision}
+        if resnet:
+            return OpenCLIPArchitecture.model_validate({"open_clip": "a ResNet", **dump})
+        return Architecture.model_validate(dump)
+    except (ValidationError, TypeError, LookupError, AttributeError) as e:
         raise CheckpointError(
             f"the checkpoint does not describe a model: {' '.join(str(e).split())}"
         ) from e
@@ -188,8 +193,6 @@ def flops_per_sample(architecture: AnyArchitecture, patch_dropout: float = 0.0) 
         return count_flops(architecture, patch_dropout)
     vision, text = architecture.vision_cfg, architecture.text_cfg
     words = _blocks_flops(text, text.context_length, 1) + 2.0 * text.width * architecture.embed_dim
-    if vision.stages:
-        return words + resnet_flops(architecture)
     patches = 2.0 * vision.num_patches * 3 * vision.patch_size**2 * vision.width
     tokens = 1 + vision.kept_patches(patch_dropout)
     blocks = _blocks_flops(vision, tokens, tokens if vision.pool_type == "avg" else 1)
@@ -201,4 +204,4 @@ def _blocks_flops(cfg: TowerConfig, tokens: int, read: int) -> float:
     keys_values = 2.0 * tokens * 2 * cfg.width**2
     # for each token that asks: query, output, MLP; scores, and their product with the values
     asking = 2.0 * (2 * cfg.width**2 + 2 * cfg.width * cfg.mlp_width) + 2.0 * 2 * tokens * cfg.width
-    return cfg.depth * keys_values + ((cfg.depth - 1) * tokens + read) * asking
+    return cfg.layers * keys_values + ((cfg.layers - 1) * tokens + read) * asking

@@ -26,7 +26,9 @@ from clip_train.models.openclip.config import (
     PREFIX,
     OpenCLIPArchitecture,
     check_sizes,
+    is_resnet,
     load_openclip_architecture,
+    parse_openclip,
 )
 from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
 from clip_train.storage.urls import is_remote, local_path
@@ -36,16 +38,7 @@ IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Of keys that these towers do not have, the values besides null, false and 0 at which they change nothing.
-NEUTRAL = {"proj_type": ("linear",)}
-# Of keys that a ResNet does not have.
-VIT_ONLY = (
-    "patch_dropout",
-    "pool_type",
-    "pos_embed_type",
-    "no_ln_pre",
-    "final_ln_after_pool",
-    "ls_init_value",
-)
+NEUTRAL = {"proj_type": ("linear",), "norm": ("batch",)}
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -71,11 +64,9 @@ class _Tower(_Schema):
 
 
 class VisionConfig(_Tower):
-    """`vision_cfg` of OpenCLIP's schema: a vision transformer, or a ResNet of four stages."""
+    """`vision_cfg` of OpenCLIP's schema: a vision transformer. (OpenCLIP builds ResNets.)"""
 
-    layers: PositiveInt | tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] = (
-        12  # blocks; of each stage
-    )
+    layers: PositiveInt = 12  # blocks
     image_size: PositiveInt = 224  # side of the square image, in pixels
     width: PositiveInt = 768
     head_width: PositiveInt = 64  # of one attention head
@@ -89,38 +80,9 @@ class VisionConfig(_Tower):
     )
     no_ln_pre: bool = False  # no norm before the blocks
     final_ln_after_pool: bool = False  # of a mean: norm of the mean, instead of mean of the norms
-    norm: Literal["batch", "group"] = "batch"  # of a ResNet; OpenCLIP has no other than batch
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_patches(cls, content: Any) -> Any:
-        """OpenCLIP's ResNets have `"patch_size": null`."""
-        if isinstance(content, dict) and isinstance(content.get("layers"), list | tuple):
-            return {
-                key: value
-                for key, value in content.items()
-                if key != "patch_size" or value is not None
-            }
-        return content
 
     @model_validator(mode="after")
     def _divides(self) -> VisionConfig:
-        if self.stages:
-            if self.width % 2 or self.width * 32 % self.head_width or self.image_size % 32:
-                raise ValueError(
-                    f"of a ResNet width ({self.width}) must be even, 32 times it a multiple of head_width "
-                    f"({self.head_width}), and image_size ({self.image_size}) a multiple of 32"
-                )
-            for name in VIT_ONLY:
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"{name} ({getattr(self, name)}) is a vision transformer's, and layers a ResNet's; leave it out"
-                    )
-            return self
-        if self.norm != "batch":
-            raise ValueError(
-                f"norm ({self.norm}) is a ResNet's, and layers a vision transformer's; leave it out"
-            )
         if self.width % self.head_width:
             raise ValueError(
                 f"width ({self.width}) must be a multiple of head_width ({self.head_width})"
@@ -136,17 +98,8 @@ class VisionConfig(_Tower):
         return self
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """Blocks of each stage of a ResNet; none of a transformer."""
-        return self.layers if isinstance(self.layers, tuple) else ()
-
-    @property
-    def depth(self) -> int:
-        return self.layers if isinstance(self.layers, int) else sum(self.layers)
-
-    @property
     def heads(self) -> int:
-        return self.width * (32 if self.stages else 1) // self.head_width
+        return self.width // self.head_width
 
     @property
     def num_patches(self) -> int:
@@ -186,10 +139,6 @@ class TextConfig(_Tower):
         if self.width % self.heads:
             raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
         return self
-
-    @property
-    def depth(self) -> int:
-        return self.layers
 
     @property
     def end_id(self) -> int | None:
@@ -310,11 +259,6 @@ class ModelConfig(Settings):
         }
         if isinstance(architecture, OpenCLIPArchitecture):
             return architecture.changed(self, update, vision)
-        if self.patch_dropout and architecture.vision_cfg.stages:
-            raise UserError(
-                f"model.patch_dropout ({self.patch_dropout}): {self.name} is a ResNet, and has no patches; set "
-                "model.patch_dropout=null"
-            )
         try:
             changed = VisionConfig.model_validate(
                 {**architecture.vision_cfg.model_dump(), **vision}
@@ -376,7 +320,10 @@ def load_architecture(name: str) -> AnyArchitecture:
         path = path / "open_clip_config.json"
     if os.path.isfile(path):
         try:
-            return parse_architecture(json.loads(path.read_text()), str(path))
+            content = json.loads(path.read_text())
+            if is_resnet(content):
+                return parse_openclip(content, name)
+            return parse_architecture(content, str(path))
         except (json.JSONDecodeError, UnicodeDecodeError) as e:
             raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
     by_lower = {k.lower(): k for k in known}

@@ -52,8 +52,6 @@ def check_transformers(architecture: Architecture) -> None:
     }
     changed = {at: part.model_dump(exclude_defaults=True) for at, part in parts.items()}
     foreign = [f"{at}{key}" for at, keys in changed.items() for key in keys if key not in _HELD[at]]
-    if architecture.vision_cfg.stages:
-        foreign.append("vision_cfg.layers (a list: a ResNet)")
     if architecture.text_cfg.vocab_size <= END:
         foreign.append(
             f"text_cfg.vocab_size ({architecture.text_cfg.vocab_size}, less than CLIP's tokens)"
@@ -107,7 +105,7 @@ def _renamed(state: dict[str, Tensor], architecture: Architecture) -> Iterator[t
         yield theirs, state[ours]
     for tower, root, layers in (
         ("text_model", "", architecture.text_cfg.layers),
-        ("vision_model", "visual.", architecture.vision_cfg.depth),
+        ("vision_model", "visual.", architecture.vision_cfg.layers),
     ):
         for layer in range(layers):
             theirs, ours = f"{tower}.encoder.layers.{layer}", f"{root}transformer.resblocks.{layer}"

@@ -108,7 +108,7 @@ class VisionTower(nn.Module):
         self.ln_pre = nn.Identity() if cfg.no_ln_pre else nn.LayerNorm(cfg.width)
         blocks = (
             Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=VISION_DROPOUT_ID + 2 * i)
-            for i in range(cfg.depth)
+            for i in range(cfg.layers)
         )
         self.averaged, self.norm_after = cfg.pool_type == "avg", cfg.final_ln_after_pool
         self.transformer = Transformer(

@@ -285,7 +285,9 @@ def _check_activation(file: Path, quick_gelu: bool | None, architecture: AnyArch
     if quick_gelu in (None, architecture.quick_gelu):
         return
     other = architecture.model_copy(update={"quick_gelu": quick_gelu})
-    presets = [name for name in preset_names() if load_architecture(name) == other]
+    presets = [
+        name for name in preset_names() if load_architecture(name).model_cfg() == other.model_cfg()
+    ]
     word = "true" if quick_gelu else "false"
     raise UserError(
         f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model has the other: set "

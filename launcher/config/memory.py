@@ -89,8 +89,7 @@ def _profile(
     towers, blocks = {}, SHALLOW  # those whose blocks are alike
     if isinstance(architecture, Architecture):
         towers["text_cfg", "text"] = architecture.text_cfg.layers
-        if not architecture.vision_cfg.stages:
-            towers["vision_cfg", "image"] = architecture.vision_cfg.depth
+        towers["vision_cfg", "image"] = architecture.vision_cfg.layers
         blocks += architecture.vision_cfg.pool_type == "avg"
     shallow = {
         name: min(depth, blocks + (tower in frozen)) for (name, tower), depth in towers.items()

@@ -8,6 +8,7 @@ from typing import Any
 
 from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
+from clip_train.models.clip import parse_saved
 from clip_train.settings import AtResume
 from clip_train.storage.redact import redacted
 from launcher.config.recipe import RunConfig, known_keys
@@ -87,7 +88,8 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
         }
         return towers | own | {"built by OpenCLIP": "open_clip" in architecture}
 
-    before, after = parts(then), parts(config.model.architecture().model_dump(mode="json"))
+    before = parts(parse_saved(then).model_dump(mode="json"))
+    after = parts(config.model.architecture().model_dump(mode="json"))
     return [
         Change(f"model.name ({config.model.name}): {key}", before[key], after[key], "refused")
         for key in after

@@ -26,7 +26,8 @@ from clip_train.protocols import Batch
 from clip_train.step import train_step
 from tests.engine.layouts import engine_at
 from tests.engine.test_buffers import merged
-from tests.models.small import inputs, small_resnet
+from tests.models.convolutional import convolutional_clip
+from tests.models.small import inputs
 from tests.models.test_variants import blocks
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss, share
@@ -41,9 +42,9 @@ SIZES = {
 
 def make_model(checkpointing: bool = False) -> CLIP:
     torch.manual_seed(5)
-    model = CLIP(small_resnet(), activation_checkpointing=checkpointing)
+    model = convolutional_clip(checkpointing=checkpointing)
     for name, p in model.named_parameters():
-        if ".bn" in name or "downsample.1" in name:  # gains begin as 1 and 0, biases as 0
+        if ".bn." in name:  # gains begin as 1, biases as 0
             p.data.uniform_(0.3, 0.8)
     for buffer in model.buffers():
         if buffer.is_floating_point():
@@ -52,7 +53,7 @@ def make_model(checkpointing: bool = False) -> CLIP:
 
 
 def batch() -> Batch:
-    return Batch(*inputs(N, size=64), [str(i) for i in range(N)])
+    return Batch(*inputs(N), [str(i) for i in range(N)])
 
 
 # -- the rule
@@ -72,41 +73,16 @@ def normalised(p: dict[str, Tensor], running: dict[str, Tensor], name: str, x: T
     return centred / (variance[:, None, None] + 1e-5).sqrt() * gain + bias
 
 
-def bottleneck(
-    p: dict[str, Tensor], running: dict[str, Tensor], name: str, x: Tensor, stride: int
-) -> Tensor:
-    y = normalised(p, running, f"{name}.bn1", F.conv2d(x, p[f"{name}.conv1.weight"])).relu()
-    y = normalised(
-        p, running, f"{name}.bn2", F.conv2d(y, p[f"{name}.conv2.weight"], padding=1)
-    ).relu()
-    y = F.conv2d(F.avg_pool2d(y, stride), p[f"{name}.conv3.weight"])
-    y = normalised(p, running, f"{name}.bn3", y)
-    if (widened := f"{name}.downsample.0.weight") in p:
-        x = normalised(
-            p, running, f"{name}.downsample.1", F.conv2d(F.avg_pool2d(x, stride), p[widened])
-        )
-    return (y + x).relu()
-
-
 def image_features(p: dict[str, Tensor], running: dict[str, Tensor], images: Tensor) -> Tensor:
     mean, std = (
         torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD)
     )
     x = (images.double() / 255 - mean) / std
-    for i, stride in ((1, 2), (2, 1), (3, 1)):
-        x = F.conv2d(x, p[f"visual.conv{i}.weight"], stride=stride, padding=1)
-        x = normalised(p, running, f"visual.bn{i}", x).relu()
-    x = F.avg_pool2d(x, 2)
-    for name, stride in (("1.0", 1), ("1.1", 1), ("2.0", 2), ("3.0", 2), ("4.0", 2)):
-        x = bottleneck(p, running, f"visual.layer{name}", x, stride)
-    x = x.flatten(2).transpose(1, 2)
-    x = torch.cat([x.mean(1, keepdim=True), x], 1) + p["visual.attnpool.positional_embedding"]
-    q, k, v = (  # [b, heads, tokens, 32]
-        F.linear(x, p[f"visual.attnpool.{of}_proj.weight"], p[f"visual.attnpool.{of}_proj.bias"]).unflatten(2, (8, 32))
-        .transpose(1, 2) for of in "qkv"
-    )  # fmt: skip
-    x = ((q[:, :, :1] @ k.transpose(2, 3) / 32**0.5).softmax(3) @ v).flatten(1)
-    return F.linear(x, p["visual.attnpool.c_proj.weight"], p["visual.attnpool.c_proj.bias"])
+    for i, stride in enumerate((2, 1, 2)):
+        name = f"visual.blocks.{i}"
+        x = F.conv2d(x, p[f"{name}.conv.weight"], stride=stride, padding=1)
+        x = normalised(p, running, f"{name}.bn", x).relu()
+    return F.linear(x.mean((2, 3)), p["visual.proj.weight"], p["visual.proj.bias"])
 
 
 def text_features(p: dict[str, Tensor], texts: Tensor) -> Tensor:

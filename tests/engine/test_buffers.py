@@ -18,7 +18,8 @@ from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
 from tests.engine.layouts import engine_at
-from tests.models.small import inputs, small_resnet
+from tests.models.convolutional import convolutional_clip
+from tests.models.small import inputs
 from tests.ranks import run_ranks
 from tests.toy import share
 
@@ -38,7 +39,7 @@ def train(
 
     def make() -> CLIP:
         torch.manual_seed(5)
-        return CLIP(small_resnet(image_size=32), activation_checkpointing=checkpointing)
+        return convolutional_clip(checkpointing=checkpointing)
 
     if layout == "plain":
         model = make()
@@ -48,7 +49,7 @@ def train(
     losses = []
     for step in range(2):
         batch = share(
-            Batch(*inputs(N, seed=step, size=32), [str(i) for i in range(N)]),
+            Batch(*inputs(N, seed=step), [str(i) for i in range(N)]),
             dist.rank(),
             dist.world_size(),
         )
@@ -101,12 +102,12 @@ def test_running_statistics_are_wide_in_bf16(layout: str):
 
 
 def resume(layout: str, state: dict[str, torch.Tensor]) -> Any:
-    engine = engine_at(layout, lambda: CLIP(small_resnet(image_size=32)), OPTIM)
+    engine = engine_at(layout, convolutional_clip, OPTIM)
     engine.load_fragments(WholeState(state), {})
     saved = {f.name: f.tensors["param"].clone() for f in engine.state_fragments()}
     engine.train(False)
     with torch.no_grad():
-        seen = engine.encode_image(inputs(4, size=32)[0])
+        seen = engine.encode_image(inputs(4)[0])
     engine.close()
     return saved, seen
 
@@ -114,10 +115,10 @@ def resume(layout: str, state: dict[str, torch.Tensor]) -> Any:
 @pytest.mark.parametrize("layout", ["zero 3", "fsdp 3"])
 def test_running_statistics_are_loaded_and_saved_again(layout: str):
     torch.manual_seed(6)
-    model = CLIP(small_resnet(image_size=32)).eval()
+    model = convolutional_clip().eval()
     for buffer in model.buffers():
         buffer.copy_(torch.rand_like(buffer) if buffer.is_floating_point() else torch.tensor(7))
     (saved, seen), (others, _) = run_ranks(resume, 2, layout, model.state_dict())
     for name, buffer in model.named_buffers():
         assert torch.equal(saved[name], buffer.flatten()) and name not in others, name
-    torch.testing.assert_close(seen, model(inputs(4, size=32)[0])[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(seen, model(inputs(4)[0])[0], rtol=0, atol=1e-5)

@@ -11,7 +11,6 @@ import torch
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.engine import PlainEngine
-from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import WholeState
@@ -22,7 +21,8 @@ from clip_train.step import train_step
 from tests import tolerances
 from tests.engine.layouts import FSDP, ZERO, engine_at
 from tests.engine.test_engines import Source, assemble, pieces
-from tests.models.small import inputs, small_resnet
+from tests.models.convolutional import convolutional_clip
+from tests.models.small import inputs
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
@@ -211,14 +211,14 @@ def test_an_evaluation_of_it_leaves_no_trace(layout, precision):
 
 def test_running_statistics_have_one_too():
     torch.manual_seed(5)
-    model = CLIP(small_resnet(image_size=32))
+    model = convolutional_clip()
     engine = PlainEngine(model, build_optimizer(sgd(), model.named_parameters()))
     engine.ema = moving_average(sgd())
     engine.load_fragments(WholeState(model.state_dict()), {})
     average = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
     assert any(name.endswith("running_mean") for name in average)
     for seed in range(2):
-        batch = Batch(*inputs(8, seed=seed, size=32), [str(i) for i in range(8)])
+        batch = Batch(*inputs(8, seed=seed), [str(i) for i in range(8)])
         train_step(engine, batch, InfoNCE(), micro_size=8, kept_graphs=1, lr=0.01)
         average = {
             name: 0.7 * before + 0.3 * model.get_buffer(name) for name, before in average.items()

@@ -26,17 +26,6 @@ def small_architecture(**changes: Any) -> Architecture:
     return parse_architecture({**content, **changes}, "test")
 
 
-def small_resnet(norm: str = "batch", image_size: int = 64) -> Architecture:
-    vision = {
-        "image_size": image_size,
-        "layers": [2, 1, 1, 1],
-        "width": 8,
-        "head_width": 32,
-        "norm": norm,
-    }
-    return small_architecture(vision_cfg=vision)
-
-
 def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> CLIP:
     torch.manual_seed(seed)
     return CLIP(options.pop("architecture", small_architecture()), **options).to(dtype)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clip_train.errors import UserError
+from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import build_model, parse_saved
-from clip_train.models.config import ModelConfig
+from clip_train.models.config import ModelConfig, load_architecture
 from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
+from tests.models.small import small_architecture
 
 SMALL: dict[str, Any] = {
     "embed_dim": 64,
@@ -33,15 +36,15 @@ def test_a_tokenizer_brings_no_code_of_its_own():
     """Whoever wrote the description, perhaps in a bucket: transformers would run what lies on the hub."""
     options = {"clean": "canonicalize", "strip_sep_token": True}
     text = {**SMALL["text_cfg"], "hf_tokenizer_name": "org/name", "tokenizer_kwargs": options}
-    taken = parse_openclip({**SMALL, "text_cfg": text}, {}, "here")
+    taken = parse_openclip({**SMALL, "text_cfg": text}, "here")
     assert parse_saved(taken.model_dump(mode="json")) == taken
     options["trust_remote_code"] = True
     with pytest.raises(
         UserError,
         match=r"text_cfg\.tokenizer_kwargs: .*trust_remote_code: known are .*clean, .*leave",
     ):
-        parse_openclip({**SMALL, "text_cfg": text}, {}, "here")
-    with pytest.raises(ValueError, match="trust_remote_code"):
+        parse_openclip({**SMALL, "text_cfg": text}, "here")
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
         parse_saved({**taken.model_dump(mode="json"), "text_cfg": text})
 
 
@@ -51,7 +54,7 @@ def test_it_is_not_imported_for_other_models():
 
 
 def small(**changes: Any) -> OpenCLIPArchitecture:
-    return parse_openclip({**SMALL, **changes}, {}, "small")
+    return parse_openclip({**SMALL, **changes}, "small")
 
 
 def test_a_checkpoint_holds_all_of_the_description():
@@ -96,11 +99,39 @@ def test_options_of_our_own_towers_are_refused(options: dict[str, Any], words: s
         small().changed(ModelConfig(**options), {}, {})
 
 
+RESNET = {"image_size": 64, "layers": [2, 1, 1, 1], "width": 8, "head_width": 32}
+
+
+def test_resnets_by_name_and_in_files_are_built_by_openclip(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    (tmp_path / "model.json").write_text(json.dumps({**SMALL, "vision_cfg": RESNET}))
+    for name in ("RN50", "RN50x64-quickgelu", str(tmp_path / "model.json")):
+        architecture = load_architecture(name)
+        assert isinstance(architecture, OpenCLIPArchitecture), name
+        assert "norm" not in architecture.model_cfg()["vision_cfg"]  # OpenCLIP has no such key
+        with pytest.raises(UserError, match=r"pip install 'clip-train\[openclip\]'"):
+            build_model(architecture)
+    with pytest.raises(UserError, match=r"model\.patch_dropout \(0\.5\): RN50 is a ResNet"):
+        ModelConfig(name="RN50", patch_dropout=0.5).architecture()
+    with pytest.raises(UserError, match=r"norm \(group\) is a ResNet's"):
+        small(vision_cfg={**SMALL["vision_cfg"], "norm": "group"})
+
+
+def test_checkpoints_of_earlier_versions_are_read():
+    """They had ResNets of their own, and a key `norm` beside every ViT."""
+    old = small_architecture().model_dump(mode="json")
+    old["vision_cfg"]["norm"] = "batch"
+    assert parse_saved(old) == small_architecture()
+    old["vision_cfg"] |= RESNET
+    read = parse_saved(old)
+    assert isinstance(read, OpenCLIPArchitecture) and read.vision_cfg.is_resnet
+    assert read.embed_dim == 24 and read.text_cfg.context_length == 8
+
+
 def test_another_way_to_resize_is_noted():
     assert not small().notes()
-    squashed = parse_openclip(
-        SMALL, {"mean": [0.5] * 3, "interpolation": "bilinear", "resize_mode": "squash"}, "small"
-    )
+    pixels = {"mean": [0.5] * 3, "interpolation": "bilinear", "resize_mode": "squash"}
+    squashed = parse_openclip({"model_cfg": SMALL, "preprocess_cfg": pixels}, "small")
     assert squashed.image_mean == (0.5,) * 3
     assert "bilinear and squash" in squashed.notes()[0]
     assert squashed.preprocess_cfg()["resize_mode"] == "shortest"  # as it is trained here

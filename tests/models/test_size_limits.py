@@ -9,6 +9,7 @@ import pytest
 from clip_train.errors import ClipTrainError, UserError
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import load_architecture, parse_architecture, preset_names
+from clip_train.models.openclip.config import parse_openclip
 from tests.launcher.conftest import MODEL, RECIPE, run
 
 HUGE = [
@@ -32,7 +33,8 @@ def test_a_size_beyond_its_limit_is_named(tower, key, value):
     model = changed(tower, key, value)
     if isinstance(value, list):
         model[tower] = {"layers": value, "width": 64, "image_size": 224}
-    for read in (lambda: parse_architecture(model, "model.json"), lambda: parse_saved(model)):
+    parse = parse_openclip if isinstance(value, list) else parse_architecture  # it builds ResNets
+    for read in (lambda: parse(model, "model.json"), lambda: parse_saved(model)):
         with pytest.raises(ClipTrainError, match=f"{key} .* must be at most"):
             read()
     saved = {"open_clip": "x", **model}

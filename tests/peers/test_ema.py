@@ -8,13 +8,13 @@ import torch
 import tests.peers.torchvision_shim  # noqa: F401  before timm
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.engine import PlainEngine
-from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer, moving_average
 from clip_train.protocols import Batch
 from clip_train.step import train_step
-from tests.models.small import inputs, small_resnet
+from tests.models.convolutional import convolutional_clip
+from tests.models.small import inputs
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 utils = pytest.importorskip(
@@ -24,16 +24,14 @@ utils = pytest.importorskip(
 
 def test_it_is_timms_with_its_warm_up():
     torch.manual_seed(5)
-    model, optim = (
-        CLIP(small_resnet(image_size=32)),
-        OptimConfig(lr=1e-3, ema_decay=0.7, ema_warmup=True),
-    )
+    model = convolutional_clip()
+    optim = OptimConfig(lr=1e-3, ema_decay=0.7, ema_warmup=True)
     engine = PlainEngine(model, build_optimizer(optim, model.named_parameters()))
     engine.ema = moving_average(optim)
     engine.load_fragments(WholeState(model.state_dict()), {})
     theirs = utils.ModelEmaV3(model, decay=0.7, use_warmup=True)
     for step in range(1, 9):
-        batch = Batch(*inputs(8, seed=step, size=32), [str(i) for i in range(8)])
+        batch = Batch(*inputs(8, seed=step), [str(i) for i in range(8)])
         train_step(engine, batch, InfoNCE(), micro_size=4, kept_graphs=1, lr=1e-3)
         theirs.update(model, step=step)
         expected = theirs.module.state_dict()

@@ -56,6 +56,11 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "text_cfg": TEXT,
     },
+    "resnet": {
+        "embed_dim": 32,
+        "vision_cfg": {"image_size": 64, "layers": [2, 1, 1, 1], "width": 8, "head_width": 32},
+        "text_cfg": TEXT,
+    },
     "mobileclip": {
         "embed_dim": 32,
         "custom_text": True,
@@ -82,13 +87,15 @@ def architecture_of(name: str, folder: Path, **vision: Any) -> AnyArchitecture:
     return load_architecture(f"open_clip:{folder / 'model.json'}")
 
 
-def model_of(architecture: AnyArchitecture) -> Any:
+def model_of(architecture: AnyArchitecture, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = build_model(architecture).double().train()
+    model = build_model(architecture, **options).double().train()
     for name, p in model.named_parameters():
         if name.endswith(
             "gamma"
         ):  # layer scales start at 1e-6: nothing of what a block does would be seen
+            p.data.fill_(0.5)
+        if name.endswith("bn3.weight"):  # a ResNet's blocks begin as the identity
             p.data.fill_(0.5)
     return model
 
@@ -142,9 +149,9 @@ def test_features_and_gradients_are_openclips(name: str, tmp_path: Path):
 
 
 def gradients(
-    architecture: AnyArchitecture, k: int, kept: int
+    architecture: AnyArchitecture, k: int, kept: int, **options: Any
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
-    model, parts = model_of(architecture), inputs(architecture)
+    model, parts = model_of(architecture, **options), inputs(architecture)
     batches = [
         MicroBatch(*each) for each in zip(*(part.split(8 // k) for part in parts), strict=True)
     ]
@@ -164,6 +171,45 @@ def test_four_micro_batches_give_the_step_of_one(name: str, tmp_path: Path):
     torch.testing.assert_close(
         gradients(architecture, 4, 1), gradients(architecture, 1, 1), rtol=1e-8, atol=1e-12
     )
+
+
+def test_a_resnets_step_is_that_of_all_graphs_kept_and_with_group_norm_that_of_one_micro_batch(
+    tmp_path: Path,
+):
+    """The rule of batch norms itself has its oracle in tests/engine/test_batch_statistics.py."""
+    architecture = architecture_of("resnet", tmp_path)
+    plain = gradients(architecture, 4, 4)
+    assert {int(each) for each in plain[2].values() if each.dtype == torch.int64} == {4}
+    for kept, checkpointing in ((1, False), (2, True)):
+        again = gradients(architecture, 4, kept, activation_checkpointing=checkpointing)
+        torch.testing.assert_close(again, plain, rtol=1e-8, atol=1e-12)
+    grouped = architecture_of("resnet", tmp_path, norm="group")
+    once = gradients(grouped, 1, 1)
+    torch.testing.assert_close(gradients(grouped, 8, 1), once, rtol=1e-8, atol=1e-12)
+    assert not any("running" in name for name in once[2])
+
+
+def test_a_resnets_blocks_are_recomputed_where_asked(tmp_path: Path):
+    architecture = architecture_of("resnet", tmp_path)
+
+    def saved(checkpointing: bool) -> int:
+        """Elements that the backward pass needs."""
+        model, elements = model_of(architecture, activation_checkpointing=checkpointing), [0]
+
+        def pack(tensor: Tensor) -> Tensor:
+            elements[0] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(inputs(architecture)[0])
+        return elements[0]
+
+    assert saved(True) < 0.6 * saved(False)
+
+
+def test_resnets_have_the_published_number_of_parameters():
+    for name, parameters in (("RN50", 102_007_137), ("RN101-quickgelu", 119_688_033)):
+        assert count_parameters(load_architecture(name)) == parameters
 
 
 @pytest.mark.parametrize(

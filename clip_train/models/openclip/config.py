@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -87,6 +87,7 @@ class VisionKeys(_Described):
     model_config = ConfigDict(extra="allow")
     image_size: PositiveInt = 224  # side of the square image, in pixels
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
+    norm: Literal["batch", "group"] = "batch"  # of a ResNet; OpenCLIP itself has batch alone
 
     @field_validator("image_size", mode="before")
     @classmethod
@@ -98,6 +99,17 @@ class VisionKeys(_Described):
                 f"image_size ({list(size)}) is not square: images are cut to squares here"
             )
         return size[0]
+
+    @property
+    def is_resnet(self) -> bool:
+        """Its `layers` are the numbers of blocks of four stages."""
+        return isinstance((self.model_extra or {}).get("layers"), list | tuple)
+
+    @model_validator(mode="after")
+    def _fits_the_tower(self) -> VisionKeys:
+        if self.norm == "group" and not self.is_resnet:
+            raise ValueError("norm (group) is a ResNet's, and this is another tower; leave it out")
+        return self
 
 
 class TextKeys(_Described):
@@ -154,9 +166,10 @@ class OpenCLIPArchitecture(_Described):
         """OpenCLIP's `model_cfg`."""
         ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode"}
         ours |= {"multimodal_cfg"} if self.multimodal_cfg is None else set()
-        return self.model_dump(
-            exclude=ours
-        )  # none is a value: of timm_proj another than its default
+        config = self.model_dump(exclude=ours)  # none is a value: of timm_proj not its default
+        if self.vision_cfg.norm == "batch":
+            del config["vision_cfg"]["norm"]
+        return config
 
     def preprocess_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `preprocess_cfg`, as the model is trained here."""
@@ -199,6 +212,11 @@ class OpenCLIPArchitecture(_Described):
                 f"model.dropout ({config.dropout}) is not OpenCLIP's, whose towers have dropouts of their own "
                 "(timm_drop, timm_drop_path); set model.dropout=0"
             )
+        if self.vision_cfg.is_resnet and vision.get("patch_dropout"):
+            raise UserError(
+                f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet, and has no patches; set "
+                "model.patch_dropout=null"
+            )
         for key in ("lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             if getattr(config, key) and not self.layered:
                 raise UserError(
@@ -228,14 +246,11 @@ def load_openclip_architecture(name: str) -> OpenCLIPArchitecture:
     path = Path(said).expanduser()
     path = path / "open_clip_config.json" if path.is_dir() else path
     if path.is_file():
-        preprocess: dict[str, Any] = {}
         try:
             content = json.loads(path.read_text())
         except ValueError as e:
             raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
-        if "model_cfg" in content:
-            content, preprocess = content["model_cfg"], content.get("preprocess_cfg") or {}
-        found = parse_openclip(content, preprocess, said)  # what it asks for is refused first
+        found = parse_openclip(content, said)  # what it asks for is refused first
         library(name)
         return found
     open_clip = library(name)
@@ -244,15 +259,24 @@ def load_openclip_architecture(name: str) -> OpenCLIPArchitecture:
             f"model.name ({clipped(name)}): OpenCLIP {open_clip.__version__} knows no such model, and there is no such "
             "file; open_clip.list_models() has the names"
         )
-    return parse_openclip(
-        open_clip.get_model_config(said), _shared_preprocessing(open_clip, said), said
-    )
+    preprocess = _shared_preprocessing(open_clip, said)
+    config = open_clip.get_model_config(said)
+    return parse_openclip({"model_cfg": config, "preprocess_cfg": preprocess}, said)
 
 
-def parse_openclip(
-    content: dict[str, Any], preprocess: dict[str, Any], source: str
-) -> OpenCLIPArchitecture:
-    """OpenCLIP's `model_cfg` and `preprocess_cfg`. UserError for what cannot be trained here."""
+def is_resnet(content: Any) -> bool:
+    """Whether OpenCLIP's JSON, or its `model_cfg` alone, describes one of its ResNets."""
+    config = content.get("model_cfg", content) if isinstance(content, dict) else {}
+    vision = config.get("vision_cfg") if isinstance(config, dict) else None
+    return isinstance(vision, dict) and isinstance(vision.get("layers"), list | tuple)
+
+
+def parse_openclip(content: dict[str, Any], source: str) -> OpenCLIPArchitecture:
+    """OpenCLIP's `model_cfg`, alone or beside its `preprocess_cfg`. UserError for what cannot be trained here."""
+    preprocess: dict[str, Any] = {}
+    if "model_cfg" in content:
+        preprocess = content.get("preprocess_cfg") or {}
+        content = content["model_cfg"]
     if foreign := sorted(content.keys() - OpenCLIPArchitecture.model_fields.keys()):
         raise UserError(
             f"model.name ({source}) has {', '.join(foreign)}, which are not of a model of images and texts"

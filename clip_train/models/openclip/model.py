@@ -5,6 +5,7 @@ The only module that imports open_clip and timm at its top: import it where such
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import UserError
@@ -38,6 +40,21 @@ class BatchNormAct2d(BatchNorm2d):
         return self.act(self.drop(super().forward(x)))
 
 
+class ResNetLayer(nn.ModuleList):
+    """A stage of OpenCLIP's ResNet, which has no activation checkpointing itself; its blocks are an engine's units."""
+
+    activation_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, channels, height, width] -> [b, out, height / stride, width / stride]"""
+        for block in self:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x)
+        return x
+
+
 OURS = {nn.BatchNorm2d: BatchNorm2d, TimmBatchNormAct2d: BatchNormAct2d}
 
 
@@ -48,6 +65,7 @@ class Contrastive(nn.Module):
     """
 
     architecture: OpenCLIPArchitecture
+    visual: Any
     encode_image: Callable[[Tensor], Tensor]
     encode_text: Callable[[Tensor], Tensor]
     logit_scale: nn.Parameter
@@ -112,7 +130,7 @@ def build(
 ) -> Contrastive:
     """UserError, in OpenCLIP's words, where it cannot build it, and for batch norms that are not for micro-batches.
 
-    activation_checkpointing: of towers that have it; OpenCLIP lets the others go without.
+    activation_checkpointing: of ResNets, and of towers that have it; OpenCLIP lets the others go without.
     """
     if (
         fake := detect_fake_mode()
@@ -128,9 +146,9 @@ def build(
         return model
     config = architecture.model_cfg()
     custom = config.pop("custom_text") or config["text_cfg"].get("hf_model_name")
-    config["vision_cfg"]["timm_model_pretrained"] = config["text_cfg"]["hf_model_pretrained"] = (
-        False
-    )
+    config["vision_cfg"]["timm_model_pretrained"] = False
+    config["text_cfg"]["hf_model_pretrained"] = False
+    norm = config["vision_cfg"].pop("norm", "batch")
     try:
         kind = Captioner if "multimodal_cfg" in config else CustomText if custom else OneModule
         model = kind(**config, nonscalar_logit_scale=True)
@@ -141,7 +159,7 @@ def build(
         ValueError,
         AssertionError,
         RuntimeError,
-        KeyError,
+        LookupError,
         AttributeError,
         OSError,
         ImportError,
@@ -151,6 +169,8 @@ def build(
             "choose another model, or correct the JSON"
         ) from e
     model.architecture = architecture
+    if architecture.vision_cfg.is_resnet:
+        _prepare_resnet(model.visual, norm, activation_checkpointing)
     for name, each in model.named_modules():
         if isinstance(each, _BatchNorm):
             if (
@@ -169,6 +189,21 @@ def build(
                 lambda conv, inputs: (inputs[0].to(conv.weight.dtype), *inputs[1:])
             )
     return model
+
+
+def _prepare_resnet(tower: Any, norm: str, activation_checkpointing: bool) -> None:
+    """norm: with group each batch norm becomes a group norm of 32 groups, or as many as divide the channels."""
+    for stage in (1, 2, 3, 4):
+        layer = tower.get_submodule(f"layer{stage}")
+        layer.__class__ = ResNetLayer
+        layer.activation_checkpointing = activation_checkpointing
+    if norm == "batch":
+        return
+    for name, each in [*tower.named_modules()]:
+        if isinstance(each, _BatchNorm):
+            group = nn.GroupNorm(math.gcd(32, each.num_features), each.num_features)
+            group.weight, group.bias = each.weight, each.bias
+            tower.set_submodule(name, group)
 
 
 def count_flops(architecture: OpenCLIPArchitecture, patch_dropout: float) -> float:

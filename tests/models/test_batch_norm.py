@@ -1,4 +1,4 @@
-"""ResNets: batch norm over ranks against torch's own over the whole batch, and what running statistics see."""
+"""Batch norm over ranks against torch's own over the whole batch, and what running statistics see."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.objective import Context
 from clip_train.engine import PlainEngine
-from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d, observed
-from clip_train.models.clip import CLIP, count_parameters, flops_per_sample
-from clip_train.models.config import ModelConfig, load_architecture, parse_architecture
+from clip_train.models.clip import CLIP
+from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
 from clip_train.protocols import MicroBatch
 from clip_train.step import two_pass
-from tests.models.small import inputs, small_architecture, small_model, small_resnet
+from tests.models.convolutional import convolutional_clip
+from tests.models.small import inputs
 from tests.ranks import run_ranks
+
+
+def small_convolutional(*options: Any) -> CLIP:
+    torch.manual_seed(0)
+    return convolutional_clip(*options)
+
 
 SIZES = (3, 5)  # samples of each rank: the statistics weigh each value alike
 
@@ -60,22 +64,17 @@ def test_batch_norm_over_ranks_is_torchs_over_all_samples(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_model_agrees_with_torchs_batch_norm_in_training_and_evaluation(dtype: torch.dtype):
-    ours, plain = (small_model(architecture=small_resnet()) for _ in range(2))
-    for model in (ours, plain):
-        for name, p in model.named_parameters():
-            if name.endswith("bn3.weight"):
-                p.data.fill_(0.5)
-        model.to(dtype)
+    ours, plain = (small_convolutional().to(dtype) for _ in range(2))
     for name, each in [*plain.named_modules()]:
         if isinstance(each, BatchNorm2d):
             peer = nn.BatchNorm2d(each.num_features)
             peer.load_state_dict(each.state_dict())
             parent, _, last = name.rpartition(".")
             setattr(plain.get_submodule(parent), last, peer)
-    images, texts, _ = inputs(6, size=64)
+    images, texts, _ = inputs(6)
     with observed() as updates:
         seen = ours(images)[0]
-    assert len(updates) == 3 + 3 * 5 + 4
+    assert len(updates) == 3
     for update in updates:
         update()
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
@@ -90,15 +89,10 @@ def test_the_model_agrees_with_torchs_batch_norm_in_training_and_evaluation(dtyp
 
 
 def step(kept: int, checkpointing: bool, norm: str = "batch", micro_size: int = 4) -> Any:
-    model = small_model(
-        architecture=small_resnet(norm), dtype=torch.float64, activation_checkpointing=checkpointing
-    ).train()
-    for name, p in model.named_parameters():
-        if name.endswith("bn3.weight"):
-            p.data.fill_(0.5)
+    model = small_convolutional(norm, checkpointing).double().train()
     batches = [
         MicroBatch(*part)
-        for part in zip(*(each.split(micro_size) for each in inputs(12, size=64)), strict=True)
+        for part in zip(*(each.split(micro_size) for each in inputs(12)), strict=True)
     ]
     output, _ = two_pass(PlainEngine(model), batches, InfoNCE(), Context(12), kept_graphs=kept)
     return (
@@ -122,9 +116,9 @@ def test_a_step_updates_running_statistics_once_however_it_is_replayed(
 
 
 def test_a_step_that_fails_and_forwards_beside_it_leave_running_statistics_alone():
-    model = small_model(architecture=small_resnet()).train()
+    model = small_convolutional().train()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    parts = inputs(4, size=64)
+    parts = inputs(4)
     model(*parts)
 
     def fails(phase: str, action: Any) -> Any:
@@ -139,12 +133,12 @@ def test_a_step_that_fails_and_forwards_beside_it_leave_running_statistics_alone
 
 def test_statistics_of_a_locked_tower_can_be_frozen():
     """As OpenCLIP's FrozenBatchNorm2d: a step leaves them alone, and goes by them."""
-    model = small_model(architecture=small_resnet()).train()
+    model = small_convolutional().train()
     for name, buffer in model.named_buffers():
         if name.endswith("running_mean"):
             buffer.fill_(0.3)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    parts = inputs(6, size=64)
+    parts = inputs(6)
     moving = model(*parts)[0]
     freeze(model, ModelConfig(lock_image=True, lock_image_freeze_bn_stats=True))
     two_pass(PlainEngine(model), [MicroBatch(*parts)], InfoNCE(), Context(6))
@@ -164,43 +158,3 @@ def test_group_norm_does_not_depend_on_the_micro_batch():
     torch.testing.assert_close(
         step(1, True, "group", 4)[:2], (loss, gradients), rtol=1e-9, atol=1e-13
     )
-
-
-def test_flops_of_a_resnet_are_those_of_the_products():
-    architecture = small_resnet()
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        small_model(architecture=architecture)(*inputs(3, size=64))
-    assert counter.get_total_flops() == 3 * flops_per_sample(architecture)
-
-
-@pytest.mark.parametrize(
-    "name, parameters",
-    [("RN50", 102_007_137), ("RN101", 119_688_033), ("RN50x64-quickgelu", 623_258_305)],
-)
-def test_resnets_have_the_published_number_of_parameters(name: str, parameters: int):
-    assert count_parameters(load_architecture(name)) == parameters
-
-
-def test_what_only_a_transformer_has_is_refused():
-    vision = small_resnet().model_cfg()["vision_cfg"]
-    with pytest.raises(UserError, match=r"pool_type \(avg\) is a vision transformer's"):
-        parse_architecture(
-            small_architecture().model_cfg() | {"vision_cfg": vision | {"pool_type": "avg"}},
-            "m.json",
-        )
-    with pytest.raises(UserError, match=r"image_size \(48\) a multiple of 32"):
-        parse_architecture(
-            small_architecture().model_cfg() | {"vision_cfg": vision | {"image_size": 48}}, "m.json"
-        )
-    with pytest.raises(UserError, match=r"norm \(group\) is a ResNet's"):
-        parse_architecture(
-            small_architecture().model_cfg() | {"vision_cfg": {"norm": "group"}}, "m.json"
-        )
-    with pytest.raises(UserError, match=r"model\.patch_dropout \(0\.5\): RN50 is a ResNet"):
-        ModelConfig(name="RN50", patch_dropout=0.5).architecture()
-
-
-def test_the_first_block_of_a_stage_begins_as_the_identity():
-    model: Any = CLIP(small_resnet())
-    x = torch.rand(2, 32, 4, 4)
-    torch.testing.assert_close(model.visual.layer1[1](x), x)
