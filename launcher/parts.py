@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 
@@ -23,7 +22,6 @@ from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
-from clip_train.evaluate.nearest import Examples
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture, Architecture, TokenizerOptions
 from clip_train.models.freeze import freeze
@@ -186,10 +184,8 @@ def evaluation(
     config: RunConfig,
     architecture: AnyArchitecture,
     engine: Engine,
-    examples_to: Path | None = None,
 ) -> Callable[[], dict[str, float]] | None:
-    """A closure that evaluates on `data.val` and the labelled images, or None where there are neither. examples_to: the
-    run's folder, whose report is to show some images with the captions nearest to them."""
+    """A closure that evaluates on `data.val` and the labelled images, or None if there are neither."""
     places = config.evaluated_on
     if not places.keys() & {"data.val", "evaluate.zero_shot_data"}:
         return None
@@ -227,18 +223,9 @@ def evaluation(
         val, labelled, probe = loaders
         found = lambda: [each for loader in loaders if loader for each in loader.invalid]  # noqa: E731
         try:
-            examples = None if val is None else Examples(val)
-            take = (lambda found: None) if examples is None else examples.take
-            out = evaluate(engine, examples, config.evaluate, tokenizer, labelled, probe, take)
+            out = evaluate(engine, val, config.evaluate, tokenizer, labelled, probe)
         except UserError as e:
             raise UserError(f"{e}\n{table_of(found())}" if found() else str(e)) from e
-        if examples is not None and examples_to is not None and dist.is_main():
-            try:
-                examples.write(examples_to)
-            except (
-                Exception
-            ) as e:  # a page is no reason to end a run, nor to leave other ranks waiting
-                warn(f"the nearest captions could not be written: {type(e).__name__}: {e}")
         invalid = [each for rank in dist.gather_objects(found()) for each in rank]
         if invalid and dist.is_main():
             warn(f"what is evaluated on has samples that cannot be used:\n{table_of(invalid)}")

@@ -205,7 +205,7 @@ def build_trainer(
             enabled=dist.is_main() and config.log.progress and not is_quiet(),
             every_steps=config.log.every_steps,
         ),
-        evaluate=parts.evaluation(config, checked.architecture, engine, config.run_dir),
+        evaluate=parts.evaluation(config, checked.architecture, engine),
         evaluate_every=config.evaluate.every_steps,
         digest=config.log.batch_digest,
         log=log,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from clip_train import dist
 from clip_train.data.validation import ValBatch, ValLoader
 from clip_train.engine import Engine
 from clip_train.evaluate.config import EvaluateConfig
-from clip_train.evaluate.features import Encoded, encode
+from clip_train.evaluate.features import encode
 from clip_train.evaluate.linear_probe import linear_probe
 from clip_train.evaluate.retrieval import caption_metrics
 from clip_train.evaluate.zero_shot import (
@@ -30,7 +30,6 @@ def evaluate(
     tokenize: Tokenize,
     labelled: Iterable[ValBatch] | None = None,
     probe: Iterable[ValBatch] | None = None,
-    take: Callable[[Encoded], None] = lambda found: None,
 ) -> dict[str, float]:
     """The same numbers on every rank. All ranks must call it.
 
@@ -41,7 +40,6 @@ def evaluate(
         tokenize: b prompts -> int64 [b, context_length].
         labelled: this rank's part of what zero-shot and linear probe are tested on; None: `batches`.
         probe: this rank's part of what the linear probe is trained on; None: no linear probe.
-        take: is given this rank's features of the validation set (see `Examples`).
 
     Returns:
         `num_samples` of the validation set and what `caption_metrics` gives; what `zero_shot_metrics` and
@@ -67,7 +65,6 @@ def evaluate(
             with_text = config.retrieval or config.val_loss
             own = label if labelled is None else None
             tested = encode(engine, batches, own, config.batch_size, with_text=with_text)
-            take(tested)
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
             if with_text:
                 out |= caption_metrics(tested, config)

@@ -154,7 +154,7 @@ def _shown(run: Run) -> dict[str, Any]:
         "notes": run.notes(), "tiles": tiles, "starts": run.starts, "now": run.starts[-1] if run.starts else {},
         "evaluations": evaluations, "at": [each["step"] for each in reversed(run.evaluations)],
         "invalid": _invalid(run.invalid.get("bad_samples", {})), "epochs": _epochs(run.invalid.get("bad_epochs", [])),
-        "recipe": _flat(run.recipe), "examples": run.examples, "folder": str(run.folder),
+        "recipe": _flat(run.recipe), "folder": str(run.folder),
         "pictures": run.invalid.get("pictures", []),
         "more_invalid": len(run.invalid.get("bad_samples", {})) - ROWS,
     }  # fmt: skip

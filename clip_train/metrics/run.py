@@ -4,7 +4,6 @@ metrics.jsonl, eval.jsonl      the curves
 attempts.jsonl, VERDICT        each start with what it ran on (event `start`), and how it ended
 recipe.yaml                    every key
 invalid.json                   samples that could not be used, with pictures of some
-nearest.json                   images with the captions nearest to them
 """
 
 from __future__ import annotations
@@ -143,7 +142,6 @@ class Run:
             start["ended"] = following.get("previous") if following else self.verdict
         self.recipe = self._load("recipe.yaml", yaml.safe_load)
         self.invalid = self._load("invalid.json", json.loads)
-        self.examples = self._load("nearest.json", json.loads).get("examples", [])
 
     def _look(self) -> None:
         for record in self._new_records("attempts.jsonl"):

@@ -15,7 +15,6 @@ from clip_train import dist
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate
-from clip_train.evaluate.nearest import Examples
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
 from clip_train.evaluate.zero_shot import ZeroShotClasses, count_hits
 from clip_train.models.config import load_architecture
@@ -341,43 +340,3 @@ def test_runs_on_the_model():
     assert result["num_samples"] == 6 and 0 < result["val_loss"] < 10
     assert result["image_to_text_R@10"] == 1
     assert engine.model.training
-
-
-def test_the_captions_nearest_to_some_images():
-    """Against a sort in plain Python; of captions that come twice one is shown."""
-    whole = samples(NUM)
-    engine: Any = FakeEngine()
-    captions = [caption for each in whole.captions for caption in each]
-    examples = Examples(cast(Any, batches(whole, 0, NUM, 16)))
-    evaluate(engine, cast(Any, examples), EvaluateConfig(), tokenize, take=examples.take)
-    engine.train(False)
-    with torch.no_grad():
-        text, image = (
-            engine.encode_text(whole.texts).double(),
-            engine.encode_image(whole.images).double(),
-        )
-    found = examples.nearest()
-    assert len(found) == 8
-    for row, each in zip(range(0, 16, 2), found, strict=True):
-        cosines = {caption: float(image[row] @ text[i]) for i, caption in enumerate(captions)}
-        best = sorted(cosines, key=cosines.__getitem__, reverse=True)[:3]
-        assert each["caption"] == whole.captions[row][0]
-        assert [caption for caption, _ in each["nearest"]] == best
-        assert [cosine for _, cosine in each["nearest"]] == pytest.approx(
-            [cosines[name] for name in best], abs=1e-5
-        )
-        assert each["picture"].startswith("data:image/jpeg;base64,")
-
-
-def test_without_texts_there_is_no_nearest_caption(tmp_path: Path):
-    engine: Any = FakeEngine()
-    examples = Examples(cast(Any, batches(samples(5), 0, 5, 2)))
-    evaluate(
-        engine,
-        cast(Any, examples),
-        EvaluateConfig(retrieval=False, val_loss=False),
-        tokenize,
-        take=examples.take,
-    )
-    examples.write(tmp_path)
-    assert (tmp_path / "nearest.json").read_text() == '{"examples": []}'

@@ -114,12 +114,6 @@ def write_run(folder: Path, steps: int = 120, *, lr: float = 1e-3, loss: float =
         folder / "attempts.jsonl",
         [{"event": "begin", "attempt": 1, "nodes": [], "step": 0}, *starts],
     )
-    example = {
-        "picture": PIXEL,
-        "caption": "a red <b>",
-        "nearest": [["a red <b>", 0.91], ["a dog", 0.5]],
-    }
-    (folder / "nearest.json").write_text(json.dumps({"examples": [example]}))
     recipe = (
         f'run: {{name: "<script>", steps: 200}}\noptim: {{lr: {lr}}}\nmodel: {{name: ViT-B-32}}\n'
     )
