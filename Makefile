@@ -30,7 +30,7 @@ $(READY): setup.py pyproject.toml Makefile
 	@echo "== 1/2: $(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@echo "== 2/2: the project with its dependencies"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $(READY)
 
 demo: $(READY)

@@ -85,7 +85,6 @@ setup(
     },
     install_requires=INSTALL,
     extras_require={
-        "demo": ["scikit-learn"],  # the digits of `clip-train demo --data digits`
         "test": TEST,
         # Measured against, in an environment of their own (scripts/setup_peers.sh): torchvision has no CPU build.
         "peers": ["open_clip_torch==3.3.0", "torchvision==0.28.0", "accelerate", "lightning"],

@@ -1,7 +1,7 @@
 """What fine-tuning buys and costs: handwritten digits, from a model that knows coloured shapes.
 
 The tiny CLIP learns the demo's shapes (recipes/demo_shapes.yaml), once; then `clip-train train` fine-tunes it on
-scikit-learn's digits (recipes/demo_digits.yaml) with `model.init_from`, all of it or a part, beside random weights.
+scikit-learn's digits (benchmarks/fine_tuning.yaml) with `model.init_from`, all of it or a part, beside random weights.
 Zero-shot top-1 is over 360 digits held out (chance 10%), mean and range over the seeds. A step's milliseconds are the
 median over its run, without waiting for data; the rows take turns, and `x full` is the median of the ratios within
 a round. Trained parameters and bytes (fp32 weights, gradients and AdamW's moments) are `clip-train plan`'s.
@@ -9,16 +9,24 @@ a round. Trained parameters and bytes (fp32 weights, gradients and AdamW's momen
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import ROOT, finish, parser
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from clip_train.data.tar import write_shards
 
 VARIANTS = {
     "random weights, all trained": [],
@@ -31,8 +39,42 @@ VARIANTS = {
     ],
     "text tower locked": ["model.init_from={shapes}", "model.lock_text=true"],
 }  # fmt: skip
+RECIPE = ROOT / "benchmarks/fine_tuning.yaml"
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+TEMPLATES = [
+    "a photo of the handwritten digit {}",
+    "the digit {}",
+    "a scan of a handwritten {}",
+    "the number {} written by hand",
+    "{}",
+]
 STATES = ("parameters", "gradients", "optimizer")
 TARGETS = {"cost": "a locked tower's step at most 0.95 of the full one's, and fewer bytes"}
+
+
+def write_digits(folder: Path) -> None:
+    """1,797 images of 32 pixels as shards, 36 of each digit in `val`, with classes.json."""
+    data, rng = load_digits(), random.Random(0)
+    order = rng.sample(range(len(data.target)), len(data.target))
+    by_class = [[i for i in order if data.target[i] == digit] for digit in range(10)]
+    val = {i for members in by_class for i in members[:36]}
+
+    def samples(indices: list[int], templates: list[str]) -> Iterator[dict[str, Any]]:
+        for i in indices:
+            name, buffer = DIGITS[data.target[i]], io.BytesIO()
+            image = Image.fromarray(np.round(data.images[i] * (255 / 16)).astype(np.uint8), "L")
+            image.resize((32, 32), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+            yield {
+                "__key__": f"digit{i:05d}",
+                "jpg": buffer.getvalue(),
+                "txt": rng.choice(templates).format(name),
+                "json": {"classname": name},
+            }
+
+    write_shards(folder / "train", samples([i for i in order if i not in val], TEMPLATES), 500)
+    write_shards(folder / "val", samples(sorted(val), TEMPLATES[:1]), 500)
+    classes = {"classnames": DIGITS, "templates": TEMPLATES}
+    (folder / "classes.json").write_text(json.dumps(classes))
 
 
 def clip_train(*arguments: str) -> str:
@@ -52,17 +94,11 @@ def fine_tune(
     folder: Path, name: str, keys: list[str], steps: int, seed: int
 ) -> tuple[float, float]:
     """Zero-shot top-1 and the median step's milliseconds."""
-    clip_train(
-        "demo",
-        "--data",
-        "digits",
-        "--dir",
-        str(folder / name),
-        f"run.steps={steps}",
-        f"run.seed={seed}",
-        *keys,
-    )
-    run = folder / name / "demo-digits"
+    run = folder / name
+    data = [f"data.train={folder}/digits/train/*.tar", f"data.val={folder}/digits/val/*.tar"]
+    data.append(f"evaluate.zero_shot_classes={folder}/digits/classes.json")
+    settings = [f"run.dir={run}", f"run.steps={steps}", f"run.seed={seed}", *data, *keys]
+    clip_train("train", str(RECIPE), *settings)
     steps_of, evaluated = (
         [json.loads(line) for line in (run / file).read_text().splitlines()]
         for file in ("metrics.jsonl", "eval.jsonl")
@@ -81,9 +117,8 @@ def main() -> int:
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        clip_train(
-            "demo", "--data", "shapes", "--dir", str(folder / "shapes"), f"run.steps={shapes_steps}"
-        )
+        write_digits(folder / "digits")
+        clip_train("demo", "--dir", str(folder / "shapes"), f"run.steps={shapes_steps}")
         shapes = folder / "shapes" / "demo-shapes"
         for seed in range(seeds):
             for i, (variant, keys) in enumerate(VARIANTS.items()):
@@ -94,7 +129,7 @@ def main() -> int:
                 print(f"{variant}, seed {seed}: {top1:.3f}, {ms:.0f} ms", file=sys.stderr)
         for variant, keys in VARIANTS.items():
             filled = [key.format(shapes=shapes) for key in keys]
-            plan = clip_train("plan", str(ROOT / "recipes/demo_digits.yaml"), "--json", *filled)
+            plan = clip_train("plan", str(RECIPE), "--json", *filled)
             plans[variant] = json.loads(plan)
     rows = [
         {

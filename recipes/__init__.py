@@ -1,1 +1,1 @@
-"""Example recipes; `clip-train demo` trains demo_shapes.yaml or demo_digits.yaml."""
+"""Example recipes; `clip-train demo` trains demo_shapes.yaml."""

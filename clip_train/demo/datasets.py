@@ -1,7 +1,7 @@
-"""Data sets made on the spot: captioned shapes and handwritten digits.
+"""A data set made on the spot: captioned shapes.
 
-Each function is deterministic by its seed, writes a folder that appears whole or not at all, and returns at
-once when the folder already holds what it would write.
+It is deterministic by its seed, its folder appears whole or not at all, and it returns at once if the folder
+already holds what it would write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from clip_train.data.tar import write_shards
@@ -82,48 +81,6 @@ def shapes(
     )
 
 
-def digits(
-    folder: str | os.PathLike[str],
-    *,
-    size: int = 32,
-    per_shard: int = 500,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> SyntheticData:
-    """scikit-learn's 1,797 handwritten digits: real images, no download. 36 of each digit are only in `val`.
-
-    Raises:
-        UserError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as e:
-        raise UserError("the digits data set needs scikit-learn: pip install scikit-learn") from e
-    data = load_digits()
-    rng = random.Random(seed)
-    order = rng.sample(range(len(data.target)), len(data.target))
-    by_class = {d: [i for i in order if data.target[i] == d] for d in range(10)}
-    val = sorted(i for members in by_class.values() for i in members[:36])
-    train = [i for i in order if i not in set(val)]
-
-    def samples(indices: list[int], templates: list[str]) -> Iterator[Sample]:
-        for i in indices:
-            name = DIGITS[data.target[i]]
-            image = Image.fromarray(np.round(data.images[i] * (255 / 16)).astype(np.uint8), "L")
-            image = image.resize((size, size), Image.Resampling.BICUBIC)
-            caption = rng.choice(templates).format(name)
-            yield _sample(f"digit{i:05d}", image, caption, {"classname": name})
-
-    return _build(
-        Path(folder),
-        {"kind": "digits", "size": size, "per_shard": per_shard, "seed": seed},
-        {"train": samples(train, DIGIT_TEMPLATES), "val": samples(val, DIGIT_TEMPLATES[:1])},
-        (len(train), len(val)),
-        {"classnames": DIGITS, "templates": DIGIT_TEMPLATES},
-        progress,
-    )
-
-
 # ---------------------------------------------------------------- shapes
 
 SIZES = {"small": (0.15, 0.19), "large": (0.29, 0.34)}  # radius, as a fraction of the image's side
@@ -154,15 +111,6 @@ TEMPLATES = [
     "{1} {2}, {0}, {3} background",
     "there is a {} {} {} in front of a {} background",
     "a picture of one {} {} {} on {}",
-]
-
-DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-DIGIT_TEMPLATES = [
-    "a photo of the handwritten digit {}",
-    "the digit {}",
-    "a scan of a handwritten {}",
-    "the number {} written by hand",
-    "{}",
 ]
 
 Combination = tuple[str, str, str, str]  # size, colour, shape, background

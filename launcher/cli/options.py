@@ -338,16 +338,12 @@ VERBS = {
         "train a small CLIP in minutes and see it work",
         """\
         Build a small data set, train on it with micro-batches and the feature cache, and evaluate zero-shot.
-        shapes: captioned drawings, tested on colour-shape-size-background combinations never seen in training.
-        digits: the real handwritten digits of scikit-learn.""",
+        It draws captioned shapes, and tests on colour-shape-size-background combinations never seen in training.""",
         """\
         clip-train demo
-        clip-train demo --data digits run.steps=200             shorter""",
+        clip-train demo run.steps=100 data.num_samples=5000     shorter""",
         positions=("overrides",),
-        options=(
-            ("data", ["shapes", "digits"], "which (default: shapes)", "shapes"),
-            ("dir", "DIR", "where data and runs go (default: runs)", "runs"),
-        ),
+        options=(("dir", "DIR", "where data and runs go (default: runs)", "runs"),),
     ),
     "completion": Verb(
         "launcher.cli.completion:run",

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,7 @@ from webdataset import tariterators
 from clip_train.data.config import DataConfig, check_source
 from clip_train.data.tar import write_shards
 from clip_train.data.validation import ValLoader
-from clip_train.demo.datasets import digits, shapes
+from clip_train.demo.datasets import shapes
 from clip_train.errors import UserError
 
 
@@ -90,22 +89,6 @@ def test_foreign_folders_are_left_alone(tmp_path):
     with pytest.raises(UserError, match="not empty"):
         shapes(tmp_path, 5, size=16)
     assert (tmp_path / "precious.txt").exists()
-
-
-def test_digits(tmp_path):
-    pytest.importorskip("sklearn")
-    data = digits(tmp_path / "d")
-    assert (data.num_train, data.num_val) == (1437, 360)
-    assert len(captions(data.train)) == 1437
-    assert Counter(captions(data.val)).most_common(1)[0][1] == 36
-    assert "a photo of the handwritten digit seven" in captions(data.val)
-    check_source(DataConfig(train=data.train))
-
-
-def test_digits_without_scikit_learn(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UserError, match="pip install scikit-learn"):
-        digits(tmp_path / "d")
 
 
 def test_writer_is_read_by_webdataset(tmp_path):
