@@ -106,6 +106,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=3, help="runs of the suite")
     parser.add_argument("--seed", type=int, help="of the first run; random by default")
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
+    parser.add_argument("--tests", nargs="+", help="instead of the numerics tests")
     parser.add_argument("--quick", action="store_true", help="a third of the numerics tests")
     args = parser.parse_args()
     first = secrets.randbelow(10**6) if args.seed is None else args.seed
@@ -116,6 +117,8 @@ def main() -> int:
         has_amx = "amx_tile" in processor()[1]
         default = [name for name in SETTINGS if has_amx or name != "oneDNN without AMX"]
         label, tests = ("numerics, quick", QUICK) if args.quick else ("numerics", NUMERICS)
+        if args.tests:
+            label, tests = " ".join(args.tests), args.tests
         runs = [(label, tests, name, None) for name in args.what or default]
         if not has_amx:
             print("this processor has no AMX: AMX on and off cannot be compared here")
