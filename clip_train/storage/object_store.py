@@ -103,7 +103,8 @@ class ObjectStorage(Storage):
         key = self._key(name)
 
         async def read(stores: Stores) -> bytes:
-            answer = await obstore.get_async(stores.single, key)
+            asked = obstore.get_async(stores.single, key)
+            answer = await within(self._request_seconds, asked)
             return whole(bytes(await answer.bytes_async()), answer.meta["size"])
 
         return self._ask(f"reading {name}", read, self._seconds(self._part_bytes))
