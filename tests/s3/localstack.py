@@ -1,7 +1,8 @@
 """LocalStack's S3 provider, in an environment of its own (scripts/setup_s3.sh).
 
 It verifies checksums and honours conditional writes; it accepts any credentials, so the proxy plays that part.
-It listens at every address of this machine, whatever GATEWAY_LISTEN names: run the tests where nobody else can reach it.
+It listens at every address of this machine, whatever GATEWAY_LISTEN names:
+run the tests where nobody else can reach it.
 """
 
 from __future__ import annotations
