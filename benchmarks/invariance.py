@@ -6,7 +6,7 @@ in float64, one process, the full batch at once, textbook cross-entropy, autogra
 
 --variants: other models and ways to train instead (`VARIANTS`), each with an oracle of its own, on 1 and 2 ranks, in 1
 and 4 micro-batches, under ZeRO 1, ZeRO 3 and FSDP 3; with norms by tower, and of the moving average its error.
-The open_clip rows take OpenCLIP from .venv-peers where this environment lacks it. --markdown: the worst of each variant.
+The rows of open_clip take it from .venv-peers if this environment lacks it. --markdown: the worst of each variant.
 
 fp32 targets: parameters within 1e-5, loss within 1e-6 (relative, worst of the 5 steps).
 bf16 targets: the error of the update, beside that of the engine's un-accumulated bf16 step, at most 1.25 times it.
