@@ -97,7 +97,9 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     trainer.stop, trainer.phase = stop, watchdog.phase
     watchdog.committed = lambda: good.step if (good := trainer.checkpoints.last_good) else None
     startup.done("model, engine and data")
-    evaluated = run(trainer)
+    stop.listen()  # again: a library may have taken the signals over
+    evaluated = trainer.run()
+    outcome.close_run()
     if dist.is_main():
         outcome.done()
         for name, value in evaluated.items():
@@ -253,17 +255,3 @@ def describe_start(
         warn(pays_twice(plan))
     if resumed is not None:
         log("\n".join([resumed.describe(), *notes]))
-
-
-def run(trainer: Trainer) -> dict[str, float]:
-    """Run the trainer with signals caught; leave sinks and workers closed, however it ends."""
-    trainer.stop.listen()
-    try:
-        return trainer.run()
-    finally:
-        trainer.phase("end")
-        trainer.progress.close()
-        trainer.checkpoints.close()
-        trainer.sinks.close()
-        if isinstance(trainer.batches, Prefetcher):
-            trainer.batches.close()

@@ -18,6 +18,7 @@ from launcher.cli.options import VERBS, build_parser
 from launcher.config.openclip import suggest
 from launcher.runtime.log import Redacting, Startup, Unfailing, configure
 from launcher.runtime.outcome import Outcome
+from launcher.runtime.verdict import end_process
 from launcher.versions import too_old
 
 FEWEST_FILES = 128  # open at a time: of Python, torch, a loader's workers
@@ -33,6 +34,9 @@ def entry() -> NoReturn:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # else C++ stacks whenever another rank has gone
+    # multiprocessing's tracker warns after the last message of a rank that ended early; it cleans up all the same
+    ignored = ["ignore:resource_tracker", os.environ.get("PYTHONWARNINGS")]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, ignored))
     stderr = sys.stderr.buffer if sys.stderr else open(os.devnull, "wb")  # noqa: SIM115
     sys.stderr = Unfailing(stderr, errors="backslashreplace", line_buffering=True)
     if sys.stdout and sys.argv[1:2] != ["import-args"]:  # whose recipe is to be run
@@ -56,7 +60,7 @@ def entry() -> NoReturn:
     with contextlib.suppress(OSError):  # a reader that has gone away
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(status)
+    end_process(status)
 
 
 def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:

@@ -45,7 +45,8 @@ class Heartbeat:
         self.env, self._publish = env, publish
         self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
         self.abort: Failure | None = None  # why all ranks end
-        self.aborted_at = 0.0  # seconds, monotonic: when this rank learned of it
+        # seconds, monotonic: when this rank learned of it; later while the rank that failed is closing its run
+        self.aborted_at = 0.0
         self._store: Store = HashStore()  # until `open`: of this rank alone
         self._server: Store | None = None  # it is closed when the last reference to it goes
         self._answered = 0.0  # seconds, monotonic: the store's last answer
@@ -160,7 +161,9 @@ class Heartbeat:
             try:
                 self._beat(number)
                 self._poll()
-                if self._all_came and self.abort is None:
+                if self.abort is not None:
+                    self._wait_for_failed_rank(self.abort)
+                elif self._all_came:
                     self._look()
             except RuntimeError as e:  # torch's errors of stores and networks
                 if not self._closed.is_set():
@@ -185,9 +188,7 @@ class Heartbeat:
         for rank, value in zip(
             ranks, self._store.multi_get([f"beat/{r}" for r in ranks]), strict=True
         ):
-            before, looks = self._seen.get(rank, (b"", 0))
-            looks = looks + 1 if value == before else 0
-            self._seen[rank] = (value, looks)
+            looks = self._unchanged_looks(rank, value)
             if looks >= SILENT_BEATS and value != LEFT.encode():
                 self.claim(
                     lost(
@@ -197,6 +198,21 @@ class Heartbeat:
                     )
                 )
                 return
+
+    def _unchanged_looks(self, rank: int, value: bytes) -> int:
+        before, looks = self._seen.get(rank, (b"", 0))
+        looks = looks + 1 if value == before else 0
+        self._seen[rank] = (value, looks)
+        return looks
+
+    def _wait_for_failed_rank(self, abort: Failure) -> None:
+        """The rank that failed has published its error and finishes its part of a pending checkpoint: this rank's
+        part is needed as well, so that it must not end before."""
+        if abort.lost or abort.rank == self.env.rank:
+            return
+        value = self._store.get(f"beat/{abort.rank}")
+        if value != LEFT.encode() and self._unchanged_looks(abort.rank, value) < SILENT_BEATS:
+            self.aborted_at = time.monotonic()
 
     def _node(self, rank: int) -> str:
         return self._seen.get(rank, (b"", 0))[0].decode().partition(" ")[2] or "another node"

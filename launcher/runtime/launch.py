@@ -12,16 +12,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.runtime import rendezvous
 from launcher.runtime.environment import LAUNCHER, detect
+from launcher.runtime.verdict import Failure
 from launcher.runtime.watchdog import CLOSE_SECONDS
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 TOGETHER_SECONDS = (
     CLOSE_SECONDS + 30
 )  # for all ranks to end once one has failed; they do within 30 s, or close
+LOST_SECONDS = (
+    25.0  # the same once one is dead or frozen: no signal but KILL reaches a stopped process
+)
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
@@ -79,7 +87,7 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         if stop.look() is not None:  # a thread of some library has taken it
             forward(signal.SIGTERM, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        return wait(processes)
+        return wait(processes, rendezvous.keys_of_ranks(store))
     finally:
         stop.ignore()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
@@ -87,14 +95,20 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
             process.kill()
 
 
-def wait(processes: Sequence[subprocess.Popen]) -> int:
-    """0, or the exit status of the first rank that failed; after TOGETHER_SECONDS the others are given up."""
-    failed, end = 0, float("inf")
+def wait(processes: Sequence[subprocess.Popen], keys: Store) -> int:
+    """0, or the exit status of the first rank that failed; after TOGETHER_SECONDS the others are given up, or after
+    LOST_SECONDS. keys: the ranks' own in the store."""
+    failed, end, aborted = 0, float("inf"), False
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]
         if not failed and any(statuses):
-            failed, end = next(filter(None, statuses)), time.monotonic() + TOGETHER_SECONDS
+            failed = next(filter(None, statuses))
+            end = min(end, time.monotonic() + TOGETHER_SECONDS)
         if None not in statuses:
             break
+        if not aborted and keys.check(["abort"]):
+            aborted = True
+            if Failure.parse(keys.get("abort")).lost:
+                end = min(end, time.monotonic() + LOST_SECONDS)
         time.sleep(0.1)
     return failed if failed >= 0 else 1

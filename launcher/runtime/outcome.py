@@ -1,7 +1,8 @@
 """One way to end: `finish(error)` gives all ranks one error message, one verdict, one error report, one exit status.
 
-Whichever rank fails first decides (`Heartbeat.claim`): it prints and writes; the others end with its status. Exit
-status: 0 done, 75 preempted after a commit, 130 interrupted twice, 2 the user's mistake, 1 anything else.
+The rank that fails first decides (`Heartbeat.claim`): it prints and writes; the others end with its status. A rank
+publishes its error before it closes anything: a pending upload may take `checkpoint.grace_seconds`. Exit status: 0
+done, 75 preempted after a commit, 130 interrupted twice, 2 the user's mistake, 1 anything else.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Outcome:
             None  # once the run there is known to be this recipe's: verdicts go there
         )
         self.trainer: Trainer | None = None
+        self._run_closed = False
 
     def done(self) -> None:
         """Rank 0, when all is committed."""
@@ -75,6 +77,22 @@ class Outcome:
             rendezvous.stop()
         self.close()
 
+    def close_run(self) -> None:
+        """Finish what is being saved within `checkpoint.grace_seconds`, and end the loader's workers. A second call
+        does nothing."""
+        trainer = self.trainer
+        if trainer is None or self._run_closed:
+            return
+        self._run_closed = True
+        from clip_train.data.loader import Prefetcher
+
+        trainer.phase("end")
+        trainer.progress.close()
+        trainer.checkpoints.close()
+        trainer.sinks.close()
+        if isinstance(trainer.batches, Prefetcher):
+            trainer.batches.close()
+
     def close(self) -> None:
         """No thread goes on. Again does nothing."""
         if self.heartbeat is not None:
@@ -84,27 +102,40 @@ class Outcome:
 
     def finish(self, error: BaseException) -> int:
         """The exit status. Another rank's failure, if it came first, is printed by that rank, and not here."""
+        own, trace = self.describe(error)
+        if self.trainer is not None:
+            self.trainer.progress.close()
         if self.watchdog is not None:
             self.watchdog.phase("finish")
-        own, trace = self.describe(error)
         secondhand = own.lost or isinstance(error, RemoteRankError)
         heartbeat = self.heartbeat
         if (heartbeat is None or not heartbeat.is_open) and not secondhand:
             heartbeat = self._connect()
         if heartbeat is None or not heartbeat.is_open:  # alone, or nobody can be reached
             self.publish(own, trace)
+            self._close_failed_run()
             return own.status
         is_main = heartbeat.env.rank == 0
         cause = heartbeat.wait(CAUSE_SECONDS if secondhand else 0.0 if is_main else MAIN_SECONDS)
         first = cause or heartbeat.claim(own, trace)
+        if first.rank != heartbeat.env.rank and trace:
+            print(trace, file=sys.stderr, flush=True)  # an error of its own at the same moment
+        self._close_failed_run()
         if first.rank != heartbeat.env.rank:
-            if trace:
-                print(trace, file=sys.stderr, flush=True)  # an error of its own at the same moment
             time.sleep(FIRST_SECONDS)
         if is_main:
             self.plot()
         heartbeat.leave()
         return first.status
+
+    def _close_failed_run(self) -> None:
+        """The error is published: nothing that fails now may hide it. Another Ctrl-C gives up what is being saved."""
+        try:
+            self.close_run()
+        except (Exception, KeyboardInterrupt) as e:
+            warn(f"while the run was being closed: {type(e).__name__}: {e}")
+        if self.watchdog is not None:
+            self.watchdog.phase("finish")
 
     def _connect(self) -> Heartbeat | None:
         """The heartbeat, before the ranks have met; None in a world of one, or where rank 0 has gone."""

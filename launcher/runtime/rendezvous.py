@@ -83,13 +83,13 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     holds = env.rank == 0 and not env.agent_store
     raise_open_files()
     store = serve(env.master_addr, env.master_port, seconds) if holds else client(seconds)
-    attempt = os.environ.get(
-        "TORCHELASTIC_RESTART_COUNT", "0"
-    )  # torchrun keeps its store when it restarts ranks
-    heartbeat.open(
-        PrefixStore(f"ranks/{attempt}", client(ANSWER_SECONDS)), server=store if holds else None
-    )
-    return PrefixStore(f"ranks/{attempt}", store)
+    heartbeat.open(keys_of_ranks(client(ANSWER_SECONDS)), server=store if holds else None)
+    return keys_of_ranks(store)
+
+
+def keys_of_ranks(store: Store) -> Store:
+    """This attempt's: torchrun keeps its store when it restarts ranks."""
+    return PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> None:

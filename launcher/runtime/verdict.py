@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
+import shutil
 import socket
 import time
 from dataclasses import asdict, dataclass
+from multiprocessing import util
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from clip_train.storage.local import LocalStorage
 
@@ -92,6 +95,14 @@ def write_report(failure: Failure, trace: str = "") -> None:
         if file:
             with contextlib.suppress(OSError):
                 LocalStorage(file.parent).put_bytes(file.name, text.encode(), if_absent=True)
+
+
+def end_process(status: int) -> NoReturn:
+    """At once, without Python's teardown, which would remove the folder of the loader's fork server: done here."""
+    if multiprocessing.parent_process() is None:  # else the folder is the parent's
+        with contextlib.suppress(OSError):
+            shutil.rmtree(util.get_temp_dir())
+    os._exit(status)
 
 
 def read_report(attempt: Path) -> Failure | None:

@@ -30,7 +30,7 @@ from clip_train.storage.local import LocalStorage
 from launcher.runtime.environment import END_TIME, detect, launcher_pid
 from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
 from launcher.runtime.log import log, warn
-from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, node_name
+from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process, node_name
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
 ABORT_SECONDS = 5.0  # the main thread has this long to end by itself once another rank has failed
@@ -177,7 +177,8 @@ class Watchdog:
             if now - self._heartbeat.aborted_at > allowed:
                 self._exit(abort)
         self._write_progress()
-        if now - self._since > self._limit:
+        # once a rank has failed, a rank that waits for it is no second hang
+        if (abort is None or self._phase == "finish") and now - self._since > self._limit:
             self._fire(now - self._since)
 
     def _look_for_stop(self) -> None:
@@ -199,7 +200,7 @@ class Watchdog:
         leaving = threading.Thread(target=self._heartbeat.leave, daemon=True)
         leaving.start()
         leaving.join(LEAVE_SECONDS + 1)
-        os._exit(abort.status)
+        end_process(abort.status)
 
     def _write_progress(self) -> None:
         """For the batch script: it counts attempts that have come no further."""

@@ -218,16 +218,32 @@ def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
     assert word == "FAILED" and "in faults/sitecustomize.py" in why["reason"]
 
 
-@pytest.mark.full
-def test_a_rank_that_is_frozen_is_found(recipe, tmp_path):
-    """For a stopped process torchrun waits in vain before it kills it."""
-    process = start_cold(recipe, *ENDLESS, module=TORCHRUN, environ={"PET_SHUTDOWN_TIMEOUT": "5"})
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.full), "alone"])
+def test_a_rank_that_is_frozen_is_found_and_killed(recipe, tmp_path, launcher):
+    """A stopped process ends by SIGKILL alone, which a launcher sends after a while; the reason is the last line."""
+    module, more = LAUNCHERS[launcher]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environ = {"PET_SHUTDOWN_TIMEOUT": "5", "TMPDIR": str(temporary)}
+    process = start_cold(recipe, *ENDLESS, "data.workers=1", *more, module=module, environ=environ)
     wait_for_step(tmp_path / "run", 5, process)
     os.kill(ranks_of(recipe)[1], signal.SIGSTOP)
-    status, out = finish(process)
+    status, out = finish(process, 120)
     assert gone(recipe)
     assert status != 0
     assert out.count("error: rank 1 on") == 1 and "is frozen" in out, out
+    assert "resource_tracker" not in out, out
+
+
+def test_a_run_leaves_nothing_in_the_temporary_folder(recipe, tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    process = start_cold(
+        recipe, "run.steps=3", "data.workers=1", environ={"TMPDIR": str(temporary)}
+    )
+    status, out = finish(process)
+    assert status == 0, out
+    assert list(temporary.glob("pymp-*")) == []
 
 
 @pytest.mark.full

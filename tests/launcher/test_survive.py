@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from pathlib import Path
+
 import pytest
 
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import ENDLESS, finish, free_port, start, wait_for, wait_for_step
+from tests.processes import family
 
 pytestmark = pytest.mark.engine
 
@@ -35,6 +41,37 @@ def test_the_error_of_one_rank_is_told_once_and_ends_the_other(recipe, tmp_path)
         "FAILED",
         {"step": 5, "reason": "RuntimeError: broken on purpose"},
     )
+
+
+def test_an_error_is_published_before_a_pending_checkpoint_is_finished(recipe, tmp_path):
+    """The checkpoint writers stand still, as in an upload that hangs, until the verdict names the error; the save that
+    was pending is committed all the same. Closing first, rank 0's watchdog would call it a hang."""
+    limits = ("launch.hang_step_seconds=25", "checkpoint.grace_seconds=600")
+    process = start(recipe, *ENDLESS, *limits, ranks=2, fault="raise:1:60")
+    wait_for(lambda: len(writers(process)) == 2, "there are no checkpoint writers", process)
+    stopped = writers(process)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: read_verdict(tmp_path / "run"), "there is no verdict", process)
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    status, out = finish(process)
+    assert status == 1 and "no progress for" not in out, out
+    word, why = read_verdict(tmp_path / "run")
+    assert (word, why["reason"]) == ("FAILED", "RuntimeError: broken on purpose")
+    assert list((tmp_path / "run" / "checkpoints" / "commit").glob("*.json")), out
+
+
+def writers(process) -> list[int]:
+    """The processes that write checkpoints."""
+    found = []
+    for pid in {pid for rank in process.ranks for pid in family(rank)}:
+        with contextlib.suppress(OSError):
+            if b"clip_train.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 @pytest.mark.full

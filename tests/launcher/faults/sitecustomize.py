@@ -1,6 +1,6 @@
 """Planted faults, in one rank: Python imports this at its start where this folder is on PYTHONPATH.
 
-FAULT=raise:1     rank 1 raises an error of its own in its fifth step
+FAULT=raise:1     rank 1 raises an error of its own in its fifth step; raise:1:60: in its 60th
 FAULT=alone:1     rank 1 raises what all ranks raise together otherwise
 FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
 FAULT=save:1      the same within its first save, and the others outside of theirs
