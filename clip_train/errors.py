@@ -60,6 +60,17 @@ class RemoteRankError(ClipTrainError):
     """Another rank failed and has printed why; this rank ends with it, silently."""
 
 
+class RendezvousError(ClipTrainError):
+    """The ranks have not met, or their process group has not formed: a port, a name, a network, a rank that never came.
+
+    node_suspect: this rank's node is to blame.
+    """
+
+    def __init__(self, message: str, *, node_suspect: bool = False) -> None:
+        super().__init__(message)
+        self.node_suspect = node_suspect
+
+
 class Preempted(ClipTrainError):
     """Asked to stop (a signal, a time limit): the checkpoint is committed; run the same line again."""
 

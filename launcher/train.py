@@ -8,7 +8,10 @@ Nothing below this file knows more than its own part; nothing here computes.
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +44,8 @@ from launcher.runtime.verdict import clear_verdict, node_name, read_verdict
 from launcher.runtime.watchdog import Watchdog, first_timeout
 from launcher.slurm.attempts import History
 from launcher.weights import weights_here
+
+SHARED_SECONDS = 40.0  # for a folder that rank 0 has made to be seen: NFS caches folders for 30 s
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Startup) -> int:
@@ -85,10 +90,17 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     recipe = config.model_dump(mode="json")  # the same on all ranks, which `workers` need not be
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
     rendezvous.start(
-        env, device, heartbeat, recipe=recipe, timeout_seconds=first_timeout(config.launch)
+        env,
+        device,
+        heartbeat,
+        recipe=recipe,
+        rendezvous_seconds=config.launch.rendezvous_seconds,
+        timeout_seconds=first_timeout(config.launch),
     )
     startup.done("process group")
     dist.on_main(partial(make_run_dir, config))
+    if config.checkpoint.remote is None:
+        refuse_unshared(config.run_dir / "checkpoints", SHARED_SECONDS)
     if config.chosen:
         checked = decide(config, checked, memory_limit(config, device))
     trainer = build_trainer(
@@ -120,6 +132,37 @@ def make_run_dir(config: RunConfig) -> None:
         raise RankError(
             f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another"
         ) from e
+
+
+def refuse_unshared(folder: Path, seconds: float) -> None:
+    """Collective: RankError unless every rank sees a file that rank 0 makes in `folder`, within `seconds`: NFS may show
+    a new folder late."""
+    if dist.world_size() == 1:
+        return
+
+    def make_token() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f".shared-{secrets.token_hex(8)}"
+        (folder / name).touch()
+        return name
+
+    token = folder / dist.on_main(make_token)
+    end = time.monotonic() + seconds
+    sees = token.exists()
+    while not sees and time.monotonic() < end:
+        time.sleep(0.2)
+        sees = token.exists()
+    blind = dict.fromkeys(dist.gather_objects(None if sees else node_name()))
+    blind.pop(None, None)
+    if dist.is_main():
+        token.unlink(missing_ok=True)
+    error = None
+    if not sees:
+        error = RankError(
+            f"run.dir ({folder.parent}) is not shared: {', '.join(map(str, blind))} cannot see what rank 0 writes; "
+            "choose a run.dir on a disk that all nodes mount, or set checkpoint.remote"
+        )
+    dist.raise_agreed(error)
 
 
 def describe_run_dir(

@@ -195,7 +195,7 @@ def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch
     from clip_train.data.config import resolve_workers
 
     if torch.cuda.is_available():
-        device = torch.device("cuda", gpu_index(env, torch.cuda.device_count()))
+        device = torch.device("cuda", gpu_index(env, torch.cuda.device_count(), os.environ))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -206,10 +206,13 @@ def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch
     return device, number
 
 
-def gpu_index(env: RankEnv, visible: int) -> int:
+def gpu_index(env: RankEnv, visible: int, environ: Mapping[str, str]) -> int:
     """Which of the GPUs that this process sees is its own."""
-    if env.found == SLURM_STEP and visible == 1:
-        return 0  # --gpus-per-task, --gpu-bind: each task sees its own alone. (NCCL refuses two ranks on one GPU)
+    chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible == 1 and (env.found == SLURM_STEP or (chosen and "," not in chosen)):
+        # --gpus-per-task, --gpu-bind, or a launcher that does the same: each task sees its own GPU alone. (NCCL refuses
+        # two ranks on one GPU)
+        return 0
     if env.local_rank >= visible:
         raise RankError(
             f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {visible}; start one rank for each GPU"

@@ -23,6 +23,7 @@ from clip_train.errors import (
     Preempted,
     RankError,
     RemoteRankError,
+    RendezvousError,
     UserError,
 )
 from clip_train.storage.redact import redact
@@ -109,7 +110,8 @@ class Outcome:
             self.watchdog.phase("finish")
         secondhand = own.lost or isinstance(error, RemoteRankError)
         heartbeat = self.heartbeat
-        if (heartbeat is None or not heartbeat.is_open) and not secondhand:
+        alone = secondhand or isinstance(error, RendezvousError)  # there is nobody to connect to
+        if (heartbeat is None or not heartbeat.is_open) and not alone:
             heartbeat = self._connect()
         if heartbeat is None or not heartbeat.is_open:  # alone, or nobody can be reached
             self.publish(own, trace)
@@ -144,7 +146,7 @@ class Outcome:
             from launcher.runtime import heartbeat, rendezvous
 
             self.heartbeat = self.heartbeat or heartbeat.Heartbeat(env, self.publish)
-            with contextlib.suppress(RuntimeError, OSError):
+            with contextlib.suppress(RuntimeError, OSError, RendezvousError):
                 rendezvous.connect(env, self.heartbeat, CONNECT_SECONDS)
         return self.heartbeat
 
@@ -174,6 +176,8 @@ class Outcome:
         elif not foreseen:
             message = f"{type(error).__name__}: {message}"
         env, suspect = world(), not foreseen or isinstance(error, RankError)
+        if isinstance(error, RendezvousError):
+            suspect = error.node_suspect
         trace = "" if foreseen else "".join(traceback.format_exception(error))
         return Failure(
             env.rank if env else 0, node_name(), redact(message), word, status, lost, suspect

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import json
 import os
@@ -14,25 +15,32 @@ import platform
 import re
 import resource
 import socket
+import struct
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
-from clip_train.errors import RemoteRankError, UserError
-from launcher.runtime.environment import RankEnv, backend
+from clip_train.errors import RemoteRankError, RendezvousError, UserError
+from launcher.runtime.environment import SLURM_STEP, RankEnv, backend
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.log import log
+from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
+from launcher.slurm.scheduler import answer
 
+RESOLVE_SECONDS = 10.0  # for a name that cannot be resolved yet
+CAUSE_SECONDS = 20.0  # for the death of a rank to be known, which may be why the group did not form
 LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
 ANSWER_SECONDS = 15.0  # of the store to one request
 OPEN_FILES = 65536
+IFNAME = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("clip_train", "launcher")
 
@@ -51,26 +59,35 @@ def raise_open_files() -> None:
 
 
 def serve(host: str, port: int, seconds: float) -> TCPStore:
-    """A store in this process, on loopback only where that is where the ranks look for it. port 0: a free one."""
-    listener = socket.create_server(("127.0.0.1", port)).detach() if host in LOOPBACK else None
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=datetime.timedelta(seconds=seconds),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
+    """A store in this process, on loopback only where that is where the ranks look for it. port 0: a free one.
+
+    RendezvousError where the port is taken.
+    """
+    try:
+        listener = socket.create_server(("127.0.0.1", port)).detach() if host in LOOPBACK else None
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=datetime.timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener,
+        )
+    except (RuntimeError, OSError) as e:
+        raise RendezvousError(
+            f"rank 0 on {node_name()} cannot listen at MASTER_PORT ({port}): {one_line(e)}; set MASTER_PORT to another "
+            "port on all ranks, or end the process that has it"
+        ) from e
 
 
 def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     """Two clients of the store: one starts the heartbeat, the other is returned.
 
-    seconds: for the store to be there, and for what waits in it.
+    seconds: for the store to be there, and for what waits in it. RendezvousError.
     """
 
-    def client(seconds: float) -> Store:
+    def client(seconds: float) -> TCPStore:
         timeout = datetime.timedelta(seconds=seconds)
         return TCPStore(
             env.master_addr,
@@ -80,11 +97,55 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
             wait_for_workers=False,
         )
 
+    def patient_client() -> Store:
+        end = time.monotonic() + seconds
+        where = f"{env.master_addr}:{env.master_port}"
+        while True:
+            try:
+                store = client(min(seconds, REMIND_SECONDS))
+            except DistNetworkError as e:
+                if time.monotonic() > end:
+                    raise RendezvousError(
+                        f"rank 0 was not at {where} within launch.rendezvous_seconds ({seconds:.0f}): {one_line(e)}; "
+                        f"does it run, and can {node_name()} reach that port?"
+                    ) from e
+                if env.local_rank == 0:
+                    log(f"waiting on {node_name()} for rank 0 at {where}")
+                continue
+            store.set_timeout(datetime.timedelta(seconds=seconds))
+            return store
+
+    resolve(env)
     holds = env.rank == 0 and not env.agent_store
     raise_open_files()
-    store = serve(env.master_addr, env.master_port, seconds) if holds else client(seconds)
+    store = serve(env.master_addr, env.master_port, seconds) if holds else patient_client()
     heartbeat.open(keys_of_ranks(client(ANSWER_SECONDS)), server=store if holds else None)
     return keys_of_ranks(store)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def resolve(env: RankEnv) -> None:
+    """RendezvousError where this node does not know the name of rank 0's node; the log has it at once."""
+    end = time.monotonic() + RESOLVE_SECONDS
+    warned = False
+    while True:
+        try:
+            socket.getaddrinfo(env.master_addr, env.master_port)
+            return
+        except OSError as e:
+            problem = (
+                f"rank {env.rank} on {node_name()} cannot resolve MASTER_ADDR ({env.master_addr}), rank 0's "
+                f"node: {e.strerror}; correct DNS or /etc/hosts on {node_name()}, or set MASTER_ADDR to an IP address"
+            )
+        if time.monotonic() > end:
+            raise RendezvousError(problem, node_suspect=True)
+        if not warned:
+            warn(f"{problem}. Trying again for {RESOLVE_SECONDS:.0f} s")
+            warned = True
+        time.sleep(1.0)
 
 
 def keys_of_ranks(store: Store) -> Store:
@@ -93,24 +154,106 @@ def keys_of_ranks(store: Store) -> Store:
 
 
 def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> None:
-    """Returns once all ranks have come. RemoteRankError where one has failed, RuntimeError after `seconds`."""
+    """Returns once all ranks have joined. RemoteRankError where one has failed, RendezvousError after `seconds`."""
     end = time.monotonic() + seconds
+    store.set(f"here/{env.rank}", node_name())
     if store.add("here", 1) == env.world_size:
         store.set("all", "1")  # `Heartbeat.claim` does so as well
     while not store.check(["all"]):
         with contextlib.suppress(DistStoreError):  # timed out
             store.wait(["all"], datetime.timedelta(seconds=min(seconds, REMIND_SECONDS)))
             break
-        missing = f"{store.add('here', 0)} of {env.world_size} ranks have come to {env.master_addr}:{env.master_port}"
         if time.monotonic() > end:
-            raise RuntimeError(
-                f"Timed out waiting for the other ranks: {missing} within {seconds:.0f} s"
+            raise RendezvousError(
+                f"within launch.rendezvous_seconds ({seconds:.0f}) {joined(env, store)}; see their nodes' logs, "
+                "or allow more time where ranks start slowly"
             )
         if env.rank == 0:
-            log(f"waiting: {missing}, by {env.found}. If there are no others, unset what says so")
+            log(
+                f"waiting: {joined(env, store)}. Ranks counted by {env.found}: unset it if this is all"
+            )
     if heartbeat.wait(0.0) is not None:
         raise RemoteRankError(str(heartbeat.abort))
     heartbeat.came()
+
+
+def joined(env: RankEnv, store: Store) -> str:
+    """How many ranks have joined, and which have not; in a Slurm step also the nodes from which none has."""
+    world = range(env.world_size)
+    absent = [rank for rank in world if not store.check([f"here/{rank}"])]
+    text = (
+        f"{len(world) - len(absent)} of {len(world)} ranks have joined at {env.master_addr}:{env.master_port}; "
+        f"missing: rank{'s' * (len(absent) > 1)} {spans(absent)}"
+    )
+    nodelist = os.environ.get("SLURM_STEP_NODELIST") if env.found == SLURM_STEP else None
+    if nodelist and absent:
+        present = [f"here/{rank}" for rank in sorted(set(world) - set(absent))]
+        nodes = {node.decode() for node in store.multi_get(present)} if present else set()
+        silent = [
+            node
+            for node in answer("scontrol", "show", "hostnames", nodelist).split()
+            if node not in nodes
+        ]
+        if silent:
+            text += f"; no rank of {', '.join(silent[:20])} has joined (SLURM_STEP_NODELIST)"
+    return text
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """`[1, 2, 3, 7]` -> `1-3, 7`; the first twenty."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
+    return ", ".join(texts[:20]) + ", ..." * (len(texts) > 20)
+
+
+# -- the interface
+
+PEER = "peer"  # the address of a node that is not rank 0's
+
+
+def own_address(host: str) -> str:
+    """This node's IPv4 address on the route to `host`, to which nothing is sent; empty where there is none."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    return not address or address.startswith("127.")
+
+
+def interface_of(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answered = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answered[20:24]) == address:
+                    return name
+    return None
+
+
+def choose_interface(env: RankEnv, store: Store) -> None:
+    """Where this node's own name is a loopback address (Debian's 127.0.1.1), gloo would listen there, and ranks of
+    other nodes would meet nobody: it is given the interface of the route to another node. Once all ranks have joined."""
+    if IFNAME in os.environ or not is_loopback(own_address(socket.gethostname())):
+        return
+    address = own_address(env.master_addr)
+    if is_loopback(address) and store.check([PEER]):  # on rank 0's own node
+        address = own_address(store.get(PEER).decode())
+    interface = None if is_loopback(address) else interface_of(address)
+    if interface is not None:
+        os.environ[IFNAME] = interface
+        if env.local_rank == 0:
+            log(
+                f"{socket.gethostname()} is a loopback address on that node itself (/etc/hosts): {IFNAME}={interface}, "
+                "on the route to another node"
+            )
 
 
 # -- the same recipe and code on all ranks
@@ -149,7 +292,13 @@ def check_same(store: Store, rank: int, recipe: dict[str, Any], seconds: float) 
     here = json.dumps(versions() | keys)
     if rank == 0:
         return store.set("recipe", json.dumps([node_name(), here]))
-    store.wait(["recipe"], datetime.timedelta(seconds=seconds))
+    try:
+        store.wait(["recipe"], datetime.timedelta(seconds=seconds))
+    except DistStoreError as e:
+        raise RendezvousError(
+            f"rank 0 has not joined within launch.rendezvous_seconds ({seconds:.0f}); allow more time where it lists "
+            "many shards"
+        ) from e
     node, there = json.loads(store.get("recipe")) or (
         "",
         here,
@@ -176,27 +325,43 @@ def start(
     heartbeat: Heartbeat,
     *,
     recipe: dict[str, Any] | None = None,
+    rendezvous_seconds: float = 600.0,
     timeout_seconds: float = 1800.0,
 ) -> None:
-    """Meet the other ranks and form the process group. RemoteRankError where one of them fails before.
+    """Meet the other ranks and form the process group, within `rendezvous_seconds` each; RendezvousError.
+    RemoteRankError where one of them fails before.
 
     recipe: as resolved; UserError where a rank's differs from rank 0's, or its code. timeout_seconds: of every
     collective, until `set_timeout`.
     """
     store: Store = torch_dist.HashStore()  # alone: no port to lose
     if env.world_size > 1:
-        store = connect(env, heartbeat, timeout_seconds)
+        store = connect(env, heartbeat, rendezvous_seconds)
         if recipe is not None:
-            check_same(store, env.rank, recipe, timeout_seconds)
-        meet(env, heartbeat, store, timeout_seconds)
-    torch_dist.init_process_group(
-        backend(device),
-        store=PrefixStore("group", store),
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
-        device_id=device if device.type == "cuda" else None,
-    )
+            check_same(store, env.rank, recipe, rendezvous_seconds)
+        several_nodes = env.local_world_size < env.world_size
+        if several_nodes and not is_loopback(own_address(env.master_addr)):
+            store.set(PEER, own_address(env.master_addr))
+        meet(env, heartbeat, store, rendezvous_seconds)
+        if several_nodes:
+            choose_interface(env, store)
+    try:
+        torch_dist.init_process_group(
+            backend(device),
+            store=PrefixStore("group", store),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=datetime.timedelta(seconds=rendezvous_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as e:
+        if heartbeat.wait(CAUSE_SECONDS) is not None:
+            raise RemoteRankError(str(heartbeat.abort)) from e
+        raise RendezvousError(
+            f"the ranks have joined, but their process group did not form: {one_line(e)}; can their nodes reach each "
+            "other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed?"
+        ) from e
+    set_timeout(timeout_seconds)
 
 
 def set_timeout(seconds: float) -> None:

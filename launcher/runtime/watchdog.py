@@ -44,6 +44,9 @@ EARLY_SECONDS = (
 class LaunchConfig(Settings):
     """The `launch` section: how long things may take before they count as broken. All in seconds."""
 
+    rendezvous_seconds: Seconds = 600.0
+    """For all ranks to join and to form the process group, from the moment at which a rank looks for the others; more
+    where imports or the listing of shards take some ranks longer."""
     first_timeout_seconds: Seconds = 1800.0
     """Of a collective until the first step is done: ranks start at different times, kernels are compiled; a quarter
     more than hang_start_seconds at least."""

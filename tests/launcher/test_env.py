@@ -93,10 +93,12 @@ def test_world_size_alone_has_to_agree_with_the_step():
 
 def test_a_task_that_sees_one_gpu_takes_it():
     """`srun --gpus-per-task 1`: device 0 on every rank. Elsewhere two ranks would share it."""
-    assert env_module.gpu_index(detect(SLURM), 1) == 0
-    assert env_module.gpu_index(detect(SLURM), 4) == 2
+    one = {"CUDA_VISIBLE_DEVICES": "3"}
+    assert env_module.gpu_index(detect(MPI), 1, one) == 0
+    assert env_module.gpu_index(detect(SLURM), 1, {}) == 0
+    assert env_module.gpu_index(detect(SLURM), 4, {}) == 2
     with pytest.raises(UserError, match=r"LOCAL_RANK \(1\) has no GPU: this host shows 1"):
-        env_module.gpu_index(detect(TORCHRUN), 1)
+        env_module.gpu_index(detect(TORCHRUN), 1, {})
 
 
 def test_variables_that_srun_itself_was_told_to_set_agree():

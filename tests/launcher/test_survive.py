@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from launcher.runtime.verdict import read_verdict
-from tests.launcher.conftest import ENDLESS, finish, free_port, start, wait_for, wait_for_step
+from tests.launcher.conftest import (
+    ENDLESS,
+    finish,
+    free_port,
+    metrics,
+    start,
+    wait_for,
+    wait_for_step,
+)
 from tests.processes import family
 
 pytestmark = pytest.mark.engine
@@ -62,6 +71,53 @@ def test_an_error_is_published_before_a_pending_checkpoint_is_finished(recipe, t
     word, why = read_verdict(tmp_path / "run")
     assert (word, why["reason"]) == ("FAILED", "RuntimeError: broken on purpose")
     assert list((tmp_path / "run" / "checkpoints" / "commit").glob("*.json")), out
+
+
+def by_hand(recipe, *overrides, **of_rank_1):
+    """Two ranks as on two nodes, each with its own environment."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    line = ("run.steps=3", "schedule.warmup_steps=0", *overrides)
+    return (
+        start(recipe, *line, environ={**world, "RANK": "0"}),
+        {**world, "RANK": "1", **of_rank_1},
+        line,
+    )
+
+
+def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank_on_rank_0(recipe):
+    first, environ, line = by_hand(
+        recipe, "launch.rendezvous_seconds=20", MASTER_ADDR="no-such-node.invalid"
+    )
+    status, out = finish(start(recipe, *line, environ=environ))
+    assert status == 1
+    assert "rank 1 on" in out and "cannot resolve MASTER_ADDR (no-such-node.invalid)" in out, out
+    assert "correct DNS or /etc/hosts" in out and "lost contact" not in out, out
+    status, out = finish(first)
+    assert status == 1
+    assert "within launch.rendezvous_seconds (20) 1 of 2 ranks have joined" in out, out
+    assert "missing: rank 1" in out and "lost contact" not in out, out
+
+
+def test_a_port_that_is_taken_is_its_own_cause(recipe):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        world = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        status, out = finish(start(recipe, environ=world))
+    assert status == 1
+    assert f"cannot listen at MASTER_PORT ({port})" in out and "lost contact" not in out, out
+
+
+def test_a_run_directory_that_nodes_do_not_share_is_refused_at_the_start(recipe, tmp_path):
+    """As two nodes with a disk each: the same relative path in two folders."""
+    first, environ, line = by_hand(recipe, "run.dir=run")
+    (tmp_path / "disk").mkdir()
+    second = start(recipe, *line, environ=environ, cwd=tmp_path / "disk")
+    ended = [finish(rank) for rank in (first, second)]
+    out = "".join(out for _, out in ended)
+    assert [status for status, _ in ended] == [2, 2], out
+    assert out.count("is not shared") == 1 and "cannot see what rank 0 writes" in out, out
+    assert "set checkpoint.remote" in out and metrics(tmp_path / "run") == [], out
 
 
 def writers(process) -> list[int]:

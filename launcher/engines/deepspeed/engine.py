@@ -49,6 +49,9 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
+MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+
+
 def supported_precisions() -> list[str]:
     """Of engine.precision's, those that DeepSpeed takes on this machine's devices: it asks the processor for fp16."""
     accelerator = _import_deepspeed().accelerator.get_accelerator()
@@ -67,6 +70,8 @@ def build_engine(
     os.environ["LOCAL_RANK"] = str(
         device.index or 0
     )  # from which it takes the device; Slurm sets none
+    # it insists that Open MPI's local rank is the same; a task that sees one GPU alone has device 0
+    local_rank = os.environ.pop(MPI_LOCAL_RANK, None)
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(backend, verbose=False, auto_mpi_discovery=False)
     stage = config.zero_stage
@@ -85,6 +90,8 @@ def build_engine(
                 deepspeed.utils.set_z3_leaf_modules(model, [*kinds])
         optimizer = make_optimizer(model.named_parameters())
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    if local_rank is not None:
+        os.environ[MPI_LOCAL_RANK] = local_rank
     return DeepSpeedEngine(engine, optimizer, device, stage, ds_config, facts.grad_clip_norm)
 
 
