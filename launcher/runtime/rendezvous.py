@@ -240,7 +240,7 @@ def interface_of(address: str) -> str | None:
 
 def choose_interface(env: RankEnv, store: Store) -> None:
     """Where this node's own name is a loopback address (Debian's 127.0.1.1), gloo would listen there, and ranks of
-    other nodes would meet nobody: it is given the interface of the route to another node. Once all ranks have joined."""
+    other nodes would meet nobody: it is given the interface of the route to another node. After `meet`."""
     if IFNAME in os.environ or not is_loopback(own_address(socket.gethostname())):
         return
     address = own_address(env.master_addr)
