@@ -129,9 +129,11 @@ def make_run_dir(config: RunConfig) -> None:
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise RankError(
-            f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another"
-        ) from e
+        raise unwritable(config.run_dir, e) from e
+
+
+def unwritable(run_dir: Path, e: OSError) -> RankError:
+    return RankError(f"run.dir ({run_dir}) cannot be written on {node_name()}: {e}; choose another")
 
 
 def refuse_unshared(folder: Path, seconds: float) -> None:
@@ -141,9 +143,12 @@ def refuse_unshared(folder: Path, seconds: float) -> None:
         return
 
     def make_token() -> str:
-        folder.mkdir(parents=True, exist_ok=True)
         name = f".shared-{secrets.token_hex(8)}"
-        (folder / name).touch()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        except OSError as e:
+            raise unwritable(folder.parent, e) from e
         return name
 
     token = folder / dist.on_main(make_token)
@@ -183,9 +188,7 @@ def describe_run_dir(
         ):
             folder.put_bytes(name, text.encode())
     except OSError as e:
-        raise RankError(
-            f"run.dir ({config.run_dir}) cannot be written on {node_name()}: {e}; choose another"
-        ) from e
+        raise unwritable(config.run_dir, e) from e
 
 
 def build_trainer(
