@@ -18,7 +18,7 @@ from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.runtime import rendezvous
 from launcher.runtime.environment import LAUNCHER, detect
-from launcher.runtime.verdict import Failure
+from launcher.runtime.heartbeat import parse_claim
 from launcher.runtime.watchdog import CLOSE_SECONDS
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def wait(processes: Sequence[subprocess.Popen], keys: Store) -> int:
             break
         if not aborted and keys.check(["abort"]):
             aborted = True
-            if Failure.parse(keys.get("abort")).lost:
+            if parse_claim(keys.get("abort")).lost:
                 end = min(end, time.monotonic() + LOST_SECONDS)
         time.sleep(0.1)
-    return failed if failed >= 0 else 1
+    if failed > 0:
+        return failed
+    return 1 if failed or None in statuses else 0  # None: a rank that is given up
