@@ -36,6 +36,9 @@ class LogConfig(Settings):
     batch_digest: bool = False
     """Record the sha256 of each global batch's sorted sample keys: equal digests, equal batches."""
 
+    notify: str | None = None
+    """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in its environment."""
+
     def mistakes_here(self) -> list[str]:
         """What this machine lacks for it."""
         packages = ("tensorboard", "wandb", "trackio")

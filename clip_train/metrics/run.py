@@ -130,6 +130,7 @@ class Run:
         ] = []  # of each attempt: the step before it, seconds since 1970 over steps
         self.last: dict[str, Any] = {}  # record
         self.failed_saves = 0
+        self.gpu_hours = self.gpu_hours_lost = 0.0  # of a batch job's attempts that have ended
 
     def refresh(self) -> None:
         try:
@@ -148,6 +149,9 @@ class Run:
             if record.get("event") == "start":
                 self.starts.append(record)
                 self._start_steps.add(record["step"])
+            elif record.get("event") == "end":
+                self.gpu_hours += record.get("gpu_hours", 0.0)
+                self.gpu_hours_lost += record.get("gpu_hours_lost", 0.0)
         for record in self._new_records("metrics.jsonl"):
             self._add_step(record)
         for record in self._new_records("eval.jsonl"):

@@ -102,7 +102,12 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """As the parser has it; overrides may also stand behind options, where argparse looks for none."""
     parser = build_parser()
+    more: list[str] = []
+    if arguments[:1] == ["submit"] and "--" in arguments:  # what follows is for sbatch
+        split = arguments.index("--")
+        arguments, more = arguments[:split], arguments[split + 1 :]
     args, left = parser.parse_known_args(arguments)
+    args.sbatch = more
     overrides = [each for each in left if "=" in each and not each.startswith("-")]
     if len(overrides) < len(left) or (left and not hasattr(args, "overrides")):
         quote = "; quote the command as one argument, or pipe it in: clip-train import-args -"

@@ -136,10 +136,12 @@ VERBS = {
         "render, check and submit a SLURM job",
         """\
         Check everything that would fail after hours in the queue, freeze recipe and code beside the batch script,
-        and hand it to sbatch. The job requeues itself until it is done, or gives up: docs/slurm.md.""",
+        and hand it to sbatch. The job requeues itself until it is done, or gives up: docs/slurm.md.
+        Options after -- are sbatch's own.""",
         """\
         clip-train submit recipes/vit_l14.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00 --dry-run   look first
-        clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14""",
+        clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14
+        clip-train submit recipes/vit_l14.yaml --nodes 4 -- --constraint=a100 --dependency=afterok:12""",
         options=(
             ("nodes", "N", "(default: the site's, else 1)"),
             ("gpus-per-node", "N", "each with a rank (default: the site's, else 8)"),

@@ -109,6 +109,8 @@ def _lines(run: Run, width: int) -> Iterator[RenderableType]:
         yield Text(
             f"attempt {which} from step {each['step']:,}, {each.get('time', '')}{how}", style="dim"
         )
+    if run.gpu_hours:
+        yield Text(f"GPU-hours: {run.gpu_hours:,.1f}, lost: {run.gpu_hours_lost:,.1f}", style="dim")
     if run.evaluations:
         found = "  ".join(f"{name} {number(value)}" for name, value in run.evaluations[-1].items())
         yield Text(f"evaluation: {found}")

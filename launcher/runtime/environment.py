@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from clip_train.errors import RankError
+from launcher.runtime.ports import candidates
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,8 @@ class RankEnv:
     agent_store: bool = (
         False  # the launcher (torchrun's agent, or ours) holds the store, else rank 0
     )
+    job: str = ""  # the same on all ranks, different for each start; empty where the port is given
+    other_ports: tuple[int, ...] = ()  # where rank 0 may serve if master_port is taken
 
     def describe(self) -> str:
         return f"rank {self.rank} of {self.world_size} (local {self.local_rank}), from {self.found}"
@@ -166,12 +168,15 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
             f"{names.size} ({world}) ranks are on several hosts, and MPI does not say which is first: "
             "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
         )
-    # the same on all ranks, another for each job, below the ports that the kernel gives out
+    host = host or "127.0.0.1"
+    if "MASTER_PORT" in environ:
+        port = _number(environ, "MASTER_PORT", 0)
+        agent_store = names is TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return RankEnv(rank, world, local, local_size, host, port, names.name, agent_store)
     job = ".".join(environ[name] for name in names.job if name in environ) or str(os.getppid())
-    port = _number(environ, "MASTER_PORT", 20000 + zlib.crc32(job.encode()) % 12000)
-    agent_store = names is TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port, *others = candidates(job)
     return RankEnv(
-        rank, world, local, local_size, host or "127.0.0.1", port, names.name, agent_store
+        rank, world, local, local_size, host, port, names.name, job=job, other_ports=tuple(others)
     )
 
 

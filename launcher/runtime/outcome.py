@@ -30,9 +30,11 @@ from clip_train.storage.redact import redact
 from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import (
+    ATTEMPT,
     Failure,
     Word,
     node_name,
+    notify,
     read_verdict,
     write_report,
     write_verdict,
@@ -59,6 +61,7 @@ class Outcome:
         self.run_dir: Path | None = (
             None  # once the run there is known to be this recipe's: verdicts go there
         )
+        self.notify: str | None = None  # `log.notify`
         self.trainer: Trainer | None = None
         self._run_closed = False
 
@@ -66,6 +69,7 @@ class Outcome:
         """Rank 0, when all is committed."""
         assert self.run_dir is not None
         write_verdict(self.run_dir, "DONE", self._step, "trained to the last step")
+        self._notify("DONE", "trained to the last step")
         self.plot()
 
     def leave(self) -> None:
@@ -210,6 +214,14 @@ class Outcome:
                 )
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
+            self._notify(failure.word, str(failure))
+
+    def _notify(self, word: Word, reason: str) -> None:
+        """Run `log.notify`, but where the batch script's controller does so."""
+        if self.notify is not None and self.run_dir is not None and ATTEMPT not in os.environ:
+            failed = notify(self.notify, self.run_dir, word, self._step, reason)
+            if failed:
+                warn(failed)
 
     def plot(self) -> None:
         """Rank 0, once a step is made: report.html. After all that there is to print: a long run's takes seconds."""

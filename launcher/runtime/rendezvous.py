@@ -18,6 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from clip_train.errors import RemoteRankError, RendezvousError, UserError
 from launcher.runtime.environment import SLURM_STEP, RankEnv, backend
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log, warn
+from launcher.runtime.ports import JOB, agree_on_port
 from launcher.runtime.verdict import node_name
 from launcher.slurm.scheduler import answer
 
@@ -118,7 +120,12 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     resolve(env)
     holds = env.rank == 0 and not env.agent_store
     raise_open_files()
+    ports = (env.master_port, *env.other_ports)
+    port = agree_on_port(env.master_addr, ports, env.job, seconds, serves=holds)
+    env = replace(env, master_port=port)
     store = serve(env.master_addr, env.master_port, seconds) if holds else patient_client()
+    if holds:
+        store.set(JOB, env.job)
     heartbeat.open(keys_of_ranks(client(ANSWER_SECONDS)), server=store if holds else None)
     return keys_of_ranks(store)
 

@@ -62,6 +62,9 @@ class LaunchConfig(Settings):
     """The same for an evaluation."""
     stop_before_end_seconds: Seconds = 120.0
     """Save and stop this long before the job's time is over; a quarter of the job's time at most."""
+    restart_wait_seconds: Seconds = 60.0
+    """A batch job that failed without a new checkpoint waits this long before its next attempt, and twice as long after
+    each further failure."""
 
 
 class Watchdog:

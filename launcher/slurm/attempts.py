@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_train.storage.local import LocalStorage, open_own
+from launcher.runtime.verdict import Failure
 
 FILE = "attempts.jsonl"
 NEEDED: dict[str, dict[str, type]] = {  # of each event's line, by those who read it here
@@ -176,3 +178,57 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     )
     decision, why = next((decision, why) for holds, decision, why in rules if holds)
     return Decision(decision, why, failures, fruitless)
+
+
+# What srun prints of a rank that ended badly: "srun: error: n2: task 1: Killed". The first one is the cause.
+SRUN_ERROR = re.compile(
+    r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited with exit code 75)(\w[\w ]*)"
+)
+# A rank that ends with one of our own statuses has reported why, or follows another rank's report.
+OWN_STATUS = re.compile(r"Exited with exit code (1|2|130)$")
+NODE_FAILURE = re.compile(r"srun: error: Node failure on ([\w.-]+)")
+
+
+def lost_node(log: str) -> str | None:
+    """A node that Slurm has given up."""
+    found = NODE_FAILURE.search(log)
+    return found[1] if found else None
+
+
+def explain(
+    word: str, report: Failure | None, log: str, status: int
+) -> tuple[str, str, tuple[str, ...]]:
+    """Verdict, reason and the node to blame, of an attempt that is neither done nor preempted by its VERDICT.
+
+    report: of the first rank that failed, if it came to write one. log: the attempt's.
+    """
+    ended = list(SRUN_ERROR.finditer(log))
+    killed = next(
+        (rank for rank in ended if not OWN_STATUS.match(rank[3].strip())),
+        ended[0] if ended and report is None else None,
+    )
+    node = lost_node(log)
+    if node is not None:
+        return word or "CRASHED", f"Slurm lost the node {node}", (node,)
+    if (
+        report is not None
+        and report.word == "PREEMPTED"
+        and (killed is None or "SIGTERM" not in report.message)
+    ):
+        return (
+            "PREEMPTED",
+            report.message,
+            (),
+        )  # before the first step; srun sends TERM when another rank has died
+    if (
+        report is not None
+        and report.word != "PREEMPTED"
+        and (report.node_suspect or not report.lost)
+    ):
+        verdict = "FATAL" if report.word == "FATAL" else word or "CRASHED"
+        return verdict, str(report), (report.node,) if report.node_suspect else ()
+    if killed is not None:
+        reason = f"rank {killed[2]} on {killed[1]}: {killed[3].strip()}"
+        return word or "CRASHED", reason, (killed[1],)
+    reason = f"the ranks ended with status {status} and left no error report"
+    return word or "CRASHED", reason if report is None else str(report), ()

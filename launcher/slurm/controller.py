@@ -5,8 +5,8 @@
 A batch script runs it in its own shell's place, on the first node of the job, where TERM arrives (scancel, preemption):
 the ranks have it from Slurm already, and afterwards nothing is requeued. USR1 (time limit near) goes to them alone.
 In the run directory it keeps attempts/0001.log, attempts/0001/error.json (the first rank's that failed) and
-attempts.jsonl. Exit status: 0 done or requeued, 75 preempted and left to be submitted again, 143 ended by Slurm,
-2 a mistake, 1 given up.
+attempts.jsonl. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and left to be submitted again;
+143 ended by Slurm; 2 a mistake; 1 given up.
 """
 
 from __future__ import annotations
@@ -26,24 +26,36 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from launcher.runtime.environment import END_TIME
+from launcher.runtime.ports import candidates, free_port
 from launcher.runtime.verdict import (
     ATTEMPT,
     PROGRESS_FILE,
     STOP_FILE,
-    Failure,
     clear_verdict,
+    notify,
     read_report,
     read_verdict,
     write_verdict,
 )
-from launcher.slurm.attempts import Decision, History, Outcome, decide
-from launcher.slurm.scheduler import answer, end_time, node_names, slurm
+from launcher.slurm.attempts import Decision, History, Outcome, decide, explain, lost_node
+from launcher.slurm.scheduler import (
+    NO_ARRAY,
+    OUTAGE,
+    answer,
+    end_time,
+    exclude,
+    field,
+    node_names,
+    slurm,
+    update,
+)
 
 if TYPE_CHECKING:
     from launcher.config.recipe import RunConfig
 
 USAGE = "[--chain] RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
+RETRY_SECONDS = 15.0  # between requests to requeue, at most
 REST_SECONDS = (
     60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
 )
@@ -66,6 +78,9 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(
             "SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, see slurm/"
         )
+    if "SLURM_ARRAY_JOB_ID" in os.environ and not args.chain:
+        say(f"error: {NO_ARRAY}")
+        return 2
     from clip_train.errors import RankError, UserError
     from launcher.config.recipe import load_config
 
@@ -144,14 +159,29 @@ class Controller:
         say(
             f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}"
         )
+        self._comment(f"attempt {number} from step {before}")
         clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
-        started = time.monotonic()
+        started = time.time()
         status = self._run_ranks(command, number)
         outcome = self._outcome(status, before, log)
-        decision = self._end(
-            number, outcome, seconds=round(time.monotonic() - started, 1), status=status
-        )
+        seconds = time.time() - started
+        gpus = len(self.nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+        lost = 0.0 if outcome.verdict == "DONE" else seconds
+        with contextlib.suppress(OSError):
+            if lost and outcome.step > before:  # what was trained since the last commit is lost
+                lost = min(lost, time.time() - (self.run_dir / PROGRESS_FILE).stat().st_mtime)
+        hours = {
+            "gpu_hours": round(gpus * seconds / 3600, 3),
+            "gpu_hours_lost": round(gpus * max(lost, 0.0) / 3600, 3),
+        }
+        decision = self._end(number, outcome, seconds=round(seconds, 1), status=status, **hours)
+        self._comment(f"attempt {number}: {outcome.verdict} at step {outcome.step}")
         return self._act(decision, outcome)
+
+    def _comment(self, text: str) -> None:
+        """In `squeue -o %k`, after the user's own comment. Best effort."""
+        own = re.sub(r" ?\[clip-train: [^]]*\]", "", field(self.job, "Comment"))
+        update(self.job, Comment=f"{own} [clip-train: {text}]".strip())
 
     def _log(self, number: int) -> Path:
         return self.run_dir / "attempts" / f"{number:04d}.log"
@@ -210,11 +240,17 @@ class Controller:
         say(
             f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}"
         )
-        for node, count in self.history.suspects().items():
-            if node in outcome.blamed:
-                say(
-                    f"{node} failed {count} times: to leave it out, cancel and submit again with --exclude={node}"
-                )
+        if self.config.log.notify is not None:
+            word = "FAILED" if decision.decision == "give up" else outcome.verdict
+            failed = notify(
+                self.config.log.notify,
+                self.run_dir,
+                word,
+                outcome.step,
+                f"{outcome.reason} ({decision.decision}: {decision.why})",
+            )
+            if failed:
+                say(f"warning: {failed}")
         return decision
 
     def _run_ranks(self, command: Sequence[str], number: int) -> int:
@@ -222,6 +258,9 @@ class Controller:
         log = self._log(number)
         environ = {**os.environ, ATTEMPT: str(log.with_suffix("").absolute())}
         environ.setdefault(END_TIME, end_time(self.job))
+        # rank 0 runs on this node; another attempt starts with another port
+        ports = candidates(f"{self.job}.{number}")
+        environ.setdefault("MASTER_PORT", str(free_port(ports)))
         with log.open("ab", buffering=0) as copy:
             try:
                 process = subprocess.Popen(
@@ -252,7 +291,8 @@ class Controller:
             word, reason, blamed = explain(word, report, text, status)
         if self.terminated.is_set() and (report is None or report.lost) and lost_node(text) is None:
             blamed = ()  # who is killed while it saves is not to blame; a node that Slurm has lost is
-        after, stop_file = committed_step(self.run_dir), (self.run_dir / STOP_FILE).exists()
+        file = self.run_dir / STOP_FILE  # rank 0 may have removed it once it has obeyed
+        after, stop_file = committed_step(self.run_dir), file.exists() or f"{file}" in reason
         return Outcome(word, before, after, reason, blamed, self.terminated.is_set(), stop_file)
 
     def _act(self, decision: Decision, outcome: Outcome) -> int:
@@ -270,26 +310,48 @@ class Controller:
         say(f"not requeued: {decision.why}")
         if decision.decision == "stop" or outcome.stop_file:
             self._end_chain()
-        return 2 if decision.decision == "stop" else 143 if outcome.terminated else 75
+        left = 0 if outcome.stop_file else 75
+        return 2 if decision.decision == "stop" else 143 if outcome.terminated else left
 
     def _requeue(self, decision: Decision) -> int:
-        for _ in range(3):
-            if (
-                self.terminated.is_set()
-            ):  # since: a requeue now would restart what the user has cancelled
-                say("not requeued: Slurm ended the job in the meantime")
-                return 143
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # which the requeue itself sends; KillWait is left
-            _, refused = slurm("scontrol", "requeue", self.job)
-            if not refused:
+        """Ask until Slurm has requeued the job, as long as slurmctld is away; a refusal ends it soon."""
+        wait, refusals = 2.0, 0
+        while not self.terminated.is_set():
+            # Slurm sends TERM to the job, scontrol included
+            line = ("sh", "-c", 'trap "" TERM; exec scontrol requeue "$0"', self.job)
+            failed = slurm(*line)[1]
+            if not failed:
                 say(f"requeued: {decision.why}")
+                self._exclude_suspects()
+                if decision.failures:  # what failed may need time to recover
+                    seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)
+                    update(self.job, StartTime=f"now+{round(seconds)}")
                 return 0  # which no longer matters: the job waits already
-            listen(self.terminated)
-            time.sleep(2)
-        say(f"scontrol requeue was refused ({refused}): submit the same line again to resume")
-        return 75
+            # its words for an outage differ, so it is asked whether slurmctld is there, too
+            up = "is UP" in answer("scontrol", "ping") and not OUTAGE.search(failed)
+            refusals = refusals + 1 if up else 0
+            if refusals == 3:  # right after a restart of slurmctld one may pass
+                say(f"Slurm refuses to requeue the job ({failed}): submit it again to resume")
+                return 75
+            say(f"the requeue failed and is tried again in {wait:g} s: {failed}")
+            self.terminated.wait(wait)
+            wait = min(2 * wait, RETRY_SECONDS)
+        # a requeue now would restart what the user has cancelled
+        say("not requeued: Slurm ended the job in the meantime")
+        return 143
+
+    def _exclude_suspects(self) -> None:
+        """The next attempt of this job, which is pending now, gets no node that failed twice."""
+        nodes = list(self.history.suspects())
+        excluded, failed = exclude(self.job, nodes, os.environ)
+        if failed:
+            say(
+                f"{','.join(nodes)} failed twice or more, but is not excluded, because the job may not run without "
+                f"it: {failed}"
+            )
+        elif excluded:
+            self.history.append("exclude", nodes=nodes)
+            say(f"{','.join(nodes)} failed twice or more: the next attempts exclude it")
 
     def _give_up(self, decision: Decision) -> int:
         say(f"GIVING UP: {decision.why}")
@@ -304,61 +366,6 @@ class Controller:
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
         if self.chain and array:
             slurm("scancel", "--state=PENDING", array)
-
-
-# What srun prints of a rank that ended badly: "srun: error: n2: task 1: Killed". The first one is the cause.
-SRUN_ERROR = re.compile(
-    r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited with exit code 75)(\w[\w ]*)"
-)
-NODE_FAILURE = re.compile(r"srun: error: Node failure on ([\w.-]+)")
-
-
-def lost_node(log: str) -> str | None:
-    """A node that Slurm has given up."""
-    found = NODE_FAILURE.search(log)
-    return found[1] if found else None
-
-
-def explain(
-    word: str, report: Failure | None, log: str, status: int
-) -> tuple[str, str, tuple[str, ...]]:
-    """Verdict, reason and the node to blame, of an attempt that is neither done nor preempted by its VERDICT.
-
-    report: of the first rank that failed, if it came to write one. log: the attempt's.
-    """
-    killed = SRUN_ERROR.search(log)
-    node = lost_node(log)
-    if node is not None:
-        return word or "CRASHED", f"Slurm lost the node {node}", (node,)
-    if (
-        report is not None
-        and report.word == "PREEMPTED"
-        and (killed is None or "SIGTERM" not in report.message)
-    ):
-        return (
-            "PREEMPTED",
-            report.message,
-            (),
-        )  # before the first step; srun sends TERM when another rank has died
-    if (
-        report is not None
-        and report.word != "PREEMPTED"
-        and (report.node_suspect or not report.lost)
-    ):
-        verdict = "FATAL" if report.word == "FATAL" else word or "CRASHED"
-        return verdict, str(report), (report.node,) if report.node_suspect else ()
-    if killed is not None:
-        return (
-            word or "CRASHED",
-            f"rank {killed[2]} on {killed[1]}: {killed[3].strip()}",
-            (killed[1],),
-        )
-    reason = (
-        str(report)
-        if report is not None
-        else f"the ranks ended with status {status} and left no error report"
-    )
-    return word or "CRASHED", reason, ()
 
 
 def copy_lines(source: Iterable[bytes], log: IO[bytes]) -> None:

@@ -46,8 +46,8 @@ class Site(Settings):
     """Shell lines before the ranks start: module load, conda activate, a virtual environment."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables to export: NCCL_SOCKET_IFNAME, HF_HOME, ..."""
-    sbatch: dict[str, str] = Field(default_factory=dict)
-    """Other options of sbatch, such as constraint: h100."""
+    sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Other options of sbatch, such as constraint: h100; true for an option without a value, such as exclusive."""
     local_paths: list[str] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )

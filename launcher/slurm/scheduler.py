@@ -5,14 +5,30 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import shlex
 import subprocess
+from collections.abc import Mapping, Sequence
+
+NO_ARRAY = (
+    "the tasks of a job array would all write the same run. To sweep seeds, submit one job for each: "
+    "for s in 1 2 3; do clip-train submit RECIPE run.seed=$s run.name=NAME-$s; done"
+)
+# What Slurm's commands print if slurmctld is away or overloaded: the same request may work in a moment.
+OUTAGE = re.compile(
+    "Unable to contact|timed out|Zero Bytes|standby mode|temporarily unable|Connection (refused|reset)"
+    "|Communication connection failure|Try again|Resource temporarily|configuration source"
+    "|Unexpected message",  # which `scontrol requeue` makes of a controller that is away
+    re.IGNORECASE,
+)
 
 
-def slurm(*command: str) -> tuple[str, str]:
+def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
     """The output of one of Slurm's commands, empty where it failed, and then its error message."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, input=stdin
+        )
     except (OSError, subprocess.TimeoutExpired) as e:
         return "", f"{shlex.join(command)}: {e}"
     if done.returncode:
@@ -37,3 +53,43 @@ def end_time(job: str) -> str:
         shown = answer("squeue", "-h", "-j", job, "-o", "%e").split("\n")[0]
         return str(int(datetime.datetime.fromisoformat(shown).timestamp()))
     return ""
+
+
+def update(job: str, **values: str) -> str:
+    """Empty if Slurm has changed these properties of the job, else its error message."""
+    return slurm("scontrol", "update", f"JobId={job}", *(f"{k}={v}" for k, v in values.items()))[1]
+
+
+def field(job: str, name: str) -> str:
+    """One property of a job, such as ExcNodeList; empty where there is none."""
+    found = re.search(
+        rf"(?m)(?:^|\s){name}=(.*?)(?:\s[A-Z]\w*=|$)", answer("scontrol", "show", "job", job)
+    )
+    return found[1].strip() if found and found[1] != "(null)" else ""
+
+
+def exclude(job: str, nodes: Sequence[str], environ: Mapping[str, str]) -> tuple[bool, str]:
+    """Exclude `nodes` from a pending job, beside what it excludes already: whether that was news, and why it failed.
+
+    `sbatch --test-only` says whether the job could still run: Slurm itself would let it wait for ever.
+    """
+    before = field(job, "ExcNodeList")
+    known = answer("scontrol", "show", "hostnames", before).split() if before else []
+    new = [node for node in nodes if node not in known]
+    if not new:
+        return False, ""
+    excluded = ",".join([*filter(None, [before]), *new])
+    options = {
+        "partition": environ.get("SLURM_JOB_PARTITION"),
+        "account": environ.get("SLURM_JOB_ACCOUNT"),
+        "qos": environ.get("SLURM_JOB_QOS"),
+        "nodes": environ.get("SLURM_JOB_NUM_NODES"),
+        "gpus-per-node": environ.get("SLURM_GPUS_PER_NODE"),
+        "constraint": field(job, "Features"),
+        "nodelist": field(job, "ReqNodeList"),
+        "exclude": excluded,
+    }
+    line = [f"--{name}={value}" for name, value in options.items() if value]
+    refused = slurm("sbatch", "--test-only", *line, "--wrap=true")[1]
+    refused = refused or update(job, ExcNodeList=excluded)
+    return not refused, " ".join(refused.split())

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from launcher.runtime.facts import commit
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version
 from launcher.slurm.profile import Site, load_site
-from launcher.slurm.scheduler import answer
+from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, answer, slurm
 
 FROZEN = (*SOURCES, "ds_configs")
 
@@ -111,8 +112,40 @@ def check_slurm(job: Site, run_dir: Path) -> None:
 # -- render
 
 
-def render(template: str, job: Site, *, name: str, folder: Path) -> str:
-    """The template with this job's numbers. folder: where recipe.yaml and code/ are frozen."""
+# Options of sbatch that would make another job than the one that was checked -> what to do instead.
+OWN_OPTIONS = {
+    **dict.fromkeys(("array", "a"), NO_ARRAY),
+    **dict.fromkeys(("nodes", "N"), "use submit's --nodes"),
+    **dict.fromkeys(("time", "t"), "use submit's --time"),
+    **dict.fromkeys(("ntasks-per-node", "ntasks", "n"), "use submit's --tasks-per-node"),
+    **dict.fromkeys(("gpus-per-node", "gpus", "G"), "use submit's --gpus-per-node"),
+    **dict.fromkeys(("cpus-per-task", "c"), "use submit's --cpus-per-task"),
+    "signal": "use the site file's warn_seconds",
+    "wrap": "the job's script is submit's own",
+}
+
+
+def refuse_own(words: Sequence[str]) -> None:
+    """UserError for an option of sbatch that would make another job than the one that was checked."""
+    for word in words:
+        name = word[2:].partition("=")[0] if word.startswith("--") else word[1:2]
+        if word.startswith("-") and name in OWN_OPTIONS:
+            raise UserError(f"sbatch's {word}: {OWN_OPTIONS[name]}")
+
+
+def quote(word: str) -> str:
+    """As sbatch reads the words of an #SBATCH line: a backslash escapes inside both kinds of quotes."""
+    if "\n" in word:
+        raise UserError(f"{word!r} has a line break, which an #SBATCH line cannot hold; remove it")
+    if re.fullmatch(r"[\w@%+=:,./\[\]-]+", word, re.ASCII):
+        return word
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'
+
+
+def render(
+    template: str, job: Site, *, name: str, folder: Path, options: Sequence[str] = ()
+) -> str:
+    """The template with this job's numbers. folder: where recipe.yaml and code/ are frozen. options: of sbatch."""
     torchrun = job.template == "torchrun"  # one task for each node
     values = {
         "job-name": name,
@@ -122,7 +155,7 @@ def render(template: str, job: Site, *, name: str, folder: Path) -> str:
         "cpus-per-task": str(job.cpus_per_task * (job.tasks if torchrun else 1)),
         "time": job.time,
         "signal": f"USR1@{job.warn_seconds}",
-        "output": f"{folder}/%x-%{'A-%a' if job.template == 'chain' else 'j'}.log",
+        "output": f"{str(folder).replace('%', '%%')}/%x-%{'A-%a' if job.template == 'chain' else 'j'}.log",
     }
     extra = {
         "partition": job.partition,
@@ -131,6 +164,13 @@ def render(template: str, job: Site, *, name: str, folder: Path) -> str:
         "exclude": job.exclude,
         **job.sbatch,
     }
+    site = [
+        f"--{key}" if value is True else f"--{key}={value}"
+        for key, value in extra.items()
+        if value is not None and value is not False
+    ]
+    refuse_own([*site, *options])
+    directives = [*([word] for word in site), options]
     added = [
         "",
         "# -- by clip-train submit: what was frozen, and this site's settings",
@@ -150,14 +190,12 @@ def render(template: str, job: Site, *, name: str, folder: Path) -> str:
     for line in template.splitlines():
         match = re.match(r"#SBATCH --([a-z-]+)=(\S+)\s*(#.*)?$", line)
         if line.startswith("set -euo pipefail"):
-            lines += [
-                f"#SBATCH --{key}={value}" for key, value in extra.items() if value is not None
-            ]
+            lines += [f"#SBATCH {' '.join(map(quote, words))}" for words in directives if words]
             lines += [line, *added]
         elif match is None or match[1] not in values:
             lines.append(line)
         elif (value := values[match[1]]) is not None:
-            head = f"#SBATCH --{match[1]}={value}"
+            head = f"#SBATCH {quote(f'--{match[1]}={value}')}"
             # the number in the template's remark may not be this one's
             lines.append(f"{head:<36} {match[3]}" if match[3] and value == match[2] else head)
     return "\n".join(lines) + "\n"
@@ -203,9 +241,14 @@ def run(args: argparse.Namespace) -> int:
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"
     template = (ROOT / "slurm" / f"{job.template}.sbatch").read_text()
-    script = render(template, job, name=config.run.name, folder=folder)
+    script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch)
     if args.dry_run:
         print(script, end="")
+        refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]
+        if refused and not OUTAGE.search(refused):
+            raise UserError(f"sbatch --test-only refuses this script: {refused}")
+        if refused:
+            warn(f"sbatch --test-only could not ask the cluster: {' '.join(refused.split())}")
         return 0
     check_slurm(job, run_dir)
     described = freeze(folder, script, frozen_recipe(config, base), job)
@@ -215,13 +258,14 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"sbatch refused {folder / 'job.sbatch'}: {sent.stderr.strip()}")
     identity = sent.stdout.strip().split(";")[0]
     (folder / "submit.json").write_text(json.dumps(described | {"job": identity}, indent=2) + "\n")
-    print(f"job {identity}: {job.nodes} nodes x {job.tasks} ranks, {job.time}, from {folder}")
+    log = f"{folder}/{config.run.name}-{identity}*.log"
     print(
-        f"watch:   clip-train watch {run_dir}; squeue -j {identity}; tail -F {folder}/{config.run.name}-{identity}*.log"
-    )
-    print(f"history: {run_dir / 'attempts.jsonl'}")
-    print(
-        f"stop:    touch {run_dir / 'STOP'}   (saves first);   cancel: scancel {identity}   (saves if Slurm lets it)"
+        f"job {identity}: {job.nodes} nodes x {job.tasks} ranks, {job.time}, from {folder}",
+        f"watch:   clip-train watch {run_dir}; squeue -j {identity}; tail -F {log}",
+        f"history: {run_dir / 'attempts.jsonl'}",
+        f"stop:    touch {run_dir / 'STOP'}   (saves first)",
+        f"cancel:  scancel {identity}   (saves if Slurm lets it)",
+        sep="\n",
     )
     return 0
 

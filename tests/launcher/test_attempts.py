@@ -8,8 +8,7 @@ import socket
 import pytest
 
 from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, write_report
-from launcher.slurm.attempts import History, Outcome, decide
-from launcher.slurm.controller import explain
+from launcher.slurm.attempts import History, Outcome, decide, explain
 
 
 def outcome(verdict: str, before: int = 10, step: int = 10, **more) -> Outcome:
@@ -103,6 +102,7 @@ STOPPED = report(
 )
 KILLED = "srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 1\n"
 EXITED = "srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Killed\n"
+FOLLOWED = "srun: error: n2: task 1: Exited with exit code 1\n"
 ASKED = "srun: error: n1: task 0: Exited with exit code 75\n"
 
 
@@ -121,6 +121,9 @@ ASKED = "srun: error: n1: task 0: Exited with exit code 75\n"
             "rank 1 on n2: Killed",
         ),  # srun was quicker than the heartbeats
         (CONTACT, "", "CRASHED", (), "lost contact with another rank"),
+        # a rank that ends with status 1 has been told to, or could not say why: its node is innocent
+        (CONTACT, FOLLOWED, "CRASHED", (), "lost contact with another rank"),
+        (None, FOLLOWED, "CRASHED", ("n2",), "rank 1 on n2: Exited with exit code 1"),
         (None, EXITED, "CRASHED", ("n2",), "rank 1 on n2: Exited with exit code 3"),
         (None, ASKED + KILLED, "CRASHED", ("n2",), "rank 1 on n2: Killed"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import pytest
 
 import launcher.slurm.controller
 from launcher.config.recipe import load_config
+from launcher.runtime.ports import candidates
 from launcher.runtime.verdict import Failure, read_verdict, write_verdict
 from launcher.slurm.attempts import History
 from launcher.slurm.controller import copy_lines
@@ -177,19 +179,109 @@ def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
     ]
 
 
-def test_a_node_that_fails_again_is_named_with_what_to_do(recipe, bin, tmp_path):
-    (tmp_path / "run").mkdir()
-    History(tmp_path / "run").append(
-        "end", attempt=1, blamed=["n1"], decision="requeue", failures=0, fruitless=0
-    )
-    status, out = supervise(
-        recipe, bin, "sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1"
-    )
+KILLED = ("sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1")
+
+
+def blame(run_dir: Path, node: str) -> None:
+    """An attempt before this one that failed on a node."""
+    run_dir.mkdir()
+    end = {"decision": "requeue", "failures": 0, "fruitless": 0}
+    History(run_dir).append("end", attempt=1, blamed=[node], **end)
+
+
+def play(bin: Path, **commands: str) -> None:
+    for name, line in commands.items():
+        (bin / name).write_text(f"#!/bin/sh\n{line}\n")
+        (bin / name).chmod(0o755)
+
+
+SHOW_JOB = 'echo "JobId=7 Comment=lab 5"; echo "   ExcNodeList=n8 Features=(null)"'
+HOSTNAMES = 'for each in $(echo "$3" | tr , " "); do echo $each; done'
+SCONTROL = f"""echo "$*" >> "$SAID"
+case "$*" in "show job"*) {SHOW_JOB};; "show hostnames"*) {HOSTNAMES};; esac"""
+
+
+def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_path):
+    blame(tmp_path / "run", "n1")
+    play(bin, scontrol=SCONTROL, sbatch="true")
+    status, out = supervise(recipe, bin, *KILLED)
+    assert status == 0 and "n1 failed twice or more: the next attempts exclude it" in out, out
+    said = (bin / "said").read_text().splitlines()
+    # after the requeue: Slurm takes it for pending jobs only; and what the user has excluded stays
+    assert said.index("update JobId=7 ExcNodeList=n8,n1") > said.index("requeue 7")
+    comment = "update JobId=7 Comment=lab 5 [clip-train: attempt 2: CRASHED at step 0]"
+    assert said.index(comment) < said.index("requeue 7")
+    assert "update JobId=7 StartTime=now+60" in said
+    assert history(tmp_path / "run")[-1]["nodes"] == ["n1"]
+
+
+def test_a_node_without_which_the_job_cannot_run_is_kept(recipe, bin, tmp_path):
+    blame(tmp_path / "run", "n1")
+    play(bin, scontrol=SCONTROL, sbatch="echo no such nodes >&2; exit 1")
+    status, out = supervise(recipe, bin, *KILLED)
     assert status == 0 and requeued(bin), out
-    assert "n1 failed 2 times: to leave it out, cancel and submit again with --exclude=n1" in out, (
-        out
-    )
-    assert "update" not in (bin / "said").read_text()  # it is for the user to decide
+    assert "n1 failed twice or more, but is not excluded" in out and "no such nodes" in out
+    assert "ExcNodeList" not in (bin / "said").read_text()
+
+
+def test_a_requeue_outlasts_an_outage_of_the_controller(recipe, bin, tmp_path):
+    """More often than a refusal is tried."""
+    outage = "echo 'Unexpected message received for job 7' >&2; exit 1"  # as Slurm 22.05 says
+    requeue = f'[ $(grep -c requeue "$SAID") -gt 4 ] || {{ {outage}; }}'
+    play(bin, scontrol=f'echo "$*" >> "$SAID"; case "$*" in requeue*) {requeue};; esac')
+    status, out = supervise(recipe, bin, "false")
+    assert status == 0 and "requeued: " in out, out
+    assert out.count("the requeue failed and is tried again in") == 4
+
+
+def test_a_requeue_that_slurm_refuses_is_given_up_with_its_reason(recipe, bin, tmp_path):
+    refused = "echo 'Requested operation is presently disabled' >&2; exit 1"
+    ping = "echo 'Slurmctld(primary) at n0 is UP'"
+    play(bin, scontrol=f'case "$*" in requeue*) {refused};; ping) {ping};; esac')
+    status, out = supervise(recipe, bin, "false")
+    assert status == 75 and "refuses to requeue the job (Requested operation is presently" in out
+
+
+def test_each_attempt_gets_a_port_that_is_free(recipe, bin, tmp_path):
+    echo = ("sh", "-c", 'echo "port:$MASTER_PORT"; exit 1')
+    ports = [int(supervise(recipe, bin, *echo)[1].split("port:")[1].split()[0]) for _ in range(2)]
+    assert len(set(ports)) == 2 and all(20000 <= port < 32768 for port in ports)
+    wanted = candidates("7.3")
+    with socket.create_server(("", wanted[0])):
+        assert f"port:{wanted[1]}" in supervise(recipe, bin, *echo)[1]
+
+
+def test_a_job_that_a_stop_file_stopped_is_no_failure(recipe, bin, tmp_path):
+    """Slurm sees the status 0; the verdict says PREEMPTED. Rank 0 has removed the file already."""
+    stopped = f'printf \'PREEMPTED\\n{{"step": 3, "reason": "stopped by the file {tmp_path}/run/STOP"}}\\n\''
+    status, out = supervise(recipe, bin, "sh", "-c", f"{stopped} > {tmp_path}/run/VERDICT; exit 75")
+    assert status == 0 and not requeued(bin), out
+    assert history(tmp_path / "run")[-1]["decision"] == "leave"
+
+
+def test_gpu_hours_and_a_command_at_each_verdict(recipe, bin, tmp_path, monkeypatch):
+    """Its failure is a warning."""
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "3600")
+    command = f'echo "$VERDICT $RUN_NAME $STEP" > {tmp_path}/notified; exit 5'
+    ranks = ["sh", "-c", "sleep 2; exit 1"]
+    process = start(recipe, bin, *ranks, overrides=[f"log.notify={command}"])
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and requeued(bin) and "ended with status 5" in out, out
+    assert (tmp_path / "notified").read_text() == "CRASHED run 0\n"
+    end = history(tmp_path / "run")[-1]
+    assert end["gpu_hours"] >= 2 and end["gpu_hours_lost"] == end["gpu_hours"]  # 3,600 GPUs
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    told = subprocess.run(
+        [sys.executable, "-m", "launcher", "watch", "--once", str(tmp_path / "run")],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert f"GPU-hours: {end['gpu_hours']:,.1f}, lost:" in told.stdout, told
+
+
+def test_a_job_array_is_refused(recipe, bin, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    status, out = supervise(recipe, bin, "touch", str(tmp_path / "ran"))
+    assert status == 2 and "run.seed=$s" in out and not (tmp_path / "ran").exists()
 
 
 def test_what_the_first_rank_that_failed_reports_is_the_reason(recipe, bin, tmp_path):

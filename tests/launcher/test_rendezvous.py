@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from clip_train.errors import RemoteRankError
-from launcher.runtime.environment import RankEnv
+from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.rendezvous import check_same, connect, meet, serve
 from launcher.runtime.verdict import Failure
@@ -77,3 +77,39 @@ def test_who_waits_is_woken_by_a_failure(waits_for: str) -> None:
     assert ended
     for beat in beats:
         beat.leave()
+
+
+def job(rank: int) -> RankEnv:
+    """A task of a Slurm step on one machine, to which no port was given."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "4711"}
+    return detect({**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+
+
+def connected(envs: list[RankEnv]) -> list[bytes]:
+    """What each rank reads that rank 0 has written."""
+    beats = [Heartbeat(env, lambda failure, trace: None) for env in envs]
+    stores: dict[int, Store] = {}
+
+    def come(rank: int) -> None:
+        stores[rank] = connect(envs[rank], beats[rank], PATIENCE)
+
+    ranks = [threading.Thread(target=come, args=(rank,), daemon=True) for rank in (1, 0)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(PATIENCE)
+    stores[0].set("written", "by rank 0")
+    read = [stores[rank].get("written") for rank in (0, 1)]
+    for beat in reversed(beats):
+        beat.leave()
+    return read
+
+
+def test_where_the_port_is_taken_the_ranks_meet_at_the_next() -> None:
+    """One stranger says nothing, the other is the store of another job."""
+    first, second, *_ = (job(0).master_port, *job(0).other_ports)
+    with socket.create_server(("127.0.0.1", first)):
+        other = TCPStore("127.0.0.1", second, is_master=True, wait_for_workers=False)
+        other.set("job", "4712")
+        assert connected([job(0), job(1)]) == [b"by rank 0"] * 2
+        assert not other.check(["ranks/0/here"])

@@ -255,3 +255,52 @@ def test_offline(here, capsys):
 )
 def test_times(text, seconds):
     assert parse_time(text) == seconds
+
+
+def dry_run(capsys, *line: str) -> tuple[int, str, str]:
+    status = main(["submit", "recipe.yaml", "--gpus-per-node=1", "--dry-run", *line])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_directives_are_quoted_as_sbatch_reads_them(here, capsys):
+    site = {"comment": 'a "b" c', "exclusive": True, "no-kill": False, "mem": 0}
+    (here / "site.yaml").write_text(json.dumps({"sbatch": site, "local_paths": []}))
+    status, script, err = dry_run(capsys, "run.dir=my 100% run")
+    assert status == 0, err
+    lines = script.splitlines()
+    assert '#SBATCH "--comment=a \\"b\\" c"' in lines
+    assert "#SBATCH --exclusive" in lines and "#SBATCH --mem=0" in lines
+    assert not any("no-kill" in line for line in lines)
+    assert f'#SBATCH "--output={here}/my 100%% run/submit/0001/%x-%j.log"' in lines
+
+
+def test_more_options_of_sbatch(here, capsys):
+    more = ["--", "--constraint=a100", "--dependency", "afterok:12"]
+    status, script, err = dry_run(capsys, *more)
+    assert status == 0, err
+    assert "#SBATCH --constraint=a100 --dependency afterok:12\n" in script
+
+
+@pytest.mark.parametrize(
+    "option, said",
+    [("--array=1-3", "run.seed=$s"), ("-a1-3", "run.seed=$s"), ("-N2", "use submit's --nodes")],
+)
+def test_options_of_sbatch_that_would_make_another_job(here, capsys, option, said):
+    status, _, err = dry_run(capsys, "--", option)
+    assert status == 2 and said in err
+
+
+def test_a_dry_run_asks_sbatch(here, tmp_path, monkeypatch, capsys):
+    """Played by a script, which sees the batch script: what it refuses is a mistake."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    outage = "Unable to contact slurm controller"
+    for status, expected, says in ((1, 2, "no such partition"), (1, 0, outage), (0, 0, "")):
+        line = f'grep -q SBATCH && echo "$* {says}" >&2; exit {status}'
+        (bin / "sbatch").write_text(f"#!/bin/sh\n{line}\n")
+        (bin / "sbatch").chmod(0o755)
+        done, script, err = dry_run(capsys)
+        assert done == expected and "#SBATCH" in script
+        assert says in err and ("refuses" in err) == (expected == 2)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,6 +55,37 @@ class Cluster:
             yield
         finally:
             self.call("scontrol", "update", "PartitionName=main", "State=UP")
+
+    @contextlib.contextmanager
+    def controller_away(self) -> Iterator[None]:
+        """slurmctld is stopped, and started again with its state."""
+        pid = int((self.lab / "ctld.pid").read_text())
+        self.call("scontrol", "shutdown", "slurmctld")
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.1)
+        try:
+            yield
+        finally:
+            line = ["slurmctld", "-f", str(self.lab / "slurm.conf")]
+            subprocess.run(line, cwd="/", env=self.environ, check=True)
+
+    @contextlib.contextmanager
+    def taken_port(self, node: str, port: int) -> Iterator[None]:
+        """Another process of the node listens there."""
+        code = (
+            "import os, socket, sys, time\n"
+            f"s = socket.create_server(('', {port})); print('listens', flush=True); time.sleep(600)"
+        )
+        line = [SETUP, "exec", self.lab, node, sys.executable, "-c", code]
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "listens\n"
+            yield
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
     def clear_disks(self, job: str) -> None:
         """Of what a job has left; nodes' disks are in memory."""

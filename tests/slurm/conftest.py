@@ -26,6 +26,7 @@ OVERRIDES = (
     "schedule.name=constant",
     "checkpoint.every_steps=20",
     "checkpoint.max_failed_saves=50",
+    "launch.restart_wait_seconds=1",
 )
 OPTIONS = {
     "2x1": ["--nodes=2", "--ntasks-per-node=1"],

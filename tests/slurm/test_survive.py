@@ -6,6 +6,7 @@ and attempts.jsonl tells what happened. A test's docstring is its line in the ta
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 import pytest
 
 from launcher.cli.main import main
+from launcher.runtime.ports import candidates
 from tests.slurm.cluster import Job
 from tests.slurm.conftest import MANY_STEPS, OVERRIDES, write_recipe
 from tests.slurm.evidence import ANY, check_story, finished_like
@@ -159,10 +161,8 @@ def test_a_crash_loop_gives_up(submit):
     assert [each.end["failures"] for each in story] == [1, 2, 3]
     assert job.verdict() == "FAILED"
     assert "GIVING UP: 3 failures in a row without a new checkpoint" in job.told()
-    assert (
-        "n2 failed 2 times: to leave it out, cancel and submit again with --exclude=n2"
-        in job.told()
-    )
+    # the job asks for n2 by name
+    assert "n2 failed twice or more, but is not excluded" in job.told()
 
 
 def test_a_frozen_rank_is_found(submit, undisturbed):
@@ -176,19 +176,74 @@ def test_a_frozen_rank_is_found(submit, undisturbed):
     assert "rank 1 on n2 has died or is frozen" in first.end["reason"]
 
 
-def test_a_bad_node_is_named(submit, undisturbed):
-    """a node without its GPU, left out by the next submission"""
-    job = submit("2x1", "--nodelist=n[1-2]", FAULT="bad:n2")
-    job.wait_for_attempts(2)
-    job.cluster.call("scancel", job.number)
-    job.wait(job.gone, "the end of the job")
-    assert (
-        "n2 failed 2 times: to leave it out, cancel and submit again with --exclude=n2"
-        in job.told()
-    )
-    assert all(
-        "rank 1 on n2: LOCAL_RANK (0) has no GPU" in end["reason"] for end in job.attempts()[:2]
-    )
+def test_a_node_that_fails_twice_is_excluded(submit, undisturbed):
+    """a node without its GPU, excluded by the requeue"""
+    job = submit("2x1", FAULT="bad:n2")  # Slurm takes n1 and n2
+    finished_like(job, undisturbed)
+    bad = (ANY, "requeue", ["n2"])
+    story = check_story(job, bad, bad, DONE)
+    assert "rank 1 on n2: LOCAL_RANK (0) has no GPU" in story[1].end["reason"]
+    shown = job.cluster.call("scontrol", "show", "job", job.number)
+    assert "ExcNodeList=n2" in shown
+    assert "[clip-train: attempt 3: DONE at step 60]" in shown
+
+
+def test_the_controller_is_away_when_an_attempt_ends(submit, cluster, undisturbed):
+    """slurmctld away when an attempt ends"""
+    job = submit("1x2", hold=True)
+    job.wait_for_step(10)
+    with cluster.controller_away():
+        for pid in job.rank_pids().values():
+            os.kill(pid, signal.SIGUSR1)
+        # more often than a refusal is tried
+        job.wait(
+            lambda: job.told().count("the requeue failed and is tried again") > 3, "asked again"
+        )
+    job.let_go()
+    finished_like(job, undisturbed)
+    check_story(job, PREEMPTED, DONE)
+
+
+def test_a_port_that_is_taken_costs_no_attempt(submit, cluster, undisturbed):
+    """the next attempt's port taken by a stranger"""
+    job = submit("2x1", "--nodelist=n[1-2]", hold=True)
+    job.wait_for_step(10)
+    first, second, *_ = candidates(f"{job.number}.2")
+    with cluster.taken_port("n1", first):
+        job.warn()
+        job.wait_for_attempts(1)
+        job.let_go()
+        finished_like(job, undisturbed)
+    check_story(job, PREEMPTED, DONE)
+    assert f"through n1:{second}" in job.told()
+
+
+def test_what_submit_writes_is_what_sbatch_reads(cluster, tmp_path, data, monkeypatch, capsys):
+    """A comment with quotes, a percent sign and a space in the log's path, an option without a value."""
+    site = {"gpus_per_node": 0, "cpus_per_task": 1, "warn_seconds": 20, "local_paths": []}
+    site["sbatch"] = {"comment": 'a "b" \\ c', "exclusive": True}
+    (tmp_path / "site.yaml").write_text(json.dumps(site))
+    monkeypatch.setenv("SLURM_CONF", str(cluster.lab / "slurm.conf"))
+    line = ["submit", str(write_recipe(tmp_path, data)), f"run.dir={tmp_path}/100% mine"]
+    line += ["--site", str(tmp_path / "site.yaml"), "--tasks-per-node=1", "--time=10"]
+    assert main([*line, "--dry-run", "--", "--begin", "now+1hour"]) == 0
+    assert main([*line, "--dry-run", "--", "--constraint=nowhere"]) == 2
+    assert "sbatch --test-only refuses this script" in capsys.readouterr().err
+    assert main([*line, "--", "--begin", "now+1hour"]) == 0
+    number = capsys.readouterr().out.split()[1].rstrip(":")
+    try:
+        shown = cluster.call("scontrol", "show", "job", number)
+    finally:
+        cluster.call("scancel", number)
+    assert 'Comment=a "b" \\ c' in shown and "OverSubscribe=NO" in shown
+    assert f"StdOut={tmp_path}/100% mine/submit/0001/small-{number}.log" in shown.replace("%%", "%")
+
+
+def test_a_job_array_is_refused(submit):
+    """a job array"""
+    job = submit("1x2", "--array=1-2")
+    job.wait(job.gone, "the end of the array")
+    assert job.told().count("run.seed=$s") == 2 and not job.attempts()
 
 
 def test_a_stop_file_stops_and_is_not_requeued(submit):
@@ -196,7 +251,7 @@ def test_a_stop_file_stops_and_is_not_requeued(submit):
     job = submit("1x2", hold=True)
     job.wait_for_step(5)
     (job.run_dir / "STOP").touch()
-    job.wait_for_state("FAILED")  # status 75
+    job.wait_for_state("COMPLETED")
     check_story(job, ("PREEMPTED", "leave", []))
 
 
