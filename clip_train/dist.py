@@ -41,9 +41,7 @@ def all_gather(x: Tensor) -> Tensor:
     if world_size() == 1:
         return x
     out = x.new_empty((world_size() * len(x), *x.shape[1:]))
-    # torch 2.13 gave it a new name and warns of the old one
-    gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
-    gather(out, x.contiguous())
+    torch_dist.all_gather_single(out, x.contiguous())
     return out
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from importlib import metadata
 
-OLDEST = {"Python": "3.10", "torch": "2.11", "deepspeed": "0.19.8"}
+OLDEST = {"Python": "3.10", "torch": "2.13", "deepspeed": "0.19.8"}
 NEWEST = {"Python": "3.13", "torch": "2.15", "deepspeed": "0.19.8"}
 
 

@@ -125,7 +125,6 @@ def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> 
         micro_size=plan.micro_size if plan else 1,
         grad_clip_norm=config.optim.grad_clip_norm,
         optimizer=(config.optim.name, needs(config.optim)),
-        several_graphs=plan is None or config.batch.micro_size == "auto" or plan.accum_steps > 1,
     )
 
 

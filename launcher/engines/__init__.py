@@ -46,7 +46,6 @@ class Facts:
         "adamw",
         "elements",
     )  # its name, and what its update needs (`clip_train.optim`)
-    several_graphs: bool = False  # a step may have more than one micro-batch
 
 
 def package(kind: str) -> ModuleType:

@@ -64,21 +64,6 @@ def test_a_wrong_combination_is_refused_before_launch(recipe, overrides, world, 
     assert said in err and err.count("] error:") == 1, err
 
 
-@pytest.mark.parametrize(
-    "version, several, refused",
-    [
-        ("2.12.1", True, "needs torch 2.13"),
-        ("2.12.1", False, ""),
-        ("2.13.0+cpu", True, ""),
-    ],
-)
-def test_an_old_torch_is_refused(monkeypatch, version, several, refused):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    config = EngineConfig(kind="fsdp", activation_checkpointing=True)
-    found = list(package("fsdp").mistakes(config, Facts(world_size=2, several_graphs=several)))
-    assert len(found) == bool(refused) and refused in "".join(found)
-
-
 RIGHT: tuple[dict, ...] = (
     {},
     {"kind": "fsdp"},
@@ -91,9 +76,7 @@ RIGHT: tuple[dict, ...] = (
 def test_what_is_right_is_not_refused(section):
     recipe = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "engine": section}
     config = check_config(recipe, "here").engine
-    assert (
-        list(package(config.kind).mistakes(config, Facts(world_size=4, several_graphs=True))) == []
-    )
+    assert list(package(config.kind).mistakes(config, Facts(world_size=4))) == []
 
 
 def test_what_a_gpu_is_given():

@@ -31,11 +31,11 @@ def plan(recipe: Path, folder: Path, *overrides: str) -> subprocess.CompletedPro
 
 
 def test_an_old_torch_is_one_line_before_it_is_imported(recipe, tmp_path):
-    done = plan(recipe, pretend(tmp_path / "old", "torch", "2.10.1+cu128"))
+    done = plan(recipe, pretend(tmp_path / "old", "torch", "2.12.1+cu128"))
     assert done.returncode == 2 and done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert len(lines) == 1 and lines[0].endswith(
-        "torch (2.10.1+cu128) is too old, clip-train needs 2.11 or newer: pip install -U 'torch>=2.11'"
+        "torch (2.12.1+cu128) is too old, clip-train needs 2.13 or newer: pip install -U 'torch>=2.13'"
     )
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import metadata
 
 from clip_train.memory import Memory
 from launcher.engines import Facts, linear
 from launcher.engines.config import EngineConfig
-from launcher.versions import numbers
 
 NAME = "FSDP"
 CHECKS = ()
-# Activation checkpointing with several forwards a step: pytorch #171779.
-OLDEST_WITH_CHECKPOINTING = (2, 13)
 
 
 def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
@@ -41,16 +37,6 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
         yield (
             f"optim.name ({name}) needs whole parameters, which engine.zero_stage {config.zero_stage} cuts among "
             f"{config.shard_ranks or W} ranks: set engine.zero_stage=0, or engine.shard_ranks=1"
-        )
-    if (
-        config.activation_checkpointing
-        and facts.several_graphs
-        and numbers(metadata.version("torch")) < OLDEST_WITH_CHECKPOINTING
-    ):
-        yield (
-            f"engine.activation_checkpointing ({config.activation_checkpointing}) with several micro-batches needs "
-            f"torch 2.13 under engine.kind=fsdp, this is {metadata.version('torch')}: pip install -U torch, or set "
-            "engine.activation_checkpointing=false, or engine.kind=deepspeed"
         )
 
 
