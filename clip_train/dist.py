@@ -41,7 +41,9 @@ def all_gather(x: Tensor) -> Tensor:
     if world_size() == 1:
         return x
     out = x.new_empty((world_size() * len(x), *x.shape[1:]))
-    torch_dist.all_gather_single(out, x.contiguous())
+    # torch before 2.13, on which the library call still runs, has the old name only
+    gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+    gather(out, x.contiguous())
     return out
 
 
