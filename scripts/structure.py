@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher")
 LIMITS = {
-    "statements": 16_400,
-    "functions": 1_580,
+    "statements": 16_600,
+    "functions": 1_600,
     "walruses": 57,
     "statements in a module": 280,
     "files in a folder": 14,
