@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from clip_train import batch
-from clip_train.errors import RemoteRankError
+from clip_train.errors import RankError, RemoteRankError, UserError
 
 T = TypeVar("T")
 
@@ -161,9 +161,17 @@ def raise_agreed(error: Exception | None) -> None:
     first = next((other for other, message in enumerate(failed) if message is not None), None)
     if first is None:
         return
-    if error is not None and first == rank():
-        raise error
-    raise RemoteRankError(f"rank {first} failed: {failed[first]}")
+    raised = error if error is not None and first == rank() else None
+    raised = raised or RemoteRankError(f"rank {first} failed: {failed[first]}")
+    raised.agreed = True  # type: ignore[attr-defined]
+    raise raised
+
+
+def is_agreed(error: Exception) -> bool:
+    """Whether all ranks have an error here, so that they may continue together: one that `raise_agreed` raised, or a
+    mistake that all ranks see alike."""
+    alike = isinstance(error, UserError) and not isinstance(error, RankError)
+    return world_size() == 1 or alike or getattr(error, "agreed", False)
 
 
 def on_main(action: Callable[[], T]) -> T:

@@ -340,13 +340,21 @@ class Engine(abc.ABC):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the weights are their average. Collective; an error, which ends the run, puts nothing back."""
+        """Within, the weights are their average. Collective; after an error that not all ranks have, which ends the
+        run, nothing is put back."""
         assert self.ema is not None
+        together = True
         self.ema.exchange()
         self._masters_changed()
-        yield
-        self.ema.exchange()
-        self._masters_changed()
+        try:
+            yield
+        except Exception as e:
+            together = dist.is_agreed(e)
+            raise
+        finally:
+            if together:
+                self.ema.exchange()
+                self._masters_changed()
 
     def _start_optimizer(
         self, optimizer: torch.optim.Optimizer, stored: dict[str, set[str]]

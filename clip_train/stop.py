@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -18,11 +19,21 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.file: Path | None = None  # the STOP file that asked, on the rank that saw it
+        self.removed = False  # it was obeyed
         self._arrived: int | None = None  # the reading end of a pipe of signal numbers
 
     def ask(self, reason: str) -> None:
         if self.reason is None:
             self.reason = reason
+
+    def obey(self) -> bool:
+        """Remove the STOP file that asked for the stop, so that the same line resumes. True if it was removed."""
+        if self.file is not None and not self.removed:
+            with contextlib.suppress(OSError):
+                self.file.unlink()
+                self.removed = True
+        return self.removed
 
     def listen(self) -> None:
         """Take over TERM (preemption, scancel), USR1 (time limit near), INT, and HUP (a terminal that is closed) but

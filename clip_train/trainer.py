@@ -22,12 +22,18 @@ from clip_train.data.invalid import InvalidLog
 from clip_train.engine import Engine
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics.meters import StepTimer, StepTimes, batch_digest, peak_memory_bytes
-from clip_train.metrics.progress import ProgressLine
+from clip_train.metrics.progress import ProgressLine, headline
 from clip_train.metrics.sinks import Sinks
+from clip_train.metrics.skipped import Skipped
 from clip_train.protocols import Batch
-from clip_train.recovery import recovering_step
+from clip_train.recovery import recovering_step, release
 from clip_train.step import StepResult
 from clip_train.stop import StopRequest
+
+EVALUATE_LATER = (
+    "once the cause is mended, `clip-train evaluate RECIPE` evaluates the newest checkpoint; the next "
+    "start of the run takes a changed `evaluate` section"
+)
 
 
 @dataclass
@@ -59,6 +65,7 @@ class Trainer:
     samples: int = 0  # seen by all ranks together
     epoch_at: Callable[[int], int] = lambda step: 0  # step -> whole epochs of the data before it
     bad_samples: InvalidLog = field(default_factory=InvalidLog)
+    skipped: Skipped = field(default_factory=Skipped)  # what looked at the run and failed
     saves_prepared: bool = False  # there is memory for the first snapshot
     failure: Exception | None = (
         None  # of this rank alone; the others learn of it at the next boundary
@@ -69,6 +76,7 @@ class Trainer:
         state = resumed.state
         self.engine.load_fragments(resumed.reader, state["engine"])
         self.step, self.samples = state["step"], state["samples"]
+        self.skipped.step = self.step
         self.bad_samples = InvalidLog.load(state, self.epoch_at(state["step"]))
         if resumed.rank_tensors is not None:
             restore_rng(resumed.rank_tensors, self.engine.device)
@@ -140,6 +148,7 @@ class Trainer:
             self.plan = replace(self.plan, micro_size=fitting.micro_size, kept_graphs=kept)
             plan = fitting
         self.step += 1
+        self.skipped.step = self.step
         self.samples += plan.global_size
         self.bad_samples.add(batch.bad_samples, batch.bad_pictures)
         self._record(result, lr, plan, timer.finish(), batch)
@@ -173,10 +182,15 @@ class Trainer:
         if self.evaluate is None:
             return {}
         self.phase("evaluate")
-        evaluated, step = self.evaluate(), self.step
+        step = self.step
+        evaluated = self.skipped.attempt(
+            "the evaluation", self.evaluate, remedy=EVALUATE_LATER, together=True
+        )
+        if evaluated is None:
+            release()  # it may have run out of memory
+            return {}
         self._on_this_rank(lambda: self.sinks.write({"step": step, **evaluated}, "eval"))
-        metrics = "  ".join(f"{name} {value:.4g}" for name, value in evaluated.items())
-        self.progress.message(f"step {step}: {metrics}")
+        self.progress.message(f"step {step}: {headline(evaluated)}")
         self._on_this_rank(lambda: self.checkpoints.note_metrics(step, evaluated))
         return evaluated
 
@@ -256,8 +270,9 @@ class Trainer:
         )
         step = self.step
         if step == 0:
+            removed = self._remove_stop_file()
             raise Preempted(
-                f"stopped by {reasons} before the first step; run the same line to begin"
+                f"stopped by {reasons} before the first step{removed}; run the same line to begin"
             )
         saved = self._save(wait=True)
         good = self.checkpoints.last_good
@@ -270,6 +285,11 @@ class Trainer:
             raise CheckpointError(
                 f"stopped by {reasons} after step {step}, and the save failed (see above); {committed}"
             )
+        removed = self._remove_stop_file()
         raise Preempted(
-            f"stopped by {reasons} after step {step}: {committed}; run the same line to go on"
+            f"stopped by {reasons} after step {step}: {committed}{removed}; run the same line to go on"
         )
+
+    def _remove_stop_file(self) -> str:
+        """Collective."""
+        return ", and the STOP file was removed" if dist.any_rank(self.stop.obey()) else ""

@@ -21,8 +21,9 @@ from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.data.loader import Prefetcher
 from clip_train.errors import RankError
-from clip_train.metrics.progress import ProgressLine
+from clip_train.metrics.progress import ProgressLine, headline
 from clip_train.metrics.sinks import Sinks
+from clip_train.metrics.skipped import Skipped
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
@@ -33,7 +34,7 @@ from launcher import engines, parts
 from launcher.config.memory import decide, measure, memory_limit
 from launcher.config.recipe import RunConfig
 from launcher.config.resume import compare_with
-from launcher.config.validate import Checked, check, engine_facts, pays_twice
+from launcher.config.validate import Checked, advice, check, engine_facts
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.facts import facts
@@ -49,7 +50,8 @@ SHARED_SECONDS = 40.0  # for a folder that rank 0 has made to be seen: NFS cache
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Startup) -> int:
-    """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish` explains.
+    """The `train` verb, on every rank; returns the exit status 0, 1 where records of the run were lost, or raises what
+    `outcome.finish` explains.
 
     stop: listening already, since before the imports.
     """
@@ -112,16 +114,17 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     stop.listen()  # again: a library may have taken the signals over
     evaluated = trainer.run()
     outcome.close_run()
+    lost = watchdog.lost
     if dist.is_main():
         outcome.done()
-        for name, value in evaluated.items():
-            log(f"{name}: {value:.4g}")
         folder = config.run_dir
+        if evaluated:
+            log(f"the last evaluation: {headline(evaluated)}")
         log(f"done. Run directory: {folder}; report: {folder / 'report.html'}")
         log(f"next: clip-train export {folder / 'recipe.yaml'}")
     stop.ignore()  # all is committed: a launcher's hurry must not look like a crash
     outcome.leave()
-    return 0
+    return 1 if lost else 0
 
 
 def make_run_dir(config: RunConfig) -> None:
@@ -233,8 +236,16 @@ def build_trainer(
         config, "data.train", config.data.train, checked.source.index if checked.source else None
     )
     loader = parts.build_loader(config, checked, device, resumed, index)
+    skipped = Skipped(warn)
+    skipped.step = start
     sinks = dist.agreed(
-        lambda: Sinks.open(config.log, config.run_dir, resume_step=start, recipe=config.to_keep())
+        lambda: Sinks.open(
+            config.log,
+            config.run_dir,
+            resume_step=start,
+            recipe=config.to_keep(),
+            skipped=skipped,
+        )
     )
     trainer = Trainer(
         engine=engine,
@@ -267,6 +278,7 @@ def build_trainer(
             **loader.state(),
         },
         epoch_at=loader.epoch,
+        skipped=skipped,
     )
     outcome.trainer = trainer
     if resumed is not None:
@@ -298,7 +310,8 @@ def describe_start(
     if isinstance(checked.architecture, OpenCLIPArchitecture):
         for note in checked.architecture.notes():
             log(f"note: {note}")
-    if checked.engine.activation_checkpointing and plan.kept_graphs < plan.accum_steps:
-        warn(pays_twice(plan))
+    hint = advice(config, checked)
+    if hint is not None:
+        (warn if checked.engine.activation_checkpointing else log)(hint)
     if resumed is not None:
         log("\n".join([resumed.describe(), *notes]))

@@ -81,6 +81,14 @@ class ImageFolder:
             )
         return cls(str(root), classes, numbered, files)
 
+    def check_classes(self, number: int) -> None:
+        """UserError if there are not as many folders as classes: labels would mean other classes."""
+        if not self.numbered and len(self.classes) != number:
+            raise UserError(
+                f"{self.root} has {len(self.classes)} folders of classes and evaluate.zero_shot_classes {number} "
+                "classes: a label is the place of its folder; give the classes of this folder in the order of its names"
+            )
+
     @property
     def shards(self) -> list[str]:
         return [self.root]
@@ -177,7 +185,7 @@ class ValLoader:
                         texts=self._no_texts if self.labelled else self._tokenizer(texts),
                         captions=captions,
                         keys=[fields["__key__"] for _, fields in good],
-                        metadata=[_metadata(fields) for _, fields in good],
+                        metadata=[metadata_of(fields) for _, fields in good],
                     )
 
     def _mine(self) -> Iterator[Fields]:
@@ -207,15 +215,6 @@ class ValLoader:
                 f"data.val: no sample in {num} shards can be used\n{table_of(self.invalid)}"
             )
 
-    def check_classes(self, number: int) -> None:
-        """UserError where a folder has not so many classes: labels would be of others."""
-        files = self.files
-        if isinstance(files, ImageFolder) and not files.numbered and len(files.classes) != number:
-            raise UserError(
-                f"{files.root} has {len(files.classes)} folders of classes and evaluate.zero_shot_classes {number} "
-                "classes: a label is the place of its folder; give the classes of this folder in the order of its names"
-            )
-
     def _captions(self, fields: Fields) -> list[str]:
         """At least one, but of a labelled image."""
         found: list[str] = []
@@ -234,7 +233,7 @@ class ValLoader:
             return Invalid(e.reason, fields["__url__"], fields["__key__"])
 
 
-def _metadata(fields: Fields) -> dict[str, Any]:
+def metadata_of(fields: Fields) -> dict[str, Any]:
     """The .json's keys, and "cls": the .cls member's number, as ImageNet's shards have it."""
     out = dict(decode.json_of(fields))
     if "cls" in fields:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.protocols import MicroBatch
 
+T = TypeVar("T")
 Labeller = Callable[
     [str, dict[str, Any]], int
 ]  # (first caption, metadata) -> class index, -1: none
@@ -66,10 +68,15 @@ def encode(
         num = (
             0 if batch is None else len(pixels)
         )  # nothing is kept of the blank sample but its width
-        image.append(engine.encode_image(pixels.to(device, non_blocking=True))[:num].float())
-        for start in range(0, rounds * batch_size, batch_size):  # an image may have many captions
-            part = tokens[start : start + batch_size]
-            text.append(engine.encode_text(part if len(part) else blank[1])[: len(part)].float())
+        starts = range(0, rounds * batch_size, batch_size)  # an image may have many captions
+        seen, read = forward_together(
+            engine,
+            partial(
+                _forward, engine, pixels.to(device, non_blocking=True), tokens, blank[1], starts
+            ),
+        )
+        image.append(seen[:num])
+        text += read
         if batch is not None and with_text:
             owners += [
                 len(labels) + i for i, captions in enumerate(batch.captions) for _ in captions
@@ -92,6 +99,22 @@ def encode(
         torch.tensor(labels, dtype=torch.int64, device=device),
         logit_scale,
     )
+
+
+def forward_together(engine: Engine, forward: Callable[[], T]) -> T:
+    """`forward()`. An error on one rank becomes an error on all, unless ranks wait for each other within a forward."""
+    return forward() if engine.remedy("forward pass") else dist.agreed(forward)
+
+
+def _forward(
+    engine: Engine, pixels: Tensor, tokens: Tensor, blank: Tensor, starts: range
+) -> tuple[Tensor, list[Tensor]]:
+    """[n, D] float32 of the images, and the same of each part of the texts; `blank` stands in for an empty part."""
+    texts = []
+    for start in starts:
+        part = tokens[start : start + starts.step]
+        texts.append(engine.encode_text(part if len(part) else blank)[: len(part)].float())
+    return engine.encode_image(pixels).float(), texts
 
 
 def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch | None, list[int]]:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from clip_train import dist
-from clip_train.data.validation import ValBatch, ValLoader
+from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
 from clip_train.engine import Engine
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.features import encode
@@ -54,8 +54,8 @@ def evaluate(
             partial(ZeroShotClasses.load, config.zero_shot_classes, config.templates)
         )
         for each in (labelled, probe):
-            if isinstance(each, ValLoader):
-                each.check_classes(len(classes.classnames))
+            if isinstance(each, ValLoader) and isinstance(each.files, ImageFolder):
+                each.files.check_classes(len(classes.classnames))
     label = classes.labeller() if classes else label_by_number if probe is not None else None
     engine.train(False)
     try:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -86,9 +87,8 @@ def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
     first[1:] = owners[1:] != owners[:-1]
     out: dict[str, float] = {}
     if config.val_loss:
-        out["val_loss"] = validation_loss(
-            image[owners[first]], text[first], seen.logit_scale, config.batch_size
-        )
+        pairs = image[owners[first]], text[first], seen.logit_scale, config.batch_size
+        out["val_loss"] = dist.agreed(lambda: validation_loss(*pairs))
     if not config.retrieval:
         return out
     same = torch.unique(tokens, dim=0, return_inverse=True)[1]  # [T]
@@ -104,9 +104,8 @@ def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
     for side, (queries, candidates, lengths) in enumerate(sides):
         each = [groups.swapped() if side else groups for groups in rules.values()]
         mine = [Groups(groups.queries.split(lengths)[here], *groups[1:]) for groups in each]
-        for names, groups, found in zip(
-            rules, each, ranks_of_matches(queries, candidates, mine), strict=True
-        ):
+        matches = dist.agreed(partial(ranks_of_matches, queries, candidates, mine))
+        for names, groups, found in zip(rules, each, matches, strict=True):
             places = dist.gather_rows(found, lengths)[groups.queries >= 0].double()
             out |= {f"{names[side]}@{k}": (places <= k).double().mean().item() for k in (1, 5, 10)}
             if names[side] in ("image_to_text_R", "text_to_image_R"):

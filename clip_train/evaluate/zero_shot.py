@@ -21,7 +21,7 @@ from clip_train.data.shards import is_folder
 from clip_train.engine import Engine
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import IMAGENET
-from clip_train.evaluate.features import Encoded, Labeller
+from clip_train.evaluate.features import Encoded, Labeller, forward_together
 from clip_train.storage.urls import is_remote, local_path, open_read
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions -> int64 [b, context_length]
@@ -199,10 +199,13 @@ def class_embeddings(
     per_rank = -(-num // dist.world_size())
     mine = [min(dist.rank() * per_rank + i, num - 1) for i in range(per_rank)]
     prompts = [prompt for i in mine for prompt in classes.prompts(i)]
-    parts = [
-        engine.encode_text(tokenize(prompts[i : i + batch_size]).to(engine.device)).float()
-        for i in range(0, len(prompts), batch_size)
-    ]
+    parts = forward_together(
+        engine,
+        lambda: [
+            engine.encode_text(tokenize(prompts[i : i + batch_size]).to(engine.device)).float()
+            for i in range(0, len(prompts), batch_size)
+        ],
+    )
     features = torch.cat(parts).view(per_rank, len(classes.templates), -1)
     embeddings = F.normalize(features.mean(dim=1), dim=-1)
     return dist.all_gather(embeddings)[:num]

@@ -14,6 +14,14 @@ _SAVES = (
     "checkpoint_step",
     "checkpoint_failures",
 )  # of the record: the last one committed, failed since
+HEADLINE = (  # of an evaluation: name, how it is shown, the format of its value
+    ("zero_shot_top1", "zero-shot top-1", "2%"),
+    ("zero_shot_top5", "top-5", "2%"),
+    ("linear_probe_top1", "linear probe top-1", "2%"),
+    ("image_to_text_R@1", "image-to-text R@1", "2%"),
+    ("text_to_image_R@1", "text-to-image R@1", "2%"),
+    ("val_loss", "val_loss", "4g"),
+)
 _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
@@ -112,6 +120,18 @@ class ProgressLine:
             self._bar.stop()
             self._bar = None
         self._enabled = False
+
+
+def headline(evaluated: dict[str, float]) -> str:
+    """The few numbers of an evaluation that most runs are compared by, in one line."""
+    shown = [
+        f"{prefix}{label} {evaluated[prefix + name]:.{digits}}"
+        for prefix in ("", "ema_")
+        for name, label, digits in HEADLINE
+        if prefix + name in evaluated
+    ]
+    rest = len(evaluated) - len(shown)
+    return "  ".join(shown) + (f"  (and {rest} more in eval.jsonl)" if rest else "")
 
 
 def format_seconds(seconds: float) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +15,8 @@ from clip_train.errors import UserError
 from clip_train.metrics.config import LogConfig, not_installed
 from clip_train.metrics.jsonl import JsonlSink
 from clip_train.metrics.report import ReportSink
+from clip_train.metrics.skipped import Skipped
 from clip_train.storage.local import LocalStorage
-
-logger = logging.getLogger(__name__)
 
 Kind = Literal["train", "eval", "invalid"]
 """Of a record: a step, an evaluation, the samples that could not be used so far (`InvalidLog.state`, `pictures`)."""
@@ -51,7 +50,7 @@ class TrackerSink:
 
     def __init__(
         self,
-        package: Literal["wandb", "trackio"],
+        package: str,  # wandb or trackio
         run_dir: Path | str,
         *,
         project: str | None,
@@ -92,20 +91,22 @@ class TrackerSink:
         self._run.finish()
 
 
-Chart = (
-    TensorBoardSink | TrackerSink | ReportSink
-)  # it may raise: it is dropped then, and training goes on
+OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have all numbers"
+Chart = TensorBoardSink | TrackerSink | ReportSink
 
 
 class Sinks:
     """All sinks of a run; a no-op on every rank but 0.
 
-    A failing `*.jsonl` raises, since it is part of the result; another sink that fails is dropped with a
-    warning, since a chart is no reason to stop a run.
+    A failing `*.jsonl` raises, since it is part of the result. Another sink that fails, also while it is opened, is
+    dropped with a warning (`Skipped`).
     """
 
-    def __init__(self, files: dict[Kind, JsonlSink], charts: list[Chart]) -> None:
-        self._files, self._charts = files, charts
+    def __init__(
+        self, files: dict[Kind, JsonlSink], charts: dict[str, Chart], skipped: Skipped
+    ) -> None:
+        """charts: by name, as warnings have it."""
+        self._files, self._charts, self._skipped = files, charts, skipped
 
     @classmethod
     def open(
@@ -115,27 +116,34 @@ class Sinks:
         *,
         resume_step: int = 0,
         recipe: dict[str, Any] | None = None,
+        skipped: Skipped | None = None,
     ) -> Sinks:
-        """resume_step: the step that training goes on from, 0 for a fresh start. UserError for a sink that is
-        not installed; OSError."""
+        """resume_step: the step that training continues from, 0 for a fresh start. skipped: takes the sinks that fail.
+        UserError for a sink that is not installed; OSError for the files."""
+        skipped = skipped or Skipped()
         if not dist.is_main():
-            return cls({}, [])
+            return cls({}, {}, skipped)
         run_dir = Path(run_dir)
-        charts: list[Chart] = []
+        projects = {"wandb": config.wandb_project, "trackio": config.trackio_project}
+        makers: dict[str, Callable[[], Chart]] = {
+            name: partial(TrackerSink, name, run_dir, project=project, recipe=recipe)
+            for name, project in projects.items()
+            if getattr(config, name)
+        }
         if config.tensorboard:
-            charts.append(TensorBoardSink(run_dir / "events", resume_step=resume_step))
-        if config.wandb:
-            charts.append(
-                TrackerSink("wandb", run_dir, project=config.wandb_project, recipe=recipe)
+            makers["tensorboard"] = partial(
+                TensorBoardSink, run_dir / "events", resume_step=resume_step
             )
-        if config.trackio:
-            charts.append(
-                TrackerSink("trackio", run_dir, project=config.trackio_project, recipe=recipe)
-            )
-        train = JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)
-        files: dict[Kind, JsonlSink] = {"train": train}
-        files["eval"] = JsonlSink(run_dir / "eval.jsonl", resume_step=resume_step)
-        return cls(files, [ReportSink(run_dir), *charts])
+        charts: dict[str, Chart] = {"report.html": ReportSink(run_dir)}
+        for name, make in makers.items():
+            chart = skipped.attempt(name, make, remedy=OFF, passes=(UserError,))
+            if chart is not None:
+                charts[name] = chart
+        files: dict[Kind, JsonlSink] = {
+            "train": JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step),
+            "eval": JsonlSink(run_dir / "eval.jsonl", resume_step=resume_step),
+        }
+        return cls(files, charts, skipped)
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
         """`record` to `metrics.jsonl` (train; with the `time`) or `eval.jsonl` (eval), and to the charts."""
@@ -144,18 +152,20 @@ class Sinks:
                 {"time": round(time.time(), 3)} if kind == "train" else {}
             )  # the charts have clocks of their own
             self._files[kind].write({**record, **at})
-        self._each_chart(lambda chart: chart.write(record, kind))
+        for name, chart in list(self._charts.items()):
+            self._try(name, partial(chart.write, record, kind))
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-        self._each_chart(lambda chart: chart.close())
-        self._charts = []
+        for name, chart in list(self._charts.items()):
+            self._try(name, chart.close)
+        self._charts = {}
 
-    def _each_chart(self, call: Callable[[Chart], None]) -> None:
-        for chart in list(self._charts):
-            try:
-                call(chart)
-            except Exception as e:
-                self._charts.remove(chart)
-                logger.warning("%s failed and is off from now on: %s", type(chart).__name__, e)
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        def succeeds() -> bool:
+            call()
+            return True
+
+        if not self._skipped.attempt(name, succeeds, remedy=OFF):
+            del self._charts[name]

@@ -23,17 +23,20 @@ from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
 from launcher.config.gpus import estimate, find_gpu, usable
 from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
-from launcher.config.recipe import RunConfig, load_config
-from launcher.config.validate import Checked, check, pays_twice
+from launcher.config.recipe import RunConfig, load_config, read_recipe
+from launcher.config.validate import Checked, advice, check
 from launcher.engines import describe as describe_engine
 
 
 def measured_rate(config: RunConfig) -> float | None:
-    """Median samples per second of an earlier attempt of this run, or None."""
+    """Median samples per second of an earlier attempt of this run, or None; another model's run tells nothing."""
     try:
+        before = read_recipe(str(config.run_dir / "recipe.yaml")).get("model")
+        if before != config.to_keep()["model"]:
+            return None
         records = iter_jsonl(config.run_dir / "metrics.jsonl")
         rates = [r["samples_per_second"] for r in records if r.get("samples_per_second")]
-    except FileNotFoundError:
+    except (FileNotFoundError, UserError):
         return None
     return median(rates) if rates else None
 
@@ -84,9 +87,7 @@ def make_plan(
         "reason": f"{', '.join(config.chosen)} = auto: {checked.layout.describe()}"
         if checked.layout
         else None,
-        "advice": pays_twice(plan)
-        if checkpointing and plan.kept_graphs < plan.accum_steps
-        else None,
+        "advice": advice(config, checked),
         "lanes": checked.streams,
         "times_read": times_read(config.batch.sizes, checked.streams, plan.world_size),
         "steps": config.steps,
@@ -174,7 +175,8 @@ def gpu_tables(gpu: dict[str, Any]) -> Iterator[Table]:
     for head in ("MFU", "samples/s", "days"):
         rates.add_column(head, justify="right")
     for mfu, rate in gpu["samples_per_second"].items():
-        rates.add_row(mfu, f"{rate:,.0f}", f"{gpu['days'][mfu]:.2f}")
+        bound = " (bounded by kernel launches)" if mfu in gpu["launch_bound"] else ""
+        rates.add_row(mfu, f"{rate:,.0f}{bound}", f"{gpu['days'][mfu]:.2f}")
     yield rates
     rest = Table(title="on each rank, at 40% MFU", box=None, show_header=False)
     for name, size in gpu["collective_bytes"].items():

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from clip_train.errors import UserError
 from launcher.cli.keys import print_keys
 from launcher.config.recipe import RunConfig, load_config
+
+if TYPE_CHECKING:
+    from clip_train.checkpoint.restore import Resumed
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,8 +32,38 @@ def run(args: argparse.Namespace) -> int:
     return train(config, args.outcome, args.stop, args.startup)
 
 
+def would_resume(config: RunConfig) -> Resumed | None:
+    """The checkpoint that `train` would resume from, only looked at; None: it would begin anew.
+    UserError, CheckpointError."""
+    from clip_train.checkpoint.inspect import open_to_look, places_of
+    from clip_train.checkpoint.restore import Places, resolve
+    from clip_train.storage.local import LocalStorage
+    from clip_train.storage.urls import open_storage
+
+    mode, remote, folder = (
+        config.checkpoint.resume,
+        config.checkpoint.remote,
+        config.run_dir / "checkpoints",
+    )
+    if mode == "never":
+        return None
+    places = Places(
+        LocalStorage(folder) if folder.is_dir() else None, open_storage(remote) if remote else None
+    )
+    found, _ = resolve(places) if any(places) else (None, [])
+    if found is not None or mode == "auto":
+        return found
+    if mode == "must":
+        raise UserError(
+            f"checkpoint.resume (must): there is no checkpoint under {folder}; set it to auto to start fresh"
+        )
+    other, only = places_of(mode)
+    return open_to_look(other, only=only)
+
+
 def dry_run(config: RunConfig, ranks: int) -> int:
-    """All that is checked before ranks meet, the first shard and this machine's devices included, and the plan."""
+    """All checks before ranks meet, with the first shard and this machine's devices, the plan, and whether the
+    checkpoint that would be resumed is one of this recipe's."""
     import torch
 
     from launcher.cli.plan import make_plan, show
@@ -39,6 +73,12 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     show(config, make_plan(config, checked, device=device))
     assert checked.source is not None  # read_data
+    from launcher.config.resume import compare_with
+
+    resumed = would_resume(config)
+    if resumed is not None:
+        notes = compare_with(config, resumed, ranks, resumed.state.get("teacher"))
+        print("\n".join([resumed.describe(), *notes]))
     print(
         f"data.train: {checked.source.index.describe()}; the first caption: {checked.source.first_caption!r}"
     )

@@ -17,6 +17,10 @@ from launcher.config.validate import Checked, engine_facts
 from launcher.engines import KINDS, describe, package
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
+LAUNCH_SECONDS = (
+    5e-6  # of the host for one kernel: a small model's step takes no less than its launches
+)
+BLOCK_KERNELS = 15  # of a transformer block's forward; its backward launches twice as many
 MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
 DECODED_PER_CORE = (
     1200.0  # samples/s of a loader on one core: 0.77 to 0.87 ms each in benchmarks/data.py
@@ -70,7 +74,11 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU, forwards: float) -> 
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
     samples = config.batch.sizes.before(config.steps)
     useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
-    rates = {f"{mfu:.0%}": W * gpu.flops * mfu / useful for mfu in MFUS}
+    towers = (architecture.vision_cfg, architecture.text_cfg)
+    blocks = sum(getattr(tower, "depth", None) or 12 for tower in towers)  # 12: built by OpenCLIP
+    kernels = BLOCK_KERNELS * blocks * (1 + BACKWARD) * plan.accum_steps  # of a step
+    most = plan.global_size / (kernels * LAUNCH_SECONDS)  # samples/s
+    rates = {f"{mfu:.0%}": min(most, W * gpu.flops * mfu / useful) for mfu in MFUS}
     traffic = collectives(config, checked, P, trained)
     saved = 4 * P + moment_bytes(config.optim) * trained
     limit = checked.layout.room.limit if checked.layout else usable(gpu)
@@ -79,6 +87,7 @@ def estimate(config: RunConfig, checked: Checked, gpu: GPU, forwards: float) -> 
         "usable_bytes": limit,
         "context_bytes": CONTEXT_BYTES,
         "samples_per_second": rates,
+        "launch_bound": [mfu for mfu, rate in rates.items() if rate == most],
         "days": {mfu: samples / rate / 86400 for mfu, rate in rates.items()},
         "collective_bytes": traffic,
         "collective_seconds": {name: size / gpu.link for name, size in traffic.items()},

@@ -14,6 +14,7 @@ from clip_train.data.config import SourceSummary, check_source, existing, resolv
 from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
+from clip_train.evaluate.labels import Labelled, check_labels
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.memory import RECOMPUTED, Layout
 from clip_train.models import hub
@@ -100,6 +101,7 @@ def check(
         collect(partial(ZeroShotClasses.load, config.evaluate.zero_shot_classes))
     for key, place in config.evaluated_on.items() if read_data else ():
         collect(partial(check_place, key, place))
+    collect(lambda: labels_of(config) if read_data and not problems else None)
     if not (problems and config.optim.is_imported):  # the import runs code: after all other checks
         facts = collect(lambda: engine_facts(config, plan, world_size))
         problems += map(UserError, engine.mistakes(resolved, facts) if facts is not None else ())
@@ -117,6 +119,11 @@ def check_place(key: str, place: str) -> None:
     """UserError, RankError where what is to be evaluated on is not there."""
     if key == "data.val" or ImageFolder.find(place, key) is None:
         existing(place, key)
+
+
+def labels_of(config: RunConfig) -> list[Labelled]:
+    """What the first samples to be evaluated on show of their labels. UserError where one is not a class."""
+    return check_labels(config.evaluate, config.data.val, config.data.caption_key, config.storage)
 
 
 def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:
@@ -152,6 +159,22 @@ def layers_mistake(config: RunConfig) -> str:
     return (
         f"optim.layer_decay ({config.optim.layer_decay}): the layers of {config.model.name} are not numbered as "
         "OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by name"
+    )
+
+
+def advice(config: RunConfig, checked: Checked) -> str | None:
+    """Where a step computes more than memory may ask for, what to set."""
+    plan = checked.plan
+    if config.batch.accumulation == "local" or plan.kept_graphs >= plan.accum_steps:
+        return None
+    if checked.engine.activation_checkpointing:
+        return pays_twice(plan)
+    if checked.layout is not None:
+        return None
+    return (
+        f"batch.kept_graphs ({plan.kept_graphs} of {plan.accum_steps} micro-batches) computes "
+        f"{plan.forwards_per_sample:.2f} forwards per sample: if memory allows it, batch.kept_graphs=all computes "
+        "1.00, and batch.kept_graphs=auto keeps as many as fit. The result is the same"
     )
 
 

@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 
 from clip_train import dist
 from launcher.doctor.findings import Check, Finding, check_range, error, ok, warning, warning_if
-from launcher.runtime.environment import backend, detect, launcher_pid, take_device
+from launcher.runtime.environment import END_TIME, backend, detect, launcher_pid, take_device
 from launcher.runtime.rendezvous import ROOT, code_version
 from launcher.slurm.scheduler import answer
 
@@ -130,7 +130,16 @@ def check_time() -> Iterator[Finding]:
         -1: "the kernel does not tell of its clock",
     }  # 5: TIME_ERROR
     remedy = "start chronyd or systemd-timesyncd"
-    yield warning_if(state == 5, "time", message.get(state, "the clock is synchronised"), remedy)
+    seen = message.get(state, "the clock is synchronised")
+    if state == 5 and END_TIME not in os.environ and not slurm_answers():
+        yield ok("time", f"{seen}; S3 and jobs with a time limit need it, one machine does not")
+        return
+    yield warning_if(state == 5, "time", seen, remedy)
+
+
+def slurm_answers() -> bool:
+    """Whether this machine is part of a cluster that runs."""
+    return shutil.which("scontrol") is not None and bool(answer("scontrol", "show", "config"))
 
 
 def check_slurm() -> Iterator[Finding]:
@@ -139,9 +148,9 @@ def check_slurm() -> Iterator[Finding]:
         return
     shown = answer("scontrol", "show", "config")
     if not shown:
-        yield warning(
-            "slurm", "scontrol does not answer", "is this a login node, and is SLURM_CONF right?"
-        )
+        message = "scontrol does not answer, which matters only to jobs of a cluster"
+        remedy = "is this a login node, and is SLURM_CONF right?"
+        yield warning_if("SLURM_CONF" in os.environ, "slurm", message, remedy)
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
     yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")

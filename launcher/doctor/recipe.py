@@ -21,8 +21,9 @@ from clip_train.models.clip import count_parameters
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
-from launcher.config.validate import check
+from launcher.config.validate import check, labels_of
 from launcher.doctor.findings import Finding, error, ok, warning, warning_if
+from launcher.doctor.machine import slurm_answers
 from launcher.engines import on_this_machine, package
 from launcher.runtime.environment import detect
 from launcher.runtime.verdict import STOP_FILE
@@ -125,6 +126,14 @@ def check_captions(
     yield error("captions", message, remedy) if wrong else ok("captions", message)
 
 
+def check_classes(config: RunConfig) -> Iterator[Finding]:
+    """Have the first samples that are evaluated on labels that are classes?"""
+    for seen in labels_of(config):
+        message = f"{seen.key} ({seen.place}): {seen.labelled} of the first {seen.samples} samples have a class"
+        remedy = "docs/evaluation.md shows how samples are labelled; or set evaluate.zero_shot_classes=null"
+        yield warning_if(not seen.labelled, "labels", message, remedy)
+
+
 def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Finding]:
     """What a run does before its model is built: is checkpoint.remote fit for checkpoints?
 
@@ -201,7 +210,7 @@ def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
     yield from check_disk(config)
-    if shutil.which("sbatch") is not None:
+    if shutil.which("sbatch") is not None and slurm_answers():
         yield from check_places(config, load_site(None))
     stop_file = config.run_dir.absolute() / STOP_FILE
     if stop_file.exists():
@@ -211,6 +220,7 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
 RECIPE: tuple[tuple[str, Callable[[RunConfig], Iterator[Finding]]], ...] = (
     ("recipe", check_recipe),
     ("shards", check_shards),
+    ("labels", check_classes),
     ("S3", check_store),
     ("disk", check_run_dir),
 )

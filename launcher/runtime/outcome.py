@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 CAUSE_SECONDS = 25.0
 MAIN_SECONDS = 2.0  # for rank 0 to be the first where all ranks have the same error: it knows of the checkpoints
 FIRST_SECONDS = 3.0  # for the rank that failed first to print, write and end: a launcher is to see its end first
+DONE = "trained to the last step"
 CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may still be importing
 
 
@@ -67,10 +68,18 @@ class Outcome:
 
     def done(self) -> None:
         """Rank 0, when all is committed."""
-        assert self.run_dir is not None
-        write_verdict(self.run_dir, "DONE", self._step, "trained to the last step")
-        self._notify("DONE", "trained to the last step")
-        self.plot()
+        assert self.run_dir is not None and self.trainer is not None
+        skipped = self.trainer.skipped
+        lost = self.watchdog is not None and self.watchdog.lost
+        reason = f"{DONE}, but {self.watchdog.describe_lost()}" if lost and self.watchdog else DONE
+        write_verdict(self.run_dir, "DONE", self._step, reason, skipped=skipped.lines())
+        self._notify("DONE", reason)
+        if not self.plot():
+            write_verdict(self.run_dir, "DONE", self._step, reason, skipped=skipped.lines())
+        if lost:
+            log(reason, logging.ERROR)
+        for line in skipped.lines():
+            warn(f"skipped: {line}")
 
     def leave(self) -> None:
         """In order, with all others; that one of them dies now is no reason to fail."""
@@ -211,6 +220,7 @@ class Outcome:
                     failure.word,
                     self._step,
                     str(failure) if failure.lost else failure.message,
+                    skipped=self.trainer.skipped.lines() if self.trainer is not None else [],
                 )
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
@@ -223,16 +233,17 @@ class Outcome:
             if failed:
                 warn(failed)
 
-    def plot(self) -> None:
-        """Rank 0, once a step is made: report.html. After all that there is to print: a long run's takes seconds."""
+    def plot(self) -> bool:
+        """Rank 0, once a step is made: report.html, and whether it was written. After all that there is to print: a
+        long run's takes seconds."""
         if self.trainer is None or self.run_dir is None or not self._step:
-            return
+            return False
         from clip_train.metrics.report import write_report as plot
 
-        try:
-            plot([self.run_dir])
-        except Exception as e:  # a picture is no reason to call a good run failed
-            warn(f"the report could not be written: {type(e).__name__}: {e}")
+        remedy = f"mend the cause, then: clip-train report {self.run_dir}"
+        run_dirs = [self.run_dir]
+        written = self.trainer.skipped.attempt("report.html", lambda: plot(run_dirs), remedy=remedy)
+        return written is not None
 
     @property
     def _step(self) -> int:

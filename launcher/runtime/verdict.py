@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from clip_train.storage.local import LocalStorage
 
-# One word, then a JSON line with `step` and `reason`.
+# One word, then a JSON line with `step` and `reason`; `skipped` lists what only looked at the run and failed.
 #   DONE       all steps are trained and committed
 #   PREEMPTED  asked to stop; a checkpoint is committed; run the same line again
 #   FAILED     ended by an error that may pass; running again may help
@@ -28,7 +28,9 @@ from clip_train.storage.local import LocalStorage
 FILE = "VERDICT"
 Word = Literal["DONE", "PREEMPTED", "FAILED", "FATAL"]
 
-STOP_FILE = "STOP"  # in the run directory, made by the user: save, stop, and do not requeue
+STOP_FILE = (
+    "STOP"  # in the run directory, made by the user: save, stop, and do not requeue; removed then
+)
 PROGRESS_FILE = "PROGRESS"  # in it too: the newest committed step
 ATTEMPT = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, by the batch script's controller: where the report goes
 REPORT = "error.json"  # there
@@ -66,10 +68,11 @@ def node_name() -> str:
     return (os.environ.get("SLURMD_NODENAME") if in_step else None) or socket.gethostname()
 
 
-def write_verdict(run_dir: Path, word: Word, step: int, reason: str) -> None:
-    """Atomically; ranks may write at the same moment."""
-    text = f"{word}\n{json.dumps({'step': step, 'reason': ' '.join(reason.split())})}\n"
-    LocalStorage(run_dir).put_bytes(FILE, text.encode())
+def write_verdict(run_dir: Path, word: Word, step: int, reason: str, **more: Any) -> None:
+    """Atomically; ranks may write at the same moment. more: further keys; empty values are left out."""
+    why = {"step": step, "reason": " ".join(reason.split())}
+    why |= {key: value for key, value in more.items() if value}
+    LocalStorage(run_dir).put_bytes(FILE, f"{word}\n{json.dumps(why)}\n".encode())
 
 
 def notify(command: str, run_dir: Path, word: str, step: int, reason: str) -> str:
@@ -101,11 +104,11 @@ def clear_verdict(run_dir: Path) -> None:
 
 
 def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
-    """The word, and `step` and `reason`; None where there is none that can be read."""
+    """The word, and the JSON's `step`, `reason` and what else it has; None if no verdict can be read."""
     try:
         word, _, line = (run_dir / FILE).read_text().partition("\n")
         why = json.loads(line)
-        return word.strip(), {"step": int(why["step"]), "reason": str(why["reason"])}
+        return word.strip(), {**why, "step": int(why["step"]), "reason": str(why["reason"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

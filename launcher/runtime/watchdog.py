@@ -95,6 +95,8 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
         self._begun = False  # the first step
         self._progress: int | None = None  # the step in PROGRESS
+        self._folder: int | None = None  # run_dir, held open: no other folder gets its inode
+        self.lost = False  # run_dir was removed or moved under the run
         self._asked: float | None = None  # when a stop was asked for during the start
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
@@ -117,6 +119,8 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             if self._thread.is_alive():
                 self._thread.join()
+            if self._folder is not None:
+                os.close(self._folder)
             self._write_progress()
 
     def phase(self, name: str) -> None:
@@ -169,12 +173,15 @@ class Watchdog:
 
     def _look(self, now: float, frozen_seconds: float) -> None:
         self._look_for_stop()
+        with contextlib.suppress(OSError):  # the same
+            self._look_at_folder()
         if self._phase == "start" and not self._begun and self.stop.look():
             self._asked = self._asked or now
             if (
                 now - self._asked > EARLY_SECONDS
             ):  # nothing is to be saved, and the others may be gone already
-                message = f"stopped by {self.stop.reason} before the first step"
+                removed = ", which was removed," if self.stop.obey() else ""
+                message = f"stopped by {self.stop.reason}{removed} before the first step"
                 self._exit(self._claim(message, word="PREEMPTED", status=75))
         abort = self._heartbeat.check(frozen_seconds)
         if abort is not None and self._phase != "finish":
@@ -192,9 +199,29 @@ class Watchdog:
             self.stop.ask("the job's time, which is nearly over")
         with contextlib.suppress(OSError):  # a disk that does not answer now: at the next look
             if self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
-                self.stop.ask(f"the file {self.run_dir / STOP_FILE}")
+                self.stop.file = self.run_dir / STOP_FILE
+                self.stop.ask(f"the file {self.stop.file}")
         if self._launcher is not None and os.getppid() != self._launcher:
             self.stop.ask("its launcher's death")
+
+    def _look_at_folder(self) -> None:
+        """Records are written to open files: they would go on into a folder that nobody can find any more."""
+        if self.run_dir is None or self.lost:
+            return
+        try:
+            if self._folder is None:
+                self._folder = os.open(self.run_dir, os.O_RDONLY)
+            self.lost = not os.path.samestat(os.fstat(self._folder), self.run_dir.stat())
+        except FileNotFoundError:
+            self.lost = self._folder is not None
+        if self.lost:
+            warn(f"{self.describe_lost()}; the run continues, and will end with exit status 1")
+
+    def describe_lost(self) -> str:
+        return (
+            f"run.dir ({self.run_dir}) was removed or moved while the run wrote to it: its metrics.jsonl, eval.jsonl, "
+            "attempts.jsonl and local checkpoints are not there any more, and later records follow the old folder"
+        )
 
     def _claim(self, message: str, **more: Any) -> Failure:
         return self._heartbeat.claim(

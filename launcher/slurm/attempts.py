@@ -169,7 +169,7 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
         (
             outcome.stop_file,
             "leave",
-            "the run directory has a STOP file: remove it and submit again to resume",
+            "a STOP file asked for the stop (remove it if it is still there): submit again to resume",
         ),
         (failures >= MOST_FAILURES, "give up", f"{failures} failures {last}"),
         (fruitless >= MOST_FRUITLESS, "give up", f"{fruitless} attempts {last}"),

@@ -164,7 +164,7 @@ def test_a_folder_for_each_class(tmp_path, world_size):
     with pytest.raises(
         UserError, match=r"has 3 folders of classes and evaluate\.zero_shot_classes 1000"
     ):
-        load(tmp_path, labelled=True, index=folder).check_classes(1000)
+        folder.check_classes(1000)
 
 
 def test_folders_that_are_numbers_are_labels(tmp_path):
@@ -176,7 +176,7 @@ def test_folders_that_are_numbers_are_labels(tmp_path):
         "10/a.jpg": {"cls": "10"},
         "2/b.jpg": {"cls": "2"},
     }
-    load(tmp_path, labelled=True, index=folder).check_classes(1000)
+    folder.check_classes(1000)
 
 
 def test_what_is_no_folder_of_classes(tmp_path):

@@ -1,0 +1,72 @@
+"""Whatever only looks at a run cannot end it: an evaluation, a chart or a page that fails is skipped with a warning.
+
+The run continues. VERDICT and the last lines of the log list what was skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from clip_train import dist
+from clip_train.errors import ClipTrainError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+STEPS_SHOWN = 3
+
+
+class Skipped:
+    """One per run and rank. Rank 0 logs the warnings and reports the list."""
+
+    def __init__(self, warn: Callable[[str], None] = logger.warning) -> None:
+        self.step = 0  # optimizer steps taken so far; the trainer keeps it up to date
+        self._warn = warn
+        self._steps: dict[str, list[int]] = {}  # by what was skipped
+        self._reasons: dict[str, str] = {}
+
+    def attempt(
+        self,
+        what: str,
+        action: Callable[[], T],
+        *,
+        remedy: str,
+        together: bool = False,
+        passes: tuple[type[Exception], ...] = (),
+    ) -> T | None:
+        """The result of `action`; None if it failed. Each new reason is one warning.
+
+        together: all ranks make this call, and `action` is collective. An error that not all ranks have agreed on is
+        raised: the others may still be waiting in a collective. passes: errors that are raised too.
+        """
+        try:
+            return action()
+        except Exception as e:
+            if isinstance(e, passes) or (together and not dist.is_agreed(e)):
+                raise
+            self.note(
+                what,
+                str(e) if isinstance(e, ClipTrainError) else f"{type(e).__name__}: {e}",
+                remedy,
+            )
+            return None
+
+    def note(self, what: str, reason: str, remedy: str) -> None:
+        self._steps.setdefault(what, []).append(self.step)
+        if dist.is_main() and self._reasons.get(what) != reason:
+            self._warn(
+                f"{what} failed after step {self.step}, and the run continues: {reason}\n{remedy}"
+            )
+        self._reasons[what] = reason
+
+    def lines(self) -> list[str]:
+        """For each kind of thing the steps at which it was skipped, and the last reason in one line."""
+        found = []
+        for what, steps in self._steps.items():
+            more = len(steps) - STEPS_SHOWN
+            shown = ", ".join(map(str, steps[:STEPS_SHOWN])) + (
+                f" and {more} more" if more > 0 else ""
+            )
+            found.append(f"{what} after step {shown}: {' '.join(self._reasons[what].split())}")
+        return found
