@@ -29,7 +29,6 @@ from invariance import assemble, flatten, own_share
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
@@ -37,6 +36,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch, Features, MicroBatch
 from clip_train.step import train_step
+from clip_train.task import Objective, named_features
 from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
 from tests.contrastive.oracle import siglip
@@ -199,7 +199,7 @@ class FrozenTeacher:
         self.model = make_teacher()
 
     def __call__(self, micro_batch: MicroBatch) -> Features:
-        return Features(
+        return named_features(
             *self.model(micro_batch.images, micro_batch.texts, micro_batch.sample_seeds)
         )
 

@@ -32,7 +32,6 @@ from clip_train.batch import BatchPlan
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
@@ -42,9 +41,10 @@ from clip_train.models.dropout import random_bits
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch, Features
+from clip_train.protocols import Batch
 from clip_train.recovery import recovering_step
 from clip_train.step import train_step
+from clip_train.task import Objective, named_features
 
 DRY = "--dry-run" in sys.argv
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -225,7 +225,7 @@ def objectives(architecture: Architecture) -> list[tuple[str, Callable[[], Objec
         ("contaccum", lambda: MemoryBank(64, 0, "contaccum"), False),
         (
             "distillation",
-            lambda: Distillation(lambda m: Features(*teacher(m.images, m.texts))),
+            lambda: Distillation(lambda m: named_features(*teacher(m.images, m.texts))),
             False,
         ),
     ]
@@ -447,9 +447,9 @@ def loss() -> Iterator[Row]:
         image, text = (
             F.normalize(torch.randn(N, D, generator=generator), dim=1).to(DEVICE) for _ in range(2)
         )
-        features = Features(image, text, torch.tensor([100.0], device=DEVICE))
-        wide = Features(image.double(), text.double(), features.logit_scale.double())
-        reference = InfoNCE()(wide).d_image if N <= 8192 else None
+        features = named_features(image, text, torch.tensor([100.0], device=DEVICE))
+        wide = {name: x.double() for name, x in features.items()}
+        reference = InfoNCE()(wide).gradients["image"] if N <= 8192 else None
         for side in (64,) if DRY else (2048, 4096, 8192):
             for tf32 in (False, True):
                 torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -462,7 +462,7 @@ def loss() -> Iterator[Row]:
                 }
                 row["TFLOP/s"] = round(8 * N * N * D / taken / 1e12, 1)
                 if reference is not None:
-                    error = off(objective(features).d_image.double(), reference)
+                    error = off(objective(features).gradients["image"].double(), reference)
                     row |= {"error": error, "ok": error < (2e-3 if tf32 else 1e-5)}
                 yield row
     torch.backends.cuda.matmul.allow_tf32 = False

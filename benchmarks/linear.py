@@ -22,12 +22,12 @@ from common import finish, parser
 from torch import nn
 
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.objective import Context
 from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
-from clip_train.protocols import MicroBatch, tower_of
+from clip_train.protocols import MicroBatch
 from clip_train.step import two_pass
+from clip_train.task import IMAGE_TEXT, Context
 from launcher.engines import linear
 
 N, CUT = 64, 8
@@ -108,7 +108,7 @@ def gradients(dtype: torch.dtype, convert: Convert, k: int) -> dict[str, torch.T
     two_pass(PlainEngine(model), [MicroBatch(*part) for part in parts], InfoNCE(), Context(N))
     towers = ("image", "text")
     return {
-        t: torch.cat([grad.flatten() for name, grad in wide.items() if tower_of(name) == t])
+        t: torch.cat([grad.flatten() for name, grad in wide.items() if IMAGE_TEXT.group(name) == t])
         for t in towers
     }
 

@@ -37,7 +37,7 @@ import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import auto_side, tiles
-from clip_train.protocols import Features
+from clip_train.task import named_features
 
 try:
     from open_clip.loss import ClipLoss, SigLipLoss
@@ -61,14 +61,20 @@ TARGETS = {
 
 
 def ours(I: Tensor, T: Tensor) -> Outcome:
-    o = InfoNCE()(Features(I, T, torch.tensor([SCALE])))
-    return o.loss, o.d_image, o.d_text, o.d_logit_scale
+    o = InfoNCE()(named_features(I, T, torch.tensor([SCALE])))
+    return o.loss, o.gradients["image"], o.gradients["text"], o.gradients["logit_scale"]
 
 
 def ours_sigmoid(I: Tensor, T: Tensor) -> Outcome:
-    o = SigmoidLoss()(Features(I, T, torch.tensor([SIGMOID_SCALE]), torch.tensor([BIAS])))
-    assert o.d_logit_bias is not None
-    return o.loss, o.d_image, o.d_text, o.d_logit_scale, o.d_logit_bias
+    o = SigmoidLoss()(named_features(I, T, torch.tensor([SIGMOID_SCALE]), torch.tensor([BIAS])))
+    assert o.gradients.get("logit_bias") is not None
+    return (
+        o.loss,
+        o.gradients["image"],
+        o.gradients["text"],
+        o.gradients["logit_scale"],
+        o.gradients.get("logit_bias"),
+    )
 
 
 def bare_products(I: Tensor, T: Tensor) -> Outcome:

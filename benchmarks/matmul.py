@@ -22,9 +22,10 @@ from common import finish, parser
 from torch import Tensor
 
 from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.config import LossConfig, Matmul
+from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.matmul import matmul_precision
-from clip_train.protocols import Features
+from clip_train.settings import Matmul
+from clip_train.task import named_features
 
 D = 768
 LIMITS = {"highest": 5e-6, "bf16x3": 5e-5, "tf32": 5e-3}
@@ -65,12 +66,8 @@ def ours(
     objective = build_loss(LossConfig(kind=kind, matmul=matmul))  # type: ignore[arg-type]
     given = torch.tensor([bias]) if kind == "sigmoid" else None
     with matmul_precision(objective.matmul):  # as the step does
-        out = objective(Features(image, text, torch.tensor([scale]), given))
-    return [
-        x
-        for x in (out.loss, out.d_image, out.d_text, out.d_logit_scale, out.d_logit_bias)
-        if x is not None
-    ]
+        out = objective(named_features(image, text, torch.tensor([scale]), given))
+    return [out.loss, *out.gradients.values()]
 
 
 def main() -> int:

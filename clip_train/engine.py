@@ -7,11 +7,13 @@ specification of what the engines in `launcher.engines` do.
 from __future__ import annotations
 
 import abc
+import functools
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,31 +21,23 @@ from torch import Tensor, nn
 from clip_train import dist
 from clip_train.protocols import (
     EMA,
-    SCALARS,
-    FeatureGradients,
     Features,
     Fragment,
     FragmentSource,
     MicroBatch,
     Phase,
     StepReport,
-    Tower,
     Wanted,
-    tower_of,
 )
+from clip_train.task import IMAGE_TEXT, Task, groups
 
-MAX_LOGIT_SCALE = math.log(100)  # CLIP's ceiling on the parameter: the factor stays at most 100
-TOWERS = get_args(Tower)
 LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
 
 
-def surrogate(features: Features, gradients: FeatureGradients) -> Tensor:
-    """A scalar whose gradient with respect to the features is `gradients`: what a backward() can be called on."""
-    total = (features.image * gradients.image).sum() + (features.text * gradients.text).sum()
-    total = total + (features.logit_scale * gradients.logit_scale).sum()
-    if features.logit_bias is not None and gradients.logit_bias is not None:
-        total = total + (features.logit_bias * gradients.logit_bias).sum()
-    return total
+def surrogate(features: Features, gradients: Features) -> Tensor:
+    """A scalar, to call backward() on, whose gradient with respect to `features` is `gradients`."""
+    products = [(features[name] * gradient).sum() for name, gradient in gradients.items()]
+    return functools.reduce(operator.add, products)
 
 
 def local(x: Tensor) -> Tensor:
@@ -114,6 +108,7 @@ class Engine(abc.ABC):
     A subclass tells which pieces of the parameters this rank holds, and has `_backward` and `_update`.
     """
 
+    task: Task = IMAGE_TEXT  # what the model means for a step
     ema: MovingAverage | None = None  # set before the weights are loaded
 
     def __init__(
@@ -127,8 +122,10 @@ class Engine(abc.ABC):
         grad_clip_norm: float | None = None,
         low_precision: bool = False,
     ) -> None:
-        """model: `model(images, texts, sample_seeds) -> (image, text, logit_scale, logit_bias)`, of which `module` has
-        the parameters. low_precision: they are copies of the pieces in bf16 or fp16."""
+        """model: what `task` calls; `module` has its parameters.
+
+        low_precision: the parameters are copies of the pieces in bf16 or fp16.
+        """
         self.model, self.module, self.optimizer, self.device = model, module, optimizer, device
         self.pieces = pieces
         state = module.state_dict().keys()
@@ -139,15 +136,15 @@ class Engine(abc.ABC):
         ]
         self.grad_clip_norm = grad_clip_norm
         self.low_precision = low_precision
-        self.trained_towers = {
-            tower_of(name) for name, p in module.named_parameters() if p.requires_grad
-        }
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.trained_groups = set(groups(self.task, trained).values())
         self.optimizer_steps = 0
-        self._masters: dict[str, Tensor] = {}  # of SCALARS, [1] each, in low precision only
+        self._masters: dict[str, Tensor] = {}  # of the task's scalars, in low precision only
         self._reduced = False  # the step's last backward has been seen
+        # sums of squared gradients by group; the last is that of the scalars
         self._squares = torch.zeros(
-            len(TOWERS) + 1, dtype=torch.float64, device=device
-        )  # by tower; last: of neither
+            len(self.task.group_names) + 1, dtype=torch.float64, device=device
+        )
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._add_squares)
 
@@ -158,36 +155,19 @@ class Engine(abc.ABC):
         self.model.train(mode)
 
     def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
-        """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often.
+        """All features, with a graph unless under `torch.no_grad()`. All ranks call it equally often.
 
-        seen: what it gave without a graph before, which a wholly frozen tower need not compute again."""
-        images = micro_batch.images if seen is None or "image" in self.trained_towers else None
-        texts = micro_batch.texts if seen is None or "text" in self.trained_towers else None
-        image, text, scale, bias = self.model(images, texts, micro_batch.sample_seeds)
-        if seen is not None:
-            image, text = (
-                seen.image if image is None else image,
-                seen.text if text is None else text,
-            )
-        out = Features(image, text, scale, bias)
-        if self._masters:  # in place of a copy that moves in steps of 3% near 100, with the gradient still going to it
-            copy = out.logit_scale
-            out.logit_scale = copy * (self._masters["logit_scale"].exp() / copy.detach())
-            if out.logit_bias is not None:
-                out.logit_bias = out.logit_bias + (
-                    self._masters["logit_bias"] - out.logit_bias.detach()
-                )
-        return out
+        seen: the result without a graph: the features of frozen groups are taken from it.
+        """
+        only = None if seen is None else self.trained_groups
+        features = self.task.features(self.model, micro_batch, only)
+        return self.task.with_masters({**(seen or {}), **features}, self._masters)
 
-    def encode_image(self, images: Tensor) -> Tensor:
-        """uint8 [b, 3, H, W] -> normalised [b, D]. All ranks call it equally often."""
-        return self.model(images, None)[0]
+    def encode(self, name: str, inputs: Tensor) -> Tensor:
+        """The features `name`, [b, D], of inputs of that kind. All ranks call it equally often."""
+        return self.task.encode(self.model, name, inputs)
 
-    def encode_text(self, texts: Tensor) -> Tensor:
-        """int64 [b, context_length] -> normalised [b, D]. All ranks call it equally often."""
-        return self.model(None, texts)[1]
-
-    def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
+    def backward(self, features: Features, gradients: Features, last: bool) -> None:
         """Add `gradients`, taken through the graph of `features`, to this step's gradient.
 
         last: no other backward comes before `step`, which refuses gradients that were not reduced."""
@@ -198,7 +178,7 @@ class Engine(abc.ABC):
         total.backward()
 
     def step(self, lr: float) -> StepReport:
-        """Sum over ranks, clip by global norm, update, clear, clamp `logit_scale`."""
+        """Sum over ranks, clip by global norm, update, clear, clamp the scalars."""
         if not self._reduced:
             raise RuntimeError(
                 "a gradient was not reduced: the step's last backward was not called with last=True"
@@ -211,7 +191,7 @@ class Engine(abc.ABC):
         if not skipped:
             self.optimizer_steps += 1
             with torch.no_grad():
-                self._clamp_logit_scale()
+                self._clamp_scalars()
                 if self.ema is not None:
                     self.ema.update(self.optimizer_steps)
             self._read_masters()
@@ -230,9 +210,9 @@ class Engine(abc.ABC):
         }
         mine = [p for p in self.pieces if p.saved_here and p.numel and p.held in stepped]
         parts: list[list[torch.Tensor]] = []
-        for tower in (*TOWERS, None):
-            grads = [p.view(p.held.grad) for p in mine if tower_of(p.name) == tower]  # type: ignore[arg-type]
-            parts.append(grads)
+        for group in (*self.task.group_names, None):
+            held = [p for p in mine if self.task.group(p.name) == group]
+            parts.append([p.view(p.held.grad) for p in held if p.held.grad is not None])
         if mine:
             squares = (
                 torch.stack(torch._foreach_norm([g for part in parts for g in part]))
@@ -243,7 +223,7 @@ class Engine(abc.ABC):
             self._squares += torch.stack(sums).to(self.device)
 
     def _report(self, norm: Tensor | float, skipped: bool) -> StepReport:
-        """By one read. The optimizer's gradients are clipped, so what they tell is each tower's share of the norm."""
+        """By one read. The optimizer's gradients are clipped, so they only give each group's fraction of the norm."""
         squares = dist.all_reduce_sum(self._squares)
         whole = torch.as_tensor(norm, dtype=torch.float64, device=self.device).view(1)
         total, *of_each = (
@@ -252,23 +232,23 @@ class Engine(abc.ABC):
             .tolist()
         )
         squares.zero_()
-        towers = {
-            f"grad_norm_{t}": n
-            for t, n in zip(TOWERS, of_each, strict=False)
-            if t in self.trained_towers
+        by_group = {
+            f"grad_norm_{group}": norm
+            for group, norm in zip(self.task.group_names, of_each, strict=False)
+            if group in self.trained_groups
         }
-        return StepReport(total, skipped, {} if skipped else towers)
+        return StepReport(total, skipped, {} if skipped else by_group)
 
-    def _clamp_logit_scale(self) -> None:
+    def _clamp_scalars(self) -> None:
         for piece in self.pieces:
-            if piece.name == "logit_scale":
-                piece.view(piece.held).clamp_(0, MAX_LOGIT_SCALE)
+            if piece.name in self.task.bounds:
+                piece.view(piece.held).clamp_(*self.task.bounds[piece.name])
 
     @torch.no_grad()
     def _read_masters(self) -> None:
         if not self.low_precision:
             return
-        for name in SCALARS:
+        for name in self.task.scalars:
             if getattr(self.module, name, None) is not None:
                 own = [
                     p.view(p.held)

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.objective import Context
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import surrogate
 from clip_train.models.blocks import at_least_float32
-from clip_train.protocols import FeatureGradients, Features, MicroBatch
+from clip_train.protocols import Features, MicroBatch
 from clip_train.step import two_pass
+from clip_train.task import Context, named_features
 
 NAMES = (
     "image_features",
@@ -83,7 +83,7 @@ def contrastive_step(
     ]
     engine = ModuleEngine(model, images, texts, len(micro_batches), scaler)
     kept = min(kept_graphs, engine.most_graphs)
-    output, _ = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
+    output = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
     return output.loss
 
 
@@ -173,7 +173,7 @@ class ModuleEngine:
         with self._quiet(), _looking_for_ddp(self.model):
             return as_features(self.model(micro_batch.images, micro_batch.texts))
 
-    def backward(self, features: Features, gradients: FeatureGradients, last: bool = False) -> None:
+    def backward(self, features: Features, gradients: Features, last: bool = False) -> None:
         total = surrogate(features, gradients)
         if self.scaler is not None:
             total = self.scaler.scale(total)
@@ -229,4 +229,4 @@ def as_features(out: Any) -> Features:
             f"names, not {type(out).__name__}; logit_scale is the factor itself: exp of the parameter"
         )
     image, text, scale, *bias = (at_least_float32(value) for value in values if value is not None)
-    return Features(image, text, scale.reshape(1), bias[0].reshape(1) if bias else None)
+    return named_features(image, text, scale.reshape(1), bias[0].reshape(1) if bias else None)

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clip_train.contrastive.rng import restore_rng, rng_state
-from clip_train.engine import Engine
+from clip_train.engine import Engine, surrogate
 from clip_train.memory import Profile
 from clip_train.protocols import MicroBatch
+from clip_train.task import IMAGE_TEXT
 
 FAKE_SIZE = (
     2**30
@@ -90,15 +91,15 @@ def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, in
     ]
     with LiveBytes(known) as count:
         with torch.no_grad():
-            out = model(inputs.images, inputs.texts, inputs.sample_seeds)
+            out = IMAGE_TEXT.features(model, inputs)
         forward = count.highest
         del out
         count.highest = count.live
-        image, text, scale, bias = model(inputs.images, inputs.texts, inputs.sample_seeds)
+        features = IMAGE_TEXT.features(model, inputs)
         graph, building = count.live, count.highest
         count.highest = count.live
-        total = image.sum() + text.sum() + scale.sum() + (0 if bias is None else bias.sum())
-        del image, text
+        total = surrogate(features, {name: torch.ones_like(x) for name, x in features.items()})
+        del features
         total.backward()
     return forward, graph, building, count.highest
 

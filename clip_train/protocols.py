@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,17 +18,15 @@ from torch import Tensor
 from clip_train.batch import chunk_sizes, num_chunks
 
 Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
-Tower = Literal["image", "text"]
-SCALARS = ("logit_scale", "logit_bias")  # parameters of neither tower
 EMA = "param_ema"  # the slot of a parameter's moving average
+Features: TypeAlias = dict[str, Tensor]
+"""What a model returns for a micro-batch, by name: rows [b, ...], one for each sample, and scalars [1].
+
+CLIP has "image" and "text", [b, D] and normalized, and the scalars "logit_scale" (the factor itself,
+exp of the parameter) and, for a sigmoid loss, "logit_bias". They are float32 (or float64) whatever
+the model's precision. Gradients with respect to features have the same names and shapes.
+"""
 TEXT_STEP = 8  # a micro-batch's texts are cut at multiples of this: each length is a shape to allocate or compile for
-
-
-def tower_of(parameter: str) -> Tower | None:
-    """By its name, as in OpenCLIP; None for SCALARS."""
-    if parameter in SCALARS:
-        return None
-    return "image" if parameter.startswith("visual.") else "text"
 
 
 @dataclass
@@ -116,39 +114,14 @@ class MicroBatch:
         return len(self.images)
 
 
-@dataclass
-class Features:
-    """What the model returns for a micro-batch; float32 (or float64) whatever the model's precision."""
-
-    image: Tensor  # [b, D], normalised
-    text: Tensor  # [b, D], normalised
-    logit_scale: Tensor  # [1], the factor itself: exp of the parameter
-    logit_bias: Tensor | None = None  # [1]
-
-    def detach(self) -> Features:
-        bias = None if self.logit_bias is None else self.logit_bias.detach()
-        return Features(self.image.detach(), self.text.detach(), self.logit_scale.detach(), bias)
-
-
-@dataclass
-class FeatureGradients:
-    """This rank's share of d(global mean loss): summed over ranks and micro-batches it is the whole gradient."""
-
-    image: Tensor  # [b, D]
-    text: Tensor  # [b, D]
-    logit_scale: Tensor  # [1], with respect to the factor, not to its logarithm
-    logit_bias: Tensor | None = None  # [1]
-
-
 @dataclass(frozen=True)
 class StepReport:
     """What the optimizer step reports."""
 
     grad_norm: float  # global, before the clip
     skipped: bool = False  # fp16 only: the gradients overflowed, nothing was updated
-    of_towers: dict[str, float] = field(
-        default_factory=dict
-    )  # "grad_norm_image", ...: of each tower that is trained
+    # "grad_norm_image", ...: the norm of each group of parameters that is trained
+    by_group: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -198,11 +171,16 @@ class Differentiable(Protocol):
     device: torch.device
 
     def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
-        """Both towers; with a graph unless under `torch.no_grad()`. All ranks call it equally often.
+        """All features, with a graph unless under `torch.no_grad()`. All ranks call it equally often.
 
-        seen: what it gave without a graph before; a tower of which nothing is trained may take its features."""
+        seen: the result of an earlier call without a graph. Features of a tower that is not trained
+        may be taken from it.
+        """
         ...
 
-    def backward(self, features: Features, gradients: FeatureGradients, last: bool) -> None:
-        """Add `gradients`, taken through the graph of `features`, to this step's gradient; `last`: none comes after."""
+    def backward(self, features: Features, gradients: Features, last: bool) -> None:
+        """Push `gradients` through the graph of `features` and add the result to this step's gradient.
+
+        last: no other backward follows in this step.
+        """
         ...

@@ -17,13 +17,13 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import OutOfMemoryError
 from clip_train.models.batch_norm import has_batch_norm
 from clip_train.protocols import Batch, Phase
 from clip_train.step import StepResult, train_step
+from clip_train.task import Objective
 
 T = TypeVar("T")
 

@@ -17,7 +17,6 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive.matmul import matmul_precision
-from clip_train.contrastive.objective import Context, LossOutput, Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
@@ -25,11 +24,11 @@ from clip_train.models.batch_norm import observed
 from clip_train.protocols import (
     Batch,
     Differentiable,
-    FeatureGradients,
     Features,
     MicroBatch,
     Phase,
 )
+from clip_train.task import Context, LossOutput, Objective, is_scalar
 
 Guard = Callable[[Phase, Callable[[], Any]], Any]  # runs one part of a step
 
@@ -40,11 +39,9 @@ class StepResult:
 
     loss: float  # of the global batch, before the update
     grad_norm: float  # global, before the clip
-    logit_scale: float  # the factor the loss was computed with
     skipped: bool = False  # fp16: gradients overflowed, no update
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # norms by tower, and what the objective reports
+    # norms by group, the scalars that the loss was computed with, and what the objective reports
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def unguarded(phase: Phase, action: Callable[[], Any]) -> Any:
@@ -97,23 +94,22 @@ def train_step(
         engine.discard_gradients()
         restore_rng(random_state, engine.device)
         found = accumulate(deferred=False)
-    loss, scale, _ = (found.pop(name) for name in ("loss", "logit_scale", "unsafe"))
+    loss, _ = found.pop("loss"), found.pop("unsafe")
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
     report = engine.step(lr)
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
-    return StepResult(loss, report.grad_norm, scale, report.skipped, report.of_towers | found)
+    return StepResult(loss, report.grad_norm, report.skipped, report.by_group | found)
 
 
-def numbers(parts: Sequence[tuple[LossOutput, torch.Tensor]]) -> dict[str, float]:
-    """Everything that the host wants to know of a step's losses, by one wait for the device: both passes lie behind."""
-    output, scale = parts[-1]
-    unsafe = [part.unsafe for part, _ in parts if part.unsafe is not None]
+def numbers(parts: Sequence[LossOutput]) -> dict[str, float]:
+    """All numbers of a step's losses, with one wait for the device, after both passes."""
+    output = parts[-1]
+    unsafe = [part.unsafe for part in parts if part.unsafe is not None]
     wanted = {
-        "loss": torch.stack([part.loss for part, _ in parts]).sum(),
-        "logit_scale": scale[0],
+        "loss": torch.stack([part.loss for part in parts]).sum(),
         "unsafe": torch.stack(unsafe).any() if unsafe else torch.zeros_like(output.loss),
         **output.metrics,
     }
@@ -138,8 +134,8 @@ def two_pass(
     kept_graphs: int = 1,
     guard: Guard = unguarded,
     last: bool = True,
-) -> tuple[LossOutput, torch.Tensor]:
-    """Add the gradient of the objective over these samples of all ranks. Returns its output and the logit scale, [1].
+) -> LossOutput:
+    """Add the gradient of the objective over these samples of all ranks. Returns its output.
 
     kept_graphs: micro-batches whose graphs are retained. last: no other backward follows in this optimizer step.
     """
@@ -160,7 +156,8 @@ def two_pass(
     )
     for update in running_statistics:
         update()
-    return output, features.logit_scale
+    output.metrics |= {name: x[0] for name, x in features.items() if is_scalar(x)}
+    return output
 
 
 @dataclass
@@ -201,7 +198,7 @@ def encode(
 def replay(
     engine: Differentiable,
     cache: list[CachedMicroBatch],
-    gradients: list[FeatureGradients],
+    gradients: list[Features],
     last: bool,
 ) -> None:
     """Pass 2: retained graphs first, which frees them; then each other micro-batch again, with its own randomness.
@@ -221,9 +218,8 @@ def replay(
 
 
 def joined(parts: Sequence[Features]) -> Features:
-    """One after another, detached; the scalars are those of the last."""
-    final = parts[-1].detach()
-    image, text = (
-        torch.cat([getattr(p, side).detach() for p in parts]) for side in ("image", "text")
-    )
-    return Features(image, text, final.logit_scale, final.logit_bias)
+    """The rows of all micro-batches in one, detached; the scalars are those of the last."""
+    return {
+        name: (last if is_scalar(last) else torch.cat([part[name] for part in parts])).detach()
+        for name, last in parts[-1].items()
+    }

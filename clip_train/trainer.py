@@ -16,7 +16,6 @@ from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
-from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.data.invalid import InvalidLog
 from clip_train.engine import Engine
@@ -29,6 +28,7 @@ from clip_train.protocols import Batch
 from clip_train.recovery import recovering_step, release
 from clip_train.step import StepResult
 from clip_train.stop import StopRequest
+from clip_train.task import Objective
 
 EVALUATE_LATER = (
     "once the cause is mended, `clip-train evaluate RECIPE` evaluates the newest checkpoint; the next "
@@ -210,7 +210,6 @@ class Trainer:
             "samples": self.samples,  # seen since the run began
             "loss": result.loss,  # of the global batch
             "grad_norm": result.grad_norm,  # global, before the clip
-            "logit_scale": result.logit_scale,  # its exp: the factor itself
             "lr": lr,
             "samples_per_second": plan.global_size / times.step,  # over all ranks
             "step_seconds": times.step,  # waiting for data included

@@ -11,7 +11,6 @@ import torch
 from clip_train import dist
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.objective import Objective
 from clip_train.data.config import order_keys
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.inspect import count_missing
@@ -27,7 +26,8 @@ from clip_train.models.config import AnyArchitecture, Architecture, TokenizerOpt
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer, moving_average
-from clip_train.protocols import Features, text_lengths
+from clip_train.protocols import Features, MicroBatch, text_lengths
+from clip_train.task import Objective, named_features
 from launcher import engines
 from launcher.config.memory import DTYPES
 from launcher.config.recipe import RunConfig
@@ -176,8 +176,11 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
         raise RankError(
             f"model.teacher ({config.model.teacher}) on {other} is not that of {first}; mount it on all"
         )
-    features = lambda micro_batch: Features(*teacher(micro_batch.images, micro_batch.texts))  # noqa: E731
-    return build_loss(config.loss, features, local=local), digest
+
+    def teach(micro_batch: MicroBatch) -> Features:
+        return named_features(*teacher(micro_batch.images, micro_batch.texts))
+
+    return build_loss(config.loss, teach, local=local), digest
 
 
 def evaluation(

@@ -15,6 +15,7 @@ from clip_train.engine import PlainEngine
 from clip_train.protocols import Features
 from clip_train.step import train_step
 from tests import tolerances
+from clip_train.task import named_features
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise
 from tests.ranks import run_ranks
@@ -43,7 +44,7 @@ class CountingTeacher:
     def __call__(self, micro_batch) -> Features:
         assert not torch.is_grad_enabled()
         self.samples += len(micro_batch)
-        return Features(*self.model(micro_batch.images, micro_batch.texts))
+        return named_features(*self.model(micro_batch.images, micro_batch.texts))
 
 
 def batch_at(step: int):

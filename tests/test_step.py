@@ -78,7 +78,7 @@ class Underflowing(InfoNCE):
     def __call__(self, features, context):
         out = super().__call__(features, replace(context, deferred=False))
         if context.deferred:
-            out.d_image.mul_(7)
+            out.gradients["image"].mul_(7)
             out.unsafe = torch.tensor(True)
         return out
 

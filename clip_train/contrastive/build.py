@@ -6,9 +6,9 @@ from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation, Teacher
 from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.objective import Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
+from clip_train.task import Objective
 
 
 def build_loss(

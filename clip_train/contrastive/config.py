@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from clip_train.settings import Refused, Rounding, Settings
-
-Matmul = Literal["highest", "tf32", "bf16x3"]
+from clip_train.settings import Matmul, Refused, Rounding, Settings
 
 
 class LossConfig(Settings):

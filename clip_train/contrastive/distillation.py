@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 
 from clip_train.contrastive.exchange import Pairs, share_counts
-from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
 from clip_train.protocols import Features, MicroBatch
+from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 
 Teacher = Callable[[MicroBatch], Features]
 
@@ -43,18 +43,13 @@ class Distillation(Objective):
             raise ValueError(
                 "distillation needs the teacher's features of the same samples (context.prepared)"
             )
-        I, T, scale, side, deferred = (
-            features.image,
-            features.text,
-            features.logit_scale,
-            self.tile,
-            context.deferred,
-        )
+        I, T, scale = features["image"], features["text"], features["logit_scale"]
+        side, deferred = self.tile, context.deferred
         counts, dtype = share_counts(len(I), context.global_size), accumulation_dtype(I, T)
         pairs = Pairs.gathered(I, T, counts)
-        of_teacher = Pairs.gathered(target.image.to(dtype), target.text.to(dtype), counts)
+        of_teacher = Pairs.gathered(target["image"].to(dtype), target["text"].to(dtype), counts)
         student = Softmaxes.of(pairs, scale, side, deferred=deferred)
-        teacher = Softmaxes.of(of_teacher, target.logit_scale, side, deferred=deferred)
+        teacher = Softmaxes.of(of_teacher, target["logit_scale"], side, deferred=deferred)
 
         weight = 1 / (2 * len(pairs.image_all))
         d_image, d_text = torch.zeros_like(I, dtype=dtype), torch.zeros_like(T, dtype=dtype)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from clip_train.contrastive.exchange import Pairs, share_counts
-from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
 from clip_train.protocols import Features
+from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 
 
 def info_nce(pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> LossOutput:
@@ -42,9 +42,9 @@ class InfoNCE(Objective):
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "InfoNCE")
-        counts = share_counts(len(features.image), context.global_size)
-        pairs = Pairs.gathered(features.image, features.text, counts)
-        return info_nce(pairs, features.logit_scale, self.tile, deferred=context.deferred)
+        counts = share_counts(len(features["image"]), context.global_size)
+        pairs = Pairs.gathered(features["image"], features["text"], counts)
+        return info_nce(pairs, features["logit_scale"], self.tile, deferred=context.deferred)
 
 
 class LocalInfoNCE(Objective):
@@ -62,12 +62,10 @@ class LocalInfoNCE(Objective):
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "InfoNCE")
-        I, T = features.image, features.text
+        I, T = features["image"], features["text"]
         out = info_nce(
-            Pairs(I, T, I, T), features.logit_scale, self.tile, deferred=context.deferred
+            Pairs(I, T, I, T), features["logit_scale"], self.tile, deferred=context.deferred
         )
         part = len(I) / (context.global_size or len(I))
-        return replace(
-            out, loss=out.loss * part, d_image=out.d_image * part, d_text=out.d_text * part,
-            d_logit_scale=out.d_logit_scale * part,
-        )  # fmt: skip
+        gradients = {name: gradient * part for name, gradient in out.gradients.items()}
+        return replace(out, loss=out.loss * part, gradients=gradients)

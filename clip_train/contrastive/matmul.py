@@ -18,7 +18,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from clip_train.contrastive.config import Matmul
+from clip_train.settings import Matmul
 
 _chosen: ContextVar[Matmul] = ContextVar("matmul", default="highest")
 

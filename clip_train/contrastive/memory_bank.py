@@ -23,10 +23,10 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.contrastive.exchange import Pairs, share_counts
 from clip_train.contrastive.info_nce import info_nce
-from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 from clip_train.contrastive.softmax import Softmaxes
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, row_dots
 from clip_train.protocols import Features
+from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 
 NO_ID = -1  # of a sample that nobody named; equal to no sample's
 
@@ -68,11 +68,12 @@ class MemoryBank(Objective):
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         refuse_bias(features, "a memory bank")
-        n, scale, deferred = len(features.image), features.logit_scale, context.deferred
+        I, T, scale = features["image"], features["text"], features["logit_scale"]
+        n, deferred = len(I), context.deferred
         counts = share_counts(n, context.global_size)
-        pairs = Pairs.gathered(features.image, features.text, counts)
+        pairs = Pairs.gathered(I, T, counts)
         ids = sample_ids(context.keys) if context.keys else torch.full((n,), NO_ID)
-        ids = dist.gather_rows(ids.to(features.image.device, non_blocking=True), counts)
+        ids = dist.gather_rows(ids.to(I.device, non_blocking=True), counts)
         self._seen = {"image": pairs.image_all, "text": pairs.text_all, "ids": ids}
         exact = output = info_nce(pairs, scale, self.tile, deferred=deferred)
         entries = len(self.past["ids"]) if self.past and self.steps >= self.warmup_steps else 0
@@ -113,7 +114,7 @@ class MemoryBank(Objective):
 
 def _compared(output: LossOutput, exact: LossOutput) -> dict[str, Tensor]:
     """How the gradient with respect to the global batch's features differs from that of the exact loss."""
-    ours, theirs = (torch.cat([o.d_image, o.d_text]) for o in (output, exact))
+    ours, theirs = (torch.cat([o.gradients["image"], o.gradients["text"]]) for o in (output, exact))
     products = [row_dots(x, y).sum() for x, y in ((ours, ours), (theirs, theirs), (ours, theirs))]
     own, other, both = dist.all_reduce_sum(torch.stack(products))
     scale = (own * other).sqrt()

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.contrastive.exchange import Pairs, share_counts
-from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective
 from clip_train.contrastive.softmax import softplus
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, row_dots
 from clip_train.protocols import Features
+from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
 
 
 class SigmoidLoss(Objective):
@@ -37,14 +37,14 @@ class SigmoidLoss(Objective):
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        I, T, logit_bias = features.image, features.text, features.logit_bias
-        if logit_bias is None:
+        I, T = features["image"], features["text"]
+        if "logit_bias" not in features:
             raise ValueError(
                 "loss.kind (sigmoid) needs a model with a logit_bias, and this one has none; "
                 "set model.init_logit_bias=-10 model.init_logit_scale=2.3026"
             )
         counts = share_counts(len(I), context.global_size)
-        N, scale, bias = sum(counts), features.logit_scale, logit_bias
+        N, scale, bias = sum(counts), features["logit_scale"], features["logit_bias"]
         dtype = accumulation_dtype(I, T)
 
         positive = row_dots(I, T) * scale + bias  # [n], float64
@@ -65,7 +65,7 @@ class SigmoidLoss(Objective):
         loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
         d_scale = row_dots(I, d_image).sum()
         d_bias = ((at_positive.sum() + slope) / N).to(dtype).reshape(1)
-        return LossOutput.scaled(loss, d_image, d_text, d_scale, scale, d_logit_bias=d_bias)
+        return LossOutput.scaled(loss, d_image, d_text, d_scale, scale, d_bias=d_bias)
 
 
 def _tiled_pass(

@@ -88,9 +88,8 @@ def encode(
     images = torch.cat(image)
     logit_scale = images.new_ones(1)
     if with_text:
-        logit_scale = engine.forward(
-            MicroBatch(*blank, torch.zeros(1, dtype=torch.int64, device=device))
-        ).logit_scale
+        seeds = torch.zeros(1, dtype=torch.int64, device=device)
+        logit_scale = engine.forward(MicroBatch(*blank, seeds))["logit_scale"]
     return Encoded(
         images,
         torch.cat([images[:0], *text]),
@@ -113,8 +112,8 @@ def _forward(
     texts = []
     for start in starts:
         part = tokens[start : start + starts.step]
-        texts.append(engine.encode_text(part if len(part) else blank)[: len(part)].float())
-    return engine.encode_image(pixels).float(), texts
+        texts.append(engine.encode("text", part if len(part) else blank)[: len(part)].float())
+    return engine.encode("image", pixels).float(), texts
 
 
 def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch | None, list[int]]:

@@ -202,7 +202,7 @@ def class_embeddings(
     parts = forward_together(
         engine,
         lambda: [
-            engine.encode_text(tokenize(prompts[i : i + batch_size]).to(engine.device)).float()
+            engine.encode("text", tokenize(prompts[i : i + batch_size]).to(engine.device)).float()
             for i in range(0, len(prompts), batch_size)
         ],
     )

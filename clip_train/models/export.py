@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clip_train.models.config import AnyArchitecture
 from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, check_state, sha256_of
-from clip_train.protocols import SCALARS
+from clip_train.task import IMAGE_TEXT
 
 
 def export_openclip(
@@ -33,7 +33,8 @@ def export_openclip(
     """
     check_state(state, architecture, "the state to export")
     out = {
-        name: own_copy(t).reshape(() if name in SCALARS else t.shape) for name, t in state.items()
+        name: own_copy(t).reshape(() if name in IMAGE_TEXT.scalars else t.shape)
+        for name, t in state.items()
     }
     path = Path(folder)
     weights = save_weights(out, path, WEIGHTS_NAMES[0])

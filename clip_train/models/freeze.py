@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
@@ -14,8 +14,8 @@ from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture, ModelConfig
-from clip_train.protocols import SCALARS, Tower, tower_of
 from clip_train.settings import shown
+from clip_train.task import IMAGE_TEXT, groups
 
 NORMS = ("ln_post", "ln_final")  # behind the blocks
 TOP = (*NORMS, "proj", "text_projection")
@@ -32,14 +32,15 @@ def depths(names: Iterable[str]) -> dict[str, int]:
     blocks = {
         name: int(found[1]) for name in names if (found := re.search(r"\bresblocks\.(\d+)\.", name))
     }
-    layers = {tower_of(name): 0 for name in names}
+    towers = groups(IMAGE_TEXT, names)
+    layers = dict.fromkeys(towers.values(), 0)
     for name, number in blocks.items():
-        layers[tower_of(name)] = max(layers[tower_of(name)], number + 1)
+        layers[towers[name]] = max(layers[towers[name]], number + 1)
 
     def depth(name: str) -> int:
-        if name in SCALARS or _within_tower(name).split(".")[0] in TOP:
+        if name not in towers or _within_tower(name).split(".")[0] in TOP:
             return 0
-        return layers[tower_of(name)] - blocks.get(name, -1)
+        return layers[towers[name]] - blocks.get(name, -1)
 
     return {name: depth(name) for name in names}
 
@@ -70,7 +71,7 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
         "text": (config.lock_text, config.lock_text_unlocked_layers),
     }
     for name in names:
-        locked, unlocked = locks.get(tower_of(name) or "", (False, 0))
+        locked, unlocked = locks.get(IMAGE_TEXT.group(name) or "", (False, 0))
         group = 1 if _within_tower(name).startswith(NORMS) else depth[name]
         if locked and group >= unlocked:
             frozen.add(name)
@@ -105,8 +106,8 @@ def trained_parameters(config: ModelConfig, architecture: AnyArchitecture) -> in
     return sum(size for name, size in sizes.items() if name not in frozen)
 
 
-def frozen_towers(config: ModelConfig, architecture: AnyArchitecture) -> frozenset[Tower]:
+def frozen_towers(config: ModelConfig, architecture: AnyArchitecture) -> frozenset[str]:
     """Those of which nothing is trained."""
     names = parameter_sizes(architecture)
-    trained = {tower_of(name) for name in names.keys() - frozen_names(config, names)}
-    return frozenset(tower for tower in get_args(Tower) if tower not in trained)
+    trained = groups(IMAGE_TEXT, names.keys() - frozen_names(config, names))
+    return frozenset(IMAGE_TEXT.group_names) - set(trained.values())

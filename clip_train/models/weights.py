@@ -14,7 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from clip_train.models.config import (
     load_architecture,
     preset_names,
 )
-from clip_train.protocols import SCALARS, Tower, Wanted
+from clip_train.protocols import Wanted
+from clip_train.task import IMAGE_TEXT
 
 WEIGHTS_NAMES = (
     "open_clip_model.safetensors",
@@ -171,7 +172,10 @@ def load_openclip(
 
 
 def load_tower(
-    path: str | os.PathLike, tower: Tower, architecture: AnyArchitecture, log: Log = silent
+    path: str | os.PathLike,
+    tower: Literal["image", "text"],
+    architecture: AnyArchitecture,
+    log: Log = silent,
 ) -> dict[str, Tensor]:
     """One tower of `CLIP(architecture)`: its part of a state dict. As `load_openclip`.
 
@@ -185,16 +189,12 @@ def load_tower(
     state = {
         name.removeprefix(prefix): tensor
         for name, tensor in state.items()
-        if name.startswith("visual.") == (tower == "image") and name not in SCALARS
+        if IMAGE_TEXT.group(name) == tower
     }
     resize_positions(state, architecture, log)
     with torch.device("meta"):
         rest = build_model(architecture).state_dict()
-    rest = {
-        name: t
-        for name, t in rest.items()
-        if name in SCALARS or name.startswith("visual.") != (tower == "image")
-    }
+    rest = {name: t for name, t in rest.items() if IMAGE_TEXT.group(name) != tower}
     check_state(rest | state, architecture, f"the {tower} tower of {file}")
     return state
 
@@ -256,7 +256,9 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
             "_orig_mod."
         )  # DistributedDataParallel, torch.compile
         tensor = value.float().contiguous() if value.is_floating_point() else value
-        state[name] = tensor.reshape(1) if name in SCALARS and tensor.numel() == 1 else tensor
+        state[name] = (
+            tensor.reshape(1) if name in IMAGE_TEXT.scalars and tensor.numel() == 1 else tensor
+        )
     said = trained_with(file)
     _check_activation(file, said.get("quick_gelu"), architecture)
     if architecture.model_copy(update=said) != architecture:

@@ -22,7 +22,8 @@ from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_towers, trained_parameters
 from clip_train.optim.optimizer import moment_bytes
 from clip_train.probe import fake_profile, real_profile
-from clip_train.protocols import MicroBatch, Tower, tower_of
+from clip_train.protocols import MicroBatch
+from clip_train.task import IMAGE_TEXT
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked, no_limit
 from launcher.engines import package
@@ -81,7 +82,7 @@ def _profile(
     precision: str,
     dropout: float,
     checkpointing: bool,
-    frozen: frozenset[Tower] = frozenset(),
+    frozen: frozenset[str] = frozenset(),
 ) -> Profile:
     """By fake tensors; of shallow towers, and what one block more takes of either: those of a large model take half a
     minute. OpenCLIP's stay whole. frozen: towers without a graph, which take no more the deeper they are; one that is
@@ -112,7 +113,7 @@ def _profile(
             finally:
                 torch.set_default_dtype(torch.float32)
             for name, p in model.named_parameters():
-                p.requires_grad_(tower_of(name) not in frozen)
+                p.requires_grad_(IMAGE_TEXT.group(name) not in frozen)
             return model
 
         return fake_profile(make_model, partial(micro_batch, architecture, torch.device("cpu")))

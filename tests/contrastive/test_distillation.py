@@ -7,8 +7,7 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.objective import Context
-from clip_train.protocols import Features
+from clip_train.task import Context, named_features
 from tests.contrastive.oracles import distill_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
 
@@ -24,12 +23,18 @@ def ours(scale, z, tile=10, aligned=0.5, dtype=torch.float64):
     own = slice(dist.rank() * n, (dist.rank() + 1) * n)
     image, text = pairs(N, D, 1, aligned)
     U, V = pairs(N, 2 * D, 2, 1.0)
-    teacher = Features(U[own].to(dtype), V[own].to(dtype), torch.tensor([z], dtype=dtype))
-    student = Features(
+    teacher = named_features(U[own].to(dtype), V[own].to(dtype), torch.tensor([z], dtype=dtype))
+    student = named_features(
         image[own].to(dtype), text[own].to(dtype), torch.tensor([scale], dtype=dtype)
     )
     out = Distillation(no_teacher, tile=tile)(student, Context(prepared=teacher))
-    return out.loss, out.d_image, out.d_text, out.d_logit_scale, out.metrics
+    return (
+        out.loss,
+        out.gradients["image"],
+        out.gradients["text"],
+        out.gradients["logit_scale"],
+        out.metrics,
+    )
 
 
 def check(results, scale, z, aligned=0.5, tolerance=1e-11):
@@ -67,4 +72,4 @@ def test_ranks_hold_shares_of_the_gradient(world_size):
 def test_it_says_what_is_missing():
     image, text = pairs(4, 8)
     with pytest.raises(ValueError, match="teacher's features"):
-        Distillation(no_teacher)(Features(image, text, torch.ones(1)))
+        Distillation(no_teacher)(named_features(image, text, torch.ones(1)))

@@ -7,9 +7,8 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.objective import Context
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, auto_side, tiles
-from clip_train.protocols import Features
+from clip_train.task import Context, named_features
 from tests.contrastive.oracle import autograd, features, relative
 from tests.ranks import RankFailedError, run_ranks
 
@@ -19,10 +18,14 @@ from tests.ranks import RankFailedError, run_ranks
 def test_float64_equals_autograd(N, D, tile, scale):
     image, text = features(N, D, torch.float64)
     loss, *gradients = autograd(image, text, scale)
-    outcome = InfoNCE(tile=tile)(Features(image, text, torch.tensor([scale], dtype=torch.float64)))
+    outcome = InfoNCE(tile=tile)(
+        named_features(image, text, torch.tensor([scale], dtype=torch.float64))
+    )
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-12)
     for ours, theirs in zip(
-        (outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True
+        (outcome.gradients["image"], outcome.gradients["text"], outcome.gradients["logit_scale"]),
+        gradients,
+        strict=True,
     ):
         assert relative(ours, theirs) < 1e-11
 
@@ -31,10 +34,12 @@ def test_float64_equals_autograd(N, D, tile, scale):
 def test_float32_is_exact_to_rounding(aligned):
     image, text = features(256, 32, torch.float32, aligned)
     loss, *gradients = autograd(image, text, 60.0)
-    outcome = InfoNCE(tile=100)(Features(image, text, torch.tensor([60.0])))
+    outcome = InfoNCE(tile=100)(named_features(image, text, torch.tensor([60.0])))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=2e-5)
     for ours, theirs in zip(
-        (outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True
+        (outcome.gradients["image"], outcome.gradients["text"], outcome.gradients["logit_scale"]),
+        gradients,
+        strict=True,
     ):
         assert relative(ours, theirs) < 2e-5
 
@@ -44,13 +49,15 @@ def test_logits_so_spread_that_every_exponential_underflows_fall_back_to_a_runni
     image, text = features(40, 8, torch.float32)
     image = image * torch.logspace(-2, 2, 40)[:, None]
     loss, *gradients = autograd(image, text, 30.0)
-    given = Features(image, text, torch.tensor([30.0]))
+    given = named_features(image, text, torch.tensor([30.0]))
     outcome = InfoNCE(tile=16)(given)
     deferred = InfoNCE(tile=16)(given, Context(deferred=True)).unsafe
     assert deferred is not None and deferred.item()  # the fallback was needed
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     for ours, theirs in zip(
-        (outcome.d_image, outcome.d_text, outcome.d_logit_scale), gradients, strict=True
+        (outcome.gradients["image"], outcome.gradients["text"], outcome.gradients["logit_scale"]),
+        gradients,
+        strict=True,
     ):
         assert relative(ours, theirs) < 1e-4  # logits of 3,000 have no more digits in float32
 
@@ -58,21 +65,21 @@ def test_logits_so_spread_that_every_exponential_underflows_fall_back_to_a_runni
 def test_bfloat16_features_lose_nothing_more_in_the_loss():
     image, text = features(128, 32, torch.bfloat16, aligned=1.0)
     loss, d_image, *_ = autograd(image, text, 50.0)
-    outcome = InfoNCE()(Features(image, text, torch.tensor([50.0])))
+    outcome = InfoNCE()(named_features(image, text, torch.tensor([50.0])))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-5)
-    assert outcome.d_image.dtype == torch.float32
-    assert relative(outcome.d_image, d_image) < 1e-5
+    assert outcome.gradients["image"].dtype == torch.float32
+    assert relative(outcome.gradients["image"], d_image) < 1e-5
 
 
 def test_a_single_pair_has_no_loss_and_no_gradient():
-    outcome = InfoNCE()(Features(*features(1, 8, torch.float32), torch.tensor([10.0])))
+    outcome = InfoNCE()(named_features(*features(1, 8, torch.float32), torch.tensor([10.0])))
     assert outcome.loss.item() == 0
-    assert outcome.d_image.abs().max() == 0
+    assert outcome.gradients["image"].abs().max() == 0
 
 
 def test_a_bias_is_refused():
     with pytest.raises(ValueError, match="logit_bias"):
-        InfoNCE()(Features(*features(4, 8, torch.float32), torch.ones(1), torch.ones(1)))
+        InfoNCE()(named_features(*features(4, 8, torch.float32), torch.ones(1), torch.ones(1)))
 
 
 def test_float32_keeps_the_digits_of_a_tiny_loss():
@@ -81,8 +88,13 @@ def test_float32_keeps_the_digits_of_a_tiny_loss():
     truth = autograd(image, text, 19.0)
     assert 5e-5 < truth[0].item() < 2e-4
     theirs = autograd(image, text, 19.0, dtype=torch.float32)
-    outcome = InfoNCE(tile=100)(Features(image, text, torch.tensor([19.0])))
-    ours = (outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale)
+    outcome = InfoNCE(tile=100)(named_features(image, text, torch.tensor([19.0])))
+    ours = (
+        outcome.loss,
+        outcome.gradients["image"],
+        outcome.gradients["text"],
+        outcome.gradients["logit_scale"],
+    )
     for mine, other, exact in zip(ours, theirs, truth, strict=True):
         assert relative(mine, exact) < 3e-6
         assert relative(mine, exact) < relative(other, exact) / 100
@@ -119,9 +131,9 @@ def test_the_automatic_tile_gives_the_same_loss():
     image, text = features(n, 8, torch.float64)
     assert len(list(tiles(n, n))) > 1
     loss, d_image, *_ = autograd(image, text, 10.0)
-    outcome = InfoNCE()(Features(image, text, torch.tensor([10.0]).double()))
+    outcome = InfoNCE()(named_features(image, text, torch.tensor([10.0]).double()))
     assert outcome.loss.item() == pytest.approx(loss.item(), rel=1e-12)
-    assert relative(outcome.d_image, d_image) < 1e-11
+    assert relative(outcome.gradients["image"], d_image) < 1e-11
 
 
 def on_a_rank(dtype, spread, N):
@@ -134,9 +146,15 @@ def on_a_rank(dtype, spread, N):
     assert max(counts) - min(counts) <= 1
     calls = count_collectives()
     global_size = N if len(set(counts)) > 1 else None
-    inputs = Features(image[own], text[own], torch.tensor([20.0], dtype=dtype))
+    inputs = named_features(image[own], text[own], torch.tensor([20.0], dtype=dtype))
     outcome = InfoNCE(tile=7)(inputs, Context(global_size=global_size))
-    return outcome.loss, outcome.d_image, outcome.d_text, outcome.d_logit_scale, calls
+    return (
+        outcome.loss,
+        outcome.gradients["image"],
+        outcome.gradients["text"],
+        outcome.gradients["logit_scale"],
+        calls,
+    )
 
 
 def count_collectives() -> list[str]:
@@ -182,7 +200,7 @@ def test_ranks_hold_shares_of_the_gradient_of_the_global_mean(world_size, spread
 
 def with_the_wrong_size():
     n = 3 + dist.rank()  # rank 1 holds the extra sample
-    InfoNCE()(Features(*features(n, 8, torch.float32), torch.ones(1)), Context(global_size=7))
+    InfoNCE()(named_features(*features(n, 8, torch.float32), torch.ones(1)), Context(global_size=7))
 
 
 @pytest.mark.distributed

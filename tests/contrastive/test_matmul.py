@@ -10,8 +10,8 @@ from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.matmul import matmul_precision
 from clip_train.engine import PlainEngine
-from clip_train.protocols import Features
 from clip_train.step import train_step
+from clip_train.task import named_features
 from tests.contrastive.oracle import autograd, features, relative
 from tests.toy import ToyCLIP, toy_batch
 
@@ -23,9 +23,11 @@ def test_errors_are_those_of_the_rounding(matmul):
     image, text = features(256, 64, torch.float32, aligned=0.5)
     exact = autograd(image, text, 100.0)
     with matmul_precision(matmul):
-        out = InfoNCE()(Features(image, text, torch.tensor([100.0])))
+        out = InfoNCE()(named_features(image, text, torch.tensor([100.0])))
     lowest, highest = BOUNDS[matmul]
-    for ours, theirs in zip((out.d_image, out.d_text), exact[1:3], strict=True):
+    for ours, theirs in zip(
+        (out.gradients["image"], out.gradients["text"]), exact[1:3], strict=True
+    ):
         assert lowest <= relative(ours, theirs) <= highest
     assert out.loss.item() == pytest.approx(exact[0].item(), rel=10 * highest)
     assert torch.get_float32_matmul_precision() == "highest"

@@ -8,8 +8,7 @@ import torch
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank, sample_ids
-from clip_train.contrastive.objective import Context
-from clip_train.protocols import Features
+from clip_train.task import Context, named_features
 from tests.contrastive.oracles import banked_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
 
@@ -58,9 +57,17 @@ def run_steps(loss: MemoryBank, first: int, last: int, dtype=torch.float64):
     for step in range(first, last):
         image, text, ids = stream(step)
         scale = torch.tensor([SCALE], dtype=dtype)
-        o = loss(Features(image[own].to(dtype), text[own].to(dtype), scale), named(ids[own]))
+        o = loss(named_features(image[own].to(dtype), text[own].to(dtype), scale), named(ids[own]))
         loss.after_step()
-        out.append((o.loss, o.d_image, o.d_text, o.d_logit_scale, o.metrics))
+        out.append(
+            (
+                o.loss,
+                o.gradients["image"],
+                o.gradients["text"],
+                o.gradients["logit_scale"],
+                o.metrics,
+            )
+        )
     return out
 
 
@@ -108,8 +115,8 @@ def test_until_it_counts_it_is_the_exact_loss_to_the_bit():
     loss = objective(warmup=2)
     for step, ours in enumerate(run_steps(loss, 0, 2, torch.float32)):
         image, text, _ = stream(step)
-        exact = InfoNCE(tile=7)(Features(image.float(), text.float(), torch.tensor([SCALE])))
-        assert torch.equal(ours[1], exact.d_image) and torch.equal(ours[0], exact.loss)
+        exact = InfoNCE(tile=7)(named_features(image.float(), text.float(), torch.tensor([SCALE])))
+        assert torch.equal(ours[1], exact.gradients["image"]) and torch.equal(ours[0], exact.loss)
         assert ours[4]["feature_grad_cosine"] == pytest.approx(1)
 
 
@@ -135,9 +142,9 @@ def test_the_banks_change_only_when_the_step_is_taken():
     loss = objective()
     run_steps(loss, 0, 2)
     image, text, ids = stream(2)
-    once = loss(Features(image, text, torch.tensor([SCALE]).double()), named(ids))
-    again = loss(Features(image, text, torch.tensor([SCALE]).double()), named(ids))
-    assert torch.equal(once.d_image, again.d_image)
+    once = loss(named_features(image, text, torch.tensor([SCALE]).double()), named(ids))
+    again = loss(named_features(image, text, torch.tensor([SCALE]).double()), named(ids))
+    assert torch.equal(once.gradients["image"], again.gradients["image"])
     assert len(loss.state_dict()["bank.image"]) == 2 * N
 
 
@@ -145,13 +152,13 @@ def test_without_ids_nothing_is_left_out():
     loss = MemoryBank(100, tile=7)
     for step in range(2):
         image, text, _ = stream(step)
-        outcome = loss(Features(image, text, torch.tensor([SCALE]).double()))
+        outcome = loss(named_features(image, text, torch.tensor([SCALE]).double()))
         loss.after_step()
     I, T, s = leaves(image, text, SCALE)
     past_I, past_T, _ = stream(0)
     different = torch.arange(2 * N)
     banked_loss(I, T, s, past_I, past_T, different[:N], different[N:], "negatives").backward()
-    assert relative(outcome.d_image, I.grad) < 1e-11
+    assert relative(outcome.gradients["image"], I.grad) < 1e-11
 
 
 def test_ids_are_the_same_everywhere_and_different_for_different_samples():

@@ -8,9 +8,8 @@ import torch
 from clip_train import dist
 from clip_train.contrastive.build import build_loss
 from clip_train.contrastive.config import LossConfig
-from clip_train.contrastive.objective import Context
 from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.protocols import Features
+from clip_train.task import Context, named_features
 from tests.contrastive.oracle import autograd, features, relative
 from tests.ranks import run_ranks
 
@@ -22,10 +21,10 @@ def scalars(*values: float, dtype: torch.dtype = torch.float32):
 def parts(outcome):
     return (
         outcome.loss,
-        outcome.d_image,
-        outcome.d_text,
-        outcome.d_logit_scale,
-        outcome.d_logit_bias,
+        outcome.gradients["image"],
+        outcome.gradients["text"],
+        outcome.gradients["logit_scale"],
+        outcome.gradients.get("logit_bias"),
     )
 
 
@@ -36,7 +35,7 @@ def parts(outcome):
 def test_float64_equals_autograd(N, D, tile, scale, bias):
     image, text = features(N, D, torch.float64, aligned=0.3)
     outcome = SigmoidLoss(tile=tile)(
-        Features(image, text, *scalars(scale, bias, dtype=torch.float64))
+        named_features(image, text, *scalars(scale, bias, dtype=torch.float64))
     )
     for ours, theirs in zip(parts(outcome), autograd(image, text, scale, bias), strict=True):
         assert ours.dtype == torch.float64
@@ -47,7 +46,7 @@ def test_float64_equals_autograd(N, D, tile, scale, bias):
 @pytest.mark.parametrize("aligned", [0.0, 1.0, 20.0])
 def test_float32_is_exact_to_rounding(aligned, scale, bias):
     image, text = features(256, 32, torch.float32, aligned)
-    outcome = SigmoidLoss(tile=100)(Features(image, text, *scalars(scale, bias)))
+    outcome = SigmoidLoss(tile=100)(named_features(image, text, *scalars(scale, bias)))
     for ours, theirs in zip(parts(outcome), autograd(image, text, scale, bias), strict=True):
         assert relative(ours, theirs) < 5e-6
 
@@ -56,15 +55,15 @@ def test_float32_keeps_the_digits_of_a_tiny_loss():
     image, text = features(512, 64, torch.float32, aligned=3.0)
     truth = autograd(image, text, 45.0, -29.0)
     assert 5e-5 < truth[0].item() < 5e-4
-    outcome = SigmoidLoss(tile=100)(Features(image, text, *scalars(45.0, -29.0)))
+    outcome = SigmoidLoss(tile=100)(named_features(image, text, *scalars(45.0, -29.0)))
     for ours, exact in zip(parts(outcome), truth, strict=True):
         assert relative(ours, exact) < 3e-6
 
 
 def test_bfloat16_features_are_multiplied_in_float32():
     image, text = features(128, 32, torch.bfloat16, aligned=1.0)
-    outcome = SigmoidLoss(tile=33)(Features(image, text, *scalars(50.0, -10.0)))
-    assert outcome.d_image.dtype == outcome.d_text.dtype == torch.float32
+    outcome = SigmoidLoss(tile=33)(named_features(image, text, *scalars(50.0, -10.0)))
+    assert outcome.gradients["image"].dtype == outcome.gradients["text"].dtype == torch.float32
     for ours, theirs in zip(parts(outcome), autograd(image, text, 50.0, -10.0), strict=True):
         assert relative(ours, theirs) < 1e-5
 
@@ -73,7 +72,7 @@ def test_a_model_without_a_bias_is_told_what_to_set():
     with pytest.raises(
         ValueError, match=r"model\.init_logit_bias=-10 model\.init_logit_scale=2\.3026"
     ):
-        SigmoidLoss()(Features(*features(4, 8, torch.float32), torch.ones(1)))
+        SigmoidLoss()(named_features(*features(4, 8, torch.float32), torch.ones(1)))
 
 
 def test_the_recipe_chooses_the_loss():
@@ -94,7 +93,7 @@ def on_a_rank(N, exchange, dtype):
     first = sum(counts[: dist.rank()])
     own = slice(first, first + counts[dist.rank()])
     loss, global_size = SigmoidLoss(tile=7, exchange=exchange), N if len(set(counts)) > 1 else None
-    inputs = Features(image[own], text[own], *scalars(20.0, -5.0, dtype=dtype))
+    inputs = named_features(image[own], text[own], *scalars(20.0, -5.0, dtype=dtype))
     return parts(loss(inputs, Context(global_size=global_size)))
 
 

@@ -107,7 +107,7 @@ def resume(layout: str, state: dict[str, torch.Tensor]) -> Any:
     saved = {f.name: f.tensors["param"].clone() for f in engine.state_fragments()}
     engine.train(False)
     with torch.no_grad():
-        seen = engine.encode_image(inputs(4)[0])
+        seen = engine.encode("image", inputs(4)[0])
     engine.close()
     return saved, seen
 

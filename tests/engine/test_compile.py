@@ -69,8 +69,8 @@ def train(layout: str, compile: bool, kept: int, checkpointing: bool):
         engine.train(False)
         with torch.no_grad():
             seen = (
-                engine.encode_image(batch(9).images).sum(),
-                engine.encode_text(batch(9).texts).sum(),
+                engine.encode("image", batch(9).images).sum(),
+                engine.encode("text", batch(9).texts).sum(),
             )
         engine.train(True)
         told += [result.loss, result.grad_norm, *map(float, seen)]

@@ -167,11 +167,11 @@ def evaluating_case(layout, precision):
     engine.train(False)
     with torch.no_grad():
         seen.append(
-            engine.encode_image(batch.images)
+            engine.encode("image", batch.images)
         )  # what is whole from here on must not be taken for the average
         with engine.averaged():
-            seen += [engine.encode_image(batch.images), engine.encode_text(batch.texts)]
-        seen.append(engine.encode_image(batch.images))
+            seen += [engine.encode("image", batch.images), engine.encode("text", batch.texts)]
+        seen.append(engine.encode("image", batch.images))
     after = pieces(engine)
     train(engine, 2, 4)
     out = before, after, seen, pieces(engine)

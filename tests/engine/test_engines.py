@@ -16,8 +16,9 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import FeatureGradients, Fragment, MicroBatch, Wanted
+from clip_train.protocols import Fragment, MicroBatch, Wanted
 from clip_train.step import train_step
+from clip_train.task import named_features
 from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests import tolerances
@@ -287,10 +288,10 @@ def test_resuming_is_bitwise_on_the_same_layout_and_close_on_another(layout, pre
 def clamp_case(layout, precision):
     engine = make(layout, precision)
     engine.load_fragments(with_value("logit_scale", 4.9), {})
-    seen = [engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale.item()]
+    seen = [engine.forward(toy_batch(4).micro_batches(4)[0])["logit_scale"].item()]
     for s in range(3):
         steps(engine, s, s + 1, 5, 1, lr=1e-4)
-        seen.append(engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale.item())
+        seen.append(engine.forward(toy_batch(4).micro_batches(4)[0])["logit_scale"].item())
     engine.close()
     return seen
 
@@ -316,7 +317,7 @@ def load_case(layout):
         engine.forward(micro_batch)  # as an evaluation before a resume
     engine.load_fragments(with_value("logit_scale", 1.5), {})
     with torch.no_grad():
-        scale = engine.forward(micro_batch).logit_scale.item()
+        scale = engine.forward(micro_batch)["logit_scale"].item()
     engine.close()
     return scale
 
@@ -359,8 +360,8 @@ def with_value(name, value) -> Source:
 def inf_case(layout, precision):
     engine = make(layout, precision)
     features = engine.forward(toy_batch(4).micro_batches(4)[0])
-    gradients = FeatureGradients(
-        torch.full_like(features.image, torch.inf), features.text.detach(), torch.ones(1)
+    gradients = named_features(
+        torch.full_like(features["image"], torch.inf), features["text"].detach(), torch.ones(1)
     )
     engine.backward(features, gradients, True)
     report = engine.step(1e-3)
@@ -386,7 +387,7 @@ def test_a_gradient_that_is_not_finite_is_no_skipped_step(layout, precision):
 def scale_case(layout):
     engine = make(layout, "bf16")
     engine.load_fragments(with_value("logit_scale", math.log(99)), {})
-    scale = engine.forward(toy_batch(4).micro_batches(4)[0]).logit_scale
+    scale = engine.forward(toy_batch(4).micro_batches(4)[0])["logit_scale"]
     gradient = (
         torch.autograd.grad(scale.sum(), engine.engine.module.logit_scale)[0].item()
         if layout == "zero 1"
@@ -454,8 +455,8 @@ def unreduced_case(layout):
     engine = make(layout)
     for micro_batch in toy_batch(8).micro_batches(4):
         features = engine.forward(micro_batch)
-        gradients = FeatureGradients(
-            torch.ones_like(features.image), torch.ones_like(features.text), torch.ones(1)
+        gradients = named_features(
+            torch.ones_like(features["image"]), torch.ones_like(features["text"]), torch.ones(1)
         )
         engine.backward(features, gradients, False)
     try:

@@ -44,21 +44,24 @@ class FakeEngine:
     def train(self, mode: bool = True) -> None:
         self.training = mode
 
-    def encode_image(self, images: Tensor) -> Tensor:
+    def encode(self, name: str, inputs: Tensor) -> Tensor:
         assert not self.training
+        return self._image_features(inputs) if name == "image" else self._text_features(inputs)
+
+    def _image_features(self, images: Tensor) -> Tensor:
         assert not torch.is_grad_enabled()
         self.calls.append("image")
         return F.normalize(images.flatten(1).float() @ self._image + 1e-3, dim=1)
 
-    def encode_text(self, texts: Tensor) -> Tensor:
-        assert not self.training
+    def _text_features(self, texts: Tensor) -> Tensor:
         self.calls.append("text")
         weights = 1 + torch.arange(texts.shape[1])
         return F.normalize((self._text[texts] * weights[None, :, None]).sum(1), dim=1)
 
     def forward(self, micro_batch: MicroBatch) -> Features:
-        image, text = self.encode_image(micro_batch.images), self.encode_text(micro_batch.texts)
-        return Features(image, text, torch.tensor([LOGIT_SCALE]))
+        image = self.encode("image", micro_batch.images)
+        text = self.encode("text", micro_batch.texts)
+        return {"image": image, "text": text, "logit_scale": torch.tensor([LOGIT_SCALE])}
 
 
 @dataclass

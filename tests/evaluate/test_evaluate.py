@@ -49,12 +49,12 @@ def _brute_force(whole: Batch, batch_size: int = 4) -> dict[str, float]:
     engine: Any = FakeEngine()
     engine.train(False)
     with torch.no_grad():
-        image = engine.encode_image(whole.images).double().numpy()
-        text = engine.encode_text(whole.texts).numpy().astype(np.float64)
+        image = engine.encode("image", whole.images).double().numpy()
+        text = engine.encode("text", whole.texts).numpy().astype(np.float64)
         rows = []
         for name in CLASSES.classnames:
             prompts = [f"a photo of a {name}.", name, f"an old picture of {name}"]
-            mean = engine.encode_text(tokenize(prompts)).double().numpy().mean(0)
+            mean = engine.encode("text", tokenize(prompts)).double().numpy().mean(0)
             rows.append(mean / np.linalg.norm(mean))
     guesses = np.argsort(-image @ np.stack(rows).T, axis=1)
     labels = [_expected_label(c[0], m) for c, m in zip(whole.captions, whole.metadata, strict=True)]

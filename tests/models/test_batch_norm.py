@@ -10,7 +10,6 @@ from torch import nn
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.objective import Context
 from clip_train.engine import PlainEngine
 from clip_train.models.batch_norm import BatchNorm2d, observed
 from clip_train.models.clip import CLIP
@@ -20,6 +19,7 @@ from clip_train.protocols import MicroBatch
 from clip_train.step import two_pass
 from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs
+from clip_train.task import Context
 from tests.ranks import run_ranks
 
 
@@ -94,7 +94,7 @@ def step(kept: int, checkpointing: bool, norm: str = "batch", micro_size: int = 
         MicroBatch(*part)
         for part in zip(*(each.split(micro_size) for each in inputs(12)), strict=True)
     ]
-    output, _ = two_pass(PlainEngine(model), batches, InfoNCE(), Context(12), kept_graphs=kept)
+    output = two_pass(PlainEngine(model), batches, InfoNCE(), Context(12), kept_graphs=kept)
     return (
         output.loss,
         {name: p.grad for name, p in model.named_parameters()},

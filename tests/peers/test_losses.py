@@ -7,8 +7,7 @@ import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.objective import Context
-from clip_train.protocols import Features
+from clip_train.task import Context, named_features
 from tests.contrastive.oracles import leaves, pairs, relative
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
@@ -28,8 +27,8 @@ def test_distillation_is_openclips():
     clip, distilled = loss_module.DistillClipLoss()(I, T, s, U, V, z)
     (clip + distilled).backward()  # as its training loop adds up the loss's parts
     loss = Distillation(lambda _: pytest.fail("not run here"), tile=7)
-    ours = loss(Features(image, text, s.detach()), Context(prepared=Features(U, V, z)))
+    ours = loss(named_features(image, text, s.detach()), Context(prepared=named_features(U, V, z)))
     assert ours.loss.item() == pytest.approx((clip + distilled).item(), rel=1e-12)
-    assert relative(ours.d_image, I.grad) < 1e-11
-    assert relative(ours.d_text, T.grad) < 1e-11
-    assert relative(ours.d_logit_scale, s.grad) < 1e-11
+    assert relative(ours.gradients["image"], I.grad) < 1e-11
+    assert relative(ours.gradients["text"], T.grad) < 1e-11
+    assert relative(ours.gradients["logit_scale"], s.grad) < 1e-11

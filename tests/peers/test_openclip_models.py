@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.objective import Context
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
@@ -25,6 +24,7 @@ from clip_train.models.weights import load_openclip
 from clip_train.probe import fake_profile
 from clip_train.protocols import Batch, MicroBatch
 from clip_train.step import train_step, two_pass
+from clip_train.task import Context
 from launcher.config.memory import micro_batch
 from launcher.parts import tokenizer_of
 
@@ -157,7 +157,7 @@ def gradients(
     ]
     objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
     torch.manual_seed(5)
-    output, _ = two_pass(PlainEngine(model), batches, objective, Context(8), kept_graphs=kept)
+    output = two_pass(PlainEngine(model), batches, objective, Context(8), kept_graphs=kept)
     return (
         output.loss,
         {name: p.grad for name, p in model.named_parameters()},

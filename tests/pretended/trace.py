@@ -23,7 +23,6 @@ from clip_train.batch import BatchPlan
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.objective import NO_CONTEXT, Context, LossOutput, Objective
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import Engine, PlainEngine
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
@@ -34,6 +33,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch, Features
 from clip_train.recovery import recovering_step
+from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, named_features
 from launcher import engines
 from launcher.engines.config import EngineConfig
 from tests.pretended.gpu_cases import PLANTED
@@ -160,10 +160,10 @@ def evaluation() -> dict[str, Any]:
     with gpu.pretended_gpu() as counts, torch.no_grad():
         plain = PlainEngine(born_on_gpu(lambda: CLIP(architecture), torch.bfloat16))
         plain.train(False)
-        image = plain.encode_image(
-            torch.empty(n, 3, size, size, dtype=torch.uint8, device=GPU)
+        image = plain.encode(
+            "image", torch.empty(n, 3, size, size, dtype=torch.uint8, device=GPU)
         ).float()
-        text = plain.encode_text(torch.empty(n, length, dtype=torch.int64, device=GPU)).float()
+        text = plain.encode("text", torch.empty(n, length, dtype=torch.int64, device=GPU)).float()
         groups = torch.empty(n, dtype=torch.int64, device=GPU)
         (ranks_of_matches(image, text, [Groups(groups, groups)])[0] <= 5).double().mean().item()
     return counts.as_json()
@@ -183,9 +183,10 @@ class Mixed(InfoNCE):
     """Planted: something of the host's among what is the device's."""
 
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        host = torch.ones(len(features.image), 1, device="cpu")
+        host = torch.ones(len(features["image"]), 1, device="cpu")
         return super().__call__(
-            Features(features.image * host, features.text, features.logit_scale), context
+            named_features(features["image"] * host, features["text"], features["logit_scale"]),
+            context,
         )
 
 
@@ -193,13 +194,13 @@ class Curious(InfoNCE):
     """Planted: the host waits to see a number."""
 
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        assert features.logit_scale.item()
+        assert features["logit_scale"].item()
         return super().__call__(features, context)
 
 
 def teacher(module: CLIP) -> Objective:
     return Distillation(
-        lambda micro_batch: Features(*module(micro_batch.images, micro_batch.texts))
+        lambda micro_batch: named_features(*module(micro_batch.images, micro_batch.texts))
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from clip_train import dist
-from clip_train.engine import LOSS_REMEDY, MAX_LOGIT_SCALE, Engine, Piece
+from clip_train.engine import LOSS_REMEDY, Engine, Piece
 from clip_train.errors import UserError
 from clip_train.protocols import FragmentSource, Phase
 from launcher.engines import Facts, MakeOptimizer
@@ -262,15 +262,15 @@ class DeepSpeedEngine(Engine):
             self._update_scale(False)  # for the next step
         return self._stage0_norm if self.stage == 0 else self.engine.get_global_grad_norm(), skipped
 
-    def _clamp_logit_scale(self) -> None:
-        """Master copy and model copy together: clamping the model's alone is undone by the next step."""
-        super()._clamp_logit_scale()
-        p = self.module.get_parameter("logit_scale")
-        if self.stage == 3:
-            p.ds_tensor.clamp_(0, MAX_LOGIT_SCALE)  # this rank's part
-        p.data.clamp_(
-            0, MAX_LOGIT_SCALE
-        )  # at stage 3 it may be below the persistence threshold, and stays gathered
+    def _clamp_scalars(self) -> None:
+        """Master copy and model copy together: the next step undoes a clamp of the model's alone."""
+        super()._clamp_scalars()
+        for name, limits in self.task.bounds.items():
+            p = self.module.get_parameter(name)
+            if self.stage == 3:
+                p.ds_tensor.clamp_(*limits)  # this rank's part
+            # at stage 3 it may be below the persistence threshold, and stays gathered
+            p.data.clamp_(*limits)
 
     def _copies(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen ones at stages 1 and 2, which no optimizer step would gather."""
