@@ -114,7 +114,7 @@ def numbers(parts: Sequence[LossOutput]) -> dict[str, float]:
         **output.metrics,
     }
     on_device = {
-        name: value.to(output.loss)
+        name: value.to(output.loss).reshape(())
         for name, value in wanted.items()
         if isinstance(value, torch.Tensor)
     }
@@ -156,7 +156,7 @@ def two_pass(
     )
     for update in running_statistics:
         update()
-    output.metrics |= {name: x[0] for name, x in features.items() if is_scalar(x)}
+    output.metrics |= {name: x for name, x in features.items() if is_scalar(x)}
     return output
 
 

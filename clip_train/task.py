@@ -143,7 +143,7 @@ class LossOutput:
     gradients: (
         Features  # with respect to each of this rank's features, rows [n, D], and scalars [1]
     )
-    # what else metrics.jsonl should have; tensors are []
+    # what else metrics.jsonl should have; tensors have one element
     metrics: dict[str, Tensor | float] = field(default_factory=dict)
     # bool []: true where the output must be computed again with `Context.deferred` off; None: safe
     unsafe: Tensor | None = None
