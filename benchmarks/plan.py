@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, ModelConfig
-from clip_train.probe import fake_profile
 from launcher.config.memory import micro_batch
 
 MODELS, QUICK = ("ViT-B-32", "ViT-L-14", "ViT-H-14", "ViT-bigG-14"), 2

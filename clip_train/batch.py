@@ -233,7 +233,7 @@ class BatchPlan:
 def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
     """The plan of the largest global batch on `world_size` ranks; UserError where a rank would get no sample.
 
-    Where something is `auto` it is the smallest plan, until memory has been looked at (`clip_train.memory`).
+    Where something is `auto` it is the smallest plan, until memory has been looked at (`clip_train.memory.plan`).
     """
     config.sizes.check_ranks(world_size)
     _, largest = config.sizes.extremes()

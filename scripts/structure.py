@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher")
 LIMITS = {
-    "statements": 16_600,
+    "statements": 16_650,
     "functions": 1_600,
     "walruses": 57,
     "statements in a module": 280,

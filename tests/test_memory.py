@@ -10,10 +10,10 @@ import torch
 from clip_train.batch import BatchConfig, BatchPlan, parse_bytes, plan_batch
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
-from clip_train.memory import Profile, Room, choose
+from clip_train.memory.plan import Profile, Room, choose
+from clip_train.memory.probe import fake_profile, real_profile
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
-from clip_train.probe import fake_profile, real_profile
 from launcher.config.memory import micro_batch, predicted_profile
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from clip_train.data.order import times_read
 from clip_train.errors import UserError
-from clip_train.memory import GIB, RECOMPUTED
+from clip_train.memory.plan import GIB, RECOMPUTED
 from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample

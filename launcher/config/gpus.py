@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from clip_train.errors import UserError
-from clip_train.memory import BACKWARD, GIB, candidates
+from clip_train.memory.plan import BACKWARD, GIB, candidates
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import moment_bytes

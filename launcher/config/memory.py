@@ -16,12 +16,12 @@ from clip_train.batch import BatchPlan, parse_bytes
 from clip_train.contrastive.tiles import GPU_SIDE
 from clip_train.engine import Engine
 from clip_train.errors import UserError
-from clip_train.memory import Memory, Profile, Room, choose
+from clip_train.memory.plan import Memory, Profile, Room, choose
+from clip_train.memory.probe import fake_profile, real_profile
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_towers, trained_parameters
 from clip_train.optim.optimizer import moment_bytes
-from clip_train.probe import fake_profile, real_profile
 from clip_train.protocols import MicroBatch
 from clip_train.task import IMAGE_TEXT
 from launcher.config.recipe import RunConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from clip_train.errors import UserError
-from clip_train.memory import Memory
+from clip_train.memory.plan import Memory
 from launcher.engines import Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import build_ds_config, reduce_bucket_elements, reduces_once

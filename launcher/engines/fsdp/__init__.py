@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clip_train.memory import Memory
+from clip_train.memory.plan import Memory
 from launcher.engines import Facts, linear
 from launcher.engines.config import EngineConfig
 

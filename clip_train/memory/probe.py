@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine, surrogate
-from clip_train.memory import Profile
+from clip_train.memory.plan import Profile
 from clip_train.protocols import MicroBatch
 from clip_train.task import IMAGE_TEXT
 
