@@ -107,7 +107,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         split = arguments.index("--")
         arguments, more = arguments[:split], arguments[split + 1 :]
     args, left = parser.parse_known_args(arguments)
-    args.sbatch = more
+    args.sbatch_options = more
     overrides = [each for each in left if "=" in each and not each.startswith("-")]
     if len(overrides) < len(left) or (left and not hasattr(args, "overrides")):
         quote = "; quote the command as one argument, or pipe it in: clip-train import-args -"

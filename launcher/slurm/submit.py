@@ -241,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"
     template = (ROOT / "slurm" / f"{job.template}.sbatch").read_text()
-    script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch)
+    script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch_options)
     if args.dry_run:
         print(script, end="")
         refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]

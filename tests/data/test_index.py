@@ -236,7 +236,7 @@ def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
 def test_an_index_that_cannot_be_read_is_not_no_index(folder: Path) -> None:
     (folder / INDEX_NAME).mkdir()
     with pytest.raises(
-        UserError, match=r"cannot be found out.*IsADirectoryError.*data\.verify=off"
+        UserError, match=r"cannot look for an index.*IsADirectoryError.*data\.verify=off"
     ):
         known(str(folder / "000.tar"))
 
