@@ -85,3 +85,16 @@ def test_tables_and_an_unknown_name(capsys):
     assert "<- auto" in out and "samples/s" in out and "features sent" in out
     assert main([*line[:-1], "H2000"]) == 2
     assert "--gpu (H2000) is not known: use one of B200, H200" in capsys.readouterr().err
+
+
+def test_a_small_models_speed_is_bounded_by_kernel_launches(capsys):
+    """No GPU starts kernels faster than its host launches them, some microseconds each."""
+    line = ["plan", str(RECIPES / "demo_shapes.yaml"), "--gpu", "H200", "engine.precision=bf16"]
+    assert main(line) == 0
+    text = capsys.readouterr().out
+    assert "bounded by kernel launches" in text
+    assert main([*line, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    kernels = plan["accum_steps"] * 3 * 6 * 10  # at least ten a block, in six blocks
+    fastest = plan["global_size"] / (kernels * 1e-6)
+    assert max(plan["gpu"]["samples_per_second"].values()) < fastest

@@ -17,6 +17,7 @@ import pytest
 
 from clip_train.checkpoint.manifest import FileEntry, Manifest, add_checksum, sha256_of
 from clip_train.models.config import parse_architecture
+from launcher.cli.main import main
 from tests.launcher.conftest import MODEL, clean_environment, run
 from tests.launcher.saved import save_run
 
@@ -169,3 +170,17 @@ def test_a_manifest_names_no_negative_size():
     with pytest.raises(ValueError, match="numbers"):
         body = {"step": -1, "epoch": 0, "world_size": 1, "files": [], "state": {}, "format": 3}
         Manifest.from_bytes(json.dumps({**body, "layout_sha256": "", "created": ""}).encode())
+
+
+def test_a_recipe_with_another_mistake_runs_no_code_of_its_optimizer(recipe, tmp_path, monkeypatch):
+    """`optim.name` is imported last, and not at all beside another mistake."""
+    marker = tmp_path / "imported"
+    (tmp_path / "stranger.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\nfrom torch.optim import SGD\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["optim.name=stranger.SGD", "optim.options={}"]
+    assert main(["plan", str(recipe), *own, "loss.kind=sigmoid"]) == 2
+    assert not marker.exists()
+    main(["plan", str(recipe), *own])
+    assert marker.exists()
