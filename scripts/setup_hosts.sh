@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Hosts h1, h2, ... on this one machine, each with an sshd, for tests of `deepspeed --hostfile`. Needs root and apt.
+# Hosts h1, h2, ... on this one machine, each with an sshd, for tests of `deepspeed --hostfile` and of names that do not
+# resolve; and Open MPI. Needs root and apt.
 #
 #   scripts/setup_hosts.sh install
 #   scripts/setup_hosts.sh up DIR [HOSTS]           DIR/hostfile lists them with SLOTS (2) ranks each
@@ -11,10 +12,11 @@ set -euo pipefail
 action=${1:?install, up, exec, net, ps or down}
 
 if [ "$action" = install ]; then
-    command -v sshd >/dev/null && command -v pdsh >/dev/null && command -v ip >/dev/null && exit 0
+    command -v sshd >/dev/null && command -v pdsh >/dev/null && command -v ip >/dev/null &&
+        command -v mpirun >/dev/null && exit 0
     apt-get update -qq
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        openssh-server openssh-client pdsh iproute2
+        openssh-server openssh-client pdsh iproute2 openmpi-bin
     exit 0
 fi
 

@@ -42,9 +42,8 @@ def call(setup: Path, *arguments: str | Path, timeout: float = 600, **environ: s
     return done.stdout
 
 
-@contextlib.contextmanager
-def lab(what: str, setup: Path, folder: Path, nodes: int, **environ: str) -> Iterator[Path]:
-    """`folder` with the hosts up; all of it is gone afterwards. what: as the skip names it."""
+def install(what: str, setup: Path) -> None:
+    """What the tier's tests need, or they are skipped loudly. what: as the skip names it."""
     lack = lacking()
     if lack is None:
         with open("/run/lock/clip-train-lab", "w") as one_at_a_time:  # apt refuses a second one
@@ -56,6 +55,12 @@ def lab(what: str, setup: Path, folder: Path, nodes: int, **environ: str) -> Ite
             lack = f"apt-get failed: {installed.stderr[-300:]}"
     if lack is not None:
         pytest.skip(LOUD.format(what) + lack)
+
+
+@contextlib.contextmanager
+def lab(what: str, setup: Path, folder: Path, nodes: int, **environ: str) -> Iterator[Path]:
+    """`folder` with the hosts up; all of it is gone afterwards. what: as the skip names it."""
+    install(what, setup)
     try:
         call(setup, "up", folder, str(nodes), **environ)
         yield folder

@@ -115,8 +115,11 @@ class Heartbeat:
                 return self.abort
             time.sleep(0.1)
 
-    def leave(self) -> None:
-        """This rank ends; whoever holds the store waits for the others that live. Again does nothing."""
+    def leave(self, *, late: bool = False) -> None:
+        """This rank ends; whoever holds the store waits for the others that live. Again does nothing.
+
+        late: ranks that have not come by now have had their time.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -127,7 +130,8 @@ class Heartbeat:
                 looks >= SILENT_BEATS - 1 and value != LEFT.encode()
                 for value, looks in self._seen.values()
             )
-            end = time.monotonic() + (LEAVE_SECONDS if self._all_came else LEAVE_EARLY_SECONDS)
+            early = not (self._all_came or late)
+            end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
             while (
                 self._server is not None
                 and left < self.env.world_size - lost

@@ -140,7 +140,7 @@ class Outcome:
             time.sleep(FIRST_SECONDS)
         if is_main:
             self.plot()
-        heartbeat.leave()
+        heartbeat.leave(late=isinstance(error, RendezvousError))
         return first.status
 
     def _close_failed_run(self) -> None:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launcher.runtime.verdict import read_verdict
-from tests.lab import call, lab
+from tests.hosts.conftest import SETUP
+from tests.lab import call
 from tests.launcher.conftest import ENDLESS, ROOT, finish, kill, metrics, until, wait_for_step
 
 pytestmark = pytest.mark.hosts
-SETUP = ROOT / "scripts" / "setup_hosts.sh"
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory) -> Iterator[Path]:
-    with lab("HOSTS", SETUP, tmp_path_factory.mktemp("hosts"), 2) as folder:
-        yield folder
 
 
 def deepspeed(hosts: Path, recipe: Path, *overrides: str) -> subprocess.Popen:

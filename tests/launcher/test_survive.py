@@ -41,22 +41,39 @@ def test_kill_of_one_rank_ends_the_other(recipe, tmp_path, rank):
     assert word == "FAILED" and f"rank {rank} on" in why["reason"]
 
 
-def test_the_error_of_one_rank_is_told_once_and_ends_the_other(recipe, tmp_path):
-    process = start(recipe, *ENDLESS, ranks=2, fault="raise:1")
+@pytest.mark.parametrize(
+    "fault, step, times",
+    [
+        ("raise:1", 5, 1),
+        ("evaluate:1", 5, 1),
+        ("snapshot:1", 7, 1),
+        ("loader:1", 5, 2),  # printed with the worker's own traceback
+    ],
+)
+def test_the_error_of_one_rank_is_told_once_and_ends_the_other(
+    recipe, tmp_path, data, fault, step, times
+):
+    """In a step, an evaluation, a save and a loader worker."""
+    evaluated = (f"data.val={data.val}", "evaluate.every_steps=5")
+    process = start(recipe, *ENDLESS, *evaluated, "data.workers=1", ranks=2, fault=fault)
     status, out = finish(process)
     assert status == 1
-    assert out.count("\nRuntimeError: broken on purpose") == 1 and "] error:" not in out, out
+    assert out.count("\nRuntimeError: broken on purpose") == times and "] error:" not in out, out
     assert read_verdict(tmp_path / "run") == (
         "FAILED",
-        {"step": 5, "reason": "RuntimeError: broken on purpose"},
+        {"step": step, "reason": "RuntimeError: broken on purpose"},
     )
 
 
-def test_an_error_is_published_before_a_pending_checkpoint_is_finished(recipe, tmp_path):
+@pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "loader:1:60"])
+def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
+    recipe, tmp_path, data, fault
+):
     """The checkpoint writers stand still, as in an upload that hangs, until the verdict names the error; the save that
     was pending is committed all the same. Closing first, rank 0's watchdog would call it a hang."""
     limits = ("launch.hang_step_seconds=25", "checkpoint.grace_seconds=600")
-    process = start(recipe, *ENDLESS, *limits, ranks=2, fault="raise:1:60")
+    evaluated = (f"data.val={data.val}", "evaluate.every_steps=30")
+    process = start(recipe, *ENDLESS, *evaluated, "data.workers=1", *limits, ranks=2, fault=fault)
     wait_for(lambda: len(writers(process)) == 2, "there are no checkpoint writers", process)
     stopped = writers(process)
     for pid in stopped:

@@ -1,6 +1,9 @@
 """Planted faults, in one rank: Python imports this at its start where this folder is on PYTHONPATH.
 
 FAULT=raise:1     rank 1 raises an error of its own in its fifth step; raise:1:60: in its 60th
+FAULT=evaluate:1  the same in its first evaluation; evaluate:1:60: in the first from step 60 on
+FAULT=snapshot:1  the same in its first save
+FAULT=loader:1    the same in a loader worker, in the sixth batch
 FAULT=alone:1     rank 1 raises what all ranks raise together otherwise
 FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
 FAULT=save:1      the same within its first save, and the others outside of theirs
@@ -54,19 +57,40 @@ def out_of_memory(engine):
     return forward
 
 
+def broken():
+    raise RuntimeError("broken on purpose")
+
+
+class FaultyTokenizer:
+    """Of a loader worker, which calls it once for each batch."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.calls = tokenizer, 0
+
+    def __call__(self, captions):
+        self.calls += 1
+        if self.calls > step:
+            broken()
+        return self.tokenizer(captions)
+
+
 def plant(trainer):
     next_batch, record, save = trainer._next_batch, trainer._record, trainer._save
+    evaluate = trainer._evaluate
 
     def faulty_next_batch(self, batches):
         while fault == "hold" and mine and self.step >= step and self.stop.look() is None:
             time.sleep(0.05)
         if fault == "memory" and mine and self.step == step:
             self.engine.forward = out_of_memory(self.engine)
+        if fault == "loader" and mine and self.step == 0:
+            stream = batches.source._stream
+            stream.tokenizer = FaultyTokenizer(stream.tokenizer)
         return next_batch(self, batches)
 
     def faulty_record(self, *args):
         if self.step == step and fault == "raise" and mine:
-            raise RuntimeError("broken on purpose")
+            broken()
         if self.step == step and fault == "alone" and mine:
             from clip_train.errors import CheckpointError
 
@@ -75,7 +99,14 @@ def plant(trainer):
             sleep()
         record(self, *args)
 
+    def faulty_evaluate(self):
+        if fault == "evaluate" and mine and self.step >= step:
+            self.evaluate = broken
+        return evaluate(self)
+
     def faulty_save(self, **options):
+        if fault == "snapshot" and mine:
+            self.engine.state_fragments = broken
         if fault == "save" and mine:
             self.phase("save")
             sleep()
@@ -85,11 +116,8 @@ def plant(trainer):
             time.sleep(13)
         return save(self, **options)
 
-    trainer._next_batch, trainer._record, trainer._save = (
-        faulty_next_batch,
-        faulty_record,
-        faulty_save,
-    )
+    trainer._next_batch, trainer._record = faulty_next_batch, faulty_record
+    trainer._save, trainer._evaluate = faulty_save, faulty_evaluate
 
 
 if os.environ.get("CLIP_TRAIN_TEST_JITTER") and "tests.jitter" not in sys.modules:
