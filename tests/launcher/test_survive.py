@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runtime.verdict import read_verdict
+from launcher.runtime.verdict import ATTEMPT, node_name, read_report, read_verdict
+from launcher.slurm.attempts import explain
 from tests.launcher.conftest import (
     ENDLESS,
     finish,
@@ -102,7 +103,16 @@ def by_hand(recipe, *overrides, **of_rank_1):
     )
 
 
-def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank_on_rank_0(recipe):
+def blamed(attempt: Path) -> tuple[str, tuple[str, ...]]:
+    """What attempts.jsonl would have of an attempt: the reason, and the nodes that are to blame."""
+    _, reason, nodes = explain("", read_report(attempt), "", 1)
+    return reason, nodes
+
+
+def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank_on_rank_0(
+    recipe, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(ATTEMPT, str(tmp_path))
     first, environ, line = by_hand(
         recipe, "launch.rendezvous_seconds=20", MASTER_ADDR="no-such-node.invalid"
     )
@@ -114,15 +124,20 @@ def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank
     assert status == 1
     assert "within launch.rendezvous_seconds (20) 1 of 2 ranks have joined" in out, out
     assert "missing: rank 1" in out and "lost contact" not in out, out
+    reason, nodes = blamed(tmp_path)
+    assert "cannot resolve MASTER_ADDR" in reason and nodes == (node_name(),)
 
 
-def test_a_port_that_is_taken_is_its_own_cause(recipe):
+def test_a_port_that_is_taken_is_its_own_cause(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv(ATTEMPT, str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         world = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         status, out = finish(start(recipe, environ=world))
     assert status == 1
     assert f"cannot listen at MASTER_PORT ({port})" in out and "lost contact" not in out, out
+    reason, nodes = blamed(tmp_path)
+    assert f"cannot listen at MASTER_PORT ({port})" in reason and nodes == ()
 
 
 def test_a_run_directory_that_nodes_do_not_share_is_refused_at_the_start(recipe, tmp_path):
