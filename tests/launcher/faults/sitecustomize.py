@@ -61,22 +61,21 @@ def broken():
     raise RuntimeError("broken on purpose")
 
 
-class FaultyTokenizer:
-    """Of a loader worker, which calls it once for each batch."""
+class FaultySeeds:
+    """In place of `Order.sample_seed`, which a loader worker calls for each of this rank's 16 samples of a batch."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.calls = tokenizer, 0
+    def __init__(self):
+        self.calls = 0
 
-    def __call__(self, captions):
+    def __call__(self, stream, number):
         self.calls += 1
-        if self.calls > step:
+        if self.calls > 16 * step:
             broken()
-        return self.tokenizer(captions)
+        return number
 
 
 def plant(trainer):
     next_batch, record, save = trainer._next_batch, trainer._record, trainer._save
-    evaluate = trainer._evaluate
 
     def faulty_next_batch(self, batches):
         while fault == "hold" and mine and self.step >= step and self.stop.look() is None:
@@ -84,13 +83,14 @@ def plant(trainer):
         if fault == "memory" and mine and self.step == step:
             self.engine.forward = out_of_memory(self.engine)
         if fault == "loader" and mine and self.step == 0:
-            stream = batches.source._stream
-            stream.tokenizer = FaultyTokenizer(stream.tokenizer)
+            batches.source.order.sample_seed = FaultySeeds()
         return next_batch(self, batches)
 
     def faulty_record(self, *args):
         if self.step == step and fault == "raise" and mine:
             broken()
+        if self.step >= step and fault == "evaluate" and mine:
+            self.evaluate = broken
         if self.step == step and fault == "alone" and mine:
             from clip_train.errors import CheckpointError
 
@@ -98,11 +98,6 @@ def plant(trainer):
         if self.step == step and fault == "sleep" and mine:
             sleep()
         record(self, *args)
-
-    def faulty_evaluate(self):
-        if fault == "evaluate" and mine and self.step >= step:
-            self.evaluate = broken
-        return evaluate(self)
 
     def faulty_save(self, **options):
         if fault == "snapshot" and mine:
@@ -116,8 +111,11 @@ def plant(trainer):
             time.sleep(13)
         return save(self, **options)
 
-    trainer._next_batch, trainer._record = faulty_next_batch, faulty_record
-    trainer._save, trainer._evaluate = faulty_save, faulty_evaluate
+    trainer._next_batch, trainer._record, trainer._save = (
+        faulty_next_batch,
+        faulty_record,
+        faulty_save,
+    )
 
 
 if os.environ.get("CLIP_TRAIN_TEST_JITTER") and "tests.jitter" not in sys.modules:
