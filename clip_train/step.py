@@ -220,6 +220,8 @@ def replay(
 def joined(parts: Sequence[Features]) -> Features:
     """The rows of all micro-batches in one, detached; the scalars are those of the last."""
     return {
-        name: (last if is_scalar(last) else torch.cat([part[name] for part in parts])).detach()
+        name: last.detach()
+        if is_scalar(last)
+        else torch.cat([part[name].detach() for part in parts])
         for name, last in parts[-1].items()
     }

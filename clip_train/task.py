@@ -177,9 +177,11 @@ class LossOutput:
         """
         parts: list[Features] = [{} for _ in sizes]
         for name, gradient in self.gradients.items():
-            equal = [gradient / len(sizes)] * len(sizes)
-            cut = equal if is_scalar(gradient) else gradient.split(list(sizes))
-            for part, piece in zip(parts, cut, strict=True):
+            if is_scalar(gradient):
+                pieces = [gradient / len(sizes)] * len(sizes)
+            else:
+                pieces = list(gradient.split(list(sizes)))
+            for part, piece in zip(parts, pieces, strict=True):
                 part[name] = piece
         return parts
 

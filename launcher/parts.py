@@ -59,10 +59,11 @@ def shared_index(
     ]
     first, its = looked[0]
     if others := sorted({node for node, each in looked if each != its}):
-        raise RankError(
+        error = RankError(
             f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} and {first} differ; "
             "mount it on all"
         )
+        dist.raise_agreed(error)  # all ranks know it: for an evaluation it is a warning
     found = dist.broadcast_object(found)
     assert found is not None  # of rank 0, which looks
     return found

@@ -338,7 +338,7 @@ def bias_case(layout):
     features = engine.forward(
         MicroBatch(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), texts, torch.arange(2))
     )
-    bias = features.logit_bias.item()
+    bias = features["logit_bias"].item()
     engine.close()
     return bias
 

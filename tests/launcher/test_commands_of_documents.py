@@ -97,7 +97,12 @@ def as_tried(line: str, home: Path) -> list[str]:
     if verb in ("train", "submit") and "--keys" not in rest:
         here += ["model.init_from=null", "model.init_image_from=null", "model.init_text_from=null"]
         more = ["--offline", "--site", "site.yaml"] if verb == "submit" else []
-        return [verb, *(each for each in rest if each != "--dry-run"), *here, "--dry-run", *more]
+        here.append("run.dir=new-runs")  # the run that is there is done: a dry run says so
+        own, options = rest, []
+        if "--" in rest:  # what follows is for sbatch
+            own, options = rest[: rest.index("--")], rest[rest.index("--") :]
+        own = [each for each in own if each != "--dry-run"]
+        return [verb, *own, *here, "--dry-run", *more, *options]
     if verb == "shards":
         return [verb, rest[0], f"made-of-{rest[0]}", *rest[2:]]
     if verb == "doctor" and rest:

@@ -202,7 +202,7 @@ def test_the_demo_goes_the_whole_way(tmp_path, data):
     line = ["demo", "--dir", str(tmp_path), *short]
     status, out = finish(Command(line, env=clean_environment(), cwd=tmp_path))
     assert status == 0, out
-    assert "zero_shot_top1" in out and "chance is 1.3%" in out
+    assert "top-1" in out and "chance is 1.3%" in out
     run_dir = tmp_path / "demo-shapes"
     assert read_verdict(run_dir)[0] == "DONE"
     assert metrics(run_dir)[0]["accum_steps"] == 4
