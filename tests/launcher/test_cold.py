@@ -220,12 +220,12 @@ def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.full), "alone"])
-def test_a_rank_that_is_frozen_is_found_and_killed(recipe, tmp_path, launcher):
+def test_a_rank_that_is_frozen_is_found_and_killed(recipe, tmp_path, request, launcher):
     """A stopped process ends by SIGKILL alone, which a launcher sends after a while; the reason is the last line."""
     module, more = LAUNCHERS[launcher]
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    environ = {"PET_SHUTDOWN_TIMEOUT": "5", "TMPDIR": str(temporary)}
+    temporary = tempfile.TemporaryDirectory()  # short: a socket's path has 108 bytes at most
+    request.addfinalizer(temporary.cleanup)
+    environ = {"PET_SHUTDOWN_TIMEOUT": "5", "TMPDIR": temporary.name}
     process = start_cold(recipe, *ENDLESS, "data.workers=1", *more, module=module, environ=environ)
     wait_for_step(tmp_path / "run", 5, process)
     os.kill(ranks_of(recipe)[1], signal.SIGSTOP)
