@@ -177,10 +177,8 @@ class LossOutput:
         """
         parts: list[Features] = [{} for _ in sizes]
         for name, gradient in self.gradients.items():
-            if is_scalar(gradient):
-                pieces = [gradient / len(sizes)] * len(sizes)
-            else:
-                pieces = list(gradient.split(list(sizes)))
+            equal = gradient / len(sizes) if is_scalar(gradient) else None
+            pieces = gradient.split(list(sizes)) if equal is None else [equal] * len(sizes)
             for part, piece in zip(parts, pieces, strict=True):
                 part[name] = piece
         return parts
