@@ -94,7 +94,7 @@ def test_the_wheel_alone_goes_through_the_demo(tmp_path):
     shown = {line for _, line in commands()}
     assert set(TYPED) <= shown, shown
     out = type_(" ".join([TYPED[0], *SHORT]))
-    assert "zero_shot_top1" in out and "chance is 1.3%" in out
+    assert "top-1" in out and "chance is 1.3%" in out
     assert read_verdict(outside / "runs" / "demo-shapes")[0] == "DONE"
     assert len(metrics(outside / "runs" / "demo-shapes")) == 6
     assert "stays: one of the 2 newest" in type_(TYPED[1])
