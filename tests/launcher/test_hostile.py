@@ -87,7 +87,7 @@ def test_at_the_limit_all_ranks_stop_with_the_table(tmp_path, model):
     assert message and int(message[1]) >= 20 and int(message[1]) > 0.1 * int(message[2])
     assert (
         out.count("more than data.bad_sample_limit") == 1 and out.count("first keys") == 1
-    )  # told by one rank
+    )  # reported by one rank
     table = rows(out[message.end() :])
     assert table and set(table) <= set(planted(KINDS))
     verdict = read_verdict(tmp_path / "run")
