@@ -1,4 +1,4 @@
-"""Installs both packages, `clip_train` and `launcher`, and the console script `clip-train`."""
+"""Installs `clip_train`, `launcher` and `clip_tools`, and the console script `clip-train`."""
 
 import re
 import runpy
@@ -63,6 +63,8 @@ setup(
             "clip_train.*",
             "launcher",
             "launcher.*",
+            "clip_tools",
+            "clip_tools.*",
             "ds_configs",
             "recipes",
             "slurm",

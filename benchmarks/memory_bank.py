@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from common import finish, parser
 
+from clip_tools.shapes import SyntheticData, shapes
 from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
-from clip_train.demo.datasets import SyntheticData, shapes
 from clip_train.engine import PlainEngine
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate

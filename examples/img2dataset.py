@@ -14,8 +14,8 @@ from pathlib import Path
 import pyarrow
 from pyarrow import parquet
 
+from clip_tools.shapes import shapes
 from clip_train.data.tar import iter_samples, write_shards
-from clip_train.demo.datasets import shapes
 
 
 def draw(folder: Path) -> None:

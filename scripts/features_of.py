@@ -26,10 +26,10 @@ Features = tuple[torch.Tensor, torch.Tensor]
 
 def ours(recipe: str, images: list[Any], texts: list[str]) -> Features:
     """From the run's newest checkpoint, not from an export."""
+    from clip_tools.inspect import run_at
     from clip_train.data.tokenizer import Tokenizer
     from clip_train.engine import PlainEngine
     from clip_train.models.clip import build_model, parse_saved
-    from launcher.cli.inspect import run_at
 
     _, found = run_at(recipe, [])
     architecture = parse_saved(found.state["architecture"])

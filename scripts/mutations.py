@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = (
     60.0  # a fault may make a rank wait for ever; without it the slowest tests take 10 s
 )
-OURS = ("clip_train", "launcher", "tests")
+OURS = ("clip_train", "launcher", "clip_tools", "tests")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 import grimp  # of import-linter
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("clip_train", "launcher")
+PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
     "statements": 16_650,
     "functions": 1_600,

@@ -54,7 +54,9 @@ def test_the_readme_is_short():
 
 def templates() -> Iterator[str]:
     """Every text in the code, `\\0` where a value stands."""
-    for file in (*(ROOT / "clip_train").rglob("*.py"), *(ROOT / "launcher").rglob("*.py")):
+    for file in [
+        f for p in ("clip_train", "launcher", "clip_tools") for f in (ROOT / p).rglob("*.py")
+    ]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(

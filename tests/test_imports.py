@@ -10,6 +10,7 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+OURS = ("clip_train", "launcher", "clip_tools")
 
 
 def test_clip_train_runs_without_deepspeed():
@@ -22,7 +23,7 @@ def test_clip_train_runs_without_deepspeed():
 def test_nothing_but_its_own_package_knows_an_engine():
     """What names DeepSpeed elsewhere tells a user what to write: `engine.kind`, and the keys that are its alone."""
     named = {}
-    for file in [*(ROOT / "launcher").rglob("*.py"), *(ROOT / "clip_train").rglob("*.py")]:
+    for file in [f for p in OURS for f in (ROOT / p).rglob("*.py")]:
         place = file.relative_to(ROOT).as_posix()
         lines = [
             line.strip() for line in file.read_text().splitlines() if "deepspeed" in line.lower()
@@ -84,17 +85,13 @@ def test_every_package_that_is_imported_is_declared():
         for line in requires("clip-train") or ()
     }
     names = set()
-    for file in [*(ROOT / "launcher").rglob("*.py"), *(ROOT / "clip_train").rglob("*.py")]:
+    for file in [f for p in OURS for f in (ROOT / p).rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 names |= {each.name for each in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add(node.module)
-    others = (
-        {name.split(".")[0] for name in names}
-        - set(sys.stdlib_module_names)
-        - {"clip_train", "launcher"}
-    )
+    others = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - set(OURS)
     known = packages_distributions()
     packages = {
         name: BROUGHT_BY.get(name, known.get(name, [name])[0]).lower().replace("-", "_")

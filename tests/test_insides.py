@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-OURS = ("clip_train", "launcher")
+OURS = ("clip_train", "launcher", "clip_tools")
 MOST_PRIVATE, MOST_PATCHES = 10, 12
 
 # "file: name" -> why no public interface will do.

@@ -14,8 +14,7 @@ from typing import NoReturn
 
 from clip_train.errors import RankError, UserError
 from clip_train.stop import StopRequest
-from launcher.cli.options import VERBS, build_parser
-from launcher.config.openclip import suggest
+from launcher.cli.options import DRY_RUN, VERBS, build_parser
 from launcher.runtime.log import Redacting, Startup, Unfailing, configure
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import end_process
@@ -86,7 +85,8 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
                 f"this shell allows {allowed} open files (ulimit -n), and at least {FEWEST_FILES} are needed: raise it "
                 "with ulimit -n 4096, or in /etc/security/limits.conf"
             )
-        module, _, function = VERBS[args.verb].run.partition(":")
+        run = DRY_RUN if args.verb == "train" and args.dry_run else VERBS[args.verb].run
+        module, _, function = run.partition(":")
         return getattr(importlib.import_module(module), function)(args)
     except (Exception, KeyboardInterrupt) as e:
         if (
@@ -110,6 +110,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args.sbatch_options = more
     overrides = [each for each in left if "=" in each and not each.startswith("-")]
     if len(overrides) < len(left) or (left and not hasattr(args, "overrides")):
+        from clip_tools.openclip.flags import suggest
+
         quote = "; quote the command as one argument, or pipe it in: clip-train import-args -"
         hint = quote if args.verb == "import-args" else suggest(left, arguments)
         parser.error(f"unrecognized arguments: {' '.join(left)}{hint}")

@@ -75,6 +75,7 @@ class Verb:
     ] = ()  # name, metavar (None: a switch; a list: its choices), help, default
 
 
+DRY_RUN = "clip_tools.dry_run:run"  # of `train --dry-run`
 VERBS = {
     "train": Verb(
         "launcher.cli.train:run",
@@ -86,7 +87,6 @@ VERBS = {
         clip-train train recipes/vit_b32.yaml                   all GPUs of this machine; the same line again resumes
         clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
         clip-train train recipes/vit_b32.yaml --ranks 2         two ranks, without a launcher""",
-        positions=("recipe?", "overrides"),
         options=(
             ("ranks", "N", "without a launcher: ranks on this machine (default: GPUs, else 1)"),
             (
@@ -94,11 +94,10 @@ VERBS = {
                 None,
                 "check recipe, shards and devices, print the plan, and start nothing",
             ),
-            ("keys", None, "as clip-train keys"),
         ),
     ),
     "keys": Verb(
-        "launcher.cli.keys:run",
+        "clip_tools.keys:run",
         "every key that a recipe can hold",
         "Print each key with its default, what may stand there, and what it means; one line each in a pipe.",
         """\
@@ -109,7 +108,7 @@ VERBS = {
         options=(("markdown", None, "as a page with a table for each section"),),
     ),
     "plan": Verb(
-        "launcher.cli.plan:run",
+        "clip_tools.plan:run",
         "batch arithmetic, memory and length, without a GPU",
         "Print what a run would do: batch arithmetic, memory by what needs it, steps, time. Touches no GPU.",
         """\
@@ -167,7 +166,7 @@ VERBS = {
         ),
     ),
     "doctor": Verb(
-        "launcher.doctor.command:run",
+        "clip_tools.doctor.command:run",
         "check this machine, the recipe and the cluster",
         """\
         One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit status 1 with an error.
@@ -179,7 +178,7 @@ VERBS = {
         options=(JSON,),
     ),
     "evaluate": Verb(
-        "launcher.cli.inspect:evaluate_run",
+        "clip_tools.inspect:evaluate_run",
         "zero-shot, retrieval, validation loss and linear probe of a run or of any weights",
         """\
         Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. Of a URL, or a bare folder of checkpoints,
@@ -202,7 +201,7 @@ VERBS = {
         ),
     ),
     "export": Verb(
-        "launcher.cli.inspect:export_run",
+        "clip_tools.inspect:export_run",
         "weights for OpenCLIP or transformers, as safetensors",
         """\
         Write a folder that open_clip, or transformers, loads, without a GPU. Of a run's folder or the URL of its
@@ -226,7 +225,7 @@ VERBS = {
         ),
     ),
     "shards": Verb(
-        "launcher.cli.shards:run",
+        "clip_tools.shards.command:run",
         "a table or a folder of images with captions as shards",
         """\
         Write WebDataset shards and their index. Rows whose image or caption cannot be used are left out and reported.
@@ -259,7 +258,7 @@ VERBS = {
         ),
     ),
     "index": Verb(
-        "launcher.cli.index:run",
+        "clip_tools.index:run",
         "count and checksum shards, so that epochs are exact and damage is seen",
         "Read shards once and write sizes.json and clip_train_index.json beside them, on disk or on S3.",
         """\
@@ -278,7 +277,7 @@ VERBS = {
         ),
     ),
     "checkpoints": Verb(
-        "launcher.cli.checkpoints:run",
+        "clip_tools.checkpoints:run",
         "what checkpoints there are, whole or not, and which will stay",
         """\
         List the checkpoints of a run, on its disk and in checkpoint.remote. Exit status 1 where a committed one is not
@@ -290,7 +289,7 @@ VERBS = {
         options=(("verify", None, "read every byte and compare it with its sha256"), JSON),
     ),
     "report": Verb(
-        "launcher.cli.report:write",
+        "clip_tools.report:write",
         "a run as a page, or several compared in one",
         """\
         Write report.html of a run anew, which training keeps up to date by itself: health, curves, evaluations,
@@ -308,7 +307,7 @@ VERBS = {
         ),
     ),
     "watch": Verb(
-        "launcher.cli.report:watch",
+        "clip_tools.report:watch",
         "a run in the terminal, live",
         "Show progress, the latest metrics, health and attempts until the run is done, or Ctrl-C.",
         """\
@@ -318,7 +317,7 @@ VERBS = {
         options=(("once", None, "print it and end"),),
     ),
     "import-args": Verb(
-        "launcher.cli.import_args:run",
+        "clip_tools.openclip.command:run",
         "an OpenCLIP command line as a recipe",
         """\
         Print the recipe that trains what an OpenCLIP command line trains, with what means something else here in
@@ -336,7 +335,7 @@ VERBS = {
         ),
     ),
     "demo": Verb(
-        "launcher.cli.demo:run",
+        "clip_tools.demo:run",
         "train a small CLIP in minutes and see it work",
         """\
         Build a small data set, train on it with micro-batches and the feature cache, and evaluate zero-shot.
@@ -348,7 +347,7 @@ VERBS = {
         options=(("dir", "DIR", "where data and runs go (default: runs)", "runs"),),
     ),
     "completion": Verb(
-        "launcher.cli.completion:run",
+        "clip_tools.completion:run",
         "completion of this command by your shell",
         "Print a script by which bash or zsh completes verbs, options and the keys of a recipe.",
         """\

@@ -29,7 +29,7 @@ from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import LARGEST, Allowed, Refused, Settings, Silent, explain, shown
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import redacted
-from launcher.config.openclip import SAME
+from launcher.config.names import OTHER_NAMES
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
 
@@ -294,27 +294,6 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
         lines = explain(e, RunConfig, raw, unknown=nearest)
         head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
-
-
-# What users of OpenCLIP and of Hugging Face would write.
-OTHER_NAMES = {flag.replace("-", "_"): key for flag, key in SAME.items()} | {
-    "learning_rate": "optim.lr",
-    "batch_size": "batch.global_size",
-    "global_batch_size": "batch.global_size",
-    "micro_batch_size": "batch.micro_size",
-    "accum_freq": "batch.micro_size",
-    "gradient_accumulation_steps": "batch.micro_size",
-    "grad_clip": "optim.grad_clip_norm",
-    "max_grad_norm": "optim.grad_clip_norm",
-    "dataset_type": "data.kind",
-    "captions": "data.caption_key",
-    "augment": "data.aug_scale",
-    "color_jitter": "data.aug_color_jitter",
-    "pretrained": "model.init_from",
-    "save_frequency": "checkpoint.every_steps",
-    "val_frequency": "evaluate.every_steps",
-    "num_workers": "data.workers",
-}
 
 
 def nearest(path: str) -> str:

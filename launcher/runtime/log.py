@@ -14,7 +14,7 @@ from clip_train.errors import RankError
 from clip_train.storage.redact import redact
 from launcher.runtime.environment import detect
 
-OURS = [logging.getLogger(name) for name in ("clip_train", "launcher")]
+OURS = [logging.getLogger(name) for name in ("clip_train", "launcher", "clip_tools")]
 
 
 def log(message: str, level: int = logging.INFO) -> None:

@@ -23,16 +23,16 @@ from clip_train.checkpoint.config import preflight
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
 from clip_train.storage.urls import is_remote, local_path, open_storage
+from launcher.checks import check_disk, check_places
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check
-from launcher.doctor.recipe import check_disk, check_places
 from launcher.runtime.facts import commit
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version
 from launcher.slurm.profile import Site, load_site
 from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, answer, slurm
 
-FROZEN = (*SOURCES, "ds_configs")
+FROZEN = (*SOURCES, "clip_tools", "ds_configs")
 
 
 # -- checks

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from clip_tools.index import run_index
 from clip_train.data.config import DataConfig, check_source
 from clip_train.data.index import (
     FORMAT,
@@ -42,7 +43,6 @@ from clip_train.errors import DataError, UserError
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import open_read
-from launcher.cli.index import run_index
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
 from tests.data.shards import sample, shards_open_as, tar_bytes, write_dataset, write_shard

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clip_train.demo.datasets import SyntheticData
+from clip_tools.shapes import SyntheticData
 from launcher.cli.options import VERBS
 from tests.documents import ROOT, commands, examples_in, own_arguments, split
 from tests.launcher.conftest import RECIPE, clean_environment, finish, run
@@ -94,7 +94,7 @@ def as_tried(line: str, home: Path) -> list[str]:
         "engine.precision=fp32",
         "engine.linear=null",
     ]
-    if verb in ("train", "submit") and "--keys" not in rest:
+    if verb in ("train", "submit"):
         here += ["model.init_from=null", "model.init_image_from=null", "model.init_text_from=null"]
         more = ["--offline", "--site", "site.yaml"] if verb == "submit" else []
         here.append("run.dir=new-runs")  # the run that is there is done: a dry run says so

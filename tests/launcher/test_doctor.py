@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from clip_tools.doctor.recipe import check_shards, check_store
 from clip_train.data.inspect import index_shards, write_indexes
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
-from launcher.doctor.recipe import check_shards, check_store
 from tests.launcher.conftest import clean_environment, finish
 from tests.warm import Command
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clip_tools.plan import make_plan
 from clip_train.errors import UserError
-from launcher.cli.plan import make_plan
 from launcher.config.recipe import check_config
 from launcher.config.validate import check
 from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit, wait_for_step

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clip_tools.plan import make_plan
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import initial_weights
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import needs
-from launcher.cli.plan import make_plan
 from launcher.config.recipe import check_config, load_config
 from launcher.config.validate import check
 from launcher.engines import Facts, package

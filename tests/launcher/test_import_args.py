@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from clip_tools.openclip.flags import FLAGS, LISTS, OLDER, SWITCHES, meaning
 from launcher.cli.main import main
-from launcher.config.openclip import FLAGS, LISTS, OLDER, SWITCHES, meaning
 from launcher.config.recipe import check_config
 
 HERE = Path(__file__).parent / "openclip"

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from clip_tools.inspect import check_names, described, recipe_of_model
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import load_openclip
-from launcher.cli.inspect import check_names, described, recipe_of_model
 from launcher.runtime.verdict import read_verdict
 from tests import tolerances
 from tests.data.shards import jpeg

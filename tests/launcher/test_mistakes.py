@@ -10,13 +10,13 @@ import pytest
 import torch.distributed as torch_dist
 from PIL import Image
 
+from clip_tools.doctor.recipe import check_recipe
 from clip_train.data.tar import write_shards
 from clip_train.errors import RankError, UserError
 from clip_train.models.weights import initial_weights
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
 from launcher.config.validate import check
-from launcher.doctor.recipe import check_recipe
 from tests import warm
 from tests.launcher.conftest import run
 from tests.processor import answer

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
+from clip_tools.plan import make_plan
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.export import export_openclip
-from launcher.cli.plan import make_plan
 from launcher.config.recipe import check_config
 from launcher.config.validate import check
 from tests import tolerances

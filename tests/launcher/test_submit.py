@@ -72,7 +72,7 @@ def test_what_is_installed(here, tmp_path):
     line = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for package in ("clip_train", "launcher", "ds_configs", "recipes", "slurm"):
+    for package in ("clip_train", "launcher", "clip_tools", "ds_configs", "recipes", "slurm"):
         files = {file.relative_to(ROOT) for file in (ROOT / package).rglob("*") if file.is_file()}
         data = {file for file in files if file.suffix != ".py" and "__pycache__" not in file.parts}
         assert {file for file in data if not (built / file).is_file()} == set()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from clip_tools.doctor.machine import check_versions
 from launcher import versions
-from launcher.doctor.machine import check_versions
 from tests.documents import ROOT
 
 

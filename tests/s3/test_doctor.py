@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from clip_tools.doctor.recipe import check_shards, check_store
+from launcher.checks import Finding
 from launcher.cli.main import main
 from launcher.config.recipe import RunConfig, check_config
-from launcher.doctor.findings import Finding
-from launcher.doctor.recipe import check_shards, check_store
 from tests.launcher.conftest import MODEL, RECIPE
 from tests.launcher.test_doctor import doctor
 from tests.s3.bucket import Bucket

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.doctor.findings import Finding, check_range, error, ok, warning
+from launcher.checks import Finding, check_range, error, ok, warning
 from launcher.versions import installed
 
 

@@ -12,11 +12,11 @@ from functools import partial
 from rich.console import Console
 from rich.text import Text
 
+from clip_tools.doctor.machine import MACHINE
+from clip_tools.doctor.recipe import RECIPE
 from clip_train.errors import UserError
+from launcher.checks import Check, Finding, error
 from launcher.config.recipe import load_config
-from launcher.doctor.findings import Check, Finding, error
-from launcher.doctor.machine import MACHINE
-from launcher.doctor.recipe import RECIPE
 from launcher.engines import package
 from launcher.engines.config import EngineConfig
 

@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from clip_tools.openclip.flags import FLAGS, LISTS, SWITCHES, UNSAID
 from clip_train.errors import UserError
-from launcher.config.openclip import FLAGS, LISTS, SWITCHES, UNSAID
 
 _MAIN = re.compile(r"(^|[./])main(\.py)?$")  # the word behind which the flags stand
 _ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|[^\s;]*)\s*;?\s*")

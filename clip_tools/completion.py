@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from launcher.cli.keys import all_keys
+from clip_tools.keys import all_keys
 from launcher.cli.options import SHELLS, VERBS
 
 BASH = """\

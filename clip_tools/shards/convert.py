@@ -26,9 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clip_tools.shards.tables import ARROW, READERS, Broken
 from clip_train.data.index import STATS_SUFFIX
 from clip_train.errors import UserError
-from launcher.tables import ARROW, READERS, Broken
 
 IMAGE_KEYS = ("filepath", "file_name", "image_path", "image", "path", "file", "img", "jpg")
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from clip_train.demo.datasets import SyntheticData, shapes
+from clip_tools.shapes import SyntheticData, shapes
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from launcher.config.recipe import apply_overrides, check_config, read_recipe
 from launcher.runtime.log import log
 from launcher.train import train
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from clip_tools.doctor.machine import slurm_answers
 from clip_train.checkpoint.config import try_all
 from clip_train.data.config import DataConfig, SourceSummary, check_source
 from clip_train.data.decode import caption
@@ -17,17 +18,15 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import Reading, open_shard, split_sources, synthetic_size
 from clip_train.data.tar import iter_samples
 from clip_train.errors import UserError
-from clip_train.models.clip import count_parameters
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.urls import is_remote, local_path, open_storage
+from clip_train.storage.urls import is_remote, open_storage
+from launcher.checks import Finding, check_disk, check_places, error, ok, warning, warning_if
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import check, labels_of
-from launcher.doctor.findings import Finding, error, ok, warning, warning_if
-from launcher.doctor.machine import slurm_answers
 from launcher.engines import on_this_machine, package
 from launcher.runtime.environment import detect
 from launcher.runtime.verdict import STOP_FILE
-from launcher.slurm.profile import Site, load_site
+from launcher.slurm.profile import load_site
 
 LOOK_AT = 200  # samples of a source's first shard
 LOOK_SECONDS = 3.0  # at all sources together
@@ -165,47 +164,6 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
         f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {checked.streams} streams; "
         f"{config.steps} steps",
     )
-
-
-def check_disk(config: RunConfig) -> Iterator[Finding]:
-    """Can the run be written, is there room for it, is the file server's clock right? `clip-train submit` asks too."""
-    run_dir = config.run_dir.absolute()
-    folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
-    probe = folder / f".doctor-{os.getpid()}"
-    try:
-        probe.write_bytes(b"x")
-        skew = probe.stat().st_mtime - time.time()
-        probe.unlink()
-    except OSError as e:
-        yield error(
-            "disk",
-            f"run.dir ({run_dir}) cannot be written: {e}",
-            "choose another, or mend its permissions",
-        )
-        return
-    if abs(skew) > 5:
-        message = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
-        yield warning("disk", message, "synchronise both clocks (chronyd)")
-    # fp32 weights and two moments of each parameter, in as many checkpoints as are kept and one being written
-    needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
-    free = shutil.disk_usage(folder).free
-    message = f"{free / 1e9:.1f} GB free for run.dir ({run_dir}), {needed / 1e9:.1f} needed by checkpoints"
-    remedy = "make room, choose another run.dir, or lower checkpoint.keep_last"
-    yield error("disk", message, remedy) if needed > free else ok("disk", message)
-
-
-def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
-    """Folders that a node has for itself: a job that is requeued on another would not find its checkpoints."""
-    places, remote = {"run.dir": config.run_dir.absolute()}, config.checkpoint.remote
-    if remote is not None and not is_remote(remote):
-        places["checkpoint.remote"] = local_path(remote).absolute()
-    for key, place in places.items():
-        local = next((path for path in site.local_paths if place.is_relative_to(path)), None)
-        if local is not None:
-            message = f"{key} ({place}) is under {local}, which every node has for itself"
-            yield warning(
-                "disk", message, "choose a shared folder (or correct local_paths in the site file)"
-            )
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """`clip-train import-args`: an OpenCLIP command line, or its `params.txt`, as a recipe, and what means something else.
 
-Every flag of it is known (`launcher.config.openclip`); nothing of OpenCLIP is imported.
+Every flag of it is known (`clip_tools.openclip.flags`); nothing of OpenCLIP is imported.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import yaml
 
+from clip_tools.openclip.flags import DEFAULTS, REASONS
+from clip_tools.openclip.line import literal, read, unset
+from clip_tools.openclip.model import CHECK, Keys, Notes, set_model, set_text_tower
 from clip_train.data.config import SYNTHETIC_SAMPLES
 from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
-from launcher.config.openclip import DEFAULTS, REASONS, SAME
-from launcher.config.openclip_line import literal, read, unset
-from launcher.config.openclip_model import CHECK, Keys, Notes, set_model, set_text_tower
+from launcher.config.names import SAME
 from launcher.config.recipe import RunConfig, check_config
 from launcher.runtime.log import warn
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launcher.config.names import SAME
+
 SWITCHES = frozenset({
     "dataset-resampled", "log-local", "use-bn-sync", "skip-scheduler", "save-most-recent", "pretrained-image",
     "lock-image", "lock-image-freeze-bn-stats", "grad-checkpointing", "local-loss", "gather-with-grad",
@@ -23,20 +25,6 @@ LISTS = frozenset({
     "opt-kwargs", "opt-fallback-list", "wd-exclude", "json-text-key-probs", "naflex-patch-sizes",
     "naflex-patch-size-probs", "naflex-seq-lens", "naflex-seq-len-probs",
 })  # fmt: skip
-# Flag -> key, where the value is the same.
-SAME = {
-    "train-data": "data.train", "val-data": "data.val", "train-num-samples": "data.num_samples",
-    "workers": "data.workers", "epochs": "run.epochs", "seed": "run.seed", "lr": "optim.lr", "beta1": "optim.beta1",
-    "beta2": "optim.beta2", "eps": "optim.eps", "wd": "optim.weight_decay", "momentum": "optim.momentum",
-    "warmup": "schedule.warmup_steps", "lr-cooldown-end": "schedule.final_lr",
-    "lr-cooldown-power": "schedule.cooldown_power", "force-patch-dropout": "model.patch_dropout",
-    "wandb-project-name": "log.wandb_project",
-    "grad-checkpointing": "engine.activation_checkpointing", "torchcompile": "engine.compile",
-    "dataset-resampled": "data.resampled", "imagenet-val": "evaluate.zero_shot_data", "lock-image": "model.lock_image",
-    "lock-image-freeze-bn-stats": "model.lock_image_freeze_bn_stats",
-    "lock-image-unlocked-groups": "model.lock_image_unlocked_groups", "lock-text": "model.lock_text",
-    "lock-text-unlocked-layers": "model.lock_text_unlocked_layers",
-}  # fmt: skip
 # Flag -> its keys, where there is more to say than one of them.
 OWN = {
     "accum-freq": "`batch.global_size`; `batch.kept_graphs=all` needs no second forward",

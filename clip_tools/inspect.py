@@ -8,6 +8,7 @@ import os
 from functools import partial
 from typing import Any
 
+from clip_tools.openclip.model import model_name
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.manifest import CommitRef
@@ -31,7 +32,6 @@ from clip_train.models.weights import (
 )
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
-from launcher.config.openclip_model import model_name
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
 from launcher.config.validate import check_place
 from launcher.parts import evaluation

@@ -15,9 +15,16 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from clip_tools.index import run_index
+from clip_tools.shards.convert import (
+    Row,
+    Written,
+    content_of,
+    make_shards,
+    read_rows,
+    same_settings,
+)
 from clip_train.errors import DataError, UserError
-from launcher.cli.index import run_index
-from launcher.convert import Row, Written, content_of, make_shards, read_rows, same_settings
 
 RECIPE = "recipes/vit_b32.yaml"
 INSTALLED = Path(__file__).resolve().parents[2]  # a checkout, or site-packages

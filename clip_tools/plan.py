@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from clip_tools.gpus import estimate, find_gpu, usable
 from clip_train.data.order import times_read
 from clip_train.errors import UserError
 from clip_train.memory.plan import GIB, RECOMPUTED
@@ -21,7 +22,6 @@ from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
-from launcher.config.gpus import estimate, find_gpu, usable
 from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
 from launcher.config.recipe import RunConfig, load_config, read_recipe
 from launcher.config.validate import Checked, advice, check

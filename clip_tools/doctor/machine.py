@@ -22,7 +22,7 @@ import torch
 import torch.distributed as torch_dist
 
 from clip_train import dist
-from launcher.doctor.findings import Check, Finding, check_range, error, ok, warning, warning_if
+from launcher.checks import Check, Finding, check_range, error, ok, warning, warning_if
 from launcher.runtime.environment import END_TIME, backend, detect, launcher_pid, take_device
 from launcher.runtime.rendezvous import ROOT, code_version
 from launcher.slurm.scheduler import answer

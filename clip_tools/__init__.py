@@ -1,0 +1,1 @@
+"""The verbs that `train` does not need. Only `launcher.cli.main` and its table import this, lazily."""

@@ -1,0 +1,1 @@
+"""An OpenCLIP command line as a recipe. Nothing of OpenCLIP is imported."""

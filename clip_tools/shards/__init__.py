@@ -1,0 +1,1 @@
+"""A table or a folder of images with captions as indexed WebDataset shards."""

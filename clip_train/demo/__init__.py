@@ -1,1 +1,0 @@
-"""What a first run needs that is not there: data sets made on the spot."""

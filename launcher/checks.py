@@ -1,0 +1,89 @@
+"""Checks of a machine and a recipe, each written once: `clip-train doctor` and `submit` run them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from clip_train.models.clip import count_parameters
+from clip_train.storage.urls import is_remote, local_path
+from launcher.config.recipe import RunConfig
+from launcher.slurm.profile import Site
+from launcher.versions import installed, too_old, untested
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    level: Literal["ok", "warning", "error"] = field(kw_only=True)
+    message: str
+    remedy: str = ""
+
+
+Check = Callable[[], Iterator[Finding]]
+ok = partial(Finding, level="ok")
+warning = partial(Finding, level="warning")
+error = partial(Finding, level="error")
+
+
+def check_range(check: str, name: str) -> Iterator[Finding]:
+    """The installed version of `name`, which is Python or a package, against the supported ones."""
+    for problem in too_old(name):
+        message, _, remedy = problem.partition(": ")
+        yield error(check, message, remedy)
+        return
+    note = untested(name)
+    remedy = "docs/versions.md names the tested versions; install one of them if something fails"
+    yield warning_if(note is not None, check, note or f"{name} {installed(name)}", remedy)
+
+
+def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
+    return warning(check, message, remedy) if wrong else ok(check, message)
+
+
+def check_disk(config: RunConfig) -> Iterator[Finding]:
+    """Can the run be written, is there room for it, is the file server's clock right? `clip-train submit` asks too."""
+    run_dir = config.run_dir.absolute()
+    folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
+    probe = folder / f".doctor-{os.getpid()}"
+    try:
+        probe.write_bytes(b"x")
+        skew = probe.stat().st_mtime - time.time()
+        probe.unlink()
+    except OSError as e:
+        yield error(
+            "disk",
+            f"run.dir ({run_dir}) cannot be written: {e}",
+            "choose another, or mend its permissions",
+        )
+        return
+    if abs(skew) > 5:
+        message = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
+        yield warning("disk", message, "synchronise both clocks (chronyd)")
+    # fp32 weights and two moments of each parameter, in as many checkpoints as are kept and one being written
+    needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
+    free = shutil.disk_usage(folder).free
+    message = f"{free / 1e9:.1f} GB free for run.dir ({run_dir}), {needed / 1e9:.1f} needed by checkpoints"
+    remedy = "make room, choose another run.dir, or lower checkpoint.keep_last"
+    yield error("disk", message, remedy) if needed > free else ok("disk", message)
+
+
+def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
+    """Folders that a node has for itself: a job that is requeued on another would not find its checkpoints."""
+    places, remote = {"run.dir": config.run_dir.absolute()}, config.checkpoint.remote
+    if remote is not None and not is_remote(remote):
+        places["checkpoint.remote"] = local_path(remote).absolute()
+    for key, place in places.items():
+        local = next((path for path in site.local_paths if place.is_relative_to(path)), None)
+        if local is not None:
+            message = f"{key} ({place}) is under {local}, which every node has for itself"
+            yield warning(
+                "disk", message, "choose a shared folder (or correct local_paths in the site file)"
+            )
