@@ -1,28 +1,27 @@
-"""The loop: a batch, a step, a record; and at step boundaries a checkpoint, an evaluation, an end.
+"""The loop: a batch, a step, a record; then, if they are due, a checkpoint and an evaluation.
 
-It carries state between siblings that do not know each other: the engine's into the checkpoint, its numbers into
-the metrics. Everything that can end a run is agreed on by all ranks here.
+The trainer decides what happens at a step boundary. Everything that can end a run is agreed on by
+all ranks here. What only looks at the run is a `Callback`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes
+from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive.rng import restore_rng, rng_state
-from clip_train.data.invalid import InvalidLog
 from clip_train.engine import Engine
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
-from clip_train.metrics.meters import StepTimer, StepTimes, batch_digest, peak_memory_bytes
-from clip_train.metrics.progress import ProgressLine, headline
-from clip_train.metrics.sinks import Sinks
+from clip_train.metrics.meters import StepTimer, peak_memory_bytes
 from clip_train.metrics.skipped import Skipped
 from clip_train.protocols import Batch
 from clip_train.recovery import recovering_step, release
@@ -31,45 +30,48 @@ from clip_train.stop import StopRequest
 from clip_train.task import Objective
 
 EVALUATE_LATER = (
-    "once the cause is mended, `clip-train evaluate RECIPE` evaluates the newest checkpoint; the next "
-    "start of the run takes a changed `evaluate` section"
+    "once the cause is mended, `clip-train evaluate RECIPE` evaluates the newest checkpoint; the "
+    "next start of the run takes a changed `evaluate` section"
 )
+
+
+class Batches(Protocol):
+    """An endless source of this rank's shares, on the engine's device."""
+
+    def __next__(self) -> Batch: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def close(self) -> None:
+        """End its workers."""
 
 
 @dataclass
 class Trainer:
-    """Everything a run needs, already built (see `launcher.train`). All ranks make the same calls."""
+    """A run, assembled by `launcher.train`. All ranks make the same calls."""
 
     engine: Engine
     objective: Objective
-    batches: Iterable[Batch]  # endless; this rank's shares, on the engine's device
+    batches: Batches
     plan: BatchPlan  # of the largest global batch
     sizes: BatchSizes
     steps: int
     learning_rate: Callable[[int], float]  # step, from 0 -> rate
     checkpoints: CheckpointManager
-    sinks: Sinks
-    progress: ProgressLine
-    evaluate: Callable[[], dict[str, float]] | None = None
-    evaluate_every: int | None = None
-    digest: bool = False
+    callbacks: Sequence[Callback]
+    stop: StopRequest
+    evaluate: Callable[[], dict[str, float]] | None = None  # collective
+    evaluate_every: int | None = None  # steps; None: after the last one
     log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
-    run_state: dict[str, Any] = field(
-        default_factory=dict
-    )  # what a resumed run compares itself with
-    stop: StopRequest = field(default_factory=StopRequest)
-    phase: Callable[[str], None] = lambda phase: (
-        None
-    )  # is given where the rank is: "step", "save", "evaluate"
+    # what a resumed run compares itself with
+    run_state: dict[str, Any] = field(default_factory=dict)
+    skipped: Skipped = field(default_factory=Skipped)  # what looked at the run and failed
     step: int = 0  # optimizer steps taken; part of every checkpoint, as `samples` is
     samples: int = 0  # seen by all ranks together
-    epoch_at: Callable[[int], int] = lambda step: 0  # step -> whole epochs of the data before it
-    bad_samples: InvalidLog = field(default_factory=InvalidLog)
-    skipped: Skipped = field(default_factory=Skipped)  # what looked at the run and failed
-    saves_prepared: bool = False  # there is memory for the first snapshot
-    failure: Exception | None = (
-        None  # of this rank alone; the others learn of it at the next boundary
-    )
+    saves_prepared: bool = False  # memory for the first snapshot is allocated
+    closed: bool = False
+    # an error of this rank alone; the other ranks learn of it at the next step boundary
+    failure: Exception | None = None
 
     def resume(self, resumed: Resumed) -> None:
         """Take weights, optimizer, random state and position from a checkpoint."""
@@ -77,35 +79,59 @@ class Trainer:
         self.engine.load_fragments(resumed.reader, state["engine"])
         self.step, self.samples = state["step"], state["samples"]
         self.skipped.step = self.step
-        self.bad_samples = InvalidLog.load(state, self.epoch_at(state["step"]))
         if resumed.rank_tensors is not None:
             restore_rng(resumed.rank_tensors, self.engine.device)
         self.objective.load_state_dict(resumed.reader.shared_tensors(), self.engine.device)
+        for callback in self.callbacks:
+            callback.resume(state)
 
     def run(self) -> dict[str, float]:
         """Train to the last step; returns the last evaluation's numbers (none: empty).
 
-        Raises Preempted after a committed checkpoint, DivergedError, DataError, CheckpointError; on all ranks.
+        Raises Preempted after a committed checkpoint, DivergedError, DataError, CheckpointError;
+        on all ranks.
         """
         batches = iter(self.batches)
         timer = StepTimer()
         while self.step < self.steps:
-            self.phase("step")
+            self.call("phase", "step")
             with timer.data_wait():
                 batch = self._next_batch(batches)
             if batch is None:
                 self._end_preempted()
             else:
                 self._step(batch, timer)
-        if not self._save(
-            wait=True
-        ):  # before the evaluation: a mistake in its inputs must not cost the last steps
+        # Save first: a mistake in the evaluation's inputs must not cost the last steps.
+        if not self._save(wait=True):
             raise CheckpointError(
-                f"all {self.steps} steps are trained, but the last save failed (see above); run the same line again"
+                f"all {self.steps} steps are trained, but the last save failed (see above); "
+                "run the same line again"
             )
         evaluated = self._evaluate()
-        dist.raise_agreed(self.failure)  # of the last records, which no boundary follows
+        dist.raise_agreed(self.failure)  # no boundary follows that would do so
         return evaluated
+
+    def call(self, method: str, *args: Any) -> None:
+        """Call `method` of every callback. An error ends the run at the next step boundary."""
+        for callback in self.callbacks:
+            self._on_this_rank(partial(getattr(callback, method), *args))
+
+    def close(self) -> None:
+        """Finish the pending save within `checkpoint.grace_seconds`, then close everything else.
+
+        A second call does nothing. Raises the first error that closing met.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        before, self.failure = self.failure, None
+        self.call("phase", "end")
+        self.checkpoints.close()
+        self.call("close")
+        self._on_this_rank(self.batches.close)
+        error, self.failure = self.failure, before
+        if error is not None:
+            raise error
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch; None if any rank was asked to stop. An error on one rank ends all."""
@@ -119,12 +145,12 @@ class Trainer:
                 self.failure = e
         failed, stopped = dist.max_scalars(self.failure is not None, self.stop.reason is not None)
         if failed:
-            self._sum_invalid()
+            self.call("on_error", self.failure, True)
             dist.raise_agreed(self.failure)
         return None if stopped else batch
 
     def _step(self, batch: Batch, timer: StepTimer) -> None:
-        """One step with all that follows from it."""
+        """One step, and the save and the evaluation that are due after it."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
         try:
@@ -134,28 +160,20 @@ class Trainer:
         except DivergedError as e:
             self.checkpoints.settle()
             good = self.checkpoints.last_good
-            where = (
-                f"the last good checkpoint is that of step {good.step} ({good.path})"
-                if good
-                else "no checkpoint yet"
-            )
+            where = "no checkpoint yet"
+            if good is not None:
+                where = f"the last good checkpoint is that of step {good.step} ({good.path})"
             raise DivergedError(
                 f"step {self.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
                 "or raise schedule.warmup_steps, and run again"
             ) from None
-        if fitting is not plan:  # where memory has ended, and smaller from here on
+        if fitting is not plan:  # memory ended: smaller from here on
             kept = min(self.plan.kept_graphs, fitting.kept_graphs)
             self.plan = replace(self.plan, micro_size=fitting.micro_size, kept_graphs=kept)
-            plan = fitting
         self.step += 1
         self.skipped.step = self.step
-        self.samples += plan.global_size
-        self.bad_samples.add(batch.bad_samples, batch.bad_pictures)
-        self._record(result, lr, plan, timer.finish(), batch)
-        summary = self.bad_samples.reached(self.epoch_at(self.step), self.step)
-        if summary is not None:
-            self.progress.message(summary)
-            self._report_invalid()
+        self.samples += fitting.global_size
+        self._record(result, lr, fitting, timer, batch)
         if not self.saves_prepared:  # now that the optimizer has its state
             self.saves_prepared = True
             self._on_this_rank(
@@ -163,10 +181,8 @@ class Trainer:
             )
         if self.step == self.steps:
             return  # `run` saves and evaluates at the end
-        saves, evaluates = (
-            self.checkpoints.due(self.step),
-            self.step % (self.evaluate_every or self.steps) == 0,
-        )
+        saves = self.checkpoints.due(self.step)
+        evaluates = self.step % (self.evaluate_every or self.steps) == 0
         if saves:
             self._save()
         if evaluates:
@@ -178,33 +194,11 @@ class Trainer:
         if dist.is_main():
             self.log(f"step {self.step + 1}: {message}")
 
-    def _evaluate(self) -> dict[str, float]:
-        if self.evaluate is None:
-            return {}
-        self.phase("evaluate")
-        step = self.step
-        evaluated = self.skipped.attempt(
-            "the evaluation", self.evaluate, remedy=EVALUATE_LATER, together=True
-        )
-        if evaluated is None:
-            release()  # it may have run out of memory
-            return {}
-        self._on_this_rank(lambda: self.sinks.write({"step": step, **evaluated}, "eval"))
-        self.progress.message(f"step {step}: {headline(evaluated)}")
-        self._on_this_rank(lambda: self.checkpoints.note_metrics(step, evaluated))
-        return evaluated
-
-    def _on_this_rank(self, action: Callable[[], None]) -> None:
-        """What one rank does without the others: it may fail, but must not leave them in a collective."""
-        try:
-            action()
-        except Exception as e:
-            self.failure = self.failure or e
-
     def _record(
-        self, result: StepResult, lr: float, plan: BatchPlan, times: StepTimes, batch: Batch
+        self, result: StepResult, lr: float, plan: BatchPlan, timer: StepTimer, batch: Batch
     ) -> None:
-        """One optimizer step, as `metrics.jsonl` has it."""
+        """Give the callbacks one optimizer step, as `metrics.jsonl` has it."""
+        times = timer.finish()
         record: dict[str, Any] = {
             "step": self.step,  # counted from 1
             "samples": self.samples,  # seen since the run began
@@ -218,49 +212,48 @@ class Trainer:
             "accum_steps": plan.accum_steps,
             "kept_graphs": plan.kept_graphs,
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),
+            **result.metrics,
         }
-        if self.digest:
-            record["batch_digest"] = batch_digest(
-                key for keys in dist.gather_objects(batch.keys) for key in keys
-            )
-        record |= result.metrics
-        self._on_this_rank(
-            lambda: record.update(self.checkpoints.poll())
-        )  # what became of earlier saves
-        self._on_this_rank(lambda: self.sinks.write(record))
-        self.progress.update(record)
+        self._on_this_rank(lambda: record.update(self.checkpoints.poll()))  # earlier saves
+        self.call("after_step", record, batch)
 
-    def _sum_invalid(self) -> None:
-        """Collective."""
-        self.bad_samples.sum()
-        self._report_invalid()
+    def _evaluate(self) -> dict[str, float]:
+        if self.evaluate is None:
+            return {}
+        self.call("phase", "evaluate")
+        evaluated = self.skipped.attempt(
+            "the evaluation", self.evaluate, remedy=EVALUATE_LATER, together=True
+        )
+        if evaluated is None:
+            release()  # it may have run out of memory
+            return {}
+        self.call("after_evaluate", {"step": self.step, **evaluated})
+        self._on_this_rank(lambda: self.checkpoints.note_metrics(self.step, evaluated))
+        return evaluated
 
-    def _report_invalid(self) -> None:
-        if self.bad_samples.total:
-            record = {
-                "step": self.step,
-                **self.bad_samples.state(),
-                "pictures": self.bad_samples.pictures,
-            }
-            self._on_this_rank(lambda: self.sinks.write(record, "invalid"))
+    def _on_this_rank(self, action: Callable[[], None]) -> None:
+        """Run what may fail on this rank alone without leaving the others in a collective."""
+        try:
+            action()
+        except Exception as e:
+            self.failure = self.failure or e
 
     def _save(self, *, wait: bool = False) -> bool:
-        self.phase("save")
-        self._sum_invalid()
+        self.call("phase", "save")
         state = {
             **self.run_state,
             "step": self.step,
             "samples": self.samples,
-            **self.bad_samples.state(),
             "engine": self.engine.extra_state(),
         }
+        self.call("before_save", state)
         rng, shared = self._rank_state()
         return self.checkpoints.save(
             self.step, self.engine.state_fragments(), rng, state, shared, wait=wait
         )
 
     def _rank_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What a checkpoint holds beside the fragments: this rank's random state; the objective's, alike on all."""
+        """This rank's random state, and the objective's state, which is the same on all ranks."""
         return rng_state(self.engine.device), self.objective.state_dict()
 
     def _end_preempted(self) -> None:
@@ -275,18 +268,18 @@ class Trainer:
             )
         saved = self._save(wait=True)
         good = self.checkpoints.last_good
-        committed = (
-            f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
-        )
-        if not saved and (
-            good is None or good.step != step
-        ):  # nor on the local disk, if not in the remote store
+        committed = "nothing is committed"
+        if good is not None:
+            committed = f"step {good.step} is committed ({good.path})"
+        if not saved and (good is None or good.step != step):
             raise CheckpointError(
-                f"stopped by {reasons} after step {step}, and the save failed (see above); {committed}"
+                f"stopped by {reasons} after step {step}, and the save failed (see above); "
+                f"{committed}"
             )
         removed = self._remove_stop_file()
         raise Preempted(
-            f"stopped by {reasons} after step {step}: {committed}{removed}; run the same line to go on"
+            f"stopped by {reasons} after step {step}: {committed}{removed}; "
+            "run the same line to continue"
         )
 
     def _remove_stop_file(self) -> str:

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 
 from clip_train import dist
+from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
+from clip_train.data.invalid import InvalidLog
 from clip_train.data.loader import Prefetcher
 from clip_train.errors import RankError
+from clip_train.metrics.meters import BatchDigest
 from clip_train.metrics.progress import ProgressLine, headline
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
@@ -105,11 +108,8 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         refuse_unshared(config.run_dir / "checkpoints", SHARED_SECONDS)
     if config.chosen:
         checked = decide(config, checked, memory_limit(config, device))
-    trainer = build_trainer(
-        config, checked, device, outcome, facts(given, env, device) if env.rank == 0 else {}
-    )
-    trainer.stop, trainer.phase = stop, watchdog.phase
-    watchdog.committed = lambda: good.step if (good := trainer.checkpoints.last_good) else None
+    described = facts(given, env, device) if env.rank == 0 else {}
+    trainer = build_trainer(config, checked, device, outcome, stop, watchdog, described)
     startup.done("model, engine and data")
     stop.listen()  # again: a library may have taken the signals over
     evaluated = trainer.run()
@@ -125,6 +125,16 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     stop.ignore()  # all is committed: a launcher's hurry must not look like a crash
     outcome.leave()
     return 1 if lost else 0
+
+
+class Watched(Callback):
+    """Tells the watchdog where the loop is."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
+
+    def phase(self, name: str) -> None:
+        self.watchdog.phase(name)
 
 
 def make_run_dir(config: RunConfig) -> None:
@@ -199,6 +209,8 @@ def build_trainer(
     checked: Checked,
     device: torch.device,
     outcome: Outcome,
+    stop: StopRequest,
+    watchdog: Watchdog,
     described: dict[str, Any],
 ) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
@@ -247,6 +259,19 @@ def build_trainer(
             skipped=skipped,
         )
     )
+    progress = ProgressLine(
+        steps,
+        start_step=start,
+        enabled=dist.is_main() and config.log.progress and not is_quiet(),
+        every_steps=config.log.every_steps,
+    )
+    callbacks = [
+        Watched(watchdog),
+        InvalidLog(loader.epoch, progress.message, sinks.write),
+        *([BatchDigest()] if config.log.batch_digest else []),
+        sinks,
+        progress,
+    ]
     trainer = Trainer(
         engine=engine,
         objective=objective,
@@ -258,29 +283,27 @@ def build_trainer(
             config.schedule, config.optim.peak_lr(sizes.at(step)), step, steps
         ),
         checkpoints=checkpoints,
-        sinks=sinks,
-        progress=ProgressLine(
-            steps,
-            start_step=start,
-            enabled=dist.is_main() and config.log.progress and not is_quiet(),
-            every_steps=config.log.every_steps,
-        ),
+        callbacks=callbacks,
+        stop=stop,
         evaluate=parts.evaluation(config, checked.architecture, engine),
         evaluate_every=config.evaluate.every_steps,
-        digest=config.log.batch_digest,
         log=log,
         run_state={
             "recipe": config.to_keep(),
-            "architecture": checked.architecture.model_dump(
-                mode="json"
-            ),  # for an export without the recipe's files
+            # for an export without the recipe's files
+            "architecture": checked.architecture.model_dump(mode="json"),
             "teacher": teacher,
             **loader.state(),
         },
-        epoch_at=loader.epoch,
         skipped=skipped,
     )
     outcome.trainer = trainer
+
+    def committed() -> int | None:
+        good = checkpoints.last_good
+        return good.step if good is not None else None
+
+    watchdog.committed = committed
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():

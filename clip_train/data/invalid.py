@@ -6,12 +6,16 @@ A sample that cannot be used keeps its place in the order, and another one fills
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from clip_train.callbacks import Callback
 from clip_train.errors import DataError
 from clip_train.storage.redact import redact
+
+if TYPE_CHECKING:
+    from clip_train.protocols import Batch
 
 WINDOW = 10_000  # samples
 MIN_INVALID = 20  # before the limit may stop a run: one of the first ten means little
@@ -108,61 +112,73 @@ class InvalidLimit:
 
 
 @dataclass
-class InvalidLog:
-    """Over all ranks and epochs. Counts are by `Invalid.place`, as `Batch.bad_samples` has them."""
+class InvalidLog(Callback):
+    """Counts invalid samples over all ranks and epochs, by `Invalid.place`."""
 
+    epoch_at: Callable[[int], int] = lambda step: 0  # step -> whole epochs of the data before it
+    log: Callable[[str], None] = print  # takes a summary of each epoch
+    write: Callable[[dict[str, Any], Literal["invalid"]], None] | None = None  # to the sinks
+    step: int = 0
     mine: Counter[str] = field(default_factory=Counter)  # of this rank's batches
     total: Counter[str] = field(default_factory=Counter)  # of all ranks, when they last summed
-    epoch: int = 0  # that has been reached
-    epochs: list[dict[str, int]] = field(
-        default_factory=list
-    )  # of each that has ended: epoch, step, bad_samples
-    pictures: list[dict[str, str]] = field(
-        default_factory=list
-    )  # the first of each reason here, since the last start
+    epoch: int = 0  # whole epochs so far
+    # of each epoch that has ended: epoch, step, bad_samples
+    epochs: list[dict[str, int]] = field(default_factory=list)
+    # the first ones for each reason, on this rank, since the last start
+    pictures: list[dict[str, str]] = field(default_factory=list)
 
-    def add(self, counts: Mapping[str, int], pictures: Iterable[dict[str, str]] = ()) -> None:
-        """Those of one batch."""
-        self.mine.update(counts)
-        for each in pictures:
-            if sum(each["reason"] == other["reason"] for other in self.pictures) < PICTURES:
-                self.pictures.append(each)
-
-    def sum(self) -> None:
-        """Collective: `total` is up to date then."""
-        from clip_train import dist  # torch: a recipe is read without
-
-        self.total = sum(
-            (Counter(counts) for counts in dist.gather_objects(dict(self.mine))), Counter[str]()
-        )
-
-    def reached(self, epoch: int, step: int) -> str | None:
-        """Collective where `epoch`, the same on all ranks, is a new one: a summary of the one that has ended."""
+    def after_step(self, record: dict[str, Any], batch: Batch) -> None:
+        """Collective after the last step of an epoch."""
+        self.step = record["step"]
+        self.mine.update(batch.bad_samples)
+        for picture in batch.bad_pictures:
+            kept = [known for known in self.pictures if known["reason"] == picture["reason"]]
+            if len(kept) < PICTURES:
+                self.pictures.append(picture)
+        epoch = self.epoch_at(self.step)
         if epoch <= self.epoch:
-            return None
+            return
         before = self.epochs[-1]["bad_samples"] if self.epochs else 0
-        self.sum()
+        self.sum_and_write()
         invalid = self.total.total()
         self.epoch = epoch
-        self.epochs.append({"epoch": epoch, "step": step, "bad_samples": invalid})
-        if not invalid:
-            return f"epoch {epoch} is done (step {step}): no invalid samples"
-        counted = f"{invalid - before} invalid samples in it, {invalid} so far"
-        return f"epoch {epoch} is done (step {step}): {counted}\n{table(self.total)}"
+        self.epochs.append({"epoch": epoch, "step": self.step, "bad_samples": invalid})
+        ended = f"epoch {epoch} is done (step {self.step})"
+        if invalid:
+            counted = f"{invalid - before} invalid samples in it, {invalid} so far"
+            self.log(f"{ended}: {counted}\n{table(self.total)}")
+        else:
+            self.log(f"{ended}: no invalid samples")
 
-    def state(self) -> dict[str, Any]:
-        """As JSON; after `sum`."""
-        return {"bad_samples": dict(self.total), "bad_epochs": self.epochs}
+    def before_save(self, state: dict[str, Any]) -> None:
+        """Collective."""
+        self.sum_and_write()
+        state.update(self.state())
 
-    @classmethod
-    def load(cls, state: Mapping[str, Any], epoch: int) -> InvalidLog:
-        """From a checkpoint's state, in epoch `epoch`. It holds the sum over ranks: rank 0 takes it for its own."""
+    def on_error(self, error: BaseException | None, together: bool) -> None:
+        """The report of a run that ends because of invalid samples shows them."""
+        if together:
+            self.sum_and_write()
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """The checkpoint holds the sum over ranks: rank 0 takes it for its own."""
         from clip_train import dist
 
-        total = Counter[str](state["bad_samples"])
-        return cls(
-            Counter(total) if dist.is_main() else Counter[str](),
-            total,
-            epoch,
-            list(state["bad_epochs"]),
-        )
+        self.step, self.epoch = state["step"], self.epoch_at(state["step"])
+        self.total = Counter(state["bad_samples"])
+        self.mine = Counter(self.total) if dist.is_main() else Counter()
+        self.epochs = list(state["bad_epochs"])
+
+    def sum_and_write(self) -> None:
+        """Collective: sums over the ranks, then writes the sum and the pictures to the sinks."""
+        from clip_train import dist  # torch: a recipe is read without
+
+        counts = dist.gather_objects(dict(self.mine))
+        self.total = sum(map(Counter, counts), Counter[str]())
+        if self.total and self.write is not None:
+            record = {"step": self.step, **self.state(), "pictures": self.pictures}
+            self.write(record, "invalid")
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"bad_samples": dict(self.total), "bad_epochs": self.epochs}

@@ -6,11 +6,15 @@ import hashlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from clip_train import dist
+from clip_train.callbacks import Callback
+from clip_train.protocols import Batch
 
 
 class StepTimes(NamedTuple):
@@ -52,9 +56,13 @@ class StepTimer:
         return times
 
 
-def batch_digest(keys: Iterable[str]) -> str:
-    """The sha256, in hex, of the sorted sample keys joined by newlines (UTF-8): the same for any order."""
-    return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
+class BatchDigest(Callback):
+    """Adds `batch_digest` to each record: proof that two runs saw the same global batch."""
+
+    def after_step(self, record: dict[str, Any], batch: Batch) -> None:
+        """Collective. The sha256, in hex, of the sorted sample keys joined by newlines (UTF-8)."""
+        keys = [key for keys in dist.gather_objects(batch.keys) for key in keys]
+        record["batch_digest"] = hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
 
 
 def peak_memory_bytes(device: torch.device | None = None) -> int:

@@ -6,7 +6,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+from clip_train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from clip_train.protocols import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +30,7 @@ HEADLINE = (  # of an evaluation: name, how it is shown, the format of its value
 _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
-class ProgressLine:
+class ProgressLine(Callback):
     """A progress bar in a terminal; elsewhere (a job's log) a plain line every so many seconds.
 
     enabled: pass False on all ranks but 0; then every call does nothing.
@@ -72,8 +77,7 @@ class ProgressLine:
         self._task = self._bar.add_task("starting", total=self._total, completed=start_step)
         self._bar.start()
 
-    def update(self, record: dict[str, Any]) -> None:
-        """After each step, with its record, as `metrics.jsonl` has it."""
+    def after_step(self, record: dict[str, Any], batch: Batch | None = None) -> None:
         if not self._enabled:
             return
         step, seconds = record["step"], record["step_seconds"]
@@ -115,7 +119,19 @@ class ProgressLine:
         if self._enabled:
             logger.info("%s", text)
 
+    def after_evaluate(self, record: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in record.items() if name != "step"}
+        self.message(f"step {record['step']}: {headline(numbers)}")
+
+    def phase(self, name: str) -> None:
+        if name == "end":
+            self.close()
+
+    def on_error(self, error: BaseException | None, together: bool) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Stop the bar: what is printed from now on stays below it."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

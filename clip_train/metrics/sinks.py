@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clip_train import dist
+from clip_train.callbacks import Callback
 from clip_train.errors import UserError
 from clip_train.metrics.config import LogConfig, not_installed
 from clip_train.metrics.jsonl import JsonlSink
 from clip_train.metrics.report import ReportSink
 from clip_train.metrics.skipped import Skipped
+from clip_train.protocols import Batch
 from clip_train.storage.local import LocalStorage
 
 Kind = Literal["train", "eval", "invalid"]
@@ -95,7 +97,7 @@ OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have a
 Chart = TensorBoardSink | TrackerSink | ReportSink
 
 
-class Sinks:
+class Sinks(Callback):
     """All sinks of a run; a no-op on every rank but 0.
 
     A failing `*.jsonl` raises, since it is part of the result. Another sink that fails, also while it is opened, is
@@ -154,6 +156,12 @@ class Sinks:
             self._files[kind].write({**record, **at})
         for name, chart in list(self._charts.items()):
             self._try(name, partial(chart.write, record, kind))
+
+    def after_step(self, record: dict[str, Any], batch: Batch) -> None:
+        self.write(record)
+
+    def after_evaluate(self, record: dict[str, Any]) -> None:
+        self.write(record, "eval")
 
     def close(self) -> None:
         for file in self._files.values():

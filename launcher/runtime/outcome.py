@@ -64,7 +64,6 @@ class Outcome:
         )
         self.notify: str | None = None  # `log.notify`
         self.trainer: Trainer | None = None
-        self._run_closed = False
 
     def done(self) -> None:
         """Rank 0, when all is committed."""
@@ -94,18 +93,8 @@ class Outcome:
     def close_run(self) -> None:
         """Finish what is being saved within `checkpoint.grace_seconds`, and end the loader's workers. A second call
         does nothing."""
-        trainer = self.trainer
-        if trainer is None or self._run_closed:
-            return
-        self._run_closed = True
-        from clip_train.data.loader import Prefetcher
-
-        trainer.phase("end")
-        trainer.progress.close()
-        trainer.checkpoints.close()
-        trainer.sinks.close()
-        if isinstance(trainer.batches, Prefetcher):
-            trainer.batches.close()
+        if self.trainer is not None:
+            self.trainer.close()
 
     def close(self) -> None:
         """No thread goes on. Again does nothing."""
@@ -118,7 +107,7 @@ class Outcome:
         """The exit status. Another rank's failure, if it came first, is printed by that rank, and not here."""
         own, trace = self.describe(error)
         if self.trainer is not None:
-            self.trainer.progress.close()
+            self.trainer.call("on_error", error, False)
         if self.watchdog is not None:
             self.watchdog.phase("finish")
         secondhand = own.lost or isinstance(error, RemoteRankError)
@@ -179,7 +168,7 @@ class Outcome:
                     if good
                     else "nothing is committed"
                 )
-                message = f"interrupted at step {self._step}, without a save: {saved}; run the same line to go on"
+                message = f"interrupted at step {self._step}, without a save: {saved}; run the same line to continue"
         elif isinstance(error, Preempted):
             word = "PREEMPTED"
         elif isinstance(error, (UserError, DivergedError)) and not isinstance(error, RankError):

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import json
 
+import torch
+
 from clip_train import dist
 from clip_train.data.invalid import Invalid, InvalidLog, table_of
+from clip_train.protocols import Batch
 from tests.ranks import run_ranks
 
 
-def one_rank() -> tuple[str | None, str | None, dict]:
-    log = InvalidLog()
-    log.add({"no caption\ta.tar": 1 + dist.rank()})
-    log.add({"no image\tb.tar": 2} if dist.rank() else {})
-    assert log.reached(0, 3) is None
-    told = log.reached(1, 4)
-    assert log.reached(1, 5) is None
-    resumed = InvalidLog.load(json.loads(json.dumps(log.state())), 1)
-    resumed.add({"no caption\ta.tar": 1})
-    again = resumed.reached(2, 9)
-    return told, again, resumed.state()
+def batch(counts: dict[str, int], pictures: list[dict[str, str]] | None = None) -> Batch:
+    empty = torch.zeros(0)
+    return Batch(empty, empty, empty, bad_samples=counts, bad_pictures=pictures or [])
+
+
+def one_rank() -> tuple[str, str, dict]:
+    lines: list[str] = []
+    log = InvalidLog(epoch_at=lambda step: step // 4, log=lines.append)
+    log.after_step({"step": 2}, batch({"no caption\ta.tar": 1 + dist.rank()}))
+    log.after_step({"step": 3}, batch({"no image\tb.tar": 2} if dist.rank() else {}))
+    assert not lines
+    log.after_step({"step": 4}, batch({}))
+    log.after_step({"step": 5}, batch({}))
+    (told,) = lines
+    saved: dict = {"step": 5}
+    log.before_save(saved)
+    resumed = InvalidLog(epoch_at=lambda step: step // 4, log=lines.append)
+    resumed.resume(json.loads(json.dumps(saved)))
+    resumed.after_step({"step": 9}, batch({"no caption\ta.tar": 1}))
+    return told, lines[1], resumed.state()
 
 
 def test_ranks_add_up_and_a_resumed_run_goes_on():
     for told, again, state in run_ranks(one_rank, 2):
-        assert told is not None and told.startswith(
-            "epoch 1 is done (step 4): 5 invalid samples in it, 5 so far\n"
-        )
+        assert told.startswith("epoch 1 is done (step 4): 5 invalid samples in it, 5 so far\n")
         rows = [line.split() for line in told.splitlines()[2:]]
         assert rows == [["3", "no", "caption", "a.tar"], ["2", "no", "image", "b.tar"]]
-        assert again is not None and again.startswith(
-            "epoch 2 is done (step 9): 2 invalid samples in it, 7 so far\n"
-        )
+        assert again.startswith("epoch 2 is done (step 9): 2 invalid samples in it, 7 so far\n")
         assert state == {
             "bad_samples": {"no caption\ta.tar": 5, "no image\tb.tar": 2},
             "bad_epochs": [
@@ -42,16 +50,17 @@ def test_ranks_add_up_and_a_resumed_run_goes_on():
 
 
 def test_an_epoch_without_any_is_reported_too():
-    assert InvalidLog().reached(1, 7) == "epoch 1 is done (step 7): no invalid samples"
+    lines: list[str] = []
+    InvalidLog(epoch_at=lambda step: step // 7, log=lines.append).after_step({"step": 7}, batch({}))
+    assert lines == ["epoch 1 is done (step 7): no invalid samples"]
 
 
 def test_a_few_pictures_of_each_reason_are_kept():
     log = InvalidLog()
     for number in range(9):
-        log.add(
-            {},
-            [{"reason": reason, "key": f"{reason}{number}"} for reason in "ab"[: 1 + number % 2]],
-        )
+        reasons = "ab"[: 1 + number % 2]
+        pictures = [{"reason": reason, "key": f"{reason}{number}"} for reason in reasons]
+        log.after_step({"step": number}, batch({}, pictures))
     assert [each["key"] for each in log.pictures] == ["a0", "a1", "b1", "a2", "b3", "b5"]
     assert "picture" not in json.dumps(log.state())  # a checkpoint goes without
 

@@ -103,7 +103,7 @@ def plant(trainer):
         if fault == "snapshot" and mine:
             self.engine.state_fragments = broken
         if fault == "save" and mine:
-            self.phase("save")
+            self.call("phase", "save")
             sleep()
         if fault == "save":
             time.sleep(1000)

@@ -1,0 +1,41 @@
+"""What looks at a run from the outside: progress, records, the watchdog, a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a recipe is read without torch
+    from clip_train.protocols import Batch
+
+
+class Callback:
+    """The trainer calls these methods; one that is not overridden does nothing.
+
+    All ranks have the same callbacks in the same order, so a method may use collectives. If a
+    method raises on one rank, the run ends on all ranks at the next step boundary.
+    """
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """state: what `before_save` put into the checkpoint that the run continues from."""
+
+    def phase(self, name: str) -> None:
+        """The rank begins a "step", a "save" or an "evaluate"; "end": it has left the loop."""
+
+    def after_step(self, record: dict[str, Any], batch: Batch) -> None:
+        """record: the step as `metrics.jsonl` has it. Later callbacks see what this one adds."""
+
+    def before_save(self, state: dict[str, Any]) -> None:
+        """Put into `state` what a resumed run needs, as JSON and the same on all ranks."""
+
+    def after_evaluate(self, record: dict[str, Any]) -> None:
+        """record: the step, and the evaluation's numbers by name."""
+
+    def on_error(self, error: BaseException | None, together: bool) -> None:
+        """The run ends with an error, perhaps another rank's.
+
+        together: all ranks make this call, so it may use collectives.
+        """
+
+    def close(self) -> None:
+        """The run ends, with or without an error; the last checkpoint is committed or given up."""
