@@ -94,6 +94,7 @@ setup(
         "bench": ["s3fs>=2026.2", "matplotlib"],
         "hub": ["huggingface_hub>=0.34"],  # weights from the Hugging Face hub
         "hf": ["transformers"],  # tokenizers of models that name one (text_cfg.hf_tokenizer_name)
+        "lion": ["lion-pytorch>=0.2.2"],  # optim.name=lion
         "openclip": [
             "open_clip_torch==3.3.0",
             "transformers",

@@ -32,7 +32,7 @@ ALWAYS = (
 )
 PER_SHARD = 10_000  # samples that img2dataset puts into one
 ASSUMED = 10_000_000  # samples, where not even the number of shards is known
-OPTIMIZERS = ("adamw", "sgd", "lion", "lamb", "muon")
+OPTIMIZERS = ("adamw", "sgd", "lion", "muon")
 SCHEDULES = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
 TEXTS = {"train-data", "val-data", "imagenet-val", "wandb-project-name"}
 BESIDE = "-clip-train"  # behind the name of a folder: ours is beside it, as OpenCLIP's own checkpoints are in it
@@ -309,18 +309,9 @@ def _optimizer(keys: Keys, notes: Notes, given: str) -> None:
             f"timm.optim.Adafactor; by name there are {', '.join(OPTIMIZERS)}"
         )
     keys["optim.name"] = name
-    if name in ("lamb", "muon"):  # they need whole parameters, or their norms
-        keys |= (
-            {"engine.kind": "fsdp", "engine.zero_stage": 0}
-            if name == "muon"
-            else {"engine.kind": "fsdp"}
-        )
-        notes.append(
-            (
-                "--opt",
-                f"{name} needs whole parameters or their norms: engine.kind=fsdp leaves it these",
-            )
-        )
+    if name == "muon":
+        keys |= {"engine.kind": "fsdp", "engine.zero_stage": 0}
+        notes.append(("--opt", "muon needs whole parameters: engine.zero_stage=0 keeps them whole"))
 
 
 def _augmentation(keys: Keys, notes: Notes, settings: dict[str, str]) -> None:

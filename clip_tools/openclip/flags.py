@@ -42,7 +42,7 @@ OWN = {
     "logs": "`run.dir`, in a folder beside it: `DIR-clip-train/NAME`",
     "loss-dist-impl": "`loss.exchange`: `gather`, else `ring`", "lr-scheduler": "`schedule.name`",
     "model": "`model.name`; `open_clip:NAME` for towers that are not built here", "name": "`run.name`",
-    "opt": "`optim.name`; `engine.kind=fsdp` for `lamb` and `muon`",
+    "opt": "`optim.name`; `engine.kind=fsdp` for `muon`",
     "precision": "`engine.precision`: `amp` becomes bf16, `fp32` and `fp16` stay",
     "pretrained": "`model.init_from`", "distill-model": "`model.teacher_name`", "distill-pretrained": "`model.teacher`",
     "report-to": "`log.wandb`, `log.tensorboard`, `log.trackio`",

@@ -15,16 +15,17 @@ class OptimConfig(Settings):
     name: Annotated[
         str,
         Allowed(
-            "adamw, sgd, lion, lamb, muon or the import path of a class, such as torch.optim.RMSprop"
+            "adamw, sgd, lion, muon or the import path of a class, such as torch.optim.RMSprop"
         ),
         Refused,
-    ] = Field("adamw", pattern=r"^(adamw|sgd|lion|lamb|muon|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$")
-    """adamw for training; sgd for checking gradients (Adam hides their scale). lion wants a third to a tenth of
-    adamw's learning rate. lamb and muon need whole parameters, which not every engine and stage leaves them
-    (docs/fine_tuning.md); muon updates the blocks' matrices, AdamW the rest. Any other by its import path, if all it
-    remembers are tensors of a parameter's shape."""
+    ] = Field("adamw", pattern=r"^(adamw|sgd|lion|muon|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$")
+    """adamw for training; sgd for checking gradients (Adam hides their scale). lion needs
+    `pip install lion-pytorch`, and a third to a tenth of adamw's learning rate. muon updates the blocks'
+    matrices, AdamW the rest; it needs whole parameters, which not every engine and stage leaves it
+    (docs/fine_tuning.md). Any other optimizer by its import path, if its state is `step` and tensors
+    of a parameter's shape."""
     options: dict[str, Any] = Field({})
-    """Of an optimizer by its import path: its arguments beside the parameters and lr."""
+    """For an import path: the optimizer's arguments beside the parameters and lr."""
     lr: PositiveFloat = 5e-4
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from clip_train.engine import MovingAverage
-from clip_train.models.freeze import depths, matching
+from clip_train.models.freeze import TOP, depths, matching
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.imported import find_class, try_out
-from clip_train.optim.lion_lamb import LAMB, Lion
-from clip_train.optim.muon import MuonAdamW, is_hidden
 
-# elements: each for itself, so that parameters may be cut and joined. norms: of whole parameters, which a sum over
-# ranks gives where each lies apart. parameters: whole ones.
-Needs = Literal["elements", "norms", "parameters"]
+# What an update must see at once. elements: each for itself, so engines may cut and join parameters.
+# parameters: whole ones.
+Needs = Literal["elements", "parameters"]
+LION = "lion_pytorch.Lion"
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon for groups with `muon`, AdamW for all others, as one optimizer.
+
+    Muon's updates are scaled to AdamW's size (arXiv 2502.16982), so that one learning rate and one
+    weight decay serve both.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **adam: Any) -> None:
+        super().__init__(groups, {"lr": lr})
+        muon: Any = partial(torch.optim.Muon, lr=lr, adjust_lr_fn="match_rms_adamw")
+        adamw: Any = partial(torch.optim.AdamW, lr=lr, **adam)
+        self._parts: list[torch.optim.Optimizer] = []
+        for make, by_muon in ((muon, True), (adamw, False)):
+            own = [group for group in self.param_groups if group["muon"] == by_muon]
+            if own:
+                part = make(own)
+                part.state = self.state
+                self._parts.append(part)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for part in self._parts:
+            part.step()
 
 
 def lr_factors(config: OptimConfig, names: Collection[str]) -> dict[str, float]:
@@ -56,7 +81,9 @@ def parameter_groups(
         if p.requires_grad:
             # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
             is_matrix = len(getattr(p, "ds_shape", p.shape)) >= 2
-            by_muon = config.name == "muon" and is_hidden(name, p)
+            # A matrix of a block: neither an embedding nor a tower's projection.
+            inner = "embedding" not in name and name.split(".")[-1] not in TOP
+            by_muon = config.name == "muon" and len(p.shape) == 2 and inner
             groups.setdefault(
                 (is_matrix and name not in without, factors[name], by_muon), []
             ).append(p)
@@ -77,8 +104,8 @@ def build_optimizer(
     """`parameters`: (name, parameter) pairs, as from `named_parameters()`."""
     groups = parameter_groups(config, parameters)
     lr, betas = config.lr, (config.beta1, config.beta2)
-    # One kernel on a GPU. On a CPU the fused one rounds a tensor's last elements otherwise than those before, by which
-    # a run would know how its parameters are laid out.
+    # One kernel on a GPU. On a CPU the fused kernel rounds a tensor's last elements differently, so
+    # the result would depend on how parameters are laid out.
     adam: dict[str, Any] = {"betas": betas, "eps": config.eps, "fused": torch.cuda.is_available()}
     match config.name:
         case "adamw":
@@ -86,29 +113,24 @@ def build_optimizer(
         case "sgd":
             return torch.optim.SGD(groups, lr, momentum=config.momentum)
         case "lion":
-            return Lion(groups, lr, betas)
-        case "lamb":
-            return LAMB(groups, lr, betas, config.eps)
+            return find_class(LION, "pip install lion-pytorch")(groups, lr, betas)
         case "muon":
             return MuonAdamW(groups, lr, **adam)
-    return find_class(config.name)(groups, lr=lr, **config.options)  # type: ignore[call-arg]
+    return find_class(config.name)(groups, lr=lr, **config.options)
 
 
 def needs(config: OptimConfig) -> Needs:
-    """What an update has to see at once. UserError for an imported optimizer that cannot be used."""
+    """What an update must see at once. UserError for an imported optimizer that cannot be used."""
+    if config.name == "lion":
+        find_class(LION, "pip install lion-pytorch")
     if config.is_imported:
-        return (
-            "elements"
-            if try_out(config.name, config.lr, config.options).elementwise
-            else "parameters"
-        )
-    return (
-        "norms" if config.name == "lamb" else "parameters" if config.name == "muon" else "elements"
-    )
+        trial = try_out(config.name, config.lr, config.options)
+        return "elements" if trial.elementwise else "parameters"
+    return "parameters" if config.name == "muon" else "elements"
 
 
 def moment_bytes(config: OptimConfig) -> int:
-    """Of the optimizer's state and the moving average, for each trained element (of muon at most)."""
+    """Bytes of the optimizer's state and the moving average for each trained element, at most."""
     average = 0 if config.ema_decay is None else 4
     if config.is_imported:
         return average + 4 * try_out(config.name, config.lr, config.options).slots

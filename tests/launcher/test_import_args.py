@@ -479,8 +479,8 @@ def test_a_model_of_ones_own(capsys, tmp_path, monkeypatch):
 
 
 def test_an_optimizer_brings_the_engine_that_it_needs(capsys, tmp_path):
-    recipe, text = imported(capsys, f"torchrun --nproc_per_node 2 -m main {VIT} --opt timm/lamb")
-    assert recipe["optim"]["name"] == "lamb" and recipe["engine"]["kind"] == "fsdp"
+    recipe, text = imported(capsys, f"torchrun --nproc_per_node 2 -m main {VIT} --opt timm/muon")
+    assert recipe["optim"]["name"] == "muon" and recipe["engine"]["kind"] == "fsdp"
     (tmp_path / "r.yaml").write_text(text)
     assert main(["plan", str(tmp_path / "r.yaml"), "--world-size", "2", "--json"]) == 0
     capsys.readouterr()

@@ -36,15 +36,16 @@ def layout(name: str) -> tuple[str, ...]:
         ("adamw", ADAMW, "zero 1", 2, "fsdp 3", 1),
         ("sgd with momentum", SGD, "fsdp 2", 1, "zero 3", 2),
         pytest.param("lion", LION, "zero 3", 2, "fsdp 2", 1, marks=FULL),
-        pytest.param("lamb", ("optim.name=lamb",), "fsdp 3", 2, "zero 0", 1, marks=FULL),
         pytest.param("muon", ("optim.name=muon",), "zero 0", 2, "fsdp 0", 1, marks=FULL),
         pytest.param("torch.optim.RMSprop", RMSPROP, "zero 2", 1, "fsdp 3", 2, marks=FULL),
     ],
-    ids=["adamw", "sgd", "lion", "lamb", "muon", "torch.optim.RMSprop"],
+    ids=["adamw", "sgd", "lion", "muon", "torch.optim.RMSprop"],
 )
 def test_a_killed_run_goes_on_under_another_engine_on_other_ranks(
     recipe, tmp_path, name, optim, before, ranks, after, then
 ):
+    if name == "lion":
+        pytest.importorskip("lion_pytorch")
     common = (*optim, "run.steps=12", "schedule.warmup_steps=2")
     status, out = run(
         recipe, *common, *layout(before), f"run.dir={tmp_path / 'whole'}", ranks=ranks

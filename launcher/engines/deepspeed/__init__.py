@@ -40,10 +40,9 @@ def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
         )
     name, needs = facts.optimizer
     if needs != "elements" and config.zero_stage > 0:
-        stage = "" if needs == "norms" else ", engine.zero_stage=0"
         yield (
             f"optim.name ({name}) needs whole parameters, which DeepSpeed joins and cuts at engine.zero_stage "
-            f"{config.zero_stage}: set engine.zero_stage=0, or engine.kind=fsdp{stage}"
+            f"{config.zero_stage}: set engine.zero_stage=0, or engine.kind=fsdp, engine.zero_stage=0"
         )
     try:
         build_ds_config(config, facts)
