@@ -89,7 +89,11 @@ def test_an_update_that_needs_whole_parameters_is_refused_where_they_are_cut(
 @pytest.mark.parametrize(
     "optim, stage, then",
     [
-        (("optim.name=torch.optim.RMSprop", "optim.lr=1e-4", "optim.layer_decay=0.7"), 3, "engine.zero_stage=2"),
+        (
+            ("optim.name=torch.optim.RMSprop", "optim.lr=1e-4", "optim.layer_decay=0.7"),
+            3,
+            "engine.zero_stage=2",
+        ),
         (("optim.name=muon",), 0, "engine.zero_stage=0"),
     ],
 )
