@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from launcher.runtime.environment import END_TIME
 from launcher.runtime.ports import candidates, free_port
@@ -37,14 +36,13 @@ from launcher.runtime.verdict import (
     read_verdict,
     write_verdict,
 )
-from launcher.slurm.attempts import Decision, History, Outcome, decide, explain, lost_node
+from launcher.slurm.attempts import Decision, History, Outcome, decide, explain
 from launcher.slurm.scheduler import (
     NO_ARRAY,
     OUTAGE,
     answer,
     end_time,
     exclude,
-    field,
     node_names,
     slurm,
     update,
@@ -56,14 +54,15 @@ if TYPE_CHECKING:
 USAGE = "[--chain] RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 RETRY_SECONDS = 15.0  # between requests to requeue, at most
-REST_SECONDS = (
-    60.0  # for what the ranks have written to reach the logs, of which some decides what comes next
-)
+REST_SECONDS = 60.0  # for the last lines of the ranks to reach the logs
 
 
 def main(arguments: Sequence[str]) -> int:
     terminated = threading.Event()
-    listen(terminated)  # before anything else: Slurm may be in a hurry
+    # before anything else: Slurm may be in a hurry
+    signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
+    # --signal=B:USR1, to this script alone: the ranks know the job's end (END_TIME)
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
     parser = argparse.ArgumentParser(
         prog="python -m launcher.slurm.controller", usage="%(prog)s [-h] " + USAGE
     )
@@ -81,50 +80,27 @@ def main(arguments: Sequence[str]) -> int:
     if "SLURM_ARRAY_JOB_ID" in os.environ and not args.chain:
         say(f"error: {NO_ARRAY}")
         return 2
-    from clip_train.errors import RankError, UserError
+    from clip_train.errors import UserError
     from launcher.config.recipe import load_config
 
-    for wait in (*RECIPE_WAITS, None):
-        try:
-            config = load_config(args.recipe, args.overrides)
-            config.run_dir.mkdir(parents=True, exist_ok=True)
-            break
-        except (UserError, OSError) as e:
-            say(f"error: {e}")
-            lasting = isinstance(e, PermissionError) or not isinstance(e, (RankError, OSError))
-            if wait is None or lasting or terminated.wait(wait):
-                return 2
-            say(f"the recipe is read again after {wait:g} s")
     try:
+        config = load_config(args.recipe, args.overrides)
+    except UserError as e:
+        say(f"error: {e}")
+        return 2
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
         return Controller(config, terminated, chain=args.chain).run([*command, *config.counted])
-    except (
-        OSError
-    ) as e:  # without a history nothing is to be counted, so nothing is requeued either
+    except OSError as e:  # without a history nothing can be counted, so nothing is requeued either
         say(
             f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again"
         )
         return 1
 
 
-RECIPE_WAITS = (
-    15.0,
-    60.0,
-    240.0,
-)  # seconds, where what it names, such as a shard's count, cannot be read for now
-
-
-def listen(terminated: threading.Event) -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
-    signal.signal(
-        signal.SIGUSR1, lambda number, frame: None
-    )  # --signal=B:USR1, to this script alone: see END_TIME
-
-
 def say(message: str) -> None:
-    print(
-        f"{time.strftime('%F %T')} [job {os.environ.get('SLURM_JOB_ID', '-')}] {message}",
-        flush=True,
-    )
+    job = os.environ.get("SLURM_JOB_ID", "-")
+    print(f"{time.strftime('%F %T')} [job {job}] {message}", flush=True)
 
 
 class Controller:
@@ -133,103 +109,73 @@ class Controller:
     def __init__(
         self, config: RunConfig, terminated: threading.Event, *, chain: bool = False
     ) -> None:
-        self.config, self.run_dir, self.terminated, self.chain = (
-            config,
-            config.run_dir,
-            terminated,
-            chain,
-        )
+        self.config, self.run_dir = config, config.run_dir
+        self.terminated, self.chain = terminated, chain
         self.job = os.environ["SLURM_JOB_ID"]
         self.nodes = node_names()
+        self.history = History(self.run_dir)
 
     def run(self, command: Sequence[str]) -> int:
         """Returns the batch job's exit status. OSError where the run directory cannot be written."""
-        restart, number = int(os.environ.get("SLURM_RESTART_COUNT", "0")), None
-        while number is None:  # again where another job has been quicker
-            self.history = History(self.run_dir)
-            following = self.history.next_number  # whoever begins from now on begins this one
-            status = self._nothing_to_do()
-            if status is not None:
-                return status
-            before = committed_step(self.run_dir)
-            number = self.history.claim(
-                following, job=self.job, restart=restart, nodes=self.nodes, step=before
-            )
-        log = self._log(number)
+        begun = self.history.unfinished()
+        if begun is not None:
+            other = str(begun.get("job", ""))
+            running = answer("squeue", "-h", "-j", other, "-o", "%T") if other else ""
+            if other != self.job and running in RUNNING:
+                say(
+                    f"error: job {other} trains {self.run_dir} already: scancel one of them, "
+                    "or choose another run.name"
+                )
+                return 2
+            outcome = self._lost_attempt(begun)
+            decision = self._end(begun["attempt"], outcome)
+            if decision.decision == "give up":
+                return self._act(decision, outcome)
+        verdict = read_verdict(self.run_dir)
+        if verdict and verdict[0] == "DONE" and verdict[1]["step"] >= self.config.steps:
+            self._end_chain()
+            say(f"{self.run_dir} is done already")
+            return 0
+        number, before = self.history.next_number(), committed_step(self.run_dir)
+        restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.history.append(
+            "begin", attempt=number, job=self.job, restart=restart, nodes=self.nodes, step=before
+        )
+        log = self.run_dir / "attempts" / f"{number:04d}.log"
+        log.parent.mkdir(exist_ok=True)
         say(
             f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}"
         )
-        self._comment(f"attempt {number} from step {before}")
         clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
         started = time.time()
-        status = self._run_ranks(command, number)
+        status = self._run_ranks(command, number, log)
         outcome = self._outcome(status, before, log)
         seconds = time.time() - started
-        gpus = len(self.nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
         lost = 0.0 if outcome.verdict == "DONE" else seconds
         with contextlib.suppress(OSError):
-            if lost and outcome.step > before:  # what was trained since the last commit is lost
+            if (
+                lost and outcome.step > before
+            ):  # only what was trained since the last commit is lost
                 lost = min(lost, time.time() - (self.run_dir / PROGRESS_FILE).stat().st_mtime)
-        hours = {
-            "gpu_hours": round(gpus * seconds / 3600, 3),
-            "gpu_hours_lost": round(gpus * max(lost, 0.0) / 3600, 3),
-        }
-        decision = self._end(number, outcome, seconds=round(seconds, 1), status=status, **hours)
-        self._comment(f"attempt {number}: {outcome.verdict} at step {outcome.step}")
+        hours = len(self.nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) / 3600
+        decision = self._end(
+            number,
+            outcome,
+            seconds=round(seconds, 1),
+            status=status,
+            gpu_hours=round(hours * seconds, 3),
+            gpu_hours_lost=round(hours * max(lost, 0.0), 3),
+        )
         return self._act(decision, outcome)
 
-    def _comment(self, text: str) -> None:
-        """In `squeue -o %k`, after the user's own comment. Best effort."""
-        own = re.sub(r" ?\[clip-train: [^]]*\]", "", field(self.job, "Comment"))
-        update(self.job, Comment=f"{own} [clip-train: {text}]".strip())
-
-    def _log(self, number: int) -> Path:
-        return self.run_dir / "attempts" / f"{number:04d}.log"
-
-    def _nothing_to_do(self) -> int | None:
-        """The exit status where another job trains this run, it has been given up, or is done."""
-        begun = self.history.unfinished()
-        job = str(begun.get("job", "")) if begun is not None else ""
-        if job not in ("", self.job) and answer("squeue", "-h", "-j", job, "-o", "%T") in RUNNING:
-            say(
-                f"error: job {job} trains {self.run_dir} already: scancel one of them, or choose another run.name"
-            )
-            return 2
-        if begun is not None:
-            decision = self._settle_lost_attempt(begun["attempt"], begun["step"], begun["nodes"][0])
-            if decision.decision == "give up":
-                return self._give_up(decision)
-        verdict = read_verdict(self.run_dir)
-        if verdict is None or verdict[0] != "DONE" or verdict[1]["step"] < self.config.steps:
-            return None
-        self._end_chain()
-        vain = self._changed_in_vain()
-        say(f"error: {vain}" if vain else f"{self.run_dir} is done already")
-        return 2 if vain else 0
-
-    def _changed_in_vain(self) -> str:
-        """That the recipe has been changed since the run was finished, of which nothing would come."""
-        from clip_train.errors import UserError
-        from launcher.config.recipe import read_recipe
-        from launcher.config.resume import changes, in_vain
-
-        path = str(self.run_dir / "recipe.yaml")  # as the ranks have resolved it
-        with contextlib.suppress(UserError):
-            return in_vain(self.config, changes(self.config, read_recipe(path)), path)
-        return ""  # it cannot be read
-
-    def _settle_lost_attempt(self, number: int, before: int, first_node: str) -> Decision:
-        """An attempt whose batch script never came to its end: the node under it was lost, or Slurm killed it."""
-        log = self._log(number)
-        node = lost_node(log.read_text(errors="replace") if log.exists() else "")
-        after = committed_step(self.run_dir)
-        if node is None and self.history.was_terminated(number):
+    def _lost_attempt(self, begun: dict[str, Any]) -> Outcome:
+        """Its batch script never came to its end: the node under it was lost, or Slurm killed it."""
+        before, after = begun["step"], committed_step(self.run_dir)
+        if begun["attempt"] in [line["attempt"] for line in self.history.of("terminated")]:
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
-            return self._end(number, Outcome("PREEMPTED", before, after, reason))
-        reason = (
-            f"Slurm lost the node {node}" if node else f"the batch script on {first_node} was lost"
-        )
-        return self._end(number, Outcome("LOST", before, after, reason, (node or first_node,)))
+            return Outcome("PREEMPTED", before, after, reason)
+        node = begun["nodes"][0]
+        return Outcome("LOST", before, after, f"the batch script on {node} was lost", (node,))
 
     def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
         decision = decide(outcome, *self.history.counts())
@@ -242,20 +188,14 @@ class Controller:
         )
         if self.config.log.notify is not None:
             word = "FAILED" if decision.decision == "give up" else outcome.verdict
-            failed = notify(
-                self.config.log.notify,
-                self.run_dir,
-                word,
-                outcome.step,
-                f"{outcome.reason} ({decision.decision}: {decision.why})",
-            )
+            reason = f"{outcome.reason} ({decision.decision}: {decision.why})"
+            failed = notify(self.config.log.notify, self.run_dir, word, outcome.step, reason)
             if failed:
                 say(f"warning: {failed}")
         return decision
 
-    def _run_ranks(self, command: Sequence[str], number: int) -> int:
+    def _run_ranks(self, command: Sequence[str], number: int, log: Path) -> int:
         """Run to the end, whatever signals come; its output goes to the job's log and the attempt's."""
-        log = self._log(number)
         environ = {**os.environ, ATTEMPT: str(log.with_suffix("").absolute())}
         environ.setdefault(END_TIME, end_time(self.job))
         # rank 0 runs on this node; another attempt starts with another port
@@ -282,39 +222,42 @@ class Controller:
         return process.returncode
 
     def _outcome(self, status: int, before: int, log: Path) -> Outcome:
-        """By the verdict; where there is none, or a failure, by the error report and by what srun has printed."""
-        word, why = read_verdict(self.run_dir) or ("", {"reason": ""})
-        report, text = read_report(log.with_suffix("")), log.read_text(errors="replace")
-        reason: str = why["reason"]
+        """By the verdict; where there is none, or a failure, by the report of the rank that failed."""
+        verdict, report = read_verdict(self.run_dir), read_report(log.with_suffix(""))
         blamed: tuple[str, ...] = ()
-        if word not in ("DONE", "PREEMPTED"):
-            word, reason, blamed = explain(word, report, text, status)
-        if self.terminated.is_set() and (report is None or report.lost) and lost_node(text) is None:
-            blamed = ()  # who is killed while it saves is not to blame; a node that Slurm has lost is
+        if verdict is not None and (report is None or verdict[0] in ("DONE", "PREEMPTED")):
+            word, reason = verdict[0], verdict[1]["reason"]
+        else:
+            word, reason, blamed = explain(report, status)
+        terminated = self.terminated.is_set()
+        if terminated:  # a rank that is killed while it saves says nothing about its node
+            blamed = ()
         file = self.run_dir / STOP_FILE  # rank 0 may have removed it once it has obeyed
         after, stop_file = committed_step(self.run_dir), file.exists() or f"{file}" in reason
-        return Outcome(word, before, after, reason, blamed, self.terminated.is_set(), stop_file)
+        return Outcome(word, before, after, reason, blamed, terminated, stop_file)
 
     def _act(self, decision: Decision, outcome: Outcome) -> int:
-        match decision.decision:
-            case "done":
-                self._end_chain()
-                return 0
-            case "give up":
-                return self._give_up(decision)
-            case "requeue" if self.chain:
-                say(f"the next job of the chain resumes: {decision.why}")
-                return 0
-            case "requeue":
-                return self._requeue(decision)
-        say(f"not requeued: {decision.why}")
-        if decision.decision == "stop" or outcome.stop_file:
+        """The batch job's exit status."""
+        if decision.decision == "requeue":
+            return self._requeue(decision)
+        if decision.decision != "leave" or outcome.stop_file:
             self._end_chain()
-        left = 0 if outcome.stop_file else 75
-        return 2 if decision.decision == "stop" else 143 if outcome.terminated else left
+        if decision.decision == "give up":
+            say(f"GIVING UP: {decision.why}")
+            write_verdict(self.run_dir, "FAILED", outcome.step, f"gave up: {decision.why}")
+        elif decision.decision != "done":
+            say(f"not requeued: {decision.why}")
+        if decision.decision != "leave":
+            return {"done": 0, "give up": 1, "stop": 2}[decision.decision]
+        if outcome.terminated:
+            return 143
+        return 0 if outcome.stop_file else 75
 
     def _requeue(self, decision: Decision) -> int:
         """Ask until Slurm has requeued the job, as long as slurmctld is away; a refusal ends it soon."""
+        if self.chain:
+            say(f"the next job of the chain resumes: {decision.why}")
+            return 0
         wait, refusals = 2.0, 0
         while not self.terminated.is_set():
             # Slurm sends TERM to the job, scontrol included
@@ -322,7 +265,16 @@ class Controller:
             failed = slurm(*line)[1]
             if not failed:
                 say(f"requeued: {decision.why}")
-                self._exclude_suspects()
+                suspects = self.history.suspects()
+                names = f"{','.join(suspects)} failed twice or more"
+                excluded, refused = exclude(self.job, suspects)  # possible while the job is pending
+                if excluded:
+                    self.history.append("exclude", nodes=suspects)
+                    say(f"{names}: the next attempts exclude it")
+                if refused:
+                    say(
+                        f"{names}, but is not excluded, because the job may not run without it: {refused}"
+                    )
                 if decision.failures:  # what failed may need time to recover
                     seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)
                     update(self.job, StartTime=f"now+{round(seconds)}")
@@ -339,27 +291,6 @@ class Controller:
         # a requeue now would restart what the user has cancelled
         say("not requeued: Slurm ended the job in the meantime")
         return 143
-
-    def _exclude_suspects(self) -> None:
-        """The next attempt of this job, which is pending now, gets no node that failed twice."""
-        nodes = list(self.history.suspects())
-        excluded, failed = exclude(self.job, nodes, os.environ)
-        if failed:
-            say(
-                f"{','.join(nodes)} failed twice or more, but is not excluded, because the job may not run without "
-                f"it: {failed}"
-            )
-        elif excluded:
-            self.history.append("exclude", nodes=nodes)
-            say(f"{','.join(nodes)} failed twice or more: the next attempts exclude it")
-
-    def _give_up(self, decision: Decision) -> int:
-        say(f"GIVING UP: {decision.why}")
-        write_verdict(
-            self.run_dir, "FAILED", committed_step(self.run_dir), f"gave up: {decision.why}"
-        )
-        self._end_chain()
-        return 1
 
     def _end_chain(self) -> None:
         """Nothing is left for the other jobs of the array."""
@@ -378,16 +309,10 @@ def copy_lines(source: Iterable[bytes], log: IO[bytes]) -> None:
 
 
 def committed_step(run_dir: Path) -> int:
-    """The newest committed step that is known here: PROGRESS, or the commits themselves, where a rank was killed
-    before it could write it."""
-    steps = [0]
+    """The newest committed step, as rank 0 wrote it into PROGRESS."""
     with contextlib.suppress(OSError, ValueError):
-        steps.append(int((run_dir / PROGRESS_FILE).read_text()))
-    numbers = (
-        file.stem.rpartition("-s")[2]
-        for file in (run_dir / "checkpoints" / "commit").glob("e*-s*.json")
-    )
-    return max(steps + [int(number) for number in numbers if number.isdigit()])
+        return int((run_dir / PROGRESS_FILE).read_text())
+    return 0
 
 
 if __name__ == "__main__":

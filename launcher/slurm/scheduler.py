@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 NO_ARRAY = (
     "the tasks of a job array would all write the same run. To sweep seeds, submit one job for each: "
@@ -68,8 +68,8 @@ def field(job: str, name: str) -> str:
     return found[1].strip() if found and found[1] != "(null)" else ""
 
 
-def exclude(job: str, nodes: Sequence[str], environ: Mapping[str, str]) -> tuple[bool, str]:
-    """Exclude `nodes` from a pending job, beside what it excludes already: whether that was news, and why it failed.
+def exclude(job: str, nodes: Sequence[str]) -> tuple[bool, str]:
+    """Exclude `nodes` from a pending job, beside what it excludes already: whether that was new, and why it failed.
 
     `sbatch --test-only` says whether the job could still run: Slurm itself would let it wait for ever.
     """
@@ -80,11 +80,11 @@ def exclude(job: str, nodes: Sequence[str], environ: Mapping[str, str]) -> tuple
         return False, ""
     excluded = ",".join([*filter(None, [before]), *new])
     options = {
-        "partition": environ.get("SLURM_JOB_PARTITION"),
-        "account": environ.get("SLURM_JOB_ACCOUNT"),
-        "qos": environ.get("SLURM_JOB_QOS"),
-        "nodes": environ.get("SLURM_JOB_NUM_NODES"),
-        "gpus-per-node": environ.get("SLURM_GPUS_PER_NODE"),
+        "partition": os.environ.get("SLURM_JOB_PARTITION"),
+        "account": os.environ.get("SLURM_JOB_ACCOUNT"),
+        "qos": os.environ.get("SLURM_JOB_QOS"),
+        "nodes": os.environ.get("SLURM_JOB_NUM_NODES"),
+        "gpus-per-node": os.environ.get("SLURM_GPUS_PER_NODE"),
         "constraint": field(job, "Features"),
         "nodelist": field(job, "ReqNodeList"),
         "exclude": excluded,

@@ -38,25 +38,6 @@ FROZEN = (*SOURCES, "clip_tools", "ds_configs")
 # -- checks
 
 
-def check_shape(job: Site) -> None:
-    """Ranks, GPUs and time. UserError."""
-    if not job.tasks:
-        raise UserError(
-            "--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node"
-        )
-    if job.gpus_per_node and job.tasks != job.gpus_per_node:
-        raise UserError(
-            f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one rank for each GPU; "
-            "leave it out"
-        )
-    seconds = parse_time(job.time)
-    if seconds <= 2 * job.warn_seconds:
-        raise UserError(
-            f"--time ({job.time}, {seconds} s) leaves no time to train before the warning {job.warn_seconds} s ahead "
-            f"of its end: ask for more than {2 * job.warn_seconds // 60} minutes, or lower the site file's warn_seconds"
-        )
-
-
 def parse_time(text: str) -> int:
     """Seconds of sbatch's `minutes`, `minutes:seconds`, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
@@ -74,7 +55,21 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
 
     offline: without a look at shards and at checkpoint.remote.
     """
-    check_shape(job)
+    if not job.tasks:
+        raise UserError(
+            "--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node"
+        )
+    if job.gpus_per_node and job.tasks != job.gpus_per_node:
+        raise UserError(
+            f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one rank for each GPU; "
+            "leave it out"
+        )
+    seconds = parse_time(job.time)
+    if seconds <= 2 * job.warn_seconds:
+        raise UserError(
+            f"--time ({job.time}, {seconds} s) leaves no time to train before the warning {job.warn_seconds} s ahead "
+            f"of its end: ask for more than {2 * job.warn_seconds // 60} minutes, or lower the site file's warn_seconds"
+        )
     check(config, job.world_size, read_data=not offline)
     if config.checkpoint.resume == "never":
         raise UserError(
@@ -89,16 +84,11 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
             warn(warning)
 
 
-def check_slurm(job: Site, run_dir: Path) -> None:
-    """What only the cluster itself knows. UserError."""
+def check_slurm(run_dir: Path) -> None:
+    """UserError without an sbatch, or if another job trains the same run."""
     if shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not here: submit from a login node, or look at the script with --dry-run"
-        )
-    partitions = answer("sinfo", "-h", "-o", "%R").split()
-    if job.partition is not None and partitions and job.partition not in partitions:
-        raise UserError(
-            f"--partition ({job.partition}) is not one of this cluster's: {', '.join(partitions)}"
         )
     for file in sorted(run_dir.glob("submit/*/submit.json")):
         number = json.loads(file.read_text()).get("job")
@@ -123,14 +113,6 @@ OWN_OPTIONS = {
     "signal": "use the site file's warn_seconds",
     "wrap": "the job's script is submit's own",
 }
-
-
-def refuse_own(words: Sequence[str]) -> None:
-    """UserError for an option of sbatch that would make another job than the one that was checked."""
-    for word in words:
-        name = word[2:].partition("=")[0] if word.startswith("--") else word[1:2]
-        if word.startswith("-") and name in OWN_OPTIONS:
-            raise UserError(f"sbatch's {word}: {OWN_OPTIONS[name]}")
 
 
 def quote(word: str) -> str:
@@ -169,7 +151,10 @@ def render(
         for key, value in extra.items()
         if value is not None and value is not False
     ]
-    refuse_own([*site, *options])
+    for word in [*site, *options]:
+        option = word[2:].partition("=")[0] if word.startswith("--") else word[1:2]
+        if word.startswith("-") and option in OWN_OPTIONS:
+            raise UserError(f"sbatch's {word}: {OWN_OPTIONS[option]}")
     directives = [*([word] for word in site), options]
     added = [
         "",
@@ -250,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
         if refused:
             warn(f"sbatch --test-only could not ask the cluster: {' '.join(refused.split())}")
         return 0
-    check_slurm(job, run_dir)
+    check_slurm(run_dir)
     described = freeze(folder, script, frozen_recipe(config, base), job)
     line = ["sbatch", "--parsable", str(folder / "job.sbatch")]
     sent = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)

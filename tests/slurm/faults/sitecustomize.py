@@ -1,6 +1,6 @@
 """Planted faults, in ranks only: Python imports this at its start where this folder is on PYTHONPATH.
 
-FAULT=die          every rank of number 1 ends at once, without a word
+FAULT=die          every rank of number 1 is killed at its start
 FAULT=bad:n2       ranks on the host n2 find no GPU
 STEP_SECONDS=0.1   a step takes so long at least: a fast machine is not done before it is disturbed
 HOLD=FILE          rank 0 goes no further than 30 steps while the file is there and nobody has asked it to stop: nor is
@@ -8,6 +8,7 @@ HOLD=FILE          rank 0 goes no further than 30 steps while the file is there 
 """
 
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ fault = os.environ.get("FAULT", "")
 if in_rank and fault:
     rank = os.environ.get("SLURM_PROCID")
     if fault == "die" and rank == "1":
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault.startswith("bad:") and socket.gethostname() == fault[4:]:
         from clip_train.errors import RankError
         from launcher.runtime.outcome import Outcome
