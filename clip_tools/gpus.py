@@ -14,7 +14,7 @@ from clip_train.storage.object_store import PART_BYTES
 from launcher.config.memory import GPU_MARGIN, decide, estimate_memory, predicted_profile
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked, engine_facts
-from launcher.engines import KINDS, describe, package
+from launcher.engines import ENGINES, describe, find_engine
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
 LAUNCH_SECONDS = (
@@ -111,7 +111,7 @@ def collectives(config: RunConfig, checked: Checked, P: int, trained: int) -> di
     plan, engine = checked.plan, checked.engine
     W, k, m, stage = plan.world_size, plan.accum_steps, plan.kept_graphs, engine.zero_stage
     word = 4 if engine.precision == "fp32" else 2
-    fp32_sums = package(engine.kind).sums_fp32(engine) or (
+    fp32_sums = find_engine(engine.kind).sums_fp32(engine) or (
         stage == 1 and engine.precision == "bf16"
     )
     gathered = 0 if config.batch.accumulation == "local" else plan.global_size
@@ -174,7 +174,7 @@ def engines(config: RunConfig, checked: Checked, limit: float) -> list[dict[str,
     rows = []
     profiles = {on: predicted_profile(config, checked, on) for on in (False, True)}
     one = replace(checked.plan, micro_size=1, kept_graphs=1)
-    for kind in KINDS:
+    for kind in ENGINES:
         for stage in (0, 1, 2, 3):
             at = {
                 "kind": kind,
@@ -184,7 +184,7 @@ def engines(config: RunConfig, checked: Checked, limit: float) -> list[dict[str,
             }
             engine = config.engine.model_copy(update=at)
             if any(
-                package(kind).mistakes(
+                find_engine(kind).mistakes(
                     engine, engine_facts(config, checked.plan, checked.plan.world_size)
                 )
             ):

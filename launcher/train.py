@@ -7,6 +7,7 @@ Nothing below this file knows more than its own part; nothing here computes.
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import time
@@ -78,9 +79,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         on_first_step=first_step,
     )
     watchdog.start()
-    engines.package(
-        f"{config.engine.kind}.engine"
-    )  # its imports, which are counted apart from what follows
+    importlib.import_module(engines.find_engine(config.engine.kind).module)
     startup.done("imports")
     # what can be wrong without the other ranks; one of them looks at the shards
     checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)
@@ -197,7 +196,7 @@ def describe_run_dir(
         folder.put_bytes("recipe.yaml", config.to_yaml().encode())
         facts = engine_facts(config, checked.plan, checked.plan.world_size)
         for name, text in (
-            engines.package(config.engine.kind).artifacts(checked.engine, facts).items()
+            engines.find_engine(config.engine.kind).artifacts(checked.engine, facts).items()
         ):
             folder.put_bytes(name, text.encode())
     except OSError as e:

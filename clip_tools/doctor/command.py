@@ -17,7 +17,7 @@ from clip_tools.doctor.recipe import RECIPE
 from clip_train.errors import UserError
 from launcher.checks import Check, Finding, error
 from launcher.config.recipe import load_config
-from launcher.engines import package
+from launcher.engines import find_engine
 from launcher.engines.config import EngineConfig
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -33,7 +33,7 @@ def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
         except UserError as e:
             yield error("recipe", str(e), "see the message; clip-train keys lists all keys")
     engine = config.engine if config else EngineConfig()
-    yield from guarded(package(engine.kind).CHECKS)
+    yield from guarded(find_engine(engine.kind).checks)
     if config is not None:
         yield from guarded(tuple((name, partial(check, config)) for name, check in RECIPE))
 

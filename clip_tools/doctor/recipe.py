@@ -23,7 +23,7 @@ from clip_train.storage.urls import is_remote, open_storage
 from launcher.checks import Finding, check_disk, check_places, error, ok, warning, warning_if
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import check, labels_of
-from launcher.engines import on_this_machine, package
+from launcher.engines import find_engine, on_this_machine
 from launcher.runtime.environment import detect
 from launcher.runtime.verdict import STOP_FILE
 from launcher.slurm.profile import load_site
@@ -152,7 +152,7 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
     lacking = [
-        *package(config.engine.kind).mistakes_here(on_this_machine(config.engine)),
+        *find_engine(config.engine.kind).mistakes_here(on_this_machine(config.engine)),
         *config.log.mistakes_here(),
     ]
     for mistake in lacking:

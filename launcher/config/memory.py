@@ -26,7 +26,7 @@ from clip_train.protocols import MicroBatch
 from clip_train.task import IMAGE_TEXT
 from launcher.config.recipe import RunConfig
 from launcher.config.validate import Checked, no_limit
-from launcher.engines import package
+from launcher.engines import find_engine
 from launcher.engines.config import EngineConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +43,7 @@ def estimate_memory(
     """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without activations."""
     P, D = count_parameters(architecture), architecture.embed_dim
     trained = trained_parameters(config.model, architecture)
-    held: Memory = package(engine.kind).memory(
+    held: Memory = find_engine(engine.kind).memory(
         engine, P, trained, moment_bytes(config.optim), plan.world_size
     )
     teacher = (
@@ -164,7 +164,7 @@ def decide(
     each, once = (estimate_memory(config, way, plan, architecture, None).total for way in ways)
     reductions: tuple[bool, ...] = (engine.zero_stage >= 2 and engine.reduce_gradients == "once",)
     if engine.zero_stage >= 2 and engine.reduce_gradients == "auto":
-        reductions = (True, False) if package(engine.kind).sums_fp32(engine) else (False,)
+        reductions = (True, False) if find_engine(engine.kind).sums_fp32(engine) else (False,)
     room = Room(
         limit,
         max(each, allocated),

@@ -24,7 +24,7 @@ from clip_train.models.freeze import trained_parameters
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from launcher.config.recipe import RunConfig
-from launcher.engines import Facts, on_this_machine, package
+from launcher.engines import Facts, find_engine, on_this_machine
 from launcher.engines.config import EngineConfig
 
 
@@ -79,7 +79,7 @@ def check(
         collect(partial(lr_factors, config.optim, names))
         collect(partial(spared, config.optim, names))
     plan = collect(lambda: plan_batch(config.batch, world_size))
-    engine, resolved = package(config.engine.kind), on_this_machine(config.engine)
+    engine, resolved = find_engine(config.engine.kind), on_this_machine(config.engine)
     problems += map(
         UserError, [*engine.mistakes_here(resolved), *config.log.mistakes_here()] if is_rank else ()
     )

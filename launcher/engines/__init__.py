@@ -1,26 +1,18 @@
-"""The engines, a package each: `launcher.engines.<kind>`, of which engine.kind names one. All else knows these names:
+"""The engines: `ENGINES` names a class for each `engine.kind`, behind the interface `EngineKind`.
 
-    NAME                                            the way to hold a model, in a word: "ZeRO"
-    CHECKS                                          what `clip-train doctor` looks at for it
-    mistakes(config, facts) -> Iterator[str]        what it refuses, each with field, value and remedy
-    mistakes_here(config) -> Iterator[str]          what this machine's devices cannot do
-    memory(config, P, trained, moment_bytes, world_size)
-                                                    bytes on one rank of a model of P parameters, as `Memory`
-    sums_fp32(config) -> bool                       is a gradient that is reduced once as exact as one of each backward?
-    artifacts(config, facts) -> dict[str, str]      files for the run directory: name -> text
-    engine.build_engine(config, make_model, make_optimizer, device, facts) -> Engine
-
-Nothing but the module `engine` imports what holds the model.
+`clip_train.engine.Engine` is the interface of an engine that has been built.
 """
 
 from __future__ import annotations
 
+import abc
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from launcher.engines import linear
 from launcher.engines.config import EngineConfig
 
 if TYPE_CHECKING:  # a recipe is read without torch
@@ -28,39 +20,80 @@ if TYPE_CHECKING:  # a recipe is read without torch
     from torch import nn
 
     from clip_train.engine import Engine
+    from clip_train.memory.plan import Memory
 
 MakeOptimizer: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
 
-
-KINDS: tuple[str, ...] = get_args(EngineConfig.model_fields["kind"].annotation)
+ENGINES = {
+    "deepspeed": "launcher.engines.deepspeed:DeepSpeedKind",
+    "fsdp": "launcher.engines.fsdp:FSDPKind",
+}
+"""`engine.kind` -> module:class, imported when it is first asked for."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine's own rules look at beside its section."""
+    """What an engine's rules need to know beside the `engine` section."""
 
     world_size: int
     micro_size: int = 1
     grad_clip_norm: float | None = None
-    optimizer: tuple[str, str] = (
-        "adamw",
-        "elements",
-    )  # its name, and what its update needs (`clip_train.optim`)
+    # its name, and what its update needs (`clip_train.optim`)
+    optimizer: tuple[str, str] = ("adamw", "elements")
 
 
-def package(kind: str) -> ModuleType:
-    return importlib.import_module(f"launcher.engines.{kind}")
+class EngineKind(abc.ABC):
+    """An engine as the launcher sees it, before it is built."""
+
+    name: str  # how it holds a model, in one word: "ZeRO"
+    module: str
+    """Has `build_engine(config, make_model, make_optimizer, device, facts) -> Engine`, collective.
+    It alone imports what holds the model."""
+    checks: tuple[tuple[str, Callable[[], Iterator[Any]]], ...] = ()  # for `clip-train doctor`
+
+    @abc.abstractmethod
+    def mistakes(self, config: EngineConfig, facts: Facts) -> Iterator[str]:
+        """Why this recipe cannot run; each message has the field, the value and the remedy."""
+
+    def mistakes_here(self, config: EngineConfig) -> Iterator[str]:
+        """What this machine's devices cannot do."""
+        yield from linear.mistakes_here(config)
+
+    @abc.abstractmethod
+    def memory(
+        self, config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
+    ) -> Memory:
+        """Bytes on one rank for a model of P parameters, without activations.
+
+        trained: how many of the P are trained. moment_bytes: the optimizer's, for each of those.
+        """
+
+    def sums_fp32(self, config: EngineConfig) -> bool:
+        """Whether one reduction a step is as exact as one for each backward."""
+        return True
+
+    def artifacts(self, config: EngineConfig, facts: Facts) -> dict[str, str]:
+        """Files for the run directory: name -> text."""
+        return {}
+
+
+@cache
+def find_engine(kind: str) -> EngineKind:
+    """kind: a key of `ENGINES`, or module:class."""
+    module, _, name = ENGINES.get(kind, kind).partition(":")
+    return getattr(importlib.import_module(module), name)()
 
 
 def describe(config: EngineConfig | Mapping[str, Any]) -> str:
-    """How the model is held, in few words; also of an engine section as a checkpoint has it."""
+    """How the model is held, in few words. config: also an engine section as a checkpoint has it."""
     section = config.model_dump() if isinstance(config, EngineConfig) else config
     groups = f" in groups of {section['shard_ranks']}" if section.get("shard_ranks") else ""
-    return f"{package(section.get('kind', EngineConfig().kind)).NAME} {section.get('zero_stage')}{groups}"
+    name = find_engine(section.get("kind", EngineConfig().kind)).name
+    return f"{name} {section.get('zero_stage')}{groups}"
 
 
 def on_this_machine(config: EngineConfig) -> EngineConfig:
-    """With the precision that `auto` is on the devices seen here."""
+    """With the precision that `auto` means for the devices seen here."""
     import torch
 
     return config.on(
@@ -77,20 +110,19 @@ def build(
     grad_clip_norm: float | None = None,
     micro_size: int = 1,
 ) -> Engine:
-    """The engine that `config.kind` names, around `make_model()`, on every rank. UserError for what it cannot hold.
+    """The engine that `config.kind` names, around `make_model()`, on every rank.
 
-    The weights are what `make_model` drew, or garbage: `load_fragments` sets them.
+    The weights are what `make_model` drew, or undefined: `load_fragments` sets them. UserError for
+    a model that the engine cannot hold.
     """
     import torch
 
     from clip_train import dist
 
     config = on_this_machine(config) if device.type == "cuda" else config.on(False)
-    torch.set_float32_matmul_precision("high" if config.matmul == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = (
-        config.matmul == "tf32"
-    )  # convolutions: torch would, whatever is said of products
+    tf32 = config.matmul == "tf32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32  # convolutions: torch's own default is TF32
     facts = Facts(dist.world_size(), micro_size, grad_clip_norm)
-    return package(f"{config.kind}.engine").build_engine(
-        config, make_model, make_optimizer, device, facts
-    )
+    module = importlib.import_module(find_engine(config.kind).module)
+    return module.build_engine(config, make_model, make_optimizer, device, facts)

@@ -23,7 +23,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch
 from clip_train.step import train_step
-from launcher.engines import Facts, linear, package
+from launcher.engines import Facts, find_engine, linear
 from launcher.engines.config import EngineConfig
 from tests.engine.layouts import engine_at
 from tests.engine.test_buffers import merged
@@ -64,7 +64,7 @@ DRAWS = (4, 5, 6)  # seeds of the weights
     ],
 )
 def test_what_cannot_be_right_is_refused(kind, keys, said):
-    told = [*package(kind).mistakes(EngineConfig(kind=kind, **keys), Facts(2))]
+    told = [*find_engine(kind).mistakes(EngineConfig(kind=kind, **keys), Facts(2))]
     assert len(told) == bool(said) and all(said in line for line in told)
 
 

@@ -7,7 +7,7 @@ import pytest
 from clip_train.data.config import resolve_workers
 from launcher.cli.main import main
 from launcher.config.recipe import check_config
-from launcher.engines import Facts, package
+from launcher.engines import Facts, find_engine
 from launcher.engines.config import EngineConfig
 
 FSDP = "engine.kind=fsdp"
@@ -20,7 +20,7 @@ FSDP = "engine.kind=fsdp"
         (
             [FSDP, "engine.ds_config=zero1"],
             2,
-            "is DeepSpeed's: take it out, or set engine.kind=deepspeed",
+            "is not for engine.kind=fsdp: take it out, or set engine.kind=deepspeed",
         ),
         (
             [FSDP, "engine.shard_ranks=4"],
@@ -76,7 +76,7 @@ RIGHT: tuple[dict, ...] = (
 def test_what_is_right_is_not_refused(section):
     recipe = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "engine": section}
     config = check_config(recipe, "here").engine
-    assert list(package(config.kind).mistakes(config, Facts(world_size=4))) == []
+    assert list(find_engine(config.kind).mistakes(config, Facts(world_size=4))) == []
 
 
 def test_what_a_gpu_is_given():
@@ -99,7 +99,7 @@ def test_what_a_gpu_is_given():
 def test_what_four_ranks_of_deepspeed_hold(stage, precision, parameters, gradients, optimizer):
     """Bytes of a parameter: its own, its gradient's, of the fp32 copy and two moments."""
     config = EngineConfig(zero_stage=stage, precision=precision)
-    needed = package("deepspeed").memory(config, 1000, 1000, 8, 4)
+    needed = find_engine("deepspeed").memory(config, 1000, 1000, 8, 4)
     assert (needed.parameters, needed.gradients, needed.optimizer) == (
         1000 * parameters, 1000 * gradients, 1000 * optimizer,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import needs
 from launcher.config.recipe import check_config, load_config
 from launcher.config.validate import check
-from launcher.engines import Facts, package
+from launcher.engines import Facts, find_engine
 from launcher.engines.config import EngineConfig
 from tests import tolerances
 from tests.launcher.conftest import metrics, run
@@ -68,7 +68,7 @@ def test_a_frozen_parameter_has_neither_gradient_nor_moments_in_the_plan(kind):
             2,
             2,
             "muon",
-            "engine.zero_stage 2 cuts among 2 ranks: set engine.zero_stage=0, or engine.shard",
+            "engine.zero_stage 2 shards across 2 ranks: set engine.zero_stage=0, or engine.shard",
         ),
         ("fsdp", 2, 1, "muon", ""),
         ("fsdp", 3, 2, "torch.optim.Muon", "optim.name (torch.optim.Muon) needs whole parameters"),
@@ -80,7 +80,9 @@ def test_an_update_that_needs_whole_parameters_is_refused_where_they_are_cut(
 ):
     facts = Facts(world_size, optimizer=(name, needs(OptimConfig(name=name))))
     told = list(
-        package(kind).mistakes(EngineConfig(kind=kind, zero_stage=stage, precision="fp32"), facts)
+        find_engine(kind).mistakes(
+            EngineConfig(kind=kind, zero_stage=stage, precision="fp32"), facts
+        )
     )
     assert len(told) == bool(said) and all(said in line for line in told)
 

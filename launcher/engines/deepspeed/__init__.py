@@ -1,99 +1,100 @@
-"""DeepSpeed's ZeRO as an engine: `config` (its JSON, what is refused), `engine`, `doctor`."""
+"""DeepSpeed's ZeRO as an engine: what it refuses and needs.
+
+`config` makes its JSON, `engine` has the engine itself, `doctor` its checks.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 
-import torch
-
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory
-from launcher.engines import Facts, linear
+from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import build_ds_config, reduce_bucket_elements, reduces_once
 from launcher.engines.deepspeed.doctor import CHECKS
 from launcher.versions import too_old
 
-NAME = "ZeRO"
-__all__ = ["CHECKS", "NAME", "artifacts", "memory", "mistakes", "mistakes_here", "sums_fp32"]
 
+class DeepSpeedKind(EngineKind):
+    name = "ZeRO"
+    module = "launcher.engines.deepspeed.engine"
+    checks = CHECKS
 
-def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
-    yield from too_old("deepspeed")
-    yield from linear.mistakes(config)
-    if config.linear == "fp8" and config.zero_stage == 3:
-        yield (
-            "engine.linear (fp8) keeps whole weights from forward to backward under DeepSpeed's engine.zero_stage 3, "
-            "which is to spare them: use engine.kind=fsdp, engine.linear=int8, or engine.zero_stage=2"
+    def mistakes(self, config: EngineConfig, facts: Facts) -> Iterator[str]:
+        stage = config.zero_stage
+        yield from too_old("deepspeed")
+        yield from linear.mistakes(config)
+        if config.linear == "fp8" and stage == 3:
+            yield (
+                "engine.linear (fp8) keeps whole weights from forward to backward, which "
+                "DeepSpeed's engine.zero_stage 3 is meant to avoid: use engine.kind=fsdp, "
+                "engine.linear=int8, or engine.zero_stage=2"
+            )
+        if config.shard_ranks is not None:
+            yield (
+                f"engine.shard_ranks ({config.shard_ranks}) is FSDP's: set engine.kind=fsdp, or "
+                "take it out (with DeepSpeed all ranks share one copy)"
+            )
+        if stage == 0 and config.precision != "fp32":
+            # DeepSpeed's fp16 at stage 0 does not scale the loss; its first Adam step in bf16 is
+            # 0.744 of the correct one.
+            yield (
+                f"engine.precision ({config.precision}) is wrong in DeepSpeed at "
+                "engine.zero_stage 0; use engine.zero_stage=1 (as fast), engine.precision=fp32, "
+                "or, for bf16, engine.kind=fsdp"
+            )
+        name, needs = facts.optimizer
+        if needs != "elements" and stage > 0:
+            yield (
+                f"optim.name ({name}) needs whole parameters, which DeepSpeed flattens and shards "
+                f"at engine.zero_stage {stage}: set engine.zero_stage=0, or engine.kind=fsdp, "
+                "engine.zero_stage=0"
+            )
+        try:
+            build_ds_config(config, facts)
+        except UserError as e:
+            yield str(e)
+
+    def mistakes_here(self, config: EngineConfig) -> Iterator[str]:
+        """DeepSpeed itself would raise an error once the model is built."""
+        import torch
+
+        yield from super().mistakes_here(config)
+        if config.precision == "fp32" or torch.cuda.is_available():
+            return
+        from launcher.engines.deepspeed.engine import supported_precisions
+
+        supported = supported_precisions()
+        if config.precision not in supported:
+            remedies = " or ".join(f"engine.precision={name}" for name in reversed(supported))
+            yield (
+                f"engine.precision ({config.precision}): this machine's processor does not "
+                f"compute in it, and no GPU is visible: use {remedies}, or GPUs"
+            )
+
+    def memory(
+        self, config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
+    ) -> Memory:
+        """Reference: ZeRO (arXiv 1910.02054). Fp32 copies of frozen parameters are on the CPU."""
+        W, stage = world_size, config.zero_stage
+        word = 4 if config.precision == "fp32" else 2
+        accumulation = 4 if config.precision == "bf16" else word
+        whole_gradient = stage < 2 or reduces_once(config)
+        # what a backward leaves, beside the fp32 sum
+        unsummed = word if stage == 1 and accumulation > word else 0
+        master = 0 if stage == 0 else 4
+        optimizer = (master + moment_bytes) * trained / (W if stage >= 1 else 1)
+        return Memory(
+            parameters=word * P / (W if stage == 3 else 1),
+            gradients=(accumulation / (1 if whole_gradient else W) + unsummed) * trained,
+            optimizer=0 if config.offload == "optimizer" else optimizer,
+            buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(config),
         )
-    if config.shard_ranks is not None:
-        yield (
-            f"engine.shard_ranks ({config.shard_ranks}) is FSDP's: set engine.kind=fsdp, or take it out (with "
-            "DeepSpeed all ranks share one copy)"
-        )
-    if config.zero_stage == 0 and config.precision != "fp32":
-        # DeepSpeed's fp16 at stage 0 does not scale the loss, and its bf16 takes a first Adam step of 0.744x.
-        yield (
-            f"engine.precision ({config.precision}) is wrong in DeepSpeed at engine.zero_stage 0; use "
-            "engine.zero_stage=1 (as fast), engine.precision=fp32, or, for bf16, engine.kind=fsdp"
-        )
-    name, needs = facts.optimizer
-    if needs != "elements" and config.zero_stage > 0:
-        yield (
-            f"optim.name ({name}) needs whole parameters, which DeepSpeed joins and cuts at engine.zero_stage "
-            f"{config.zero_stage}: set engine.zero_stage=0, or engine.kind=fsdp, engine.zero_stage=0"
-        )
-    try:
-        build_ds_config(config, facts)
-    except UserError as e:
-        yield str(e)
 
+    def sums_fp32(self, config: EngineConfig) -> bool:
+        return config.precision == "fp32"
 
-def mistakes_here(config: EngineConfig) -> Iterator[str]:
-    """DeepSpeed itself would say it once the model is built."""
-    yield from linear.mistakes_here(config)
-    if config.precision == "fp32" or torch.cuda.is_available():
-        return
-    from launcher.engines.deepspeed.engine import (
-        supported_precisions,
-    )  # a rank needs this import in any case
-
-    supported = supported_precisions()
-    if config.precision not in supported:
-        remedies = " or ".join(f"engine.precision={each}" for each in reversed(supported))
-        yield (
-            f"engine.precision ({config.precision}): this machine's processor does not compute in it, and no GPU "
-            f"is visible: use {remedies}, or GPUs"
-        )
-
-
-def memory(
-    config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
-) -> Memory:
-    """Reference: ZeRO (arXiv 1910.02054). trained: of the parameters. moment_bytes: of the optimizer, for each of
-    those. The fp32 copies of frozen ones are in the CPU's memory."""
-    W, stage = world_size, config.zero_stage
-    word = 4 if config.precision == "fp32" else 2
-    accumulation = 4 if config.precision == "bf16" else word
-    whole_gradient = stage < 2 or reduces_once(config)
-    unsummed = (
-        word if stage == 1 and accumulation > word else 0
-    )  # what a backward leaves, beside the fp32 sum
-    master = 0 if stage == 0 else 4
-    return Memory(
-        parameters=word * P / (W if stage == 3 else 1),
-        gradients=(accumulation / (1 if whole_gradient else W) + unsummed) * trained,
-        optimizer=0
-        if config.offload == "optimizer"
-        else (master + moment_bytes) * trained / (W if stage >= 1 else 1),
-        buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(config),
-    )
-
-
-def sums_fp32(config: EngineConfig) -> bool:
-    return config.precision == "fp32"
-
-
-def artifacts(config: EngineConfig, facts: Facts) -> dict[str, str]:
-    return {"ds_config.json": json.dumps(build_ds_config(config, facts), indent=2) + "\n"}
+    def artifacts(self, config: EngineConfig, facts: Facts) -> dict[str, str]:
+        return {"ds_config.json": json.dumps(build_ds_config(config, facts), indent=2) + "\n"}

@@ -1,70 +1,65 @@
-"""PyTorch's FSDP2 as an engine."""
+"""PyTorch's FSDP2 as an engine: what it refuses and needs. `engine` has the engine itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from clip_train.memory.plan import Memory
-from launcher.engines import Facts, linear
+from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
 
-NAME = "FSDP"
-CHECKS = ()
 
+class FSDPKind(EngineKind):
+    name = "FSDP"
+    module = "launcher.engines.fsdp.engine"
 
-def mistakes(config: EngineConfig, facts: Facts) -> Iterator[str]:
-    W = facts.world_size
-    yield from linear.mistakes(config)
-    if config.precision == "fp16":
-        yield (
-            "engine.precision (fp16) has no loss scaling with engine.kind=fsdp: use engine.precision=bf16, or "
-            "engine.kind=deepspeed"
+    def mistakes(self, config: EngineConfig, facts: Facts) -> Iterator[str]:
+        W, stage, ranks = facts.world_size, config.zero_stage, config.shard_ranks
+        yield from linear.mistakes(config)
+        if config.precision == "fp16":
+            yield (
+                "engine.precision (fp16) has no loss scaling with engine.kind=fsdp: use "
+                "engine.precision=bf16, or engine.kind=deepspeed"
+            )
+        if config.ds_config is not None:
+            yield (
+                f"engine.ds_config ({config.ds_config}) is not for engine.kind=fsdp: take it out, or set "
+                "engine.kind=deepspeed"
+            )
+        if ranks is not None and W % ranks:
+            ways = ", ".join(str(n) for n in range(1, W + 1) if W % n == 0)
+            yield (
+                f"engine.shard_ranks ({ranks}) must divide the number of ranks ({W}): one of "
+                f"{ways}, or null"
+            )
+        if ranks not in (None, 1) and stage == 0:
+            yield (
+                f"engine.shard_ranks ({ranks}) shards what engine.zero_stage 0 keeps whole: set "
+                "engine.zero_stage=1, or engine.shard_ranks=null"
+            )
+        name, needs = facts.optimizer
+        if needs == "parameters" and stage > 0 and (ranks or W) > 1:
+            yield (
+                f"optim.name ({name}) needs whole parameters, which engine.zero_stage {stage} "
+                f"shards across {ranks or W} ranks: set engine.zero_stage=0, or "
+                "engine.shard_ranks=1"
+            )
+
+    def memory(
+        self, config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
+    ) -> Memory:
+        """Masters, moments and reduced gradients are fp32 and sharded; the rest comes on top.
+
+        Frozen parameters have masters only.
+        """
+        S = 1 if config.zero_stage == 0 else config.shard_ranks or world_size
+        word = 4 if config.precision == "fp32" else 2
+        whole = S > 1 or word < 4  # a copy beside the masters, in the model's precision
+        once = config.zero_stage < 2 or config.reduce_gradients == "once"
+        offloaded = config.offload == "optimizer"
+        return Memory(
+            parameters=word * P if whole and config.zero_stage < 3 else 0.0,
+            gradients=4 * trained / S + (4 * trained if once and S > 1 else 0),
+            optimizer=0.0 if offloaded else (4 * P + moment_bytes * trained) / S,
+            buffers=0.0,
         )
-    if config.ds_config is not None:
-        yield (
-            f"engine.ds_config ({config.ds_config}) is DeepSpeed's: take it out, or set engine.kind=deepspeed"
-        )
-    if config.shard_ranks is not None and W % config.shard_ranks:
-        ways = ", ".join(str(n) for n in range(1, W + 1) if W % n == 0)
-        yield f"engine.shard_ranks ({config.shard_ranks}) must divide the number of ranks ({W}): one of {ways}, or null"
-    if config.shard_ranks not in (None, 1) and config.zero_stage == 0:
-        yield (
-            f"engine.shard_ranks ({config.shard_ranks}) shares out what engine.zero_stage 0 keeps whole: set "
-            "engine.zero_stage=1, or engine.shard_ranks=null"
-        )
-    name, needs = facts.optimizer
-    if needs == "parameters" and config.zero_stage > 0 and (config.shard_ranks or W) > 1:
-        yield (
-            f"optim.name ({name}) needs whole parameters, which engine.zero_stage {config.zero_stage} cuts among "
-            f"{config.shard_ranks or W} ranks: set engine.zero_stage=0, or engine.shard_ranks=1"
-        )
-
-
-def mistakes_here(config: EngineConfig) -> Iterator[str]:
-    yield from linear.mistakes_here(config)
-
-
-def memory(
-    config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
-) -> Memory:
-    """Masters, moments and reduced gradients are fp32 and shared out; whole parameters and gradients come on top.
-
-    trained: of the P parameters; the others have masters only."""
-    S = 1 if config.zero_stage == 0 else config.shard_ranks or world_size
-    word = 4 if config.precision == "fp32" else 2
-    whole = S > 1 or word < 4  # a copy beside the masters, in the model's precision
-    once = config.zero_stage < 2 or config.reduce_gradients == "once"
-    return Memory(
-        parameters=word * P if whole and config.zero_stage < 3 else 0.0,
-        gradients=4 * trained / S + (4 * trained if once and S > 1 else 0),
-        optimizer=0.0 if config.offload == "optimizer" else (4 * P + moment_bytes * trained) / S,
-        buffers=0.0,
-    )
-
-
-def sums_fp32(config: EngineConfig) -> bool:
-    return True
-
-
-def artifacts(config: EngineConfig, facts: Facts) -> dict[str, str]:
-    return {}
