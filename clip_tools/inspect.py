@@ -8,7 +8,7 @@ import os
 from functools import partial
 from typing import Any
 
-from clip_tools.openclip.model import model_name
+from clip_tools.openclip.command import model_name
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.manifest import CommitRef
@@ -137,7 +137,7 @@ def described(weights: str, place: str) -> str:
     folder = path if (path := local_path(weights)).is_dir() else path.parent
     if not (folder / CONFIG_NAME).is_file():
         if place.startswith("open_clip:"):
-            return model_name(place.removeprefix("open_clip:").rpartition("/")[0], quick_gelu=False)
+            return model_name(place.removeprefix("open_clip:").rpartition("/")[0])
         raise UserError(
             f"{place} has no {CONFIG_NAME} beside it that says what model it is: give its name, as in clip-train "
             f"evaluate ViT-B-32 --weights {place}"

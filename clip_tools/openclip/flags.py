@@ -6,7 +6,9 @@ had once. `meaning` is what docs/from_openclip.md has of each, and what a verb a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from launcher.config.names import SAME
 
@@ -36,8 +38,7 @@ OWN = {
     "force-image-size": "`model.image_size`", "force-quick-gelu": "`model.name`: the preset ending in `-quickgelu`",
     "fsdp": "`engine.kind=fsdp`, `engine.zero_stage=3`", "fsdp-no-reshard-after-forward": "`engine.zero_stage=2`",
     "fsdp-offload-cpu": "`engine.offload=optimizer`: master weights and moments",
-    "grad-clip-norm": "`optim.grad_clip_norm`; not given: null (ours is 1.0)",
-    "json-text-key": "`data.caption_key`, each with `json.` in front",
+    "text-key": "`data.caption_key`", "json-text-key": "`data.caption_key`, each with `json.` in front",
     "json-text-key-probs": "`data.caption_key`: names with weights",
     "logs": "`run.dir`, in a folder beside it: `DIR-clip-train/NAME`",
     "loss-dist-impl": "`loss.exchange`: `gather`, else `ring`", "lr-scheduler": "`schedule.name`",
@@ -50,10 +51,9 @@ OWN = {
     "save-frequency": "`checkpoint.every_steps` and `checkpoint.keep_every`, in steps; "
     "`checkpoint.every_minutes=60` besides",
     "siglip": "`loss.kind=sigmoid`, `model.init_logit_bias=-10`, `model.init_logit_scale=2.3026`",
-    "skip-scheduler": "`schedule.name=constant`, no warm-up", "text-key": "`data.caption_key`",
-    "train-data-upsampling-factors": "`data.train_weights`: shards of a source times its factor",
+    "skip-scheduler": "`schedule.name=constant`, no warm-up",
+    "train-data-upsampling-factors": "`data.train_weights`, each to be multiplied by the shards of its source",
     "val-frequency": "`evaluate.every_steps`, in steps",
-    "wd-exclude": "`optim.no_decay`",
     "zeroshot-frequency": "`evaluate.every_steps`, in steps: of the two frequencies the higher counts",
 }  # fmt: skip
 # Flag -> why the recipe has nothing of it.
@@ -120,10 +120,23 @@ OLDER = {
     "hf-tokenizer-name": "of the model's JSON", "interpolation": NOTES["image-interpolation"],
     "square-resize-only": NOTES["image-resize-mode"],
 }  # fmt: skip
+# Switch -> keys that it sets.
+SWITCH_KEYS: dict[str, dict[str, Any]] = {
+    "fsdp": {"engine.kind": "fsdp", "engine.zero_stage": 3},
+    "fsdp-no-reshard-after-forward": {"engine.zero_stage": 2},
+    "fsdp-offload-cpu": {"engine.offload": "optimizer"},
+    "siglip": {
+        "loss.kind": "sigmoid", "loss.exchange": "ring", "model.init_logit_bias": -10.0,
+        "model.init_logit_scale": math.log(10),
+    },
+    "skip-scheduler": {"schedule.name": "constant", "schedule.warmup_steps": 0},
+    "delete-previous-checkpoint": {"checkpoint.keep_last": 1},
+    "imagenet-val": {"evaluate.zero_shot_classes": "imagenet"},
+}  # fmt: skip
 DEFAULTS = {
     "batch-size": 64, "accum-freq": 1, "epochs": 32, "warmup": 10000, "wd": 0.2, "model": "RN50", "workers": 4,
     "precision": "amp", "save-frequency": 1, "val-frequency": 1, "zeroshot-frequency": 2, "lr-scheduler": "cosine",
-    "seed": 0,
+    "seed": 0, "grad-clip-norm": None,
 }  # fmt: skip
 """Of OpenCLIP, where ours differ or a recipe needs them."""
 UNSAID = {

@@ -1,10 +1,9 @@
-"""Reading how OpenCLIP was run: a command line or the script that it stands in, or its `params.txt` -> flags."""
+"""Reading how OpenCLIP was run: a command line, the script that holds it, or its `params.txt`."""
 
 from __future__ import annotations
 
+import argparse
 import ast
-import itertools
-import os
 import re
 import shlex
 from difflib import get_close_matches
@@ -14,162 +13,115 @@ from typing import Any
 from clip_tools.openclip.flags import FLAGS, LISTS, SWITCHES, UNSAID
 from clip_train.errors import UserError
 
-_MAIN = re.compile(r"(^|[./])main(\.py)?$")  # the word behind which the flags stand
-_ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|[^\s;]*)\s*;?\s*")
-_VARIABLE = re.compile(
-    r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))"
-)
-_PER_NODE, _NODES = (
-    r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)",
-    r"--(?:nnodes?|nodes)[= ](\d+)",
-)
-_IN_ALL = r"(?:--ntasks[= ]|\s-np? )(\d+)"
+ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|[^\s;`(]*)\s*;?\s*$", re.M)
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
+PER_NODE = re.compile(r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)")
+NODES = re.compile(r"--(?:nnodes?|nodes)[= ](\d+)")
+IN_ALL = re.compile(r"(?:--ntasks[= ]|\s-np? )(\d+)")
 
 
 def read(given: str, stdin: str | None = None) -> tuple[dict[str, Any], int | None]:
-    """Flags with their values, and how many ranks there were, where that can be seen. UserError.
+    """Flags with their values, and the number of ranks if it can be seen. UserError.
 
-    given: a command line; the path of a script that holds one, of a params.txt, or of the folder that has one; or `-`
-    for `stdin`.
+    given: a command line; the path of a script that holds one, of a params.txt, or of the folder
+    that has one; or `-` for `stdin`.
     """
     if given == "-":
         return read_command(stdin or "")
     path = Path(given)
-    if os.path.isdir(given):
-        path /= "params.txt"
-    elif not os.path.isfile(given) and (
-        " " in given or path.suffix not in (".sh", ".sbatch", ".txt")
-    ):
+    named = " " not in given and path.suffix in (".sh", ".sbatch", ".txt")
+    if len(given) > 4000 or not (named or path.exists()):
         return read_command(given)
+    if path.is_dir():
+        path /= "params.txt"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(
-            f"cannot read {path}: {getattr(e, 'strerror', None) or e}; correct the path"
-        ) from None
+        raise UserError(f"cannot read {path}: {e}; correct the path") from None
     return read_params(text) if path.suffix == ".txt" else read_command(text)
 
 
 def read_command(text: str) -> tuple[dict[str, Any], int | None]:
-    """The same of a command line, or of the script that it stands in: its variables and #SBATCH lines count too."""
+    """Of a command line, or of a script: its variables and #SBATCH lines count too."""
     text = re.sub(r"\\[ \t]*\r?\n|\n\s*(?=--\w)", " ", text).rstrip("\\ \t\r\n")
     lines = text.splitlines()
-    command = next(
-        (
-            line
-            for line in lines
-            if re.search(r"\bmain(\.py)?\s", line) and not line.startswith("#")
-        ),
-        text,
-    )
-    words = _words(_with_values(command, lines))
-    start = next((i + 1 for i, word in enumerate(words) if _MAIN.search(word)), 0)
-    launcher = " ".join([*(line for line in lines if line.startswith("#SBATCH")), *words[:start]])
-    per_node, nodes, in_all = (
-        re.search(pattern, launcher) for pattern in (_PER_NODE, _NODES, _IN_ALL)
-    )
-    ranks = (
-        int(per_node[1]) * int(nodes[1] if nodes else 1)
-        if per_node
-        else int(in_all[1])
-        if in_all
-        else None
-    )
-    return _flags(words[start:]), ranks
-
-
-def _words(command: str) -> list[str]:
-    """As a shell splits it, `|`, `;` and their like as words of their own."""
-    lexer = shlex.shlex(command, posix=True, punctuation_chars=";<>|&")
-    lexer.whitespace_split, lexer.commenters = True, ""
-    try:
-        return list(lexer)
-    except ValueError as e:
-        raise UserError(
-            f"this is no command line: {e}; quote it as one argument, or give - and pipe it in"
-        ) from None
-
-
-def _with_values(command: str, lines: list[str]) -> str:
-    """Its variables replaced by what the script sets them to before, as far as that is plain text."""
+    commands = [line for line in lines if re.search(r"^[^#].*\bmain(\.py)?\s", line)]
+    command = commands[0] if commands else text
     known: dict[str, str] = {}
 
     def value(found: re.Match[str]) -> str:
-        name = found["braced"] or found["bare"]
-        return known.get(name, found["default"] if found["default"] is not None else found[0])
+        return known.get(found[1] or found[3], found[2] or found[0])
 
-    for line in itertools.takewhile(lambda each: each != command, lines):
-        assigned = _ASSIGNED.fullmatch(line)
-        if assigned and "$(" not in assigned[2] and "`" not in assigned[2]:
-            known[assigned[1]] = _VARIABLE.sub(value, assigned[2].strip("\"'"))
-    return _VARIABLE.sub(value, command)
-
-
-def unset(value: Any) -> str | None:
-    """The variable in it that no line of the script sets; None without one."""
-    found = _VARIABLE.search(str(value))
-    return found[0] if found else None
+    for name, assigned in ASSIGNED.findall(text.partition(command)[0]):
+        known[name] = VARIABLE.sub(value, assigned.strip("\"'"))
+    command = re.sub(r"\s\d(?=[<>])", " ", VARIABLE.sub(value, command))  # 2>&1
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=";<>|&")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        words = list(lexer)
+    except ValueError as e:
+        raise UserError(
+            f"this is not a command line: {e}; quote it as one argument, or give - and pipe it in"
+        ) from None
+    is_main = [re.search(r"(^|[./])main(\.py)?$", word) is not None for word in words]
+    start = is_main.index(True) + 1 if any(is_main) else 0
+    ends = [i for i, word in enumerate(words) if word[0] == "#" or not word.strip(";<>|&")]
+    end = next((i for i in ends if i >= start), len(words))
+    launcher = " ".join([*(line for line in lines if line.startswith("#SBATCH")), *words[:start]])
+    ranks, nodes = PER_NODE.search(launcher), NODES.search(launcher)
+    per_node = int(nodes[1]) if ranks and nodes else 1
+    ranks = ranks or IN_ALL.search(launcher)
+    return _flags(words[start:end]), int(ranks[1]) * per_node if ranks else None
 
 
 def _flags(words: list[str]) -> dict[str, Any]:
-    flags: dict[str, Any] = {}
-    unknown: list[str] = []
-    while words:
-        word = words.pop(0)
-        if _ends(word, words):
-            break
-        name, equals, value = word.partition("=")
-        flag = name.removeprefix("--").replace("_", "-")
-        if not name.startswith("--"):
-            raise UserError(f"{name!r} is no flag of OpenCLIP; a value with spaces needs quotes")
-        if flag not in FLAGS:
-            near = get_close_matches(flag, FLAGS, n=1)
-            remedy = f"did you mean --{near[0]}?" if near else "leave it out"
-            unknown.append(f"--{flag} is no flag of OpenCLIP; {remedy}")
-            words = list(itertools.dropwhile(lambda each: not each.startswith("--"), words))
-        elif flag in LISTS:
-            flags[flag] = [value] if equals else []
-            while words and not words[0].startswith("--") and not _ends(words[0], words[1:]):
-                flags[flag].append(words.pop(0))
-        elif flag in SWITCHES:
-            flags[flag] = True
-        elif equals or words:
-            flags[flag] = value if equals else words.pop(0)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
+    )
+    for flag in FLAGS:
+        if flag in SWITCHES:
+            parser.add_argument(f"--{flag}", dest=flag, action="store_true")
         else:
-            raise UserError(f"--{flag} has no value; is the command cut?")
-    if unknown:
-        raise UserError("\n".join(unknown))
-    return flags
-
-
-def _ends(word: str, behind: list[str]) -> bool:
-    """A comment, another command or a redirection (`2>&1`) begins here."""
-    redirected = word.isdigit() and behind[:1] != [] and behind[0].startswith((">", "<"))
-    return word.startswith("#") or word.strip(";<>|&") == "" or redirected
+            parser.add_argument(f"--{flag}", dest=flag, nargs="*" if flag in LISTS else None)
+    for i, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            words[i] = name.replace("_", "-") + equals + value
+    try:
+        found, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as e:
+        raise UserError(f"{e.argument_name} has no value; is the command cut?") from None
+    mistakes = []
+    for flag in [word for word in unknown if word.startswith("--")]:
+        near = get_close_matches(flag.removeprefix("--"), FLAGS, n=1)
+        remedy = f"did you mean --{near[0]}?" if near else "leave it out"
+        mistakes.append(f"{flag} is not a flag of OpenCLIP; {remedy}")
+    if unknown and not mistakes:
+        mistakes.append(
+            f"{unknown[0]!r} is not a flag of OpenCLIP; a value with spaces needs quotes"
+        )
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return vars(found)
 
 
 def read_params(text: str) -> tuple[dict[str, Any], int | None]:
-    """OpenCLIP's `params.txt`: `name: value` lines, those at which it did what it does without them left out."""
+    """OpenCLIP's `params.txt`: `name: value` lines, without those that have its defaults."""
     parts = (line.partition(":") for line in text.splitlines())
     found = {name.strip().replace("_", "-"): value.strip() for name, _, value in parts}
+    flags: dict[str, Any] = {}
+    for name, said in found.items():
+        is_default = said.removesuffix(":0") == UNSAID.get(name)  # cuda:0
+        if name not in FLAGS or is_default or said in ("None", "False", "", "{}", "[]"):
+            continue
+        value = literal(said) if name in LISTS else said
+        if isinstance(value, dict):
+            value = [f"{key}={each}" for key, each in value.items()]
+        elif name in LISTS:
+            value = [str(each) for each in value] if isinstance(value, list | tuple) else [said]
+        flags[name] = True if name in SWITCHES else value
     ranks = found.get("world-size", "")
-    kept = {
-        k: v
-        for k, v in found.items()
-        if k in FLAGS
-        and v not in ("None", "False", "", "{}", "[]")
-        and v.removesuffix(":0") != UNSAID.get(k)  # cuda:0
-    }
-    flags = {k: True if k in SWITCHES else _listed(v) if k in LISTS else v for k, v in kept.items()}
     return flags, int(ranks) if ranks.isdigit() else None
-
-
-def _listed(text: str) -> list[str]:
-    """Of a list or a dict as Python prints it."""
-    value = literal(text)
-    if isinstance(value, dict):
-        return [f"{k}={v}" for k, v in value.items()]
-    return [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 def literal(text: str) -> Any:

@@ -14,7 +14,8 @@ SAME = {
     "dataset-resampled": "data.resampled", "imagenet-val": "evaluate.zero_shot_data", "lock-image": "model.lock_image",
     "lock-image-freeze-bn-stats": "model.lock_image_freeze_bn_stats",
     "lock-image-unlocked-groups": "model.lock_image_unlocked_groups", "lock-text": "model.lock_text",
-    "lock-text-unlocked-layers": "model.lock_text_unlocked_layers",
+    "lock-text-unlocked-layers": "model.lock_text_unlocked_layers", "grad-clip-norm": "optim.grad_clip_norm",
+    "wd-exclude": "optim.no_decay",
 }  # fmt: skip
 # What users of OpenCLIP and of Hugging Face write.
 OTHER_NAMES = {flag.replace("-", "_"): key for flag, key in SAME.items()} | {

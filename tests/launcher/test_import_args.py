@@ -91,11 +91,6 @@ MEANT = {
     "README.md, Training with pre-trained language models as text encoder": {
         "model.name": "open_clip:roberta-ViT-B-32", "model.init_from": "roberta-ViT-B-32-start.pt",
         "model.lock_text": None, "model.lock_text_unlocked_layers": None, "data.num_samples": 3_000_000,
-        "model.freeze": [
-            "text.transformer.embeddings.*_embeddings.weight",
-            "text.transformer.encoder.layer.0.*.dense.*", "text.transformer.encoder.layer.0.*.self.*",
-            "text.transformer.encoder.layer.1.*.dense.*", "text.transformer.encoder.layer.1.*.self.*",
-        ],
         "data.val": "s3://s-mas/cc3m/{00330..00331}.tar", "run.name": "10_unfrozen",
     },
     "README.md, Evaluating local checkpoint": {
@@ -107,19 +102,19 @@ MEANT = {
         "evaluate.zero_shot_data": "/path/to/imagenet/validation",
     },
     "docs/script_examples/clipa/vit_b16/i50_t16_finetune.sh": CLIPA | {
-        "model.name": "ViT-B-16", "model.init_from": "/path/to/ckpt", "optim.lr": 2.56e-5, "run.epochs": 1,
+        "model.init_from": "/path/to/ckpt", "optim.lr": 2.56e-5, "run.epochs": 1,
         "batch.global_size": 8 * 1024, "schedule.warmup_steps": 3072, "data.num_samples": 131072000,
         "checkpoint.every_steps": 16000, "data.aug_scale": [0.4, 1.0], "data.aug_color_jitter": None,
     },
     "docs/script_examples/clipa/vit_b16/i50_t16_pretrain.sh": CLIPA | {
-        "model.name": "ViT-B-16", "model.image_size": 112, "batch.global_size": 8 * 8192, "model.init_from": None,
+        "model.image_size": 112, "batch.global_size": 8 * 8192, "model.init_from": None,
     },
-    "docs/script_examples/clipa/vit_l16/i17_t16_finetune.sh": CLIPA | JITTER | {"model.name": "ViT-L-16"},
+    "docs/script_examples/clipa/vit_l16/i17_t16_finetune.sh": CLIPA | JITTER,
     "docs/script_examples/clipa/vit_l16/i17_t16_pretrain.sh": CLIPA | JITTER | {"model.image_size": 64},
     "docs/script_examples/clipa/vit_l16/i37_t8_finetune.sh": CLIPA | JITTER | {"batch.global_size": 8 * 896},
     "docs/script_examples/clipa/vit_l16/i37_t8_pretrain.sh": CLIPA | JITTER | {"model.image_size": 96},
     "docs/script_examples/clipav2/vit_h14/i257_t32_finetunex4.sh": {
-        **CLIPA, **JITTER, "data.train": "/path/to/laion2b_or_datacomp1b", "model.name": "ViT-H-14",
+        **CLIPA, **JITTER, "data.train": "/path/to/laion2b_or_datacomp1b",
         "model.patch_dropout": 0.3, "model.image_size": 224, "checkpoint.every_steps": 4000,
     },
     "docs/script_examples/clipav2/vit_h14/i50_t8_pretrain.sh": {
@@ -133,11 +128,10 @@ MEANT = {
         "batch.global_size": 240 * 375, "data.resampled": True, "data.train_weights": None, "run.epochs": 97,
         "run.dir": "/scratch/logs-clip-train/test-B-32-laion5b-lr1e-3-bs90k", "log.wandb_project": "open_clip6",
     },
-    "scripts/clipav1_vit_l16_i37_t8.sh": {
-        "model.name": "ViT-L-16", "model.init_from": "/path/to/clipa_vit_l16_i37_t8.pt", "run.dir": None,
+    "scripts/clipav1_vit_l16_i37_t8.sh": { "model.init_from": "/path/to/clipa_vit_l16_i37_t8.pt", "run.dir": None,
     },
     "scripts/clipav2_vit_h14_i84_224_336_cl32_gap_datacomp1b.sh": {
-        "model.name": "ViT-H-14", "model.image_size": 336,
+        "model.image_size": 336,
     },
     "scripts/h14_224_32_finetune.sh": CLIPA | JITTER | {
         "data.train": "/path/to/laion", "run.name": "name", "run.dir": "./logs-clip-train/name",
@@ -269,8 +263,7 @@ def test_what_differs_is_said(capsys):
         capsys, f"main.py --train-num-samples 9e9 {two} --train_data_upsampling_factors=1::2"
     )
     assert (
-        recipe["data"]["train_weights"] == [10, 20]
-        and recipe["data"]["num_samples"] == 9_000_000_000
+        recipe["data"]["train_weights"] == [1, 2] and recipe["data"]["num_samples"] == 9_000_000_000
     )
     assert recipe["data"]["train"] == "a/{0..9}.tar::s3://b/{0..9}.tar"
 
@@ -300,7 +293,7 @@ def test_a_table_becomes_shards_first(capsys):
     )
     assert f"# --train-data: first make shards of it: {command}\n" in text
     assert "# --train-num-samples: CHECK: is not given: 10,000,000 samples are ASSUMED" in text
-    assert "41,456 shards of 10,000 samples are ASSUMED" in imported(capsys, SLURM)[1]
+    assert "414,560,000 samples are ASSUMED" in imported(capsys, SLURM)[1]
 
 
 def test_a_command_that_evaluates_says_what_does_here(capsys):
@@ -344,11 +337,8 @@ def test_captions_shards_and_sharding_of_the_main_branch(capsys):
 
 def test_a_name_that_openclip_has_given_up(capsys):
     recipe, text = imported(capsys, LINES["docs/script_examples/clipa/vit_l16/i17_t16_pretrain.sh"])
-    assert recipe["model"] == {"name": "ViT-L-16", "image_size": 64}
-    assert (
-        "# --model: OpenCLIP has no ViT-L-16-CL16-GAP any more: ViT-L-16 here, its texts of 77 tokens, not 16"
-        in text
-    )
+    assert recipe["model"] == {"name": "open_clip:ViT-L-16-CL16-GAP", "image_size": 64}
+    assert "# --model: CHECK: OpenCLIP 3.3.0 has no ViT-L-16-CL16-GAP" in text
 
 
 def augmentation(capsys, *settings: str) -> tuple[dict, str]:
@@ -417,52 +407,19 @@ def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
     assert imported(capsys, "-")[0]["batch"]["global_size"] == 4 * 320
 
 
-def weights(capsys, sources: str, factors: str, *flags: str) -> tuple[list, str]:
-    line = f"main.py {VIT} --train-data '{sources}' --train-data-upsampling-factors {factors}"
-    recipe, _ = imported(capsys, " ".join([line, "--dataset-resampled", *flags]))
-    return recipe["data"]["train_weights"], imported(capsys, " ".join([line, *flags]))[1]
-
-
-def test_a_factor_weighs_each_shard(capsys):
-    """ResampledShards2 of its data.py draws a shard by its source's factor: 900 x 1 against 100 x 3."""
-    found, text = weights(capsys, "a/{000..899}.tar::b/{00..99}.tar", "1::3")
-    assert found == [900, 300] and "shards x factor, with 900, 100 shards" in text
-    assert "factors: CHECK: OpenCLIP refuses it without --dataset-resampled" in text
-    found, _ = weights(capsys, "a/{0..3}.tar::pipe:aws s3 cp s3://b/{0..1}.tar -", "0.5::1.5")
-    assert found == [2, 3]
-    found, text = weights(capsys, "$DATA/x.tar::b/{0..9}.tar", "1::3")
-    assert found == [1, 3] and "CHECK: this command does not say how many shards" in text
-    assert main(["import-args", f"main.py {VIT} --train-data-upsampling-factors a::b"]) == 2
-    assert "(a::b) must be numbers joined by ::" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "frozen"),
-    [
-        ("", None),
-        ("--lock-text --lock-text-freeze-layer-norm",
-         ["text.transformer.embeddings.*", "text.transformer.encoder.layer.*.*"]),
-        ("--lock-text --lock-text-unlocked-layers 12 --lock-text-freeze-layer-norm",
-         ["text.transformer.embeddings.*"]),
-        ("--lock-text --lock-text-unlocked-layers 13", []),
-    ],
-)  # fmt: skip
-def test_a_pretrained_text_tower_starts_pretrained(flags, frozen, capsys):
-    line = f"main.py --model roberta-ViT-B-32 --train-data x.tar --train-num-samples 100000 {flags}"
+def test_a_pretrained_text_tower_starts_pretrained(capsys):
+    line = (
+        "main.py --model roberta-ViT-B-32 --train-data x.tar --train-num-samples 100000 --lock-text"
+    )
     assert main(["import-args", line]) == 0
     out, err = capsys.readouterr()
     model = yaml.safe_load(out)["model"]
     assert model["init_from"] == "roberta-ViT-B-32-start.pt" and "lock_text" not in model
-    assert model.get("freeze") == frozen
     made = "open_clip.create_model('roberta-ViT-B-32').state_dict(), 'roberta-ViT-B-32-start.pt')"
-    assert made in out and f"warning: --model: {'OpenCLIP starts the text tower'}" in err
+    assert made in out and "warning: --model: OpenCLIP starts the text tower" in err
+    assert "warning: --lock-text: " in err and "model.freeze" in err
     other = imported(capsys, f"{line} --pretrained laion2b_s12b_b32k")
     assert other[0]["model"]["init_from"].endswith("/laion2b_s12b_b32k") and made not in other[1]
-    recipe, text = imported(capsys, "main.py --model mt5-base-ViT-B-32 --siglip --lock-text "
-                            "--lock-text-unlocked-layers 2 --train-data x.tar --force-image-size 64")  # fmt: skip
-    assert recipe["model"]["freeze"] == ["text.transformer.*"]
-    assert "'mt5-base-ViT-B-32', force_image_size=64, init_logit_bias=-10.0)" in text
-    assert "# --lock-text-unlocked-layers: CHECK: " in text
 
 
 def test_a_model_of_ones_own(capsys, tmp_path, monkeypatch):
@@ -514,28 +471,28 @@ def test_a_params_txt_gets_no_comments_on_what_nobody_gave(capsys, tmp_path):
     [
         (
             "main.py --batch-sise 3",
-            "--batch-sise is no flag of OpenCLIP; did you mean --batch-size?",
+            "--batch-sise is not a flag of OpenCLIP; did you mean --batch-size?",
         ),
         (
             "main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3",
-            "--batch-sise is no flag of OpenCLIP; did",
+            "--batch-sise is not a flag of OpenCLIP; did",
         ),
         (
             "main.py --use-flair-loss --zq 3 x --lr 1 --batch-sise 3",
-            "--zq is no flag of OpenCLIP; leave it out",
+            "--zq is not a flag of OpenCLIP; leave it out",
         ),
         ("main.py --train-data 'a.tar", "quote it as one argument"),
         ("main.py --batch-size", "--batch-size has no value"),
-        ("main.py a.tar", "'a.tar' is no flag of OpenCLIP"),
+        ("main.py a.tar", "'a.tar' is not a flag of OpenCLIP"),
         ("none.sh", "cannot read none.sh"),
-        ("main.py --batch-size $BS", "--batch-size ($BS) is no whole number; put the number in"),
-        ("main.py --warmup ten", "schedule.warmup_steps (ten) is no whole number"),
+        ("main.py --batch-size $BS", "--batch-size ($BS) must be an integer; put the number in"),
+        ("main.py --warmup ten", "schedule.warmup_steps (ten) must be an integer"),
         (
             "main.py --lr-scheduler linear",
             "--lr-scheduler (linear) must be one of cosine, const, const-cooldown",
         ),
         ("main.py --train-data 'pipe:cat x'", "no path or URL of shards in this command"),
-        ("main.py --dataset-type webdataset-audio", "images and texts alone are trained on here"),
+        ("main.py --dataset-type webdataset-audio", "only images and texts can be trained on"),
         (
             "main.py --model hf-hub:org/name",
             "give --model the architecture's name, and --pretrained hf-hub:org/name",
