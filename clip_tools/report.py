@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,7 +19,7 @@ from rich.text import Text
 from clip_train.errors import UserError
 from clip_train.metrics.progress import format_seconds
 from clip_train.metrics.report import CHARTS, number, write_report
-from clip_train.metrics.run import Run
+from clip_train.metrics.run import Curve, Run
 from launcher.config.recipe import load_config
 from launcher.runtime.log import log
 
@@ -28,14 +28,9 @@ PIPED_WIDTH = 10_000  # characters: no line is cut for a program that reads it
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = ("loss", "grad_norm", "samples_per_second")
 COLOURS = {
-    "ok": "green",
-    "warning": "yellow",
-    "error": "red",
-    "DONE": "green",
-    "training": "green",
-    "silent": "red",
-}
-COLOURS |= {"PREEMPTED": "yellow", "FAILED": "red", "FATAL": "red"}
+    "ok": "green", "warning": "yellow", "error": "red", "DONE": "green", "training": "green",
+    "silent": "red", "PREEMPTED": "yellow", "FAILED": "red", "FATAL": "red",
+}  # fmt: skip
 
 
 def write(args: argparse.Namespace) -> int:
@@ -47,19 +42,20 @@ def write(args: argparse.Namespace) -> int:
 
 def watch(args: argparse.Namespace) -> int:
     """Until the run is done, or Ctrl-C; once where nobody looks at a terminal."""
-    run, console = Run(folder_of(args.run)), Console()
-    width = console.width
+    folder, console = folder_of(args.run), Console()
+    run, width = Run(folder), console.width
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPED_WIDTH
     if args.once or not console.is_terminal:
-        console.print(view(run, width))
+        console.print(Group(*view(run, width)))
         return 0
     try:
-        with Live(view(run, console.width), console=console, auto_refresh=False) as live:
+        with Live(console=console, auto_refresh=False) as live:
+            live.update(Group(*view(run, console.width)), refresh=True)
             while run.state != "DONE":
                 time.sleep(LOOK_SECONDS)
-                run.refresh()
-                live.update(view(run, console.width), refresh=True)
+                run = Run(folder)
+                live.update(Group(*view(run, console.width)), refresh=True)
     except KeyboardInterrupt:
         pass
     return 0
@@ -76,15 +72,12 @@ def folder_of(place: str) -> Path:
     return folder
 
 
-def view(run: Run, width: int) -> RenderableType:
+def view(run: Run, width: int) -> Iterator[RenderableType]:
     """All of it. width: characters of the terminal."""
-    return Group(*_lines(run, width))
-
-
-def _lines(run: Run, width: int) -> Iterator[RenderableType]:
-    left = "" if run.eta_seconds is None else f"  {format_seconds(run.eta_seconds)} left"
     head = Text.assemble((run.name, "bold"), "  ", (run.state, COLOURS.get(run.state, "")))
-    yield head.append(f"  step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "") + left)
+    of = f" of {run.steps:,}" if run.steps else ""
+    left = "" if run.eta_seconds is None else f"  {format_seconds(run.eta_seconds)} left"
+    yield head.append(f"  step {run.step:,}{of}{left}")
     if run.steps:
         bar = ProgressBar(total=run.steps, completed=run.step, width=width)
         yield Columns([bar])  # ends its line whatever the console's width
@@ -92,23 +85,19 @@ def _lines(run: Run, width: int) -> Iterator[RenderableType]:
         yield Text(f"{level}: {text}", style=COLOURS[level])
     table = Table(box=None, pad_edge=False)
     for name in ("", "last", "recent", "first"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     table.add_column("", no_wrap=True)
     for name, title in CHARTS.items():
-        if curve := run.curves.get(name):
-            values = [number(value) for value in (curve.last, curve.recent, curve.first)]
-            spark = (
-                sparkline([each.mean for each in curve.buckets], max(10, width - 70))
-                if name in SPARKS
-                else ""
-            )
+        curve = run.curves.get(name)
+        if curve is not None:
+            values = map(number, (curve.values[-1], curve.recent, curve.values[0]))
+            spark = sparkline(curve, max(10, width - 70)) if name in SPARKS else ""
             table.add_row(title, *values, spark)
     yield table
-    for which, each in enumerate(run.starts, 1):
-        how = f": {each['ended'][0]}, {each['ended'][1]}" if each["ended"] else ""
-        yield Text(
-            f"attempt {which} from step {each['step']:,}, {each.get('time', '')}{how}", style="dim"
-        )
+    for which, start in enumerate(run.starts, 1):
+        how = f": {start['ended'][0]}, {start['ended'][1]}" if start["ended"] else ""
+        began = f"attempt {which} from step {start['step']:,}, {start.get('time', '')}"
+        yield Text(began + how, style="dim")
     if run.gpu_hours:
         yield Text(f"GPU-hours: {run.gpu_hours:,.1f}, lost: {run.gpu_hours_lost:,.1f}", style="dim")
     if run.evaluations:
@@ -116,11 +105,9 @@ def _lines(run: Run, width: int) -> Iterator[RenderableType]:
         yield Text(f"evaluation: {found}")
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def sparkline(curve: Curve, width: int) -> str:
     """At most `width` characters, from the least value to the greatest."""
-    size = -(-len(values) // width)
-    means = [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
-    low, high = min(means), max(means)
-    return "".join(
-        BARS[int((len(BARS) - 1) * (each - low) / ((high - low) or 1))] for each in means
-    )
+    parts = np.array_split(np.array(curve.values), min(width, len(curve.values)))
+    means = np.array([part.mean() for part in parts])
+    heights = (len(BARS) - 1) * (means - means.min()) / (np.ptp(means) or 1)
+    return "".join(BARS[int(height)] for height in heights)

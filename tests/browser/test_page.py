@@ -82,53 +82,6 @@ def test_curves_answer_the_pointer(browser, tmp_path):
     )
 
 
-def test_the_axis_may_be_time(browser, tmp_path):
-    """Two attempts of half an hour, the second begun two hours after the first: step 60 is a fifth of the way."""
-    page = write_report([write_run(tmp_path / "run")])
-    browser.show(page, 1280, dark=False)
-    line = "document.querySelector('.plot polyline').getAttribute('points')"
-    over_steps = browser.evaluate(line)
-    choose = "document.querySelector('input[value={}]').click()"
-    browser.evaluate(choose.format("time"))
-    xs = [float(point.split(",")[0]) for point in browser.evaluate(line).split()]
-    assert (
-        len(xs) == 120 and xs[29] == 100 and xs[59] == 200 and xs[60] == 803.3 and xs[119] == 1000
-    )
-    drawn = "['start', 'gap', 'save'].map(name => document.querySelector('.plot .' + name).getAttribute('d'))"
-    assert browser.evaluate(drawn) == [
-        "M800.0,0V1000",
-        "M200.0,0H800.0V1000H200.0Z",
-        "M200.0,1000v25",
-    ]
-    ticks = "[...document.querySelector('.plot').querySelectorAll('.x:not([hidden])')].map(each => each.textContent)"
-    assert browser.evaluate(ticks) == ["0", "1 h", "2 h"]
-    box = "const box = document.querySelector('.plot').getBoundingClientRect(); "
-    x, y = browser.evaluate(f"{{ {box} [box.left + 0.1 * box.width, box.top + box.height / 2] }}")
-    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    assert browser.evaluate("document.querySelector('figcaption output').textContent").startswith(
-        "0.25 h: 0.16"
-    )
-    assert (
-        browser.evaluate("location.hash") == "#time"
-    )  # which a page that is loaded anew finds again
-    browser.evaluate(choose.format("step"))
-    assert (
-        browser.evaluate(line) == over_steps
-        and "0" in browser.evaluate(ticks)
-        and "1 h" not in browser.evaluate(ticks)
-    )
-    assert browser.broken() == []
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_over_time_it_shows_as_well(browser, tmp_path, width):
-    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", 60, lr=3e-3)
-    for runs in ([one], [one, two]):
-        page = write_report(runs, tmp_path / f"{len(runs)}.html")
-        check(browser, page, width, dark=True, fragment="#time")
-        assert browser.evaluate("document.querySelector('.axis input:checked').value") == "time"
-
-
 def take_pictures(run: str) -> None:
     page, folder = write_report([run]), Path(__file__).parents[2] / "docs" / "images"
     program = find()

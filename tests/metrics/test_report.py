@@ -77,27 +77,6 @@ def test_curves_are_where_their_numbers_are(tmp_path: Path) -> None:
     )  # downwards, with room above and below
 
 
-def clocks_of(page: Path) -> list[dict]:
-    return json.loads(page.read_text().split("const clocks = ")[1].split(";\n")[0])
-
-
-def test_it_knows_when_each_step_was(tmp_path: Path) -> None:
-    """Each attempt from its own start on; one that left no record has a start alone."""
-    run = write_run(tmp_path / "run")
-    (clock,) = clocks_of(write_report([run]))
-    assert clock["starts"] == [0, 7200]
-    first, second = clock["parts"]
-    assert first[0] == [0, 0] and [30, 900] in first and first[-1] == [60, 1800]
-    assert second[0] == [60, 7200] and second[1] == [61, 7230] and second[-1] == [120, 9000]
-    lost = start(60, ("FAILED", "lost"), time="2026-11-23T11:00:00+0000")
-    lines = (run / "attempts.jsonl").read_text().splitlines()
-    (run / "attempts.jsonl").write_text("\n".join([*lines[:2], json.dumps(lost), lines[2], ""]))
-    (again,) = clocks_of(write_report([run]))
-    assert again == {"parts": clock["parts"], "starts": [0, 3600, 7200]}
-    write_jsonl(tmp_path / "metrics.jsonl", [step(1)])  # of a version that did not record the time
-    assert clocks_of(write_report([tmp_path])) == []
-
-
 def test_what_speaks_against_it_comes_first(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     write_jsonl(
@@ -123,7 +102,6 @@ def test_what_speaks_against_it_comes_first(tmp_path: Path) -> None:
                  "4 samples/s of late, 16 in the median", "13 invalid samples, 1.34% of all seen"):  # fmt: skip
         assert text in page.sections[""], text
     assert "no caption shard-7.tar 12" in page.sections["Invalid samples"]
-    assert "1 40 5 2 80 8" in page.sections["Invalid samples by epoch"]
     long_ago = time.time() - 3600
     os.utime(run / "metrics.jsonl", (long_ago, long_ago))
     page = page_of(run)
