@@ -28,7 +28,6 @@ from clip_train.metrics.meters import BatchDigest
 from clip_train.metrics.progress import ProgressLine, headline
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
-from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
@@ -329,9 +328,8 @@ def describe_start(
     )
     if checked.source is not None:
         log(f"data.train: {checked.source.index.describe()}")
-    if isinstance(checked.architecture, OpenCLIPArchitecture):
-        for note in checked.architecture.notes():
-            log(f"note: {note}")
+    for note in checked.architecture.notes:
+        log(f"note: {note}")
     hint = advice(config, checked)
     if hint is not None:
         (warn if checked.engine.activation_checkpointing else log)(hint)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +17,13 @@ from clip_train.models.config import TextConfig, TowerConfig
 from clip_train.models.dropout import SampleDropout
 
 _FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
-Outputs = tuple[
-    Tensor | None, Tensor | None, Tensor, Tensor | None
-]  # of a model: see `CLIP.forward`
+_HAS_ONEDNN = (
+    torch.backends.cpu.get_cpu_capability() == "AVX512"
+    and torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
+# What a model returns: see `CLIP.forward`.
+Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -44,32 +47,21 @@ def at(x: Tensor, token: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., in], [out, in], [out] -> [..., out], as `F.linear`. For float32 on a CPU that has MKL, which leaves half of
-    AVX-512 unused where the processor is not Intel's; oneDNN does not (docs/performance.md)."""
-    if not _by_onednn(x, weight):
-        return F.linear(x, weight, bias)
-    return _OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+    """[..., in], [out, in], [out] -> [..., out], as `F.linear`.
 
-
-def _by_onednn(x: Tensor, weight: Tensor) -> bool:
+    Where torch has MKL, which leaves half of AVX-512 unused on processors that are not Intel's,
+    large float32 products on a CPU go to oneDNN (docs/performance.md).
+    """
     if (
         torch.compiler.is_compiling()
         or x.device.type != "cpu"
         or not x.dtype == weight.dtype == torch.float32
+        or x.numel() * len(weight) < _FEWEST
+        or not (_HAS_ONEDNN and torch.backends.mkldnn.enabled)
+        or torch.is_autocast_enabled("cpu")
     ):
-        return False
-    asked = torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
-    return bool(asked) and x.numel() * len(weight) >= _FEWEST and _has_onednn()
-
-
-@cache
-def _has_onednn() -> bool:
-    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return (
-        avx512
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+        return F.linear(x, weight, bias)
+    return _OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -169,10 +161,6 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-def layer_scale(cfg: TowerConfig) -> nn.Module:
-    return nn.Identity() if cfg.ls_init_value is None else LayerScale(cfg.width, cfg.ls_init_value)
-
-
 class Block(nn.Module):
     """x + scale(attention(ln(x))), then x + scale(mlp(ln(x)))."""
 
@@ -188,7 +176,6 @@ class Block(nn.Module):
             fc = (2 * cfg.width) ** -0.5
         self.ln_1 = nn.LayerNorm(cfg.width)
         self.attn = Attention(cfg.width, cfg.heads, attention, projection)
-        self.ls_1 = layer_scale(cfg)
         self.ln_2 = nn.LayerNorm(cfg.width)
         self.mlp = nn.Sequential(
             OrderedDict(
@@ -197,7 +184,10 @@ class Block(nn.Module):
                 c_proj=Linear(cfg.mlp_width, cfg.width, projection),
             )
         )
-        self.ls_2 = layer_scale(cfg)
+        self.ls_1, self.ls_2 = (
+            nn.Identity() if cfg.ls_init_value is None else LayerScale(cfg.width, cfg.ls_init_value)
+            for _ in range(2)
+        )
         self.drop_1, self.drop_2 = (
             SampleDropout(dropout, dropout_id),
             SampleDropout(dropout, dropout_id + 1),

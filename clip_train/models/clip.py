@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import CheckpointError
 from clip_train.models.blocks import Block, Outputs, Transformer, at_least_float32, normal_parameter
-from clip_train.models.config import AnyArchitecture, Architecture, TextConfig, TowerConfig
+from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
 from clip_train.models.vision import VisionTower
@@ -110,18 +112,12 @@ class CLIP(nn.Module):
         x = (
             self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
         )  # [b, L, width]
-        token = read_token(cfg, texts)
+        if cfg.pool_type in ("argmax", "eos"):
+            token = text_ends(texts, cfg.end_id)
+        else:
+            place = 0 if cfg.pool_type == "first" else texts.shape[1] - 1
+            token = torch.full((len(texts),), place, dtype=torch.int64, device=texts.device)
         return self.ln_final(self.transformer(x, sample_seeds, token)[:, 0]) @ self.text_projection
-
-
-def read_token(cfg: TextConfig, texts: Tensor) -> Tensor:
-    """int64 [b, L] -> int64 [b]: the place of the token that stands for the text."""
-    match cfg.pool_type:
-        case "argmax" | "eos":
-            return text_ends(texts, cfg.end_id)
-        case _:
-            last = 0 if cfg.pool_type == "first" else texts.shape[1] - 1
-            return torch.full((len(texts),), last, dtype=torch.int64, device=texts.device)
 
 
 def parse_saved(dump: Mapping[str, Any]) -> AnyArchitecture:
@@ -183,25 +179,19 @@ def count_parameters(architecture: AnyArchitecture) -> int:
 def flops_per_sample(architecture: AnyArchitecture, patch_dropout: float = 0.0) -> float:
     """Floating point operations of one image and one text going forward: products only, 2 for each MAC.
 
-    Causal attention counts in full, as is the custom, and so does the padding behind a text, which the model may be
-    spared. Of the last blocks only what is computed counts: one token, unless patches are averaged. A step costs 3 of
-    these for each sample, and one more for each time the sample goes forward again.
+    Counted by torch on tensors without data. Causal attention counts in full, as is the custom, and so
+    does the padding behind a text, which the model may skip. A step costs 3 of these for each sample,
+    and one more for each time the sample goes forward again.
     """
-    if isinstance(architecture, OpenCLIPArchitecture):
-        from clip_train.models.openclip.model import count_flops
-
-        return count_flops(architecture, patch_dropout)
-    vision, text = architecture.vision_cfg, architecture.text_cfg
-    words = _blocks_flops(text, text.context_length, 1) + 2.0 * text.width * architecture.embed_dim
-    patches = 2.0 * vision.num_patches * 3 * vision.patch_size**2 * vision.width
-    tokens = 1 + vision.kept_patches(patch_dropout)
-    blocks = _blocks_flops(vision, tokens, tokens if vision.pool_type == "avg" else 1)
-    return words + patches + blocks + 2.0 * vision.width * architecture.embed_dim
-
-
-def _blocks_flops(cfg: TowerConfig, tokens: int, read: int) -> float:
-    """read: tokens that the last block computes."""
-    keys_values = 2.0 * tokens * 2 * cfg.width**2
-    # for each token that asks: query, output, MLP; scores, and their product with the values
-    asking = 2.0 * (2 * cfg.width**2 + 2 * cfg.width * cfg.mlp_width) + 2.0 * 2 * tokens * cfg.width
-    return cfg.layers * keys_values + ((cfg.layers - 1) * tokens + read) * asking
+    vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
+    side, length = vision.image_size, architecture.text_cfg.context_length
+    with torch.device("meta"):
+        model = build_model(architecture.model_copy(update={"vision_cfg": vision}))
+        model.eval().requires_grad_(False)
+        for module in model.modules():
+            if type(module).__name__.startswith("PatchDropout"):  # timm's and OpenCLIP's, too
+                module.train()
+        images, texts = torch.zeros(1, 3, side, side), torch.zeros(1, length, dtype=torch.int64)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(images, texts, torch.zeros(1, dtype=torch.int64))
+    return float(counter.get_total_flops())

@@ -8,11 +8,9 @@ import math
 import os
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -24,10 +22,10 @@ from pydantic import (
 from clip_train.errors import UserError, missing
 from clip_train.models.openclip.config import (
     PREFIX,
+    Described,
     OpenCLIPArchitecture,
-    check_sizes,
     is_resnet,
-    load_openclip_architecture,
+    named_model,
     parse_openclip,
 )
 from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
@@ -37,26 +35,16 @@ from clip_train.storage.urls import is_remote, local_path
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
-# Of keys that these towers do not have, the values besides null, false and 0 at which they change nothing.
+# Values besides null, false and 0 at which keys that these towers do not have change nothing.
 NEUTRAL = {"proj_type": ("linear",), "norm": ("batch",)}
 PRESETS = Path(__file__).parent / "presets"
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="after")
-    def _can_be_built(self) -> _Schema:
-        check_sizes(self)
-        return self
-
-
-class _Tower(_Schema):
+class _Tower(Described):
     width: PositiveInt = 512  # of the residual stream
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP, as a multiple of `width`
-    ls_init_value: PositiveFloat | None = (
-        None  # what a block adds is scaled, at first by this; None: it is not
-    )
+    # Initial factor on what a block adds to the stream; None: there is no such factor.
+    ls_init_value: PositiveFloat | None = None
 
     @property
     def mlp_width(self) -> int:
@@ -72,28 +60,26 @@ class VisionConfig(_Tower):
     head_width: PositiveInt = 64  # of one attention head
     patch_size: PositiveInt = 16  # side of a patch, in pixels
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
-    pool_type: Literal["tok", "avg"] = (
-        "tok"  # the image is its class token, or the mean of its patches
-    )
-    pos_embed_type: Literal["learnable", "sin_cos_2d"] = (
-        "learnable"  # of the patches; the other is fixed
-    )
+    pool_type: Literal["tok", "avg"] = "tok"  # the class token, or the mean of the patches
+    pos_embed_type: Literal["learnable", "sin_cos_2d"] = "learnable"  # sin_cos_2d is fixed
     no_ln_pre: bool = False  # no norm before the blocks
     final_ln_after_pool: bool = False  # of a mean: norm of the mean, instead of mean of the norms
 
     @model_validator(mode="after")
     def _divides(self) -> VisionConfig:
-        if self.width % self.head_width:
+        width, size, patch = self.width, self.image_size, self.patch_size
+        if width % self.head_width:
             raise ValueError(
-                f"width ({self.width}) must be a multiple of head_width ({self.head_width})"
+                f"width ({width}) must be a multiple of head_width ({self.head_width})"
             )
-        if self.pos_embed_type == "sin_cos_2d" and self.width % 4:
+        if self.pos_embed_type == "sin_cos_2d" and width % 4:
             raise ValueError(
-                f"width ({self.width}) must be a multiple of 4 for pos_embed_type sin_cos_2d"
+                f"width ({width}) must be a multiple of 4 for pos_embed_type sin_cos_2d"
             )
-        if (size := self.image_size) % (by := self.patch_size):
+        if size % patch:
             raise ValueError(
-                f"image_size ({size}) must be a multiple of patch_size ({by}); take {size + -size % by}"
+                f"image_size ({size}) must be a multiple of patch_size ({patch}); "
+                f"take {size + -size % patch}"
             )
         return self
 
@@ -105,17 +91,12 @@ class VisionConfig(_Tower):
     def num_patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
 
-    def kept_patches(self, patch_dropout: float) -> int:
-        """How many patches go through the blocks in training."""
-        return max(1, int(self.num_patches * (1 - patch_dropout)))
 
-
-class TokenizerOptions(_Schema):
+class TokenizerOptions(Described):
     """`tokenizer_kwargs` of OpenCLIP's schema, for a Hugging Face tokenizer."""
 
-    clean: Literal["whitespace", "lower", "canonicalize"] = (
-        "whitespace"  # the last: no case, no punctuation
-    )
+    # canonicalize: no upper case, no punctuation
+    clean: Literal["whitespace", "lower", "canonicalize"] = "whitespace"
     strip_sep_token: bool = False  # 0 in place of the separator, as CLIPA was trained
 
 
@@ -126,10 +107,9 @@ class TextConfig(_Tower):
     context_length: PositiveInt = 77  # tokens, start and end of text included
     vocab_size: PositiveInt = 49408  # token ids
     heads: PositiveInt = 8  # attention heads
-    pool_type: Literal["argmax", "eos", "first", "last"] = (
-        "argmax"  # the token that is read: of the highest id, ...
-    )
-    eos_id: NonNegativeInt = 2  # ... or the first of this id, with `eos`
+    # The token that is read: that of the highest id, the first `eos_id`, the first or the last one.
+    pool_type: Literal["argmax", "eos", "first", "last"] = "argmax"
+    eos_id: NonNegativeInt = 2
     no_causal_mask: bool = False  # every token sees every other, padding included
     hf_tokenizer_name: str | None = None  # on the Hugging Face hub, or a folder; None: CLIP's own
     tokenizer_kwargs: TokenizerOptions | None = None
@@ -142,32 +122,29 @@ class TextConfig(_Tower):
 
     @property
     def end_id(self) -> int | None:
-        """Of the token that ends a text, which is read; None: the highest of the text."""
+        """Id of the token that ends a text; None: the highest id of the text."""
         return self.eos_id if self.pool_type == "eos" else None
 
     @property
     def ends(self) -> bool:
-        """What stands behind a text's last token changes nothing, so that texts can be cut there."""
+        """Tokens after a text's end change nothing, so that texts can be cut there."""
         return not self.no_causal_mask and self.pool_type in ("argmax", "eos")
 
 
-TowerConfig = VisionConfig | TextConfig
-
-
-class Architecture(_Schema):
+class Architecture(Described):
     """Both towers, in OpenCLIP's schema, and the pixel statistics that the weights expect."""
 
+    layered: ClassVar[bool] = True  # the blocks of both towers are numbered
+    notes: ClassVar[tuple[str, ...]] = ()  # differences from OpenCLIP, for the log
     embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionConfig
     text_cfg: TextConfig
     quick_gelu: bool = False  # `x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU
-    init_logit_scale: float = math.log(
-        1 / 0.07
-    )  # logarithm of the factor on the cosines at the start
-    init_logit_bias: float | None = (
-        None  # on the logits at the start (SigLIP: -10); None: there is no such parameter
-    )
-    # Per channel, of pixels in [0, 1]. Not in OpenCLIP's `model_cfg`: they are in `preprocess_cfg`.
+    # Logarithm of the factor on the cosines at the start.
+    init_logit_scale: float = math.log(1 / 0.07)
+    # Added to the logits at the start (SigLIP: -10); None: there is no such parameter.
+    init_logit_bias: float | None = None
+    # Per channel, of pixels in [0, 1]. OpenCLIP has them in `preprocess_cfg`, not in `model_cfg`.
     image_mean: tuple[float, float, float] = IMAGE_MEAN
     image_std: tuple[float, float, float] = IMAGE_STD
 
@@ -184,7 +161,18 @@ class Architecture(_Schema):
         statistics = {"mean": list(self.image_mean), "std": list(self.image_std)}
         return {**statistics, "interpolation": "bicubic", "resize_mode": "shortest"}
 
+    def changed(
+        self, config: ModelConfig, scalars: dict[str, float], vision: dict[str, Any]
+    ) -> Architecture:
+        """With the overrides of the recipe's `model` section. UserError."""
+        try:
+            vision_cfg = VisionConfig.model_validate({**self.vision_cfg.model_dump(), **vision})
+        except ValidationError as e:
+            raise UserError(f"model.{e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        return self.model_copy(update={**scalars, "vision_cfg": vision_cfg})
 
+
+TowerConfig = VisionConfig | TextConfig
 AnyArchitecture = Architecture | OpenCLIPArchitecture
 
 
@@ -232,64 +220,47 @@ class ModelConfig(Settings):
     """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON says."""
 
     @model_validator(mode="after")
-    def _what_is_unlocked_was_locked(self) -> ModelConfig:
-        for key in (
-            "lock_image_unlocked_groups",
-            "lock_image_freeze_bn_stats",
-            "lock_text_unlocked_layers",
+    def _only_locked_towers_are_unlocked(self) -> ModelConfig:
+        for lock, keys in (
+            ("lock_image", ("lock_image_unlocked_groups", "lock_image_freeze_bn_stats")),
+            ("lock_text", ("lock_text_unlocked_layers",)),
         ):
-            if getattr(self, key) and not getattr(self, lock := "_".join(key.split("_")[:2])):
-                raise ValueError(
-                    f"model.{key} ({shown(getattr(self, key))}) without a lock; set model.{lock}=true"
-                )
+            for key in keys:
+                if getattr(self, key) and not getattr(self, lock):
+                    raise ValueError(
+                        f"model.{key} ({shown(getattr(self, key))}) without a lock; set model.{lock}=true"
+                    )
         return self
 
     def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""
-        architecture = load_architecture(self.name)
-        update: dict[str, Any] = {
-            key: getattr(self, key)
-            for key in ("init_logit_scale", "init_logit_bias")
-            if getattr(self, key) is not None
+        given = {key: value for key, value in self if value is not None}
+        scalars = {
+            key: given[key] for key in given.keys() & {"init_logit_scale", "init_logit_bias"}
         }
-        vision = {
-            key: getattr(self, key)
-            for key in ("image_size", "patch_dropout")
-            if getattr(self, key) is not None
-        }
-        if isinstance(architecture, OpenCLIPArchitecture):
-            return architecture.changed(self, update, vision)
-        try:
-            changed = VisionConfig.model_validate(
-                {**architecture.vision_cfg.model_dump(), **vision}
-            )
-        except ValidationError as e:
-            raise UserError(f"model.{e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-        return architecture.model_copy(update={**update, "vision_cfg": changed})
+        vision = {key: given[key] for key in given.keys() & {"image_size", "patch_dropout"}}
+        return load_architecture(self.name).changed(self, scalars, vision)
 
     def teacher_architecture(self) -> AnyArchitecture | None:
-        """The teacher's, or None without one. Raises UserError, also where it cannot see what the student sees."""
-        if (place := self.teacher) is None:
+        """The teacher's, or None without one. UserError, also if it cannot see the student's samples."""
+        place, name = self.teacher, self.teacher_name
+        if place is None:
             return None
-        name = self.teacher_name
-        if not (
-            is_remote(place)
-            or place.startswith((PREFIX, "hf-hub:"))
-            or os.path.exists(local_path(place))
-        ):
+        remote = is_remote(place) or place.startswith((PREFIX, "hf-hub:"))
+        if not remote and not os.path.exists(local_path(place)):
             what = f"model.teacher ({clipped(place)}): no such file or folder"
             raise missing(local_path(place), what, "give an export or weights")
         if name is None and place.startswith(PREFIX):
             tagged = place.removeprefix(PREFIX).partition("/")[0]
             name = tagged if tagged in preset_names() else PREFIX + tagged
-        if name is None and (
-            is_remote(place) or not os.path.isfile(local_path(place) / "open_clip_config.json")
-        ):
-            raise UserError(
-                f"model.teacher ({place}) is no folder with an open_clip_config.json that says what model it is; "
-                "set model.teacher_name to a preset or to the path of a JSON"
-            )
-        ours, theirs = self.architecture(), load_architecture(name or str(local_path(place)))
+        elif name is None:
+            if remote or not os.path.isfile(local_path(place) / "open_clip_config.json"):
+                raise UserError(
+                    f"model.teacher ({place}) is not a folder with an open_clip_config.json that "
+                    "describes the model; set model.teacher_name to a preset or to the path of a JSON"
+                )
+            name = str(local_path(place))
+        ours, theirs = self.architecture(), load_architecture(name)
         for what in (
             "vision_cfg.image_size",
             "text_cfg.context_length",
@@ -298,8 +269,8 @@ class ModelConfig(Settings):
             own, other = map(attrgetter(what), (ours, theirs))
             if own != other:
                 raise UserError(
-                    f"model.teacher ({place}) has {what} {other}, the student {own}: both see the same samples; "
-                    "choose another teacher or student"
+                    f"model.teacher ({place}) has {what} {other}, the student {own}: both see the same "
+                    "samples; choose another teacher or student"
                 )
         return theirs
 
@@ -310,31 +281,33 @@ def preset_names() -> list[str]:
 
 
 def load_architecture(name: str) -> AnyArchitecture:
-    """A preset, `open_clip:NAME`, or a JSON file in OpenCLIP's schema (a model's, or an export's). UserError where the
-    name is unknown or the JSON asks for what this model does not implement."""
-    if name.startswith(PREFIX):
-        return load_openclip_architecture(name)
-    known = preset_names()
-    path = PRESETS / f"{name}.json" if name in known else Path(name).expanduser()
-    if os.path.isfile(path / "open_clip_config.json"):  # unlike Path's, these take any text
+    """A preset, `open_clip:NAME`, or a JSON file in OpenCLIP's schema (a model's, or an export's).
+
+    UserError if there is no such model, or if it asks for what this project does not implement.
+    """
+    known, said = preset_names(), name.removeprefix(PREFIX)
+    path = PRESETS / f"{name}.json" if name in known else Path(said).expanduser()
+    if os.path.isfile(path / "open_clip_config.json"):  # Path's own methods do not take any text
         path = path / "open_clip_config.json"
     if os.path.isfile(path):
         try:
             content = json.loads(path.read_text())
-            if is_resnet(content):
-                return parse_openclip(content, name)
-            return parse_architecture(content, str(path))
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        except ValueError as e:
             raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
-    by_lower = {k.lower(): k for k in known}
-    near = [PREFIX + name] * any(name.startswith(f"{k}-") for k in known)  # ViT-B-16-SigLIP
-    near += [
-        by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
-    ]
+        if name.startswith(PREFIX) or is_resnet(content):
+            return parse_openclip(content, said)
+        return parse_architecture(content, str(path))
+    if name.startswith(PREFIX):
+        return named_model(said)
+    by_lower = {preset.lower(): preset for preset in known}
+    near = [PREFIX + name] if any(name.startswith(f"{preset}-") for preset in known) else []
+    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    near += [by_lower[preset] for preset in close]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's ViTs and "
-        "ResNets such as ViT-B-32 and RN50, open_clip:NAME for its others, or the path of a JSON file in its schema"
+        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's "
+        "ViTs and ResNets such as ViT-B-32 and RN50, open_clip:NAME for its others, or the path of a "
+        "JSON file in its schema"
     )
 
 
@@ -348,12 +321,12 @@ def parse_architecture(content: Any, source: str) -> Architecture:
     if "model_cfg" in content:
         content, preprocess = content["model_cfg"], content.get("preprocess_cfg") or {}
     cleaned = _without_neutral(content, Architecture)
+    for key in ("mean", "std"):
+        if key in preprocess:
+            cleaned[f"image_{key}"] = tuple(preprocess[key])
     for tower, schema in (("vision_cfg", VisionConfig), ("text_cfg", TextConfig)):
         if isinstance(cleaned.get(tower), dict):
             cleaned[tower] = _without_neutral(cleaned[tower], schema)
-    cleaned |= {
-        f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if key in preprocess
-    }
     try:
         return Architecture.model_validate(cleaned)
     except ValidationError as e:
@@ -361,24 +334,24 @@ def parse_architecture(content: Any, source: str) -> Architecture:
         raise UserError(f"{source}: " + "; ".join(lines)) from None
 
 
-def _without_neutral(section: dict[str, Any], schema: type[_Schema]) -> dict[str, Any]:
-    """A silently ignored key would be another model than was asked for: the others are left, to be refused."""
+def _without_neutral(section: dict[str, Any], schema: type[Described]) -> dict[str, Any]:
+    """Without keys that these towers do not have, at values at which they change nothing.
+
+    At other values they stay, to be refused: ignoring them would build another model.
+    """
     return {
-        k: v
-        for k, v in section.items()
-        if k in schema.model_fields or (v and v not in NEUTRAL.get(k, ()))
+        key: value
+        for key, value in section.items()
+        if key in schema.model_fields or (value and value not in NEUTRAL.get(key, ()))
     }
 
 
 def _nearest(where: str) -> str:
-    """What a key may mean that the towers do not have."""
+    """A hint for a key that the towers do not have."""
     section, _, key = where.rpartition(".")
-    schemas: dict[str, type[_Schema]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
-    near = difflib.get_close_matches(
-        key, list(schemas.get(section, Architecture).model_fields), n=1, cutoff=0.8
-    )
-    return (
-        f"did you mean {near[0]}?"
-        if near
-        else "not implemented in OpenCLIP's plain ViT and text transformer"
-    )
+    schemas: dict[str, type[Described]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
+    keys = list(schemas.get(section, Architecture).model_fields)
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {near[0]}?"
+    return "not implemented in OpenCLIP's plain ViT and text transformer"

@@ -19,6 +19,7 @@ from clip_train.task import IMAGE_TEXT, groups
 
 NORMS = ("ln_post", "ln_final")  # behind the blocks
 TOP = (*NORMS, "proj", "text_projection")
+BLOCK = re.compile(r"\bresblocks\.(\d+)\.")
 
 
 def _within_tower(name: str) -> str:
@@ -26,23 +27,21 @@ def _within_tower(name: str) -> str:
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:
-    """Layers below the top of its tower: 0 for what follows the blocks, 1 for the last block, and below the first
-    block embeddings. The scalars are at 0."""
+    """Layers of each parameter below the top of its tower, by its name.
+
+    0 is what follows the blocks, 1 the last block, the most the embeddings. The scalars are at 0.
+    """
     names = list(names)
-    blocks = {
-        name: int(found[1]) for name in names if (found := re.search(r"\bresblocks\.(\d+)\.", name))
-    }
     towers = groups(IMAGE_TEXT, names)
+    blocks = {name: int(found[1]) for name in names for found in BLOCK.finditer(name)}
     layers = dict.fromkeys(towers.values(), 0)
     for name, number in blocks.items():
         layers[towers[name]] = max(layers[towers[name]], number + 1)
-
-    def depth(name: str) -> int:
-        if name not in towers or _within_tower(name).split(".")[0] in TOP:
-            return 0
-        return layers[towers[name]] - blocks.get(name, -1)
-
-    return {name: depth(name) for name in names}
+    out = dict.fromkeys(names, 0)
+    for name, tower in towers.items():
+        if _within_tower(name).split(".")[0] not in TOP:
+            out[name] = layers[tower] - blocks.get(name, -1)
+    return out
 
 
 def matching(key: str, value: Any, glob: str, names: Collection[str]) -> set[str]:
@@ -58,14 +57,13 @@ def matching(key: str, value: Any, glob: str, names: Collection[str]) -> set[str
 
 
 def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Those of a model's parameters that the recipe does not train. UserError where it trains none.
+    """The parameters that the recipe does not train. UserError if it trains none.
 
-    Locked towers are unlocked from the top by OpenCLIP's groups, in which the last norm goes with the last block.
+    Locked towers are unlocked from the top by OpenCLIP's groups: the last norm with the last block.
     """
     depth = depths(names)
-    frozen = {
-        name for name in names if name.startswith("text_decoder.")
-    }  # a CoCa's: no loss here writes captions
+    # A CoCa's decoder: no loss here writes captions.
+    frozen = {name for name in names if name.startswith("text_decoder.")}
     locks = {
         "image": (config.lock_image, config.lock_image_unlocked_groups),
         "text": (config.lock_text, config.lock_text_unlocked_layers),

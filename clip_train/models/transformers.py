@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from clip_train.errors import UserError
-from clip_train.models.config import Architecture, TowerConfig
+from clip_train.models.config import Architecture
 from clip_train.models.export import as_json, own_copy, save_texts, save_weights
 from clip_train.models.weights import check_state
 
@@ -37,9 +37,17 @@ _HELD = {
     },
     "text_cfg.": {"layers", "width", "mlp_ratio", "context_length", "vocab_size", "heads"},
 }
-_BLOCK = {
-    "ln_1": "layer_norm1", "attn.out_proj": "self_attn.out_proj", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
+# Parts of a parameter's name, below its tower: here -> there.
+_NAMES = {
+    "transformer.resblocks.": "encoder.layers.", "ln_1": "layer_norm1", "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
+    "ln_final": "final_layer_norm", "ln_pre": "pre_layrnorm", "ln_post": "post_layernorm",  # so spelled
+    "class_embedding": "embeddings.class_embedding", "conv1": "embeddings.patch_embedding",
+    "token_embedding": "embeddings.token_embedding",
+    "positional_embedding": "embeddings.position_embedding.weight",
+}  # fmt: skip
+_PROJECTIONS = {
+    "visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"
 }  # fmt: skip
 
 
@@ -66,98 +74,19 @@ def check_transformers(architecture: Architecture) -> None:
 def export_transformers(
     state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike
 ) -> Path:
-    """Write `state` where `CLIPModel.from_pretrained(FOLDER)` finds it; the tokenizer's files are not among it.
+    """Write `state` where `CLIPModel.from_pretrained(FOLDER)` finds it, without tokenizer files.
 
-    As `export_openclip`; UserError too, for an architecture that `CLIPModel` cannot hold.
+    Raises what `export_openclip` raises, and UserError if `CLIPModel` cannot hold the architecture.
     """
     check_transformers(architecture)
     check_state(state, architecture, "the state to export")
     path = Path(folder)
     save_weights(
-        {name: own_copy(tensor) for name, tensor in _renamed(state, architecture)},
-        path,
-        "model.safetensors",
+        {name: own_copy(tensor) for name, tensor in _renamed(state)}, path, "model.safetensors"
     )
-    save_texts(
-        {
-            "config.json": as_json(_config(architecture)),
-            "preprocessor_config.json": as_json(_pixels(architecture)),
-        },
-        path,
-    )
-    return path
-
-
-def _renamed(state: dict[str, Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    yield "logit_scale", state["logit_scale"].reshape(())
-    yield "visual_projection.weight", state["visual.proj"].T  # a Linear's: [D, width]
-    yield "text_projection.weight", state["text_projection"].T
-    for theirs, ours in (
-        ("text_model.embeddings.token_embedding.weight", "token_embedding.weight"),
-        ("text_model.embeddings.position_embedding.weight", "positional_embedding"),
-        ("vision_model.embeddings.class_embedding", "visual.class_embedding"),
-        ("vision_model.embeddings.patch_embedding.weight", "visual.conv1.weight"),
-        ("vision_model.embeddings.position_embedding.weight", "visual.positional_embedding"),
-        *_pairs("text_model.final_layer_norm", "ln_final"),
-        *_pairs("vision_model.pre_layrnorm", "visual.ln_pre"),  # so spelt
-        *_pairs("vision_model.post_layernorm", "visual.ln_post"),
-    ):
-        yield theirs, state[ours]
-    for tower, root, layers in (
-        ("text_model", "", architecture.text_cfg.layers),
-        ("vision_model", "visual.", architecture.vision_cfg.layers),
-    ):
-        for layer in range(layers):
-            theirs, ours = f"{tower}.encoder.layers.{layer}", f"{root}transformer.resblocks.{layer}"
-            for name, other in _BLOCK.items():
-                for a, b in _pairs(f"{theirs}.{other}", f"{ours}.{name}"):
-                    yield a, state[b]
-            for kind in ("weight", "bias"):  # [3 width, ...]
-                for name, part in zip(
-                    "qkv", state[f"{ours}.attn.in_proj_{kind}"].chunk(3), strict=True
-                ):
-                    yield f"{theirs}.self_attn.{name}_proj.{kind}", part
-
-
-def _pairs(theirs: str, ours: str) -> list[tuple[str, str]]:
-    return [(f"{theirs}.{kind}", f"{ours}.{kind}") for kind in ("weight", "bias")]
-
-
-def _config(architecture: Architecture) -> dict[str, Any]:
-    """config.json"""
-    vision, text = architecture.vision_cfg, architecture.text_cfg
-
-    def tower(cfg: TowerConfig, kind: str) -> dict[str, Any]:
-        return {
-            "model_type": f"clip_{kind}_model",
-            "hidden_size": cfg.width,
-            "intermediate_size": cfg.mlp_width,
-            "num_hidden_layers": cfg.layers,
-            "num_attention_heads": cfg.heads,
-            "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
-            "layer_norm_eps": 1e-5,
-            "projection_dim": architecture.embed_dim,
-        }
-
-    tokens = {"bos_token_id": END - 1, "eos_token_id": END, "pad_token_id": END}
-    return {
-        "architectures": ["CLIPModel"],
-        "model_type": "clip",
-        "torch_dtype": "float32",
-        "projection_dim": architecture.embed_dim,
-        "logit_scale_init_value": architecture.init_logit_scale,
-        "text_config": tower(text, "text")
-        | {"vocab_size": text.vocab_size, "max_position_embeddings": text.context_length}
-        | tokens,
-        "vision_config": tower(vision, "vision")
-        | {"image_size": vision.image_size, "patch_size": vision.patch_size, "num_channels": 3},
-    }
-
-
-def _pixels(architecture: Architecture) -> dict[str, Any]:
-    """preprocessor_config.json: as in evaluation, the shorter side resized, the centre cut out."""
     side = architecture.vision_cfg.image_size
-    return {
+    # As in evaluation: the shorter side is resized, the center is cut out.
+    pixels = {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
@@ -170,4 +99,62 @@ def _pixels(architecture: Architecture) -> dict[str, Any]:
         "do_normalize": True,
         "image_mean": list(architecture.image_mean),
         "image_std": list(architecture.image_std),
+    }
+    config = as_json(_config(architecture))
+    save_texts({"config.json": config, "preprocessor_config.json": as_json(pixels)}, path)
+    return path
+
+
+def _renamed(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in state.items():
+        tower = "vision_model" if name.startswith("visual.") else "text_model"
+        theirs = name.removeprefix("visual.")
+        for ours, there in _NAMES.items():
+            theirs = theirs.replace(ours, there)
+        if name == "logit_scale":
+            yield name, tensor.reshape(())
+        elif name in _PROJECTIONS:
+            yield _PROJECTIONS[name], tensor.T  # a Linear's: [D, width]
+        elif ".attn.in_proj_" in name:  # [3 width, ...]
+            for part, chunk in zip("qkv", tensor.chunk(3), strict=True):
+                yield f"{tower}.{theirs.replace('attn.in_proj_', f'self_attn.{part}_proj.')}", chunk
+        else:
+            yield f"{tower}.{theirs}", tensor
+
+
+def _config(architecture: Architecture) -> dict[str, Any]:
+    """config.json"""
+    vision, text = architecture.vision_cfg, architecture.text_cfg
+    towers: dict[str, dict[str, Any]] = {
+        "text_config": {
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.context_length,
+            "bos_token_id": END - 1,
+            "eos_token_id": END,
+            "pad_token_id": END,
+        },
+        "vision_config": {
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+            "num_channels": 3,
+        },
+    }
+    for kind, cfg in (("text", text), ("vision", vision)):
+        towers[f"{kind}_config"] |= {
+            "model_type": f"clip_{kind}_model",
+            "hidden_size": cfg.width,
+            "intermediate_size": cfg.mlp_width,
+            "num_hidden_layers": cfg.layers,
+            "num_attention_heads": cfg.heads,
+            "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
+            "layer_norm_eps": 1e-5,
+            "projection_dim": architecture.embed_dim,
+        }
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "torch_dtype": "float32",
+        "projection_dim": architecture.embed_dim,
+        "logit_scale_init_value": architecture.init_logit_scale,
+        **towers,
     }

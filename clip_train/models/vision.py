@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,23 +12,13 @@ from clip_train.models.dropout import PATCH_DROPOUT_ID, VISION_DROPOUT_ID, Patch
 
 
 def normalised(channel: Tensor, mean: float, std: float, wide: torch.dtype) -> Tensor:
-    """uint8 pixels of one channel, normalised in `wide`; others are so already.
+    """uint8 pixels of one channel, normalised in `wide`; float pixels are already normalised.
 
     The operations are torchvision's ToTensor and Normalize, in their order: equal to the last bit.
     """
-    return (
-        channel.to(wide).div_(255).sub_(mean).div_(std) if channel.dtype == torch.uint8 else channel
-    )
-
-
-def normalised_images(
-    images: Tensor, means: Sequence[float], stds: Sequence[float], wide: torch.dtype
-) -> Tensor:
-    """[b, 3, H, W] -> the same, all channels."""
-    statistics = zip(means, stds, strict=True)
-    return torch.stack(
-        [normalised(images[:, c], *each, wide) for c, each in enumerate(statistics)], dim=1
-    )
+    if channel.dtype != torch.uint8:
+        return channel
+    return channel.to(wide).div_(255).sub_(mean).div_(std)
 
 
 def check_size(images: Tensor, size: int) -> None:
@@ -52,13 +40,10 @@ class PatchEmbedding(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8, or already normalised float, [b, 3, H, W] -> [b, T, width]"""
-        return linear(self.patches(images), self.weight.flatten(1))
-
-    def patches(self, images: Tensor) -> Tensor:
-        """[b, 3, H, W] -> [b, T, 3 * side * side], in the order of the kernel's weights"""
         side, dtype = self.kernel_size[0], self.weight.dtype
         rows, columns = images.shape[2] // side, images.shape[3] // side
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # [b, rows, columns, 3, side, side]: in the order of the kernel's weights
         patches = torch.empty(
             len(images), rows, columns, 3, side, side, dtype=dtype, device=images.device
         )
@@ -67,7 +52,7 @@ class PatchEmbedding(nn.Conv2d):
             patches[:, :, :, c] = (
                 channel.unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
             )
-        return patches.flatten(3).flatten(1, 2)
+        return linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1))
 
 
 def sin_cos_2d(side: int, width: int) -> Tensor:

@@ -21,7 +21,6 @@ from clip_train.models import hub
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture
 from clip_train.models.freeze import trained_parameters
-from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, find_engine, on_this_machine
@@ -69,11 +68,7 @@ def check(
             ]
         )
         collect(partial(trained_parameters, config.model, architecture))
-        if (
-            isinstance(architecture, OpenCLIPArchitecture)
-            and not architecture.layered
-            and config.optim.layer_decay != 1
-        ):
+        if not architecture.layered and config.optim.layer_decay != 1:
             problems.append(UserError(layers_mistake(config)))
         names = parameter_sizes(architecture)
         collect(partial(lr_factors, config.optim, names))

@@ -1,13 +1,11 @@
-"""`open_clip:NAME`: which of OpenCLIP's models, as a description that a checkpoint can hold and a cache can compare.
+"""`open_clip:NAME`: the description of one of OpenCLIP's models, as checkpoints hold it.
 
-Where one of its sizes is asked for it has the name that it has in `clip_train.models.config`.
+Its sizes have the names that they have in `clip_train.models.config`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import (
@@ -24,10 +22,7 @@ from clip_train.errors import UserError
 from clip_train.settings import clipped
 
 PREFIX = "open_clip:"
-RESIZED = (
-    "bicubic",
-    "shortest",
-)  # as every image is here: interpolation, and the side that is made to fit
+RESIZED = ("bicubic", "shortest")  # how every image is resized here: interpolation, resize mode
 TOKENIZER_OPTIONS = {
     "additional_special_tokens",
     "clean",
@@ -37,88 +32,71 @@ TOKENIZER_OPTIONS = {
 }
 Channels = tuple[float, float, float]
 
-
-# Of a tower. A description from somebody else must not build what no machine holds.
+# The largest sizes of a tower: a description from somebody else must not ask for more than any
+# machine holds.
 MOST = {
     "layers": 1_000, "width": 65_536, "heads": 65_536, "head_width": 65_536, "mlp_ratio": 100, "image_size": 65_536,
     "patch_size": 65_536, "context_length": 65_536, "vocab_size": 100_000_000, "embed_dim": 65_536,
 }  # fmt: skip
-MOST_PARAMETERS = 100_000_000_000
 
 
-def check_sizes(described: BaseModel) -> None:
-    """ValueError where a size of a tower, or the number of its parameters, is beyond `MOST`."""
-    sizes: dict[str, float] = {}
-    for key, most in MOST.items():
-        value = getattr(described, key, None)
-        parts = value if isinstance(value, list | tuple) else [value]
-        numbers = [part for part in parts if isinstance(part, int | float)]
-        if any(number > most for number in numbers):
-            raise ValueError(
-                f"{key} ({clipped(str(value))}) must be at most {most:,}; correct the model's description"
-            )
-        sizes[key] = sum(numbers)
-    width = sizes["width"]
-    patches = (sizes["image_size"] / (sizes["patch_size"] or 16)) ** 2
-    blocks = sizes["layers"] * width**2 * (4 + 2 * (sizes["mlp_ratio"] or 4))
-    count = blocks + width * (sizes["vocab_size"] + sizes["context_length"] + patches)
-    if count > MOST_PARAMETERS:
-        raise ValueError(
-            f"width ({width:.0f}) and layers ({sizes['layers']:.0f}) make about {count:.1e} parameters, more than "
-            f"{MOST_PARAMETERS:,}; correct the model's description"
-        )
+class Described(BaseModel):
+    """A part of a model's description: frozen, without unknown keys, of sizes within `MOST`."""
 
-
-class _Described(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
     @model_validator(mode="after")
-    def _can_be_built(self) -> _Described:
-        check_sizes(self)
+    def _can_be_built(self) -> Described:
+        for key, most in MOST.items():
+            value = getattr(self, key, None)
+            sizes = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(size, int | float) and size > most for size in sizes):
+                raise ValueError(
+                    f"{key} ({clipped(str(value))}) must be at most {most:,}; correct the model's "
+                    "description"
+                )
         return self
 
 
-class VisionKeys(_Described):
-    """`vision_cfg`, of which OpenCLIP checks the other keys."""
+class VisionKeys(Described):
+    """`vision_cfg`. OpenCLIP checks the keys that are not listed here."""
 
     model_config = ConfigDict(extra="allow")
     image_size: PositiveInt = 224  # side of the square image, in pixels
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
-    norm: Literal["batch", "group"] = "batch"  # of a ResNet; OpenCLIP itself has batch alone
+    norm: Literal["batch", "group"] = "batch"  # of a ResNet; OpenCLIP itself has only batch
 
-    @field_validator("image_size", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _square(cls, size: Any) -> Any:
-        if not isinstance(size, list | tuple):
-            return size
-        if len(set(size)) != 1:
-            raise ValueError(
-                f"image_size ({list(size)}) is not square: images are cut to squares here"
-            )
-        return size[0]
+    def _can_be_trained(cls, keys: Any) -> Any:
+        if not isinstance(keys, dict):
+            return keys
+        size = keys.get("image_size")
+        if isinstance(size, list | tuple):
+            if len(set(size)) != 1:
+                raise ValueError(
+                    f"image_size ({list(size)}) is not square: images are cut to squares here"
+                )
+            keys = {**keys, "image_size": size[0]}
+        if keys.get("norm") == "group" and not isinstance(keys.get("layers"), list | tuple):
+            raise ValueError("norm (group) is a ResNet's, and this is another tower; leave it out")
+        return keys
 
     @property
     def is_resnet(self) -> bool:
         """Its `layers` are the numbers of blocks of four stages."""
         return isinstance((self.model_extra or {}).get("layers"), list | tuple)
 
-    @model_validator(mode="after")
-    def _fits_the_tower(self) -> VisionKeys:
-        if self.norm == "group" and not self.is_resnet:
-            raise ValueError("norm (group) is a ResNet's, and this is another tower; leave it out")
-        return self
 
-
-class TextKeys(_Described):
-    """`text_cfg`, of which OpenCLIP checks the other keys."""
+class TextKeys(Described):
+    """`text_cfg`. OpenCLIP checks the keys that are not listed here."""
 
     model_config = ConfigDict(extra="allow")
-    ends: ClassVar[bool] = (
-        False  # no text is cut at its end: whether a tower reads what is behind is not known
-    )
+    # Texts are not cut at their ends: whether a tower reads what follows is not known.
+    ends: ClassVar[bool] = False
     end_id: ClassVar[None] = None
     context_length: PositiveInt = 77  # tokens
     hf_tokenizer_name: str | None = None  # None: CLIP's own
@@ -127,23 +105,16 @@ class TextKeys(_Described):
     @field_validator("tokenizer_kwargs")
     @classmethod
     def _runs_no_code(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What is not OpenCLIP's goes on to transformers, which may run code from the hub (trust_remote_code)."""
-        if foreign := sorted(set(options or ()) - TOKENIZER_OPTIONS):
+        """Other options would reach transformers, which may run code from the hub (trust_remote_code)."""
+        foreign = sorted(set(options or ()) - TOKENIZER_OPTIONS)
+        if foreign:
             raise ValueError(
                 f"{', '.join(foreign)}: known are {', '.join(sorted(TOKENIZER_OPTIONS))}; leave it out"
             )
         return options
 
-    def own_tokenizer(self) -> dict[str, Any] | None:
-        """What OpenCLIP's tokenizer is made with; None: it is CLIP's."""
-        kwargs = self.tokenizer_kwargs or {}
-        if self.hf_tokenizer_name is None:
-            return kwargs or None
-        mode = self.model_dump().get("tokenizer_mode")
-        return {"tokenizer_name": self.hf_tokenizer_name, "tokenizer_mode": mode, **kwargs}
 
-
-class OpenCLIPArchitecture(_Described):
+class OpenCLIPArchitecture(Described):
     """OpenCLIP's `model_cfg`, and the pixel statistics that its pretrained weights expect."""
 
     open_clip: str  # its name there
@@ -176,18 +147,21 @@ class OpenCLIPArchitecture(_Described):
         sizes = {"mean": list(self.image_mean), "std": list(self.image_std)}
         return {**sizes, "interpolation": RESIZED[0], "resize_mode": RESIZED[1]}
 
+    @property
     def notes(self) -> list[str]:
-        """What is not as in OpenCLIP, for the user to know."""
+        """Differences from OpenCLIP, for the log."""
         theirs, text = (self.interpolation, self.resize_mode), self.text_cfg.model_dump()
         found = []
         if theirs != RESIZED:
             found.append(
-                f"the images of {self.open_clip}'s pretrained weights were resized by {' and '.join(theirs)}, here "
-                f"they are by {' and '.join(RESIZED)}: zero-shot scores may differ a little from OpenCLIP's"
+                f"the images of {self.open_clip}'s pretrained weights were resized by "
+                f"{' and '.join(theirs)}, here by {' and '.join(RESIZED)}: zero-shot scores may "
+                "differ a little from OpenCLIP's"
             )
-        if name := text.get("hf_model_name"):
+        if text.get("hf_model_name"):
             found.append(
-                f"without model.init_from the text tower {name} starts from random weights"
+                f"without model.init_from the text tower {text['hf_model_name']} starts from random "
+                "weights"
             )
         if self.multimodal_cfg is not None:
             found.append(
@@ -209,30 +183,30 @@ class OpenCLIPArchitecture(_Described):
         """With the overrides of the recipe's `model` section. UserError."""
         if config.dropout:
             raise UserError(
-                f"model.dropout ({config.dropout}) is not OpenCLIP's, whose towers have dropouts of their own "
-                "(timm_drop, timm_drop_path); set model.dropout=0"
+                f"model.dropout ({config.dropout}) is not OpenCLIP's, whose towers have dropouts of "
+                "their own (timm_drop, timm_drop_path); set model.dropout=0"
             )
-        if self.vision_cfg.is_resnet and vision.get("patch_dropout"):
+        if self.vision_cfg.is_resnet and config.patch_dropout:
             raise UserError(
-                f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet, and has no patches; set "
-                "model.patch_dropout=null"
+                f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet and has "
+                "no patches; set model.patch_dropout=null"
             )
         for key in ("lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             if getattr(config, key) and not self.layered:
                 raise UserError(
-                    f"model.{key} ({getattr(config, key)}): the layers of {self.open_clip} are not numbered as "
-                    "OpenCLIP's own; lock the tower as a whole, or name what is frozen in model.freeze"
+                    f"model.{key} ({getattr(config, key)}): the layers of {self.open_clip} are not "
+                    "numbered as OpenCLIP's own; lock the tower as a whole, or name what is frozen in "
+                    "model.freeze"
                 )
-        return self.model_copy(
-            update={**scalars, "vision_cfg": self.vision_cfg.model_copy(update=vision)}
-        )
+        vision_cfg = self.vision_cfg.model_copy(update=vision)
+        return self.model_copy(update={**scalars, "vision_cfg": vision_cfg})
 
 
 def library(name: str) -> Any:
-    """OpenCLIP. UserError where it is not installed."""
+    """OpenCLIP. UserError if it is not installed."""
     try:
         import open_clip
-    except (ImportError, RuntimeError) as e:  # the second of a torchvision that is another torch's
+    except (ImportError, RuntimeError) as e:  # RuntimeError: a torchvision for another torch
         raise UserError(
             f"model.name ({clipped(name)}) needs OpenCLIP, which cannot be imported ({e}): "
             "pip install 'clip-train[openclip]'"
@@ -240,28 +214,24 @@ def library(name: str) -> Any:
     return open_clip
 
 
-def load_openclip_architecture(name: str) -> OpenCLIPArchitecture:
-    """`open_clip:` and a name that OpenCLIP knows, a JSON in its schema, or an export's folder. UserError."""
-    said = name.removeprefix(PREFIX)
-    path = Path(said).expanduser()
-    path = path / "open_clip_config.json" if path.is_dir() else path
-    if path.is_file():
-        try:
-            content = json.loads(path.read_text())
-        except ValueError as e:
-            raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
-        found = parse_openclip(content, said)  # what it asks for is refused first
-        library(name)
-        return found
-    open_clip = library(name)
-    if said not in open_clip.list_models():
+def named_model(name: str) -> OpenCLIPArchitecture:
+    """The model that OpenCLIP has under this name. UserError if there is none."""
+    open_clip = library(PREFIX + name)
+    if name not in open_clip.list_models():
         raise UserError(
-            f"model.name ({clipped(name)}): OpenCLIP {open_clip.__version__} knows no such model, and there is no such "
-            "file; open_clip.list_models() has the names"
+            f"model.name ({PREFIX}{clipped(name)}): OpenCLIP {open_clip.__version__} has no such model, "
+            "and there is no such file; open_clip.list_models() has the names"
         )
-    preprocess = _shared_preprocessing(open_clip, said)
-    config = open_clip.get_model_config(said)
-    return parse_openclip({"model_cfg": config, "preprocess_cfg": preprocess}, said)
+    # Of the preprocessing, the values that all pretrained weights of the model share.
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    pretrained = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
+    preprocess = {}
+    for key in ("mean", "std", "interpolation", "resize_mode") if pretrained else ():
+        value = pretrained[0].get(key)
+        if all(each.get(key) == value for each in pretrained):
+            preprocess[key] = value
+    config = open_clip.get_model_config(name)
+    return parse_openclip({"model_cfg": config, "preprocess_cfg": preprocess}, name)
 
 
 def is_resnet(content: Any) -> bool:
@@ -272,36 +242,19 @@ def is_resnet(content: Any) -> bool:
 
 
 def parse_openclip(content: dict[str, Any], source: str) -> OpenCLIPArchitecture:
-    """OpenCLIP's `model_cfg`, alone or beside its `preprocess_cfg`. UserError for what cannot be trained here."""
+    """OpenCLIP's `model_cfg`, alone or beside its `preprocess_cfg`.
+
+    UserError for a model that cannot be trained here.
+    """
     preprocess: dict[str, Any] = {}
     if "model_cfg" in content:
         preprocess = content.get("preprocess_cfg") or {}
         content = content["model_cfg"]
-    if foreign := sorted(content.keys() - OpenCLIPArchitecture.model_fields.keys()):
-        raise UserError(
-            f"model.name ({source}) has {', '.join(foreign)}, which are not of a model of images and texts"
-        )
-    seen = {
-        f"image_{key}": tuple(preprocess[key]) for key in ("mean", "std") if preprocess.get(key)
-    }
-    seen |= {
-        key: preprocess[key] for key in ("interpolation", "resize_mode") if preprocess.get(key)
-    }
+    names = {"mean": "image_mean", "std": "image_std"}
+    names |= {"interpolation": "interpolation", "resize_mode": "resize_mode"}
+    given = {ours: preprocess[key] for key, ours in names.items() if preprocess.get(key)}
     try:
-        return OpenCLIPArchitecture.model_validate({"open_clip": source, **content, **seen})
+        return OpenCLIPArchitecture.model_validate({"open_clip": source, **content, **given})
     except ValidationError as e:
         lines = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in e.errors())
         raise UserError(f"model.name ({source}): {'; '.join(lines)}") from None
-
-
-def _shared_preprocessing(open_clip: Any, name: str) -> dict[str, Any]:
-    """What all pretrained weights of a model agree on, key by key; the rest is OpenCLIP's default."""
-    tags = open_clip.list_pretrained_tags_by_model(name)
-    every = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
-    first = every[0] if every else {}
-    keys = ("mean", "std", "interpolation", "resize_mode")
-    return {
-        key: first[key]
-        for key in keys
-        if all(each.get(key) == first.get(key) for each in every) and key in first
-    }

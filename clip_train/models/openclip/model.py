@@ -18,13 +18,12 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.blocks import Outputs, at_least_float32
 from clip_train.models.openclip.config import OpenCLIPArchitecture
-from clip_train.models.vision import check_size, normalised_images
+from clip_train.models.vision import check_size, normalised
 
 Tokenize = Callable[[list[str]], Tensor]
 
@@ -83,10 +82,12 @@ class Contrastive(nn.Module):
         if images is not None:
             check_size(images, self.architecture.vision_cfg.image_size)
             wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
-            pixels = normalised_images(
-                images, self.architecture.image_mean, self.architecture.image_std, wide
-            )
-            image_features = F.normalize(at_least_float32(self.encode_image(pixels)), dim=-1)
+            means, stds = self.architecture.image_mean, self.architecture.image_std
+            channels = [
+                normalised(images[:, c], means[c], stds[c], wide) for c in range(len(means))
+            ]
+            features = self.encode_image(torch.stack(channels, dim=1))
+            image_features = F.normalize(at_least_float32(features), dim=-1)
         if texts is not None:
             text_features = F.normalize(at_least_float32(self.encode_text(texts)), dim=-1)
         bias = None if self.logit_bias is None else at_least_float32(self.logit_bias.clone())
@@ -206,38 +207,19 @@ def _prepare_resnet(tower: Any, norm: str, activation_checkpointing: bool) -> No
             tower.set_submodule(name, group)
 
 
-def count_flops(architecture: OpenCLIPArchitecture, patch_dropout: float) -> float:
-    """Of one image and one text going forward, by torch's counter on tensors without data."""
-    vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
-    with torch.device("meta"):
-        model = (
-            build(architecture.model_copy(update={"vision_cfg": vision}))
-            .eval()
-            .requires_grad_(False)
-        )
-        for module in model.modules():
-            if type(module).__name__.startswith("PatchDropout"):
-                module.train()
-        side, length = vision.image_size, architecture.text_cfg.context_length
-        images, texts = torch.zeros(1, 3, side, side), torch.zeros(1, length, dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter:
-            model(images, texts)
-    return float(counter.get_total_flops())
-
-
 def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
     """OpenCLIP's for this model, picklable; None: CLIP's own. UserError where its files are missing."""
     text = architecture.text_cfg
-    options = text.own_tokenizer()
-    if options is None:
+    options = {"context_length": text.context_length, **(text.tokenizer_kwargs or {})}
+    if text.hf_tokenizer_name is None and not text.tokenizer_kwargs:
         return None
-    kind = (
-        open_clip.SimpleTokenizer
-        if text.hf_tokenizer_name is None
-        else open_clip.tokenizer.HFTokenizer
-    )
     try:
-        return kind(context_length=text.context_length, **options)
+        if text.hf_tokenizer_name is None:
+            return open_clip.SimpleTokenizer(**options)
+        mode = text.model_dump().get("tokenizer_mode")
+        return open_clip.tokenizer.HFTokenizer(
+            text.hf_tokenizer_name, tokenizer_mode=mode, **options
+        )
     except (OSError, ValueError, ImportError, RuntimeError, TypeError) as e:
         raise UserError(
             f"model.name (open_clip:{architecture.open_clip}): its tokenizer {text.hf_tokenizer_name} cannot be loaded "
