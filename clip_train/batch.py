@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 
 from clip_train.errors import UserError
 from clip_train.settings import LARGEST, Allowed, Refused, Rounding, Settings, shown
@@ -41,12 +41,6 @@ def parse_bytes(value: int | str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
-def _size(value: int | str | None) -> int | str | None:
-    if value is not None:
-        parse_bytes(value)
-    return value  # as the user wrote it: recipes are compared and read
-
-
 class BatchConfig(Settings):
     """The `batch` section: what the user wants, and how it may be computed."""
 
@@ -69,7 +63,6 @@ class BatchConfig(Settings):
     fit beside a given micro_size."""
     memory_limit: Annotated[
         int | str | None,
-        AfterValidator(_size),
         Allowed("bytes, a size such as 24GiB or 500MB, or null"),
         Rounding,
     ] = None
@@ -90,7 +83,9 @@ class BatchConfig(Settings):
         return raw
 
     @model_validator(mode="after")
-    def _pieces_follow_each_other(self) -> BatchConfig:
+    def _values_are_possible(self) -> BatchConfig:
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
         ends = [stage.until_step for stage in self.schedule or []]
         if any(b <= a for a, b in itertools.pairwise(ends)):
             raise ValueError(
@@ -137,22 +132,15 @@ class BatchSizes:
         """G: samples in the global batch of `step`."""
         return next(each.size for each in reversed(self.stretches) if each.begin <= step)
 
-    def whole_steps(self, samples: int) -> int:
-        """The most steps that need no more than `samples`."""
-        return bisect.bisect_right(range(samples + 1), samples, key=self.before) - 1
-
     def steps_for(self, samples: float) -> int:
         """The number of steps, at least one, whose samples come nearest to `samples`."""
-        whole = self.whole_steps(int(samples))
+        # The most whole steps that need no more than `samples`.
+        whole = bisect.bisect_right(range(int(samples) + 1), int(samples), key=self.before) - 1
         return max(1, round(whole + (samples - self.before(whole)) / self.at(whole)))
 
     def distinct(self) -> set[int]:
         """Every size."""
         return {each.size for each in self.stretches}
-
-    def extremes(self) -> tuple[int, int]:
-        """The smallest and the largest size."""
-        return min(self.distinct()), max(self.distinct())
 
     def __str__(self) -> str:
         """Such as `256 until step 1000, then 1024`."""
@@ -162,13 +150,10 @@ class BatchSizes:
 
     def check_ranks(self, world_size: int) -> None:
         """UserError where some global batch has fewer samples than there are ranks."""
-        smallest, _ = self.extremes()
+        smallest = min(self.distinct())
         if smallest < world_size:
-            key = (
-                "batch.global_size"
-                if len(self.stretches) == 1
-                else "batch.global_size and batch.schedule: a size"
-            )
+            more = " and batch.schedule: a size" if len(self.stretches) > 1 else ""
+            key = f"batch.global_size{more}"
             raise UserError(
                 f"{key} ({smallest}) must be at least the number of ranks ({world_size}), each of which needs a "
                 f"sample; raise it to {world_size}, or run on {smallest} rank{'s' if smallest > 1 else ''}"
@@ -231,20 +216,17 @@ class BatchPlan:
 
 
 def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
-    """The plan of the largest global batch on `world_size` ranks; UserError where a rank would get no sample.
+    """The plan of the largest global batch on `world_size` ranks.
 
-    Where something is `auto` it is the smallest plan, until memory has been looked at (`clip_train.memory.plan`).
+    Where something is `auto` it is the smallest plan, until memory has been looked at
+    (`clip_train.memory.plan`). UserError if a rank would get no sample.
     """
     config.sizes.check_ranks(world_size)
-    _, largest = config.sizes.extremes()
+    largest = max(config.sizes.distinct())
     micro = 1 if config.micro_size == "auto" else config.micro_size
-    plan = BatchPlan(largest, world_size, micro, 1).at(largest)
-    wanted = config.kept_graphs
-    kept = (
-        plan.accum_steps
-        if wanted == "all"
-        else 1
-        if wanted == "auto"
-        else min(wanted, plan.accum_steps)
-    )
-    return replace(plan, kept_graphs=kept)
+    kept = config.kept_graphs
+    if kept == "auto":
+        kept = 1
+    elif kept == "all":
+        kept = largest
+    return BatchPlan(largest, world_size, micro, kept).at(largest)

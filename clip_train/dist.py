@@ -14,22 +14,17 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from clip_train import batch
 from clip_train.errors import RankError, RemoteRankError, UserError
 
 T = TypeVar("T")
 
 
 def rank() -> int:
-    return torch_dist.get_rank() if _is_active() else 0
+    return torch_dist.get_rank() if torch_dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    return torch_dist.get_world_size() if _is_active() else 1
-
-
-def _is_active() -> bool:
-    return torch_dist.is_available() and torch_dist.is_initialized()
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else 1
 
 
 def is_main() -> bool:
@@ -47,16 +42,11 @@ def all_gather(x: Tensor) -> Tensor:
     return out
 
 
-def shares(total: int) -> list[int]:
-    """How many of `total` samples each rank holds, in the order of the ranks; they differ by one at most."""
-    return batch.shares(total, world_size())
-
-
 def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
     """[counts[rank], ...] on each rank -> [sum(counts), ...] on all, in the order of the ranks. No gradient.
 
     Equal counts are one `all_gather`; others are padded to the longest first. All ranks know all counts
-    (`shares`): asking for them would be a second collective.
+    (`clip_train.batch.shares`): asking for them would be a second collective.
     """
     longest = max(counts)
     if min(counts) == longest:
@@ -100,11 +90,6 @@ def sum_scalars(*values: float) -> list[float]:
     return all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
 
-def max_scalar(value: float) -> float:
-    """The largest of one number per rank."""
-    return max_scalars(value)[0]
-
-
 def max_scalars(*values: float) -> list[float]:
     """The largest of each number over ranks, in float64."""
     x = torch.tensor(values, dtype=torch.float64)
@@ -115,7 +100,7 @@ def max_scalars(*values: float) -> list[float]:
 
 def any_rank(flag: bool) -> bool:
     """True on all ranks if it is true on one."""
-    return max_scalar(float(flag)) > 0
+    return max_scalars(flag)[0] > 0
 
 
 def gather_objects(obj: T) -> list[T]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
@@ -60,8 +59,9 @@ def contrastive_step(
         The loss over the global batch, float64 [], detached and not scaled; not checked for being finite.
 
     Raises:
-        ValueError: inputs that cannot be cut alike; a model that returns something else, or is a function around a
-            DDP module; another kind of loss; a device whose random state cannot be replayed.
+        ValueError: inputs that cannot be cut alike; a model that returns something else, or that is a
+            function on several ranks; another kind of loss; a device whose random state cannot be
+            replayed.
     """
     objective = InfoNCE() if loss is None else loss
     if not isinstance(objective, (InfoNCE, SigmoidLoss)):
@@ -74,6 +74,12 @@ def contrastive_step(
     if n != num_texts or n == 0:
         raise ValueError(
             f"images are {n} samples and texts {num_texts}: give equally many, at least one"
+        )
+    if dist.world_size() > 1 and not isinstance(model, nn.Module):
+        raise ValueError(
+            "model is a function, and there are several ranks: give an nn.Module that holds it as a "
+            "submodule, and whose forward does what the function does, so that its gradients are "
+            "summed over ranks"
         )
     starts = range(0, n, micro_size)
     no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
@@ -115,17 +121,6 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
     return inputs[start:stop]
 
 
-def tensors(inputs: Any) -> Iterator[Tensor]:
-    """Those among inputs of any make; of a sequence those of its first sample."""
-    if isinstance(inputs, Tensor):
-        yield inputs
-    elif isinstance(inputs, Mapping):
-        for value in inputs.values():
-            yield from tensors(value)
-    elif isinstance(inputs, (list, tuple)) and inputs:
-        yield from tensors(inputs[0])
-
-
 class ModuleEngine:
     """One step of `model(images, texts)`: k backwards that add to `.grad`, of which DDP sees only the last.
 
@@ -146,11 +141,11 @@ class ModuleEngine:
     ):
         self.model = model
         self.scaler = scaler
-        modules = model.modules() if isinstance(model, nn.Module) else ()
-        parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-        held = itertools.chain(parameters, tensors(images), tensors(texts))
-        self.device = next((x.device for x in held), torch.device("cpu"))
-        self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        module = model if isinstance(model, nn.Module) else nn.Module()
+        parameters = list(module.parameters())
+        held = [x for x in (*parameters, *tree_leaves((images, texts))) if isinstance(x, Tensor)]
+        self.device = held[0].device if held else torch.device("cpu")
+        self.ddp = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
         inside = {p for m in self.ddp for p in m.parameters()}
         self.outside = (
             [p for p in parameters if p.requires_grad and p not in inside] if self.ddp else []
@@ -170,50 +165,26 @@ class ModuleEngine:
 
     def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
         """Always both towers: a module of any make may draw from torch's generators in either."""
-        with self._quiet(), _looking_for_ddp(self.model):
+        with self._quiet():
             return as_features(self.model(micro_batch.images, micro_batch.texts))
 
     def backward(self, features: Features, gradients: Features, last: bool = False) -> None:
         total = surrogate(features, gradients)
         if self.scaler is not None:
             total = self.scaler.scale(total)
-        if self.ddp:
-            total = (
-                total * dist.world_size()
-            )  # DDP averages over ranks, and these are shares of a sum
+        if self.ddp:  # it averages over ranks, and these are shares of a sum
+            total = total * dist.world_size()
         with self._quiet():
             total.backward()
         self.backwards_left -= 1
         if self.backwards_left > 0:
             return
-        for p, before in zip(
-            self.outside, self.held_before, strict=True
-        ):  # as DDP does with what is inside of it
+        # What is outside of DDP is averaged as DDP does with what is inside.
+        for p, before in zip(self.outside, self.held_before, strict=True):
             own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
             if before is not None:
                 p.grad += before
-
-
-@contextlib.contextmanager
-def _looking_for_ddp(model: Callable[..., Any]) -> Iterator[None]:
-    """ValueError where a function calls a DDP module: gradients would be reduced at every backward, and averaged."""
-
-    def refuse(module: nn.Module, _: Any) -> None:
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError(
-                "model is a function around a DistributedDataParallel module; give an nn.Module that holds it as a "
-                "submodule, and whose forward does what the function does"
-            )
-
-    if isinstance(model, nn.Module):
-        yield
-        return
-    hook = register_module_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def as_features(out: Any) -> Features:

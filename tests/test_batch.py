@@ -103,17 +103,15 @@ def test_sizes_and_their_sums(seed):
     assert [sizes.before(step) for step in range(81)] == [
         sum(expected[:step]) for step in range(81)
     ]
-    for step in range(80):
-        for more in (0, expected[step] - 1):
-            assert sizes.whole_steps(sum(expected[:step]) + more) == step
-    assert sizes.extremes() == (min(expected), max(expected))
+    for step in range(1, 80):
+        assert sizes.steps_for(sum(expected[:step])) == step
     assert sizes.distinct() == set(expected)
 
 
 def test_sums_are_in_closed_form():
     sizes = BatchConfig(global_size=7, schedule=[{"until_step": 10**12, "global_size": 3}]).sizes
     assert sizes.before(10**12 + 5) == 3 * 10**12 + 35
-    assert sizes.whole_steps(sizes.before(123_456_789)) == 123_456_789
+    assert sizes.steps_for(sizes.before(123_456_789)) == 123_456_789
 
 
 def test_steps_from_samples():

@@ -45,14 +45,14 @@ def test_alone():
 def numbers():
     return (
         dist.sum_scalars(1.5, dist.rank()),
-        dist.max_scalar(dist.rank()),
+        dist.max_scalars(dist.rank()),
         dist.any_rank(dist.rank() == 1),
     )
 
 
 @pytest.mark.distributed
 def test_numbers():
-    assert run_ranks(numbers, 2) == [([3.0, 1.0], 1.0, True)] * 2
+    assert run_ranks(numbers, 2) == [([3.0, 1.0], [1.0], True)] * 2
 
 
 def fail_on_one():

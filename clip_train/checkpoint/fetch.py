@@ -308,4 +308,4 @@ class CheckpointFiles:
     def total_fetched(self) -> tuple[int, float, int]:
         """Collective: bytes over all ranks, the longest of them in seconds, and how many ranks fetched."""
         total, ranks = dist.sum_scalars(self.fetched, self.fetched > 0)
-        return int(total), dist.max_scalar(self.seconds), int(ranks)
+        return int(total), dist.max_scalars(self.seconds)[0], int(ranks)

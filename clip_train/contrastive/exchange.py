@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.batch import shares
 from clip_train.contrastive.tiles import Block
 
 
@@ -16,7 +17,9 @@ def share_counts(n: int, global_size: int | None) -> list[int]:
 
     Ranks do not ask each other: with a size that W does not divide, the first N % W hold one more.
     """
-    counts = [n] * dist.world_size() if global_size is None else dist.shares(global_size)
+    counts = (
+        [n] * dist.world_size() if global_size is None else shares(global_size, dist.world_size())
+    )
     if counts[dist.rank()] != n:
         raise ValueError(
             f"rank {dist.rank()} holds {n} samples of a global batch of {global_size}, and must hold "

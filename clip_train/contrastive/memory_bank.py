@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.batch import shares
 from clip_train.contrastive.exchange import Pairs, share_counts
 from clip_train.contrastive.info_nce import info_nce
 from clip_train.contrastive.softmax import Softmaxes
@@ -142,7 +143,7 @@ def banked(
         [torch.full_like(ids, NO_ID), past["ids"].to(ids)]
     )  # current ones are no copies
     R = N + M if past_are_terms else N
-    counts = dist.shares(M)
+    counts = shares(M, dist.world_size())
     first, own = N + sum(counts[: dist.rank()]), pairs.own
     share = slice(first, first + counts[dist.rank()])
 

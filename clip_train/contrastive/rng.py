@@ -6,8 +6,6 @@ random in a model does. Without replay the gradient is wrong by half and biased,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,8 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
             raise ValueError(
                 f"torch.{device.type} has no get_rng_state: the second pass would draw other masks"
             )
-        state["rng.device"] = module.get_rng_state(*_which(device))
+        # MPS has one device, and takes none.
+        state["rng.device"] = module.get_rng_state(*([device] if device.type != "mps" else []))
     return state
 
 
@@ -32,9 +31,5 @@ def restore_rng(state: dict[str, Tensor], device: torch.device) -> None:
     """On another kind of device than the state is of, the CPU's alone."""
     torch.set_rng_state(state["rng.cpu"])
     if "rng.device" in state and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state["rng.device"], *_which(device))
-
-
-def _which(device: torch.device) -> tuple[Any, ...]:
-    """MPS has one device, and takes none."""
-    return () if device.type == "mps" else (device,)
+        which = [device] if device.type != "mps" else []
+        torch.get_device_module(device).set_rng_state(state["rng.device"], *which)

@@ -78,7 +78,7 @@ def _tiled_pass(
     """
     sums = block.A.new_zeros(2, dtype=torch.float64)
     zero = block.A.new_zeros((), dtype=block.dtype)
-    for rows, cols, S, G in block.logits(scale, bias.to(block.dtype), side):
+    for rows, cols, S, G in block.logits(scale, -bias.to(block.dtype), side):
         block.fill(
             rows, cols, S, -torch.inf
         )  # adds nothing to either sum, and its gradient is zero

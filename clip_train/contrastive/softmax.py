@@ -17,7 +17,6 @@ from clip_train.contrastive.tiles import (
     Block,
     accumulation_dtype,
     exp_sums,
-    negative,
     row_dots,
     row_logsumexp,
 )
@@ -140,7 +139,7 @@ class Softmaxes:
             zero = 0.0 if shift is None else shift
             row_lse, col_lse = (zero - row_lse).exp(), (zero - col_lse).exp()  # factors
         of_rows, of_cols = row_lse.to(block.dtype)[:, None], col_lse.to(block.dtype)[None]
-        for rows, cols, S, G in block.logits(self.scale, negative(shift), self.side):
+        for rows, cols, S, G in block.logits(self.scale, shift, self.side):
             if self.direct:
                 torch.add(of_rows[rows], of_cols[:, cols], out=G)
                 G.mul_(S.exp_())

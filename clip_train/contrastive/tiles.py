@@ -87,11 +87,11 @@ class Block:
         return accumulation_dtype(self.A, self.B)
 
     def logits(
-        self, scale: Tensor, offset: Tensor | None, side: int
+        self, scale: Tensor, shift: Tensor | None, side: int
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Tile by tile, in the same memory: rows, columns, `S = scale * a b^T + offset`, and as much to spare.
+        """Tile by tile, in the same memory: rows, columns, `S = scale * a b^T - shift`, and as much to spare.
 
-        scale, offset: [1], on the device: to ask for their values would be to wait for it.
+        scale, shift: [1], on the device: asking for their values would wait for it. None: no shift.
         """
         r, c = len(self.A), len(self.B)
         side = side or auto_side(r, c)
@@ -102,7 +102,7 @@ class Block:
             b = self.B[cols].to(self.dtype)
             S, spare = memory[:, : len(a) * len(b)].view(2, len(a), len(b))
             add_product(S, a, b.t(), keep=False)
-            yield rows, cols, S if offset is None else S.add_(offset), spare
+            yield rows, cols, S if shift is None else S.sub_(shift), spare
 
     def fill(self, rows: slice, cols: slice, S: Tensor, value: float) -> None:
         """Overwrite the entries of the tile `S` that are no negatives."""
@@ -136,16 +136,12 @@ def exp_sums(block: Block, scale: Tensor, shift: Tensor | None, side: int) -> tu
     overflow and checks that nothing that matters underflowed.
     """
     row_sums, col_sums = (x.new_zeros(len(x), dtype=block.dtype) for x in (block.A, block.B))
-    for rows, cols, S, _ in block.logits(scale, negative(shift), side):
+    for rows, cols, S, _ in block.logits(scale, shift, side):
         S.exp_()
         block.fill(rows, cols, S, 0.0)
         row_sums[rows] += S.sum(1)
         col_sums[cols] += S.sum(0)
     return row_sums, col_sums
-
-
-def negative(shift: Tensor | None) -> Tensor | None:
-    return None if shift is None else -shift
 
 
 def row_logsumexp(block: Block, scale: Tensor, side: int) -> Tensor:

@@ -197,7 +197,7 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     """
     if lanes != "auto":
         return lanes
-    smallest, _ = sizes.extremes()
+    smallest = min(sizes.distinct())
     common = math.gcd(*sizes.distinct())
     most = min(MANY_STREAMS, max(FEW_STREAMS, smallest // SAMPLES_PER_AUTO_STREAM))
     divisor = max(d for d in range(1, most + 1) if common % d == 0)

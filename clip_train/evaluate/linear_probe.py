@@ -42,7 +42,7 @@ def linear_probe(train: Encoded, test: Encoded) -> dict[str, float]:
             "or .cls; labels that are names need evaluate.zero_shot_classes"
         )
     classes = 1 + int(
-        dist.max_scalar(float(torch.cat([train.labels, test.labels, known.new_zeros(1)]).max()))
+        dist.max_scalars(float(torch.cat([train.labels, test.labels, known.new_zeros(1)]).max()))[0]
     )
     x, y = train.image.double(), train.labels
     scores: dict[int, float] = {}

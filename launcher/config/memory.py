@@ -199,7 +199,7 @@ def memory_limit(config: RunConfig, device: torch.device | None) -> float:
     if device is None or device.type != "cuda":
         raise UserError(no_limit(config))
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return -dist.max_scalar(-free * (1 - GPU_MARGIN))
+    return -dist.max_scalars(-free * (1 - GPU_MARGIN))[0]
 
 
 def measure(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
@@ -209,10 +209,12 @@ def measure(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
     if where.type != "cuda" and config.engine.compile:
         return checked  # compiled code makes its tensors out of the counter's sight
     seen = real_profile(engine, partial(micro_batch, checked.architecture, where), predicted)
-    seen = Profile(
-        *dist.max_scalars(
-            max(seen.forward, predicted.forward), seen.graph, seen.building, seen.backward
-        )
+    *sizes, allocated = dist.max_scalars(
+        max(seen.forward, predicted.forward),
+        seen.graph,
+        seen.building,
+        seen.backward,
+        torch.cuda.memory_allocated(where) if where.type == "cuda" else 0.0,
     )
-    allocated = dist.max_scalar(torch.cuda.memory_allocated(where)) if where.type == "cuda" else 0.0
-    return decide(config, checked, checked.layout.room.limit, measured=seen, allocated=allocated)
+    limit, measured = checked.layout.room.limit, Profile(*sizes)
+    return decide(config, checked, limit, measured=measured, allocated=allocated)

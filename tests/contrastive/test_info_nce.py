@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from clip_train import dist
+from clip_train.batch import shares
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, auto_side, tiles
 from clip_train.task import Context, named_features
@@ -140,7 +141,7 @@ def on_a_rank(dtype, spread, N):
     image, text = features(N, 16, dtype, aligned=0.5)
     if spread:
         image = image * torch.logspace(-2, 2, N).to(dtype)[:, None]
-    counts = dist.shares(N)
+    counts = shares(N, dist.world_size())
     first = sum(counts[: dist.rank()])
     own = slice(first, first + counts[dist.rank()])
     assert max(counts) - min(counts) <= 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from clip_train import dist
+from clip_train.batch import shares
 from clip_train.contrastive.build import build_loss
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.sigmoid import SigmoidLoss
@@ -89,7 +90,7 @@ def test_the_recipe_chooses_the_loss():
 
 def on_a_rank(N, exchange, dtype):
     image, text = features(N, 16, dtype, aligned=0.5)
-    counts = dist.shares(N)
+    counts = shares(N, dist.world_size())
     first = sum(counts[: dist.rank()])
     own = slice(first, first + counts[dist.rank()])
     loss, global_size = SigmoidLoss(tile=7, exchange=exchange), N if len(set(counts)) > 1 else None
