@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,12 +140,10 @@ class Engine(abc.ABC):
         self.optimizer_steps = 0
         self._masters: dict[str, Tensor] = {}  # of the task's scalars, in low precision only
         self._reduced = False  # the step's last backward has been seen
-        # sums of squared gradients by group; the last is that of the scalars
-        self._squares = torch.zeros(
-            len(self.task.group_names) + 1, dtype=torch.float64, device=device
-        )
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(self._add_squares)
+        self._by_group = [
+            [piece for piece in pieces if piece.numel and self.task.group(piece.name) == group]
+            for group in (*self.task.group_names, None)
+        ]
 
     # -- computing
 
@@ -186,7 +183,7 @@ class Engine(abc.ABC):
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        norm, skipped = self._update(self.optimizer)
+        norms, skipped = self._update(self.optimizer)
         self._reduced = False
         if not skipped:
             self.optimizer_steps += 1
@@ -195,49 +192,54 @@ class Engine(abc.ABC):
                 if self.ema is not None:
                     self.ema.update(self.optimizer_steps)
             self._read_masters()
-        return self._report(norm, skipped)
+        norm, *others = norms.tolist()  # the step's one wait for the device
+        names = self.task.group_names
+        by_group = {
+            f"grad_norm_{name}": value
+            for name, value in zip(names, others, strict=False)
+            if name in self.trained_groups and not skipped
+        }
+        return StepReport(norm, skipped, by_group)
 
     @abc.abstractmethod
-    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
-        """All of `step` but what follows from it on every engine: the global norm before the clip, and whether the step
-        was skipped."""
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
+        """Reduce, clip, update, clear: the part of `step` that differs between engines.
 
-    @torch.no_grad()
-    def _add_squares(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Before the optimizer's own step, of which an engine may make one for each flat tensor of its own."""
-        stepped = {
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        }
-        mine = [p for p in self.pieces if p.saved_here and p.numel and p.held in stepped]
-        parts: list[list[torch.Tensor]] = []
-        for group in (*self.task.group_names, None):
-            held = [p for p in mine if self.task.group(p.name) == group]
-            parts.append([p.view(p.held.grad) for p in held if p.held.grad is not None])
-        if mine:
-            squares = (
-                torch.stack(torch._foreach_norm([g for part in parts for g in part]))
-                .double()
-                .square()
-            )
-            sums = [part.sum() for part in squares.split([*map(len, parts)])]
-            self._squares += torch.stack(sums).to(self.device)
+        Returns what `_clip` returns, and whether the step was skipped (fp16: an overflow).
+        """
 
-    def _report(self, norm: Tensor | float, skipped: bool) -> StepReport:
-        """By one read. The optimizer's gradients are clipped, so they only give each group's fraction of the norm."""
-        squares = dist.all_reduce_sum(self._squares)
-        whole = torch.as_tensor(norm, dtype=torch.float64, device=self.device).view(1)
-        total, *of_each = (
-            torch.cat([whole, whole * (squares / squares.sum().clamp(min=1e-300)).sqrt()])
-            .cpu()
-            .tolist()
-        )
-        squares.zero_()
-        by_group = {
-            f"grad_norm_{group}": norm
-            for group, norm in zip(self.task.group_names, of_each, strict=False)
-            if group in self.trained_groups
-        }
-        return StepReport(total, skipped, {} if skipped else by_group)
+    def _squares(self, among: Collection[Tensor] | None = None) -> Tensor:
+        """float64 [groups + 1]: sums of the squared gradients that this rank holds, by group.
+
+        The last one is that of the scalars. among: masters whose gradients count; None: all.
+        """
+        gradients = [
+            [
+                piece.view(piece.held.grad)
+                for piece in pieces
+                if piece.held.grad is not None and (among is None or piece.held in among)
+            ]
+            for pieces in self._by_group
+        ]
+        flat = [gradient for part in gradients for gradient in part]
+        if not flat:
+            return torch.zeros(len(gradients), dtype=torch.float64, device=self.device)
+        squares = torch.stack(torch._foreach_norm(flat)).double().square()
+        return torch.stack([part.sum() for part in squares.split([*map(len, gradients)])])
+
+    def _clip(self, squares: Tensor) -> Tensor:
+        """Scale this rank's gradients to at most `grad_clip_norm`.
+
+        squares: `_squares` of the whole gradient. Returns float64 [1 + groups + 1]: the global norm
+        and each group's, before the clip.
+        """
+        norm = squares.sum().sqrt()
+        gradients = {p.held.grad for p in self.pieces if p.held.grad is not None}
+        scaled = [local(gradient) for gradient in gradients]
+        if self.grad_clip_norm is not None and scaled:
+            factor = (self.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(scaled, factor.to(scaled[0]))
+        return torch.cat([norm.view(1), squares.sqrt()])
 
     def _clamp_scalars(self) -> None:
         for piece in self.pieces:
@@ -398,12 +400,12 @@ class PlainEngine(Engine):
             model, optimizer, device, pieces, module=model, grad_clip_norm=grad_clip_norm
         )
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        for p in parameters:
-            assert p.grad is not None
-            dist.all_reduce_sum(p.grad)  # the ranks' shares sum to the gradient of the global mean
-        norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip_norm or math.inf)
+    @torch.no_grad()
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
+        for p in self.module.parameters():
+            if p.grad is not None:
+                dist.all_reduce_sum(p.grad)  # shares sum to the gradient of the global mean
+        norms = self._clip(self._squares())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return norm, False
+        return norms, False

@@ -196,9 +196,8 @@ class DeepSpeedEngine(Engine):
         self._reduction: contextlib.ExitStack | None = (
             None  # open from a step's first backward to its `step`
         )
-        self._stage0_norm = torch.tensor(math.nan)
-        if stage == 0:
-            optimizer.register_step_pre_hook(self._clip_at_stage_0)
+        self._norms = torch.zeros(0)  # as `_clip` returns them; at stages 1 to 3 squares
+        optimizer.register_step_pre_hook(self._measure)
         if engine.fp16_enabled():
             # DeepSpeed raises the loss scale before it divides this step's gradients by it, which halves them.
             self._update_scale = update_scale = engine.optimizer._update_scale
@@ -248,19 +247,35 @@ class DeepSpeedEngine(Engine):
             self._reduce()  # nothing: there is no gradient left
             forget_gradients(self.engine.optimizer)
 
-    def _clip_at_stage_0(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Runs between the gradients' all-reduce and the update: DeepSpeed tells no norm at fp32 stage 0."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._stage0_norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip_norm or math.inf)
+    @torch.no_grad()
+    def _measure(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Between the reduction of the gradients and the update.
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
+        Stage 0: clips, since DeepSpeed reports no norm for it. Stages 1 to 3: DeepSpeed has clipped,
+        and calls this once for each flat tensor that it updates.
+        """
+        if self.stage == 0:
+            self._norms = self._clip(self._squares())
+        else:
+            stepped = {p for group in optimizer.param_groups for p in group["params"]}
+            self._norms = self._norms + self._squares(stepped).to(self.device)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
+        self._norms = torch.zeros(len(self._by_group), dtype=torch.float64, device=self.device)
         self._reduce()  # the gradients cross the network here, once
         self.engine.step()
         # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to lower.
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
         if self.engine.fp16_enabled() and not skipped:
             self._update_scale(False)  # for the next step
-        return self._stage0_norm if self.stage == 0 else self.engine.get_global_grad_norm(), skipped
+        if self.stage == 0:
+            return self._norms, skipped
+        norm = self.engine.get_global_grad_norm()
+        norm = torch.as_tensor(norm, dtype=torch.float64, device=self.device).view(1)
+        # The gradients are clipped, so their squares only give each group's fraction of the norm.
+        squares = dist.all_reduce_sum(self._norms)
+        shares = squares / squares.sum().clamp(min=1e-300)
+        return torch.cat([norm, norm * shares.sqrt()]), skipped
 
     def _clamp_scalars(self) -> None:
         """Master copy and model copy together: the next step undoes a clamp of the model's alone."""

@@ -168,29 +168,14 @@ class FSDPEngine(Engine):
         super().discard_gradients()
 
     @torch.no_grad()
-    def _clip(self) -> Tensor:
-        """The global norm, in one all-reduce. torch's own clip multiplies DTensors by a DTensor."""
-        gradients = [local(p.held.grad) for p in self.pieces if p.held.grad is not None]
-        norms = (
-            torch.stack(torch._foreach_norm(gradients))
-            if gradients
-            else torch.zeros(1, device=self.device)
-        )
-        squares = norms.double().square().sum()
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
+        squares = self._squares()
         mesh = cast(DTensor, self.pieces[0].held).device_mesh
         torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-        norm = squares.sqrt()
-        if self.grad_clip_norm is not None and gradients:
-            torch._foreach_mul_(
-                gradients, (self.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
-            )
-        return norm
-
-    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor | float, bool]:
-        norm = self._clip()
+        norms = self._clip(squares)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return norm, False
+        return norms, False
 
     def _masters_changed(self) -> None:
         for module in fsdp_modules(self.module):
