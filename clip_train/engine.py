@@ -193,13 +193,12 @@ class Engine(abc.ABC):
                     self.ema.update(self.optimizer_steps)
             self._read_masters()
         norm, *others = norms.tolist()  # the step's one wait for the device
-        names = self.task.group_names
         by_group = {
             f"grad_norm_{name}": value
-            for name, value in zip(names, others, strict=False)
-            if name in self.trained_groups and not skipped
+            for name, value in zip(self.task.group_names, others, strict=False)
+            if name in self.trained_groups
         }
-        return StepReport(norm, skipped, by_group)
+        return StepReport(norm, skipped, {} if skipped else by_group)
 
     @abc.abstractmethod
     def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
