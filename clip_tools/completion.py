@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from clip_tools.keys import all_keys
 from launcher.cli.options import SHELLS, VERBS
+from launcher.config.recipe import RunConfig, known_keys
 
 BASH = """\
 # clip-train's completion: verbs, options, keys of a recipe
@@ -34,16 +34,12 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def run(args: argparse.Namespace) -> int:
-    print(bash(ZSH if args.shell == "zsh" else BASH), end="")
-    return 0
-
-
-def bash(script: str) -> str:
-    # what stands where no file does
+    """Print the script of `args.shell`."""
+    # what is offered where no file name is meant
     offered = {
         "overrides": ["$keys"],
         "shell": [*SHELLS],
-        "prefix?": [f"{name}." for name, _, _ in all_keys("")],
+        "prefix?": [f"{name}." for name in RunConfig.model_fields],
     }
     cases = []
     for name, verb in VERBS.items():
@@ -54,7 +50,8 @@ def bash(script: str) -> str:
         words += [word for position in verb.positions for word in offered.get(position, [])]
         file = "" if set(verb.positions) <= offered.keys() else "file=1 "
         cases.append(f'"{name} "*) {file}words="{" ".join(words)}" ;;')
-    keys = " ".join(f"{key.name}=" for _, _, keys in all_keys("") for key in keys)
-    return script.format(
-        keys=keys, verbs=" ".join(VERBS), cases="\n".join(f"            {case}" for case in cases)
-    )
+    keys = " ".join(f"{key}=" for key, _ in known_keys())
+    script = ZSH if args.shell == "zsh" else BASH
+    lines = "\n".join(f"            {case}" for case in cases)
+    print(script.format(keys=keys, verbs=" ".join(VERBS), cases=lines), end="")
+    return 0

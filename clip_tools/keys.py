@@ -6,18 +6,20 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from clip_train.errors import UserError
-from clip_train.settings import allowed, as_yaml, schema_of
-from launcher.config.recipe import RunConfig, nearest
+from clip_train.settings import Allowed, as_yaml
+from launcher.config.recipe import known_keys, nearest, section_model
 
 PAGE = """\
 # Every key of a recipe
 
 Printed by `clip-train keys --markdown`, from the code that checks recipes. On a command line: `section.key=value`.
 """
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 class Key(NamedTuple):
@@ -25,66 +27,67 @@ class Key(NamedTuple):
 
     name: str
     default: str  # as YAML, or "required"
-    allowed: str  # what may stand there
+    allowed: str  # what it takes
     meaning: str
 
 
 def run(args: argparse.Namespace) -> int:
-    return print_page(args.prefix or "") if args.markdown else print_keys(args.prefix or "")
+    keys = all_keys(args.prefix or "")
+    if args.markdown:
+        print_page(keys)
+        return 0
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for key in keys:
+        text = f"{key.allowed}. {key.meaning}"
+        if width:
+            lines = textwrap.indent(textwrap.fill(text, width - 4), "    ")
+            print(f"{key.name}: {key.default}\n{lines}")
+        else:
+            print(f"{key.name}\t{key.default}\t{text}")
+    return 0
 
 
-def all_keys(prefix: str) -> Iterator[tuple[str, str, list[Key]]]:
-    """(section, what it is, its keys that begin with `prefix`); sections without one are left out.
-
-    UserError where no key begins so.
-    """
-    found = False
-    for section, schema in schema_of(RunConfig)["properties"].items():
-        keys = [
-            Key(
-                f"{section}.{name}",
-                as_yaml(field["default"]) if "default" in field else "required",
-                allowed(field),
-                " ".join(field.get("description", "").split()),
-            )
-            for name, field in schema["properties"].items()
-            if f"{section}.{name}".startswith(prefix)
-        ]
-        if keys:
-            found = True
-            yield section, schema.get("description", "").partition("\n\n")[0], keys
+def all_keys(prefix: str) -> list[Key]:
+    """Those that begin with `prefix`. UserError if there are none."""
+    found = []
+    for name, field in known_keys():
+        if name.startswith(prefix):
+            default = "required"
+            if not field.is_required():
+                default = as_yaml(field.get_default(call_default_factory=True))
+            words = [each.words for each in field.metadata if isinstance(each, Allowed)]
+            schema = TypeAdapter(field.rebuild_annotation()).json_schema()
+            meaning = " ".join((field.description or "").split())
+            found.append(Key(name, default, words[0] if words else type_of(schema), meaning))
     if not found:
         raise UserError(f"no key begins with {prefix}; {nearest(prefix)}")
+    return found
 
 
-def print_keys(prefix: str) -> int:
-    """key = default, what may stand there, and what it means."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    for _, _, keys in all_keys(prefix):
-        for key in keys:
-            text = f"{key.allowed}. {key.meaning}"
-            if width:
-                print(
-                    f"{key.name}: {key.default}\n{textwrap.indent(textwrap.fill(text, width - 4), '    ')}"
-                )
-            else:
-                print(f"{key.name}\t{key.default}\t{text}")
-    return 0
+def type_of(schema: dict[str, Any]) -> str:
+    """A JSON schema in words: `auto or integer >= 1`."""
+    if "anyOf" in schema:
+        return " or ".join(type_of(branch) for branch in schema["anyOf"])
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if choices:
+        return " or ".join(as_yaml(choice) for choice in choices)
+    if schema["type"] == "array":
+        inside = schema["items"] if "items" in schema else schema["prefixItems"][0]
+        return f"list of {schema.get('maxItems', '')} {type_of(inside)}".replace("  ", " ")
+    bounds = [f" {sign} {schema[name]:,}" for name, sign in BOUNDS.items() if name in schema]
+    return schema["type"] + " and".join(bounds)
 
 
-def print_page(prefix: str) -> int:
-    """The same in Markdown, for docs/recipe.md."""
+def print_page(keys: list[Key]) -> None:
+    """Markdown, for docs/recipe.md."""
     print(PAGE, end="")
-    for section, what, keys in all_keys(prefix):
-        print(
-            f"\n## {section}\n\n{' '.join(what.split())}\n\n| Key | Default | May be | Meaning |\n|---|---|---|---|"
-        )
-        for key in keys:
-            words = [
-                text.replace("<", "&lt;").replace("*", "\\*") for text in (key.allowed, key.meaning)
-            ]
-            cells = [
-                each.replace("|", "\\|") for each in (f"`{key.name}`", f"`{key.default}`", *words)
-            ]
-            print(f"| {' | '.join(cells)} |")
-    return 0
+    section = ""
+    for key in keys:
+        if section != key.name.split(".")[0]:
+            section = key.name.split(".")[0]
+            about = (section_model(section).__doc__ or "").partition("\n\n")[0]
+            print(f"\n## {section}\n\n{' '.join(about.split())}\n")
+            print("| Key | Default | May be | Meaning |\n|---|---|---|---|")
+        cells = [f"`{key.name}`", f"`{key.default}`", key.allowed, key.meaning]
+        cells[2:] = [cell.replace("<", "&lt;").replace("*", "\\*") for cell in cells[2:]]
+        print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")

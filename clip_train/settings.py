@@ -1,21 +1,20 @@
-"""The base of every recipe section (frozen, no unknown keys, documented fields), and its mistakes in words to act on.
+"""The base of every recipe section (frozen, no unknown keys, documented fields), and what its errors say.
 
-`data.workers (-1) must be a whole number from 0 to 1,024`: what is allowed is read off the field's type, so that it
-cannot differ from what is checked.
+An error is pydantic's own message with the key, the value, the default and what to write:
+`optim.lr (-1) must be greater than 0; set optim.lr=0.0005 (the default) or another`.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 LARGEST = 10**18  # beyond it a number is a slip, and would be an overflow somewhere in torch
@@ -45,6 +44,14 @@ Rounding = AtResume("rounding")
 Silent = AtResume("silent")
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """In a field's `Annotated`: what it takes, where pydantic's message is hard to read, and an example."""
+
+    words: str
+    example: str | None = None  # instead of the default
+
+
 class Settings(BaseModel):
     """One section of the recipe. It stands beside the code that it configures and checks itself.
 
@@ -61,86 +68,36 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
-        """What pydantic would take, and nobody means: true for 1, empty text, numbers without end."""
+    def _refuse_slips(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would take and nobody means: true for 1, empty text, huge numbers."""
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
         if value is False and any("off" in get_args(kind) for kind in kinds):
             return "off"  # which YAML reads as false
         if isinstance(value, bool) and bool not in kinds:
-            raise PydanticCustomError("no_switch", "true and false are no numbers")
-        if (
-            isinstance(value, (int, float))
-            and LARGEST < abs(value) < math.inf
-            and kinds & {int, float}
-        ):
-            raise PydanticCustomError("too_large", "and of at most 10^18")
-        if isinstance(value, str) and not value.strip() and str in kinds:
-            raise PydanticCustomError("empty", "and not empty")
-        if isinstance(value, str) and "\0" in value and str in kinds:
-            raise PydanticCustomError("null_byte", "and without a null byte")
+            raise PydanticCustomError("slip", "Input should be a number or text, not true or false")
+        numeric = isinstance(value, (int, float)) and kinds & {int, float}
+        if numeric and LARGEST < abs(value) < math.inf:
+            raise PydanticCustomError("slip", "Input should be at most 10^18")
+        if isinstance(value, str) and str in kinds and (not value.strip() or "\0" in value):
+            raise PydanticCustomError(
+                "slip", "Input should be text, not empty and without null bytes"
+            )
         return value
 
 
 def _kinds(annotation: Any) -> set[Any]:
     """The types in it: of `Annotated[int, ...] | str` both."""
-    inside = (
-        get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    )
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    inside = get_args(annotation)
     if get_origin(annotation) in (Literal, list, tuple, dict) or not inside:
         return {annotation}
     return set().union(*map(_kinds, inside))
 
 
-# -- mistakes in words, from the JSON schema that pydantic makes of a model
+# -- errors
 
-NAMES = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "null": "null",
-    "object": "names with values",
-}
-COMMAND_DEPTH = 2  # `key.path=value` of a recipe is section.key
 LONGEST = 80  # characters of a value that are shown
-AND = (
-    "too_large",
-    "empty",
-    "null_byte",
-)  # of `Settings`: their message goes on where the type's words end
-Schema = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """In a field's `Annotated`: what may stand there where its type does not tell, and an example."""
-
-    words: str
-    example: str | None = None  # instead of the default
-
-    def __get_pydantic_json_schema__(
-        self, core_schema: Any, handler: Callable[[Any], Schema]
-    ) -> Schema:
-        return {**handler(core_schema), "words": self.words, "example": self.example}
-
-
-@functools.cache
-def schema_of(model: type[BaseModel]) -> Schema:
-    """Its JSON schema, with what a reference refers to in its place."""
-    schema = model.model_json_schema()
-
-    def inlined(node: Any) -> Any:
-        if isinstance(node, list):
-            return [inlined(each) for each in node]
-        if not isinstance(node, dict):
-            return node
-        target = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else {}
-        return {
-            key: inlined(value)
-            for key, value in {**target, **node}.items()
-            if key not in ("$ref", "$defs")
-        }
-
-    return inlined(schema)
 
 
 def explain(
@@ -151,60 +108,93 @@ def explain(
     unknown: Callable[[str], str],
     within: str = "recipe",
 ) -> list[str]:
-    """Every mistake of `raw`, once: field (value), what it must be, and what to write.
+    """Every mistake of `raw`, once: key (value), pydantic's message, and what to write.
 
     unknown: from the path of a key that does not exist to what may have been meant. within: what `raw` is called.
     """
-    schema = schema_of(model)
-    lines: dict[str, str] = {}  # by path: the branches of a union have an error each
+    lines: dict[str, str] = {}
+    messages: dict[str, list[str]] = {}  # by path: the branches of a union have an error each
     for each in error.errors(include_url=False):
-        place = _find(schema, each["loc"])
-        path = ".".join(map(str, place.path))
-        match each["type"]:
-            case "extra_forbidden" | "invalid_key":
-                path = ".".join(map(str, each["loc"]))
-                line = f"{path} ({shown(each['input'])}): there is no such key; {unknown(path)}"
-            case "missing" if place.path == each["loc"]:
-                command = f", or {place.example()} to the command" if within == "recipe" else ""
-                line = f"{path} is missing; add it to the {within}{command}"
-            case "value_error":
-                line = str(each["ctx"]["error"])
-                line = line if not path or str(place.path[0]) in line else f"{path}: {line}"
-            case _:
-                value = _value(raw, place.path, each["input"])
-                more = (
-                    f", {each['msg']}"
-                    if each["type"] in AND
-                    else ", and finite" * (each["type"] == "finite_number")
-                )
-                words = f"{allowed(place.schema)}{more}"
-                line = f"{path or within} ({shown(value)}) must be {words}; {place.remedy(value)}"
-        lines.setdefault(line if each["type"] == "value_error" else path, line)
+        loc = each["loc"]
+        keys, field, value = _locate(model, raw, loc)
+        path = ".".join(map(str, keys))
+        said = each["msg"]
+        if each["type"] in ("extra_forbidden", "invalid_key"):
+            path = ".".join(map(str, loc))
+            lines[path] = f"{path} ({shown(each['input'])}): there is no such key; {unknown(path)}"
+        elif each["type"] == "missing" and keys == list(loc):
+            command = f", or {_example(path, field)} to the command" if within == "recipe" else ""
+            lines[path] = f"{path} is missing; add it to the {within}{command}"
+        elif each["type"] == "value_error":
+            said = str(each["ctx"]["error"])
+            lines[said] = said if not keys or str(keys[0]) in said else f"{path}: {said}"
+        elif each["type"] in ("model_type", "model_attributes_type"):
+            remedy = f"write {path}: and below it its keys, indented" if path else "see recipes/"
+            lines[path] = f"{path or within} ({shown(value)}) must be a section; {remedy}"
+        else:
+            words = next((m.words for m in _metadata(field) if isinstance(m, Allowed)), said)
+            messages.setdefault(path, []).append(words.removeprefix("Input should be "))
+            allowed = " or ".join(dict.fromkeys(messages[path]))
+            lines[path] = (
+                f"{path} ({shown(value)}) must be {allowed}; {_remedy(path, field, value)}"
+            )
     return list(lines.values())
 
 
-def allowed(schema: Schema) -> str:
-    """What may stand there: `auto or a whole number of at least 1`."""
-    if "words" in schema:
-        return schema["words"]
-    if "anyOf" in schema:  # words first, `null` last
-        branches = sorted(
-            schema["anyOf"],
-            key=lambda each: (each["type"] == "null") - bool({"const", "enum"} & each.keys()),
-        )
-        return _or(word for each in branches for word in (_choices(each) or [allowed(each)]))
-    if choices := _choices(schema):
-        return _or(choices)
-    if schema["type"] == "array":
-        each, length = (
-            (schema["items"], "")
-            if "items" in schema
-            else (schema["prefixItems"][0], f" of {schema['maxItems']}")
-        )
-        return f"a list{length}, each {allowed(each)}"
-    if "properties" in schema:
-        return f"keys of its own ({', '.join(schema['properties'])})"
-    return NAMES[schema["type"]] + _bounds(schema)
+def _locate(
+    model: type[BaseModel], raw: Any, loc: tuple[int | str, ...]
+) -> tuple[list[int | str], FieldInfo | None, Any]:
+    """The keys of a mistake, its field and value. Pydantic's location also names the branches of unions."""
+    keys: list[int | str] = []
+    field, inner = None, model
+    for i, part in enumerate(loc):
+        if isinstance(part, str) and part in getattr(inner, "model_fields", ()):
+            field = inner.model_fields[part]
+            inner = _model_in(field.annotation)
+        elif not isinstance(part, int) or inner is None or i + 1 == len(loc):
+            break
+        keys.append(part)
+        raw = raw.get(part) if isinstance(raw, dict) else raw[part]
+    return keys, field, raw
+
+
+def _model_in(annotation: Any) -> Any:
+    """The model in `X | None`, `list[X]` and their like; None without one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
+
+
+def _metadata(field: FieldInfo | None) -> list[Any]:
+    return field.metadata if field is not None else []
+
+
+def _example(path: str, field: FieldInfo | None) -> str:
+    """`key=value` for what is missing; a section's first key that has an example."""
+    key = ".".join(path.split(".")[:2])  # what a command can set
+    model = _model_in(field.annotation) if field is not None and "." not in path else None
+    fields = (
+        {f"{key}.{name}": inner for name, inner in model.model_fields.items()}
+        if model
+        else {key: field}
+    )
+    for name, inner in fields.items():
+        for each in _metadata(inner):
+            if isinstance(each, Allowed) and each.example:
+                return f"{name}={each.example}"
+    return f"{key}=..."
+
+
+def _remedy(path: str, field: FieldInfo | None, value: Any) -> str:
+    example = _example(path, field)
+    if field is None or field.is_required() or not example.endswith("=...") or path.count(".") > 1:
+        return f"set {example} or another"
+    default = shlex.quote(as_yaml(field.get_default(call_default_factory=True)))
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    quoted = ""
+    if number and str in _kinds(field.annotation):  # YAML takes it for a number
+        quoted = f"{path}='\"{value}\"', if that is meant, or "
+    return f"set {quoted}{path}={default} (the default) or another"
 
 
 def shown(value: Any) -> str:
@@ -222,118 +212,3 @@ def as_yaml(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, width=1_000_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a mistake is. Pydantic's location also has names of a union's branches, which mean nothing to a user."""
-
-    path: tuple[str | int, ...]
-    schema: Schema  # of what stands there
-    required: bool
-    whole: Schema  # of what a command can set: of a list that `path` leads into
-
-    @property
-    def key(self) -> str:
-        """What a command can set."""
-        return ".".join(
-            str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), self.path)
-        )
-
-    def example(self) -> str:
-        """`key=value` for what is missing; of a section, whose keys alone can be set by a command, of one in it."""
-        key, schema = self.key, self.whole
-        if "properties" in schema and len(self.path) == 1:
-            keys = schema["properties"]
-            name = next((name for name in keys if keys[name].get("example")), next(iter(keys)))
-            key, schema = f"{key}.{name}", keys[name]
-        return f"{key}={schema.get('example') or '...'}"
-
-    def remedy(self, value: Any) -> str:
-        if "properties" in self.schema and len(self.path) == 1:
-            empty = (
-                "an empty section? delete it, or " if value is None and not self.required else ""
-            )
-            return f"{empty}write {self.key}: and below it its keys, indented"
-        if not self.key:
-            return "see recipes/"
-        if (
-            "default" not in self.schema
-            or self.schema.get("example")
-            or any(isinstance(part, int) for part in self.path)
-        ):
-            return f"set {self.example()} or another"
-        default = shlex.quote(as_yaml(self.schema["default"]))
-        types = [
-            each["type"] for each in self.schema.get("anyOf", [self.schema]) if not _choices(each)
-        ]
-        unquoted = (
-            "string" in types and isinstance(value, (int, float)) and not isinstance(value, bool)
-        )
-        quoted = (
-            f"{self.key}='\"{value}\"', if that is meant, or " if unquoted else ""
-        )  # YAML takes it for a number
-        return f"set {quoted}{self.key}={default} (the default) or another"
-
-
-def _find(schema: Schema, loc: tuple[int | str, ...]) -> _Place:
-    place = _Place((), schema, True, schema)
-    for part in loc:
-        options = [each for each in place.schema.get("anyOf", ()) if each["type"] != "null"]
-        inner = (
-            options[0] if len(options) == 1 else place.schema
-        )  # X | None; of others `part` names a branch
-        if part in inner.get("properties", ()):
-            found = inner["properties"][part]
-        elif isinstance(part, int) and "properties" in inner.get("items", {}):
-            found = inner["items"]
-        else:
-            break  # of a list of numbers the whole is shown
-        path = (*place.path, part)
-        whole = found if len(path) <= COMMAND_DEPTH else place.whole
-        place = _Place(path, found, part in inner.get("required", ()), whole)
-    return place
-
-
-def _choices(schema: Schema) -> list[str]:
-    if schema.get("type") == "boolean":
-        return ["true", "false"]
-    return [
-        as_yaml(each) for each in schema.get("enum", [schema["const"]] if "const" in schema else [])
-    ]
-
-
-def _bounds(schema: Schema) -> str:
-    """` of at least 1`, ` greater than 0`, ` from 0 to 1`."""
-    words = {
-        "exclusiveMinimum": "greater than",
-        "minimum": "of at least",
-        "exclusiveMaximum": "less than",
-        "maximum": "at most",
-    }
-    found = {name: schema[name] for name in words if name in schema}
-    if schema["type"] == "integer" and "exclusiveMinimum" in found:
-        found["minimum"] = found.pop("exclusiveMinimum") + 1
-    number = {
-        name: f"{int(value) if value == int(value) else value:,}" for name, value in found.items()
-    }
-    if "minimum" in number and "maximum" in number:
-        return f" from {number['minimum']} to {number['maximum']}"
-    return " and".join(f" {words[name]} {number[name]}" for name in words if name in number)
-
-
-def _or(words: Iterable[str]) -> str:
-    """`a, b or c`."""
-    *first, last = words
-    comma = "," if any(" or " in word or "," in word for word in first) else ""
-    return f"{', '.join(first)}{comma} or {last}" if first else last
-
-
-def _value(raw: Any, path: Sequence[str | int], otherwise: Any) -> Any:
-    """What the recipe has there."""
-    for part in path:
-        try:
-            raw = raw[part]
-        except (KeyError, IndexError, TypeError):
-            return otherwise
-    return raw

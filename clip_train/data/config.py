@@ -123,10 +123,13 @@ class DataConfig(Settings):
     bad_sample_limit: Annotated[float, Field(ge=0, le=1), Silent] = 0.05
     """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was invalid."""
 
-    aug_scale: Annotated[tuple[float, float], Refused] = (0.9, 1.0)
+    aug_scale: Annotated[tuple[float, float], Allowed("a list of 2 numbers"), Refused] = (0.9, 1.0)
     """RandomResizedCrop: the crop's area as a fraction of the image's, from and to."""
 
-    aug_ratio: Annotated[tuple[float, float], Refused] = (3 / 4, 4 / 3)
+    aug_ratio: Annotated[tuple[float, float], Allowed("a list of 2 numbers"), Refused] = (
+        3 / 4,
+        4 / 3,
+    )
     """RandomResizedCrop: the crop's width divided by its height, from and to."""
 
     aug_color_jitter: Annotated[

@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -317,10 +317,14 @@ def nearest(path: str) -> str:
     )
 
 
+def section_model(section: str) -> type[BaseModel]:
+    kind = RunConfig.model_fields[section].annotation
+    assert isinstance(kind, type) and issubclass(kind, BaseModel)
+    return kind
+
+
 def known_keys() -> Iterator[tuple[str, FieldInfo]]:
     """Every `section.key` of a recipe with its pydantic field."""
-    for section, info in RunConfig.model_fields.items():
-        kinds = [info.annotation, *get_args(info.annotation)]
-        model = next(k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
-        for key, field in model.model_fields.items():
+    for section in RunConfig.model_fields:
+        for key, field in section_model(section).model_fields.items():
             yield f"{section}.{key}", field

@@ -27,7 +27,7 @@ FSDP = "engine.kind=fsdp"
             6,
             "must divide the number of ranks (6): one of 1, 2, 3, 6, or null",
         ),
-        ([FSDP, "engine.shard_ranks=0"], 2, "must be a whole number of at least 1 or null"),
+        ([FSDP, "engine.shard_ranks=0"], 2, "must be greater than or equal to 1"),
         (
             [FSDP, "engine.shard_ranks=2", "engine.zero_stage=0"],
             4,
@@ -38,7 +38,7 @@ FSDP = "engine.kind=fsdp"
             2,
             "needs engine.zero_stage 1, 2 or 3",
         ),
-        (["engine.kind=ddp"], 2, "engine.kind ('ddp') must be deepspeed or fsdp"),
+        (["engine.kind=ddp"], 2, "engine.kind ('ddp') must be 'deepspeed' or 'fsdp'"),
         (["engine.shard_ranks=2"], 4, "set engine.kind=fsdp, or take it out"),
         (
             ["engine.zero_stage=0", "engine.precision=bf16"],

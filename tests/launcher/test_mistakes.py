@@ -76,7 +76,7 @@ MISTAKES = {
     ),
     "wrong type": (
         ["batch.global_size=many"],
-        ["batch.global_size", "'many'", "whole number", "set batch.global_size="],
+        ["batch.global_size", "'many'", "valid integer", "set batch.global_size="],
     ),
     "out of range": (["optim.lr=-1"], ["optim.lr", "-1", "greater than 0", "set optim.lr="]),
     "no such choice": (["loss.kind=triplet"], ["loss.kind", "'triplet'", "info_nce"]),

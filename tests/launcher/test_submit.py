@@ -134,9 +134,9 @@ def test_shells_accept_it(script):
             "--tasks-per-node (4) must be --gpus-per-node (8)",
         ),
         (["--gpus-per-node=0"], "--tasks-per-node"),
-        (["--nodes=0"], "nodes (0) must be a whole number of at least 1"),
-        (["--cpus-per-task=0"], "cpus_per_task (0) must be a whole number of at least 1"),
-        (["--tasks-per-node=0"], "tasks_per_node (0) must be a whole number of at least 1"),
+        (["--nodes=0"], "nodes (0) must be greater than 0"),
+        (["--cpus-per-task=0"], "cpus_per_task (0) must be greater than 0"),
+        (["--tasks-per-node=0"], "tasks_per_node (0) must be greater than 0"),
         (["--time=tomorrow"], "write 24:00:00"),
         (["--time=5"], "leaves no time to train"),
         (["run.dir=/dev/shm/run"], "under /dev/shm, which every node has for itself"),
@@ -146,7 +146,7 @@ def test_shells_accept_it(script):
         (["--site=bad.yaml"], "known keys: partition"),
         (
             ["--site=worse.yaml"],
-            "cpus_per_task (0) must be a whole number of at least 1; set cpus_per_task=8",
+            "cpus_per_task (0) must be greater than 0; set cpus_per_task=8",
         ),
         (["run.dir=recipe.yaml/run"], "cannot be written"),
         (
