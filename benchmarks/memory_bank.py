@@ -121,8 +121,6 @@ class Rows:
     ) -> None:
         scores = [100 * outcome[0] for outcome in outcomes]
         self.scores[block, name] = scores
-        extras = [outcome[2] for outcome in outcomes if outcome[2].get("bank_entries")]
-        mean = lambda key: statistics.mean(e[key] for e in extras)  # noqa: E731
         self.table.append(
             {
                 "block": block,
@@ -130,10 +128,6 @@ class Rows:
                 "steps": steps,
                 "zero-shot %": statistics.mean(scores),
                 "spread": max(scores) - min(scores),
-                "|banked| / |exact|": mean("feature_grad_norm") / mean("exact_feature_grad_norm")
-                if extras
-                else "",
-                "cosine": mean("feature_grad_cosine") if extras else "",
                 "CPU s": statistics.mean(outcome[3] for outcome in outcomes),
             }
         )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from clip_tools.openclip.command import model_name
+from clip_tools.transformers_export import check_transformers, export_transformers
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.manifest import CommitRef
@@ -22,7 +23,6 @@ from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture, preset_names
 from clip_train.models.export import export_openclip, save_texts
 from clip_train.models.openclip.config import PREFIX
-from clip_train.models.transformers import check_transformers, export_transformers
 from clip_train.models.weights import (
     CONFIG_NAME,
     WEIGHTS_NAMES,

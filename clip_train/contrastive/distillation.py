@@ -13,6 +13,7 @@ falls out of a product with features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -25,12 +26,13 @@ from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, refuse_b
 Teacher = Callable[[MicroBatch], Features]
 
 
+@dataclass(eq=False)
 class Distillation(Objective):
-    """teacher: its normalised features, of any width, and its factor for a micro-batch; run in the first pass only."""
+    """The loss of the formula above."""
 
-    def __init__(self, teacher: Teacher, tile: int = AUTO_SIDE):
-        self.teacher = teacher
-        self.tile = tile
+    # Normalized features of a micro-batch, of any width, and the factor; called in the first pass only.
+    teacher: Teacher
+    tile: int = AUTO_SIDE
 
     def prepare(self, micro_batch: MicroBatch) -> Features:
         return self.teacher(micro_batch)

@@ -10,7 +10,7 @@ N column sums in one all-reduce.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,11 +33,11 @@ def info_nce(pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> LossO
     )
 
 
+@dataclass(eq=False)
 class InfoNCE(Objective):
-    """The symmetric InfoNCE loss. tile: side of the largest piece of the logits that exists at once."""
+    """The symmetric InfoNCE loss."""
 
-    def __init__(self, tile: int = AUTO_SIDE):
-        self.tile = tile
+    tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
@@ -47,17 +47,16 @@ class InfoNCE(Objective):
         return info_nce(pairs, features["logit_scale"], self.tile, deferred=context.deferred)
 
 
+@dataclass(eq=False)
 class LocalInfoNCE(Objective):
-    """InfoNCE of one micro-batch of one rank, and of no other's samples: what plain gradient accumulation minimises.
+    """InfoNCE of one micro-batch of one rank: what plain gradient accumulation minimizes.
 
-    Every micro-batch of `b` samples on every rank is a batch of its own, with b - 1 negatives for each sample. Returns
-    its part, b / N, of the mean over them. No communication.
+    Every micro-batch of `b` samples on every rank is a batch of its own, with b - 1 negatives for each
+    sample. Returns its part, b / N, of the mean over them. No communication.
     """
 
+    tile: int = AUTO_SIDE
     per_micro_batch = True
-
-    def __init__(self, tile: int = AUTO_SIDE):
-        self.tile = tile
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -40,31 +41,23 @@ def sample_ids(keys: Iterable[str]) -> Tensor:
     )
 
 
+@dataclass(eq=False)
 class MemoryBank(Objective):
     """The exact InfoNCE of the global batch with `size` past pairs on top.
 
-    warmup_steps: optimizer steps before the banks count (they fill from the first). Until then, and while the
-    banks are empty, this is `InfoNCE`. The banks change in `after_step` only, so that a loss may be computed twice.
+    Until the banks count, and while they are empty, this is `InfoNCE`. The banks change in `after_step`
+    only, so that a loss may be computed twice.
     """
 
-    def __init__(
-        self,
-        size: int,
-        warmup_steps: int = 0,
-        mode: Literal["negatives", "contaccum"] = "negatives",
-        tile: int = AUTO_SIDE,
-    ):
-        self.size = size
-        self.warmup_steps = warmup_steps
-        self.mode = mode
-        self.tile = tile
-        self.steps = 0  # taken with this objective
-        self.past: dict[
-            str, Tensor
-        ] = {}  # image and text [M, D], ids int64 [M]: the oldest first, M <= size
-        self._seen: dict[
-            str, Tensor
-        ] = {}  # the global batch in sample order, until the step is taken
+    size: int
+    warmup_steps: int = 0  # optimizer steps before the banks count; they fill from the first
+    mode: Literal["negatives", "contaccum"] = "negatives"
+    tile: int = AUTO_SIDE
+    steps: int = 0  # taken with this objective
+    # image and text [M, D], ids int64 [M], the oldest first, M <= size
+    past: dict[str, Tensor] = field(default_factory=dict)
+    # The global batch in sample order, until the step is taken.
+    seen: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
@@ -75,34 +68,30 @@ class MemoryBank(Objective):
         pairs = Pairs.gathered(I, T, counts)
         ids = sample_ids(context.keys) if context.keys else torch.full((n,), NO_ID)
         ids = dist.gather_rows(ids.to(I.device, non_blocking=True), counts)
-        self._seen = {"image": pairs.image_all, "text": pairs.text_all, "ids": ids}
-        exact = output = info_nce(pairs, scale, self.tile, deferred=deferred)
+        self.seen = {"image": pairs.image_all, "text": pairs.text_all, "ids": ids}
         entries = len(self.past["ids"]) if self.past and self.steps >= self.warmup_steps else 0
         if entries:
             are_terms = self.mode == "contaccum"
             output = banked(
                 pairs, ids, self.past, scale, self.tile, past_are_terms=are_terms, deferred=deferred
             )
-            if output.unsafe is not None and exact.unsafe is not None:
-                output.unsafe = output.unsafe | exact.unsafe  # of which the metrics are made
-        output.metrics = {"bank_entries": float(entries), **_compared(output, exact)}
+        else:
+            output = info_nce(pairs, scale, self.tile, deferred=deferred)
+        output.metrics = {"bank_entries": float(entries)}
         return output
 
     def after_step(self) -> None:
         """The optimizer has stepped: this step's features become past ones. All ranks push the same."""
-        for name, new in self._seen.items():
+        for name, new in self.seen.items():
             both = torch.cat([self.past[name].to(new), new]) if name in self.past else new
-            self.past[name] = both[
-                -self.size :
-            ].clone()  # a copy: the rows that leave do not stay alive
-        self._seen = {}
+            # a copy: the rows that leave do not stay alive
+            self.past[name] = both[-self.size :].clone()
+        self.seen = {}
         self.steps += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {
-            "bank.steps": torch.tensor([self.steps]),
-            **{f"bank.{name}": t for name, t in self.past.items()},
-        }
+        past = {f"bank.{name}": tensor for name, tensor in self.past.items()}
+        return {"bank.steps": torch.tensor([self.steps]), **past}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
         """From a checkpoint without banks: start with empty ones."""
@@ -111,20 +100,6 @@ class MemoryBank(Objective):
         self.past = {
             name: tensors[f"bank.{name}"][-self.size :].clone().to(device) for name in names
         }
-
-
-def _compared(output: LossOutput, exact: LossOutput) -> dict[str, Tensor]:
-    """How the gradient with respect to the global batch's features differs from that of the exact loss."""
-    ours, theirs = (torch.cat([o.gradients["image"], o.gradients["text"]]) for o in (output, exact))
-    products = [row_dots(x, y).sum() for x, y in ((ours, ours), (theirs, theirs), (ours, theirs))]
-    own, other, both = dist.all_reduce_sum(torch.stack(products))
-    scale = (own * other).sqrt()
-    return {
-        "exact_loss": exact.loss,
-        "feature_grad_norm": own.sqrt(),
-        "exact_feature_grad_norm": other.sqrt(),
-        "feature_grad_cosine": (both / scale).masked_fill(scale == 0, 1.0),
-    }
 
 
 def banked(

@@ -14,6 +14,7 @@ other, so one tiled pass gives value and gradient. Two ways to let every image m
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -28,12 +29,12 @@ from clip_train.protocols import Features
 from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
 
 
+@dataclass(eq=False)
 class SigmoidLoss(Objective):
-    """SigLIP's loss. tile: side of the largest piece of the logits that exists at once."""
+    """SigLIP's loss."""
 
-    def __init__(self, tile: int = AUTO_SIDE, exchange: Literal["gather", "ring"] = "gather"):
-        self.tile = tile
-        self.exchange = exchange
+    tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
+    exchange: Literal["gather", "ring"] = "gather"
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:

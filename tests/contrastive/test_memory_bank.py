@@ -117,25 +117,7 @@ def test_until_it_counts_it_is_the_exact_loss_to_the_bit():
         image, text, _ = stream(step)
         exact = InfoNCE(tile=7)(named_features(image.float(), text.float(), torch.tensor([SCALE])))
         assert torch.equal(ours[1], exact.gradients["image"]) and torch.equal(ours[0], exact.loss)
-        assert ours[4]["feature_grad_cosine"] == pytest.approx(1)
-
-
-def test_the_step_tells_how_far_the_banks_bend_the_gradient():
-    ours = run_steps(objective(), 0, 3)[-1]
-    image, text, _ = stream(2)
-    I, T, s = leaves(image, text, SCALE)
-    nothing = torch.zeros(0, D).double()
-    loss = banked_loss(
-        I, T, s, nothing, nothing, torch.arange(N), torch.zeros(0).long(), "negatives"
-    )
-    loss.backward()
-    exact, banked = torch.cat([I.grad, T.grad]), torch.cat(ours[1:3])
-    told = ours[4]
-    assert told["exact_loss"] == pytest.approx(loss.item())
-    assert told["exact_feature_grad_norm"] == pytest.approx(exact.norm().item())
-    assert told["feature_grad_norm"] == pytest.approx(banked.norm().item())
-    cosine = torch.cosine_similarity(exact.flatten(), banked.flatten(), dim=0)
-    assert told["feature_grad_cosine"] == pytest.approx(cosine.item())
+        assert ours[4] == {"bank_entries": 0}
 
 
 def test_the_banks_change_only_when_the_step_is_taken():

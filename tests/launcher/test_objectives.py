@@ -17,13 +17,6 @@ from tests.launcher.conftest import metrics, run
 from tests.launcher.test_resume import told
 
 BANKS = ("loss.kind=memory_bank", "loss.bank_size=80", "loss.bank_warmup_steps=3", "data.lanes=2")
-EXTRA = (
-    "bank_entries",
-    "exact_loss",
-    "feature_grad_norm",
-    "exact_feature_grad_norm",
-    "feature_grad_cosine",
-)
 
 
 @pytest.mark.engine
@@ -39,9 +32,8 @@ def test_banks_resume_to_the_bit_and_on_other_ranks_within_rounding(recipe, tmp_
         assert status == 0 and "resuming from step 5" in out, out
     straight, same, other = (metrics(tmp_path / place) for place in ("straight", "same", "other"))
     assert [line["bank_entries"] for line in straight] == [0, 0, 0] + [80] * 6
-    assert all(line["feature_grad_cosine"] < 0.9999 for line in straight[3:])
     assert told(same) == told(straight)
-    for key in ("loss", *EXTRA):
+    for key in ("loss", "bank_entries"):
         values = [line[key] for line in straight]
         assert [line[key] for line in same] == values
         assert [line[key] for line in other] == pytest.approx(values, rel=1e-4)
@@ -136,7 +128,7 @@ def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
     with pytest.raises(Exception, match=r"model\.teacher_name"):
         plan(teacher=str(tmp_path))
     for elsewhere in ("hf-hub:me/clip", "s3://bucket/export"):
-        with pytest.raises(Exception, match=r"says what model it is; set model\.teacher_name"):
+        with pytest.raises(Exception, match=r"describes the model; set model\.teacher_name"):
             plan(teacher=elsewhere)
     for place, name in (
         (str(tmp_path), "ViT-B-32"),
