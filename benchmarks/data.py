@@ -307,7 +307,7 @@ def pixels(size: int, count: int) -> tuple[float, float]:
     from PIL import Image
 
     from clip_train.data.decode import decode_image
-    from clip_train.data.images.transforms import TrainTransform
+    from clip_train.data.images import TrainTransform
 
     decibels = []
     for seed, data in enumerate(jpegs(size, count)):

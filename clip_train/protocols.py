@@ -43,9 +43,6 @@ class Batch:
     bad_samples: dict[str, int] = field(
         default_factory=dict
     )  # "reason\tshard" -> invalid samples among its places
-    bad_pictures: list[dict[str, str]] = field(
-        default_factory=list
-    )  # reason, shard, key and picture of some of them
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
     text_lengths: list[int] | None = (
         None  # n, see `text_lengths`; None: micro-batches hold texts as they are

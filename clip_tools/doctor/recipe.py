@@ -109,9 +109,9 @@ def check_captions(
     with open_shard(found.first_shard, Reading(storage, found.index.checksums)) as file:
         for sample in iter_samples(file):
             seen += 1
-            size += sum(len(member) for member in sample.members.values())
+            size += sum(len(member or b"") for member in sample.members.values())
             try:
-                bad["an empty caption"] += not caption(sample.members, data.caption_key).strip()
+                caption(sample.members, data.caption_key)
             except InvalidSample as e:
                 bad[e.reason] += 1
             if seen >= LOOK_AT or time.monotonic() - began > seconds:

@@ -244,14 +244,14 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
 
 def sample_of(row: Row, root: Path) -> dict[str, Any]:
     """Members of a tar. ValueError, in words to count, for what cannot be trained on."""
-    from clip_train.data.decode import captions_by_name, decode_image
+    from clip_train.data.decode import captions, decode_image
     from clip_train.data.invalid import InvalidSample
 
     if row.problem is not None:
         raise ValueError(row.problem)
     names = {f"json.{column}": 1.0 for column in row.captions}
     try:
-        usable = captions_by_name({"json": dict(row.captions)}, names)
+        usable = captions({"json": dict(row.captions)}, names)
     except InvalidSample as e:
         raise ValueError(e.reason) from e
     by_column = {

@@ -19,26 +19,19 @@ from clip_train.data.shards import (
     split_sources,
     synthetic_size,
 )
-from clip_train.data.tar import TarError, iter_samples
+from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import UserError, missing, unreadable
 from clip_train.settings import Allowed, Refused, Settings, Silent, as_yaml
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
-SHARDS_TRIED = 3  # by the first look
-SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, where data.num_samples does not say
-FEW_STREAMS, MANY_STREAMS = (
-    64,
-    1024,
-)  # what `auto` chooses up to, for small and for large global batches
+SHARDS_TRIED = 3  # before training, until one can be used
+SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, without data.num_samples
+FEW_STREAMS, MANY_STREAMS = 64, 1024  # limits of `lanes: auto`, for small and large global batches
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
-SHUFFLED, LARGEST_BLOCK = (
-    32_768,
-    512,
-)  # samples in the blocks of all streams, and in one, by `shuffle_block: auto`
+SHUFFLED, LARGEST_BLOCK = 32_768, 512  # samples of `shuffle_block: auto`: of all streams, of one
 GOOD_STREAMS = 16  # enough to mix shards and to feed ranks and workers
-SAMPLES_PER_STREAM = 4  # at least, where streams do not divide the global batch
-
+SAMPLES_PER_STREAM = 4  # at least, if streams do not divide the global batch
 
 Name = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0, le=1e9)]
@@ -49,7 +42,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 class DataConfig(Settings):
     """Where the samples come from and how they are read."""
 
-    # Whether the data goes on where a run resumes is for `resume_data` to see: a folder may move.
+    # `resume_data` decides whether the data of a resumed run is still the same: a folder may move.
 
     kind: Literal["shards", "synthetic"] = "shards"
     """synthetic: noise with made-up captions instead of data.train, of no file, to measure speed; data.num_samples of
@@ -60,9 +53,8 @@ class DataConfig(Settings):
 
     train_weights: Annotated[
         list[Annotated[float, Field(gt=0)]] | None,
-        BeforeValidator(
-            lambda value: value.split("::") if isinstance(value, str) else value
-        ),  # as OpenCLIP has 1::2
+        # OpenCLIP writes 1::2
+        BeforeValidator(lambda value: value.split("::") if isinstance(value, str) else value),
         Allowed("a list of numbers greater than 0, such as [3, 1], or null"),
     ] = None
     """How much of the stream each of the sources joined by `::` gives, as [3, 1] or 3::1; each then has epochs of
@@ -76,7 +68,8 @@ class DataConfig(Settings):
     leave it out then."""
 
     verify: Annotated[Literal["auto", "off"], Silent] = "auto"
-    """auto: shards beside which `clip-train index` has left an index are verified against it, block by block."""
+    """auto: remote shards with an index (`clip-train index`) are verified against it, block by block, while they are
+    read; `clip-train index --check` verifies local ones."""
 
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Silent] = "auto"
     """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order.
@@ -262,86 +255,77 @@ class SourceSummary:
 def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
     """Expands `data.train`, and reads the first sample of its first shard.
 
-    Where that cannot be used it looks at the next shards: one damaged file is no reason not to start.
+    If that cannot be used it looks at the next shards: one damaged file is no reason not to start.
 
     Raises:
-        UserError: nothing matches, a file is missing, cannot be opened or is not as long as its index says, no
-            sample in the first shard, no image or no caption in it; each names the field, the value and the remedy.
+        UserError: nothing matches, a file is missing or cannot be opened, no sample in the first shard, no image or no
+            caption in it; each names the field, the value and the remedy.
     """
+    from clip_train.data import decode  # imports torch: a recipe is read without
+
     storage = storage or StorageConfig()
-    found = look_up(existing(config.train, "data.train"), config.verify, storage)
-    _check_sizes(found)
+    index = look_up(existing(config.train, "data.train"), config.verify, storage)
     mistakes: list[UserError] = []
-    for shard in found.shards[:SHARDS_TRIED]:
+    for shard in index.shards[:SHARDS_TRIED]:
+        if synthetic_size(shard) is not None:
+            caption = "words drawn at random"
+            return SourceSummary(len(index.shards), shard, "noise", caption, index)
         try:
-            return _check_shard(shard, found, config, Reading(storage, found.checksums))
+            sample = _first_sample(shard, Reading(storage, index.checksums))
+            reason = decode.why_invalid(sample, config.caption_key)
+            if reason is not None:
+                raise UserError(_first_cannot_be_used(shard, sample, reason, config.caption_key))
         except UserError as e:
             mistakes.append(e)
+            continue
+        caption = decode.caption(sample.members, config.caption_key)
+        return SourceSummary(len(index.shards), shard, sample.key, caption, index)
     raise mistakes[0]
 
 
-def _check_shard(
-    shard: str, found: ShardIndex, config: DataConfig, reading: Reading
-) -> SourceSummary:
-    from clip_train.data import decode  # torch: a recipe is read without
-
-    if synthetic_size(shard) is not None:
-        return SourceSummary(len(found.shards), shard, "noise", "words drawn at random", found)
+def _first_sample(shard: str, reading: Reading) -> TarSample:
     try:
         with open_shard(shard, reading) as file:
             sample = next(iter_samples(file), None)
     except TarError as e:
         raise UserError(f"data.train ({shard}) is no readable tar file: {e}; write it again") from e
     except OSError as e:
-        raise unreadable(
-            e, f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})"
-        ) from e
+        why = f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})"
+        raise unreadable(e, why) from e
     if sample is None:
         raise UserError(
             f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar"
         )
-    reason = decode.why_invalid(sample, config.caption_key)
-    if reason is not None:
-        members = ", ".join(f".{extension}" for extension in sample.members)
-        keys = ", ".join(map(str, decode.json_of(sample.members))) or "none that can be read"
-        raise UserError(
-            f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its members are "
-            f"{members}: a sample's name ends at the first dot; an image is one of "
-            f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt: for one in a .json set data.caption_key (now "
-            f"{as_yaml(config.caption_key)}) to one of its keys, which are here: {keys}"
-        )
-    caption = decode.caption(sample.members, config.caption_key)
-    return SourceSummary(len(found.shards), shard, sample.key, caption, found)
+    return sample
+
+
+def _first_cannot_be_used(shard: str, sample: TarSample, reason: str, caption_key: Any) -> str:
+    from clip_train.data.decode import IMAGE_EXTENSIONS, metadata
+
+    members = ", ".join(f".{extension}" for extension in sample.members)
+    keys = ", ".join(map(str, metadata(sample.members))) or "none that can be read"
+    return (
+        f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its members are {members}: "
+        f"a sample's name ends at the first dot; an image is one of {', '.join(IMAGE_EXTENSIONS)}; a caption is a "
+        f".txt: for one in a .json set data.caption_key (now {as_yaml(caption_key)}) to one of its keys, which are "
+        f"here: {keys}"
+    )
 
 
 def existing(spec: str, field: str) -> list[list[str]]:
-    """The sources that `spec` names. UserError where one of them is a local file that is not there."""
+    """The sources that `spec` names. UserError if one of them is a local file that does not exist."""
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]
-    # of remote ones one learns it when they are opened
+    # a remote one that does not exist is found when it is opened
     lost = [
         shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))
     ]
-    if lost:
-        if local_path(lost[0]).is_dir():
-            raise UserError(
-                f"{field} ({lost[0]}) is a folder, not shards: give '{lost[0].rstrip('/')}/*.tar' for those in "
-                f"it; of images, `clip-train shards {lost[0]} OUT` makes them: give 'OUT/*.tar' then"
-            )
-        what = f"{field} ({spec}): {len(lost)} of {len(shards)} shards are not there, the first is {lost[0]}"
-        raise missing(local_path(lost[0]), what, "correct the path or the range in braces")
-    return sources
-
-
-def _check_sizes(found: ShardIndex) -> None:
-    """Of local shards, for nothing; remote ones are asked when they are opened."""
-    for shard, checksums in found.checksums.items():
-        if not is_remote(shard):
-            try:
-                size = local_path(shard).stat().st_size
-            except OSError as e:
-                raise unreadable(e, f"data.train ({shard}) cannot be looked at: {e}") from e
-            try:
-                checksums.check_size(shard, size)
-            except OSError as e:
-                raise UserError(f"data.train: {e}") from e
+    if not lost:
+        return sources
+    if local_path(lost[0]).is_dir():
+        raise UserError(
+            f"{field} ({lost[0]}) is a folder, not shards: give '{lost[0].rstrip('/')}/*.tar' for those in it; "
+            f"`clip-train shards {lost[0]} OUT` makes shards of images: give 'OUT/*.tar' then"
+        )
+    what = f"{field} ({spec}): {len(lost)} of {len(shards)} shards are not there, the first is {lost[0]}"
+    raise missing(local_path(lost[0]), what, "correct the path or the range in braces")

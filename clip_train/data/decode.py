@@ -1,11 +1,10 @@
-"""From the members of a sample to a caption and a uint8 image; what makes a sample invalid is decided here.
+"""From the members of a sample to its caption and its uint8 image. The reasons that make a sample invalid are here.
 
-JPEG is decoded by simplejpeg, the rest by Pillow.
+JPEG is decoded by simplejpeg, all other formats by Pillow.
 """
 
 from __future__ import annotations
 
-import base64
 import bisect
 import functools
 import io
@@ -23,42 +22,54 @@ from torch import Tensor
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.tar import TarSample
 
-MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, and would hold up the tokenizer
+MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
-# Not all that Pillow reads: for EPS it would start Ghostscript on what a stranger wrote.
+# Not all formats that Pillow reads: for EPS it would start Ghostscript on an unknown file.
 FORMATS = ("PNG", "WEBP", "JPEG", "GIF", "BMP", "TIFF", "PPM", "DIB", "MPO", "JPEG2000", "AVIF")
-MAX_SCANS = 100  # of a progressive JPEG; each goes over the whole image, and a small file can hold thousands
-MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): what is larger is taken for a bomb
+MAX_SCANS = 100  # of a progressive JPEG; a small file can hold thousands, each over the whole image
+MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): a larger image is taken for a bomb
 STRIP_PIXELS = 1 << 22
-PICTURE = 160  # pixels of the longest side
 DRAWS = 1 << 63  # a sample's seed is below it
 
 CaptionKey = str | Sequence[str] | Mapping[str, float] | None
-"""As `data.caption_key`: one name, names to be tried in order, or names with what each is drawn with."""
+"""As `data.caption_key`: one name, names to be tried in order, or names with the weights to draw them with."""
 
 
 def image_bytes(members: Mapping[str, Any]) -> bytes:
-    """The image member's content. InvalidSample where there is none, or an empty one."""
+    """The image member's content. InvalidSample."""
     for extension in IMAGE_EXTENSIONS:
         if extension in members:
+            if members[extension] is None:
+                raise InvalidSample("member is too large")
             if not members[extension]:
                 raise InvalidSample("image is empty")
             return members[extension]
     if any(e.rpartition(".")[2] in IMAGE_EXTENSIONS for e in members if not e.startswith("__")):
-        raise InvalidSample(
-            "no image: dots in the key"
-        )  # a.b.jpg is the member b.jpg of the sample a
+        # a.b.jpg is the member b.jpg of the sample a
+        raise InvalidSample("no image: dots in the key")
     raise InvalidSample("no image")
 
 
-def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> list[str]:
-    """The usable captions, at least one: of names in order those of the first that has any, of names to be drawn all.
-
-    Raises:
-        InvalidSample: there is none.
-    """
-    found = captions_by_name(members, caption_key)
-    return [text for texts in found.values() for text in texts]
+def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
+    """The usable captions by name, at least one: of names in order those of the first that has any, of names to be
+    drawn all. InvalidSample if there is none."""
+    names = (
+        [caption_key or "txt"]
+        if caption_key is None or isinstance(caption_key, str)
+        else caption_key
+    )
+    usable: dict[str, list[str]] = {}
+    reason = "no caption"
+    for name in names:
+        try:
+            usable[name] = _texts(members, name)
+        except InvalidSample as e:
+            reason = e.reason if reason == "no caption" else reason
+        if usable and not isinstance(caption_key, Mapping):
+            break
+    if not usable:
+        raise InvalidSample(reason)
+    return usable
 
 
 def caption(members: Mapping[str, Any], caption_key: CaptionKey, draw: int = 0) -> str:
@@ -66,127 +77,85 @@ def caption(members: Mapping[str, Any], caption_key: CaptionKey, draw: int = 0) 
 
     A name is drawn by its weight among those of which the sample has a caption, then one of its captions.
     """
-    found = captions_by_name(members, caption_key)
-    weights = caption_key if isinstance(caption_key, Mapping) else dict.fromkeys(found, 1.0)
-    ends = list(itertools.accumulate(weights[name] for name in found))
-    texts = list(found.values())[bisect.bisect_right(ends[:-1], draw / DRAWS * ends[-1])]
+    usable = captions(members, caption_key)
+    weights = caption_key if isinstance(caption_key, Mapping) else dict.fromkeys(usable, 1.0)
+    ends = list(itertools.accumulate(weights[name] for name in usable))
+    texts = list(usable.values())[bisect.bisect_right(ends[:-1], draw / DRAWS * ends[-1])]
     return texts[draw % len(texts)]
 
 
-def captions_by_name(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
-    """The usable captions under each name that has any, in order. InvalidSample where none has."""
-    names = (
-        ["txt"]
-        if caption_key is None
-        else [caption_key]
-        if isinstance(caption_key, str)
-        else caption_key
-    )
-    found: dict[str, list[str]] = {}
-    reason = "no caption"
-    for name in names:
-        try:
-            found[name] = _texts(members, name)
-        except InvalidSample as e:
-            reason = e.reason if reason == "no caption" else reason
-        if found and not isinstance(caption_key, Mapping):
-            break
-    if not found:
-        raise InvalidSample(reason)
-    return found
-
-
 def _texts(members: Mapping[str, Any], name: str) -> list[str]:
-    """Of the member `name`, or else of that key of the `.json`, a text or a list of texts. InvalidSample."""
+    """The usable captions in the member `name`, or else in that key of the `.json`. InvalidSample if there is none."""
     value = members.get(name)
+    if value is None and name in members:
+        raise InvalidSample("member is too large")
     if value is None and name != "txt":
-        value = metadata(members).get(name.removeprefix("json."))
+        value = metadata(members, strict=True).get(name.removeprefix("json."))
     if value is None:
         raise InvalidSample("no caption")
     texts: list[str] = []
     reason = "caption is empty"
-    for item in value if isinstance(value, list) else [value]:
-        try:
-            texts.append(_usable_text(item))
-        except InvalidSample as e:
-            reason = e.reason
+    for content in value if isinstance(value, list) else [value]:
+        try:  # bytes that are not UTF-8 are refused, as by OpenCLIP's loader
+            data = content.encode() if isinstance(content, str) else content
+            text = data.decode() if isinstance(data, bytes) else None
+        except UnicodeError:  # also from JSON, which can spell half a surrogate pair
+            reason = "caption is not UTF-8"
+            continue
+        if text is None:
+            reason = "caption is not a text"
+        elif len(data) > MAX_CAPTION_BYTES:
+            reason = "caption is too long"
+        elif not text.strip():
+            reason = "caption is empty"
+        else:
+            texts.append(text)
     if not texts:
         raise InvalidSample(reason)
     return texts
 
 
-def metadata(members: Mapping[str, Any]) -> dict[str, Any]:
-    """The `.json` member; {} where there is none. InvalidSample if it is no JSON object."""
-    if "json" not in members:
-        return {}
-    content = members["json"]  # a user's stage may have parsed it
+def metadata(members: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
+    """The `.json` member; {} if there is none. If it is not a JSON object: {}, or with `strict` InvalidSample."""
+    content = members.get("json", {})  # a user's stage may have parsed it
     try:
         parsed = json.loads(content) if isinstance(content, bytes | str) else content
     except (ValueError, RecursionError):  # the latter: brackets nested thousands deep
         parsed = None
-    if not isinstance(parsed, dict):
-        raise InvalidSample("json does not parse")
-    return parsed
+    if isinstance(parsed, dict):
+        return parsed
+    if strict:
+        raise InvalidSample("member is too large" if content is None else "json does not parse")
+    return {}
 
 
-def json_of(members: Mapping[str, Any]) -> dict[str, Any]:
-    """As `metadata`; {} also where it cannot be read."""
-    try:
-        return metadata(members)
-    except InvalidSample:
-        return {}
-
-
-def why_invalid(
-    sample: TarSample, caption_key: CaptionKey, needs_caption: bool = True
-) -> str | None:
-    """Why this sample cannot be used; None if it can, as far as one sees without decoding."""
+def why_invalid(sample: TarSample, caption_key: CaptionKey) -> str | None:
+    """Why this sample cannot be used; None if it can, as far as can be told without decoding its image."""
     if sample.duplicate:
         return "duplicate key"
     try:
         image_bytes(sample.members)
-        if needs_caption:
-            captions(sample.members, caption_key)
+        captions(sample.members, caption_key)
     except InvalidSample as e:
-        return "member is too large" if sample.too_large else e.reason
+        return e.reason
     return None
-
-
-def _usable_text(content: Any) -> str:
-    """A caption that a tokenizer can take. Bytes that are no UTF-8 are refused, as OpenCLIP's loader does."""
-    if not isinstance(content, bytes | str):
-        raise InvalidSample("caption is not a text")
-    try:  # JSON can spell half a surrogate pair, which nothing can encode
-        data = content if isinstance(content, bytes) else content.encode()
-        if len(data) > MAX_CAPTION_BYTES:
-            raise InvalidSample("caption is too long")
-        text = data.decode()
-    except UnicodeError as e:
-        raise InvalidSample("caption is not UTF-8") from e
-    if not text.strip():
-        raise InvalidSample("caption is empty")
-    return text
 
 
 def decode_image(data: bytes) -> Tensor:
     """Any image file -> RGB uint8 [3, H, W], transparency over white, 16 bits scaled to 8.
 
     Raises:
-        InvalidSample: damaged, cut off, of an unknown kind, or of more than MAX_PIXELS.
+        InvalidSample: damaged, cut off, of an unknown kind, or with more than MAX_PIXELS.
     """
-    return torch.from_numpy(_pixels(data)).permute(
-        2, 0, 1
-    )  # memory stays [H, W, 3]: interpolate is fastest on that
+    pixels = _decode_jpeg(data) if data[:2] == b"\xff\xd8" else None
+    if pixels is None:
+        pixels = _decode_other(data)
+    # memory stays [H, W, 3]: interpolate is fastest on that
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def _pixels(data: bytes, strict: bool = True) -> np.ndarray:
-    """uint8 [H, W, 3]. strict: not of a JPEG that is cut off."""
-    pixels = _decode_jpeg(data, strict) if data[:2] == b"\xff\xd8" else None
-    return _decode_other(data) if pixels is None else pixels
-
-
-def _decode_jpeg(data: bytes, strict: bool) -> np.ndarray | None:
-    """uint8 [H, W, 3]; None for the colour spaces that simplejpeg leaves to Pillow."""
+def _decode_jpeg(data: bytes) -> np.ndarray | None:
+    """uint8 [H, W, 3]; None for the color spaces that simplejpeg leaves to Pillow."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         _check_size(width, height)
@@ -194,7 +163,7 @@ def _decode_jpeg(data: bytes, strict: bool) -> np.ndarray | None:
             raise InvalidSample("image has too many scans")
         if colorspace not in ("YCbCr", "Gray", "GRAY", "RGB"):
             return None
-        return simplejpeg.decode_jpeg(data, strict=strict)
+        return simplejpeg.decode_jpeg(data)
     except ValueError as e:
         raise InvalidSample("image does not decode") from e
 
@@ -209,9 +178,7 @@ def _decode_other(data: bytes) -> np.ndarray:
         raise InvalidSample("image has too many pixels") from e
     except InvalidSample:
         raise
-    except (
-        Exception
-    ) as e:  # Pillow's decoders raise SyntaxError, struct.error, KeyError, ... on damaged files
+    except Exception as e:  # Pillow raises SyntaxError, struct.error, ... on damaged files
         raise InvalidSample("image does not decode") from e
 
 
@@ -245,23 +212,6 @@ def _strip_to_rgb(image: Image.Image) -> np.ndarray:
         image = Image.new("RGB", over.size, "white")
         image.paste(over, mask=over)
     return np.array(image.convert("RGB"))  # a writable copy
-
-
-def picture_of(members: Mapping[str, Any]) -> str:
-    """`picture` of a sample's image, a cut-off one too; "" where nothing can be seen."""
-    try:
-        return picture(_pixels(image_bytes(members), strict=False))
-    except InvalidSample:
-        return ""
-
-
-def picture(pixels: np.ndarray) -> str:
-    """uint8 [H, W, 3] as a small JPEG in a data URI."""
-    image = Image.fromarray(pixels)
-    image.thumbnail((PICTURE, PICTURE))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _check_size(width: int, height: int) -> None:

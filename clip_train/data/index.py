@@ -1,8 +1,8 @@
-"""What is known about shards: how many samples, how many bytes and which bytes each one has.
+"""What is known about shards: the number of samples, the number of bytes, and checksums.
 
 `clip-train index` writes two files beside the shards: `sizes.json`, OpenCLIP's `{name: samples}`, and
-`clip_train_index.json`, which adds the size, the sha256 and a checksum of every block: with it no byte of a shard is
-used before its block has been verified. Counts also come from another's `sizes.json` and img2dataset's `*_stats.json`.
+`clip_train_index.json`, which adds the size, the sha256 and a checksum of every block. Remote shards are verified by
+it while they are read. Counts also come from another tool's `sizes.json` and from img2dataset's `*_stats.json`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ INDEX_NAME = "clip_train_index.json"  # MosaicML has taken index.json
 SIZES_NAME = "sizes.json"
 STATS_SUFFIX = "_stats.json"  # img2dataset's, in place of .tar
 FORMAT = "clip-train index 2"
-FORMAT_1 = "clip-train index 1"  # counted samples with an image and a caption apart from the others
 OFFSET_EVERY = 64  # samples
-READS = 3  # of an index that does not fit its own sum: other bytes may come
 THREADS = 16  # for many small files
 
 
@@ -40,14 +38,13 @@ class ShardEntry:
     samples: int  # in the archive, usable or not
     sha256: str  # of the whole file
     checksums: Checksums
-    damage: str | None = None  # of the archive, as it was indexed: what follows is lost
-    # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins; 8 bytes each: every worker of a run has all
-    # of all shards
+    damage: str | None = None  # of the archive, as it was indexed: all behind it is lost
+    # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins; 8 bytes each, as every worker has all of them
     offsets: array[int] = field(default_factory=lambda: array("Q"))
 
     @property
     def count(self) -> int:
-        """Places in an epoch: damage has one of its own, so that it is met and counted."""
+        """Places in an epoch: damage has a place of its own, so that it is met and counted."""
         return self.samples + (self.damage is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,28 +55,23 @@ class ShardEntry:
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> ShardEntry:
-        sums = Checksums(found["bytes"], found["block_bytes"], found["blocks"])
-        samples, offsets = found["samples"], array("Q", found["offsets"])
+    def from_dict(cls, row: dict[str, Any]) -> ShardEntry:
+        sums = Checksums(row["bytes"], row["block_bytes"], row["blocks"])
+        samples, offsets = row["samples"], array("Q", row["offsets"])
         if len(offsets) != samples // OFFSET_EVERY:
             raise ValueError(f"it has {len(offsets)} offsets for {samples} samples")
-        if found.get(
-            "unusable"
-        ):  # of FORMAT_1: not counted above, so the offsets are not of these numbers
-            samples, offsets = samples + found["unusable"], array("Q")
-        return cls(samples, found["sha256"], sums, found["damage"], offsets)
+        return cls(samples, row["sha256"], sums, row["damage"], offsets)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """A list of shards with what is known about each."""
+    """A list of shards with what is known about each of them."""
 
     shards: list[str]
     entries: Mapping[str, ShardEntry] = field(default_factory=dict)  # by path or URL
-    sizes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # samples by path or URL; go before the entries'
-    sources: tuple[int, ...] = ()  # shards of each of those that `::` joins; (): they are one
+    # samples by path or URL; they take precedence over the entries'
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    sources: tuple[int, ...] = ()  # shards of each source that `::` joins; (): there is one
 
     @property
     def checksums(self) -> dict[str, Checksums]:
@@ -87,12 +79,9 @@ class ShardIndex:
 
     @property
     def without(self) -> list[str]:
-        """The shards of which no index knows."""
-        return [
-            shard
-            for shard in self.shards
-            if shard not in self.entries and synthetic_size(shard) is None
-        ]
+        """The shards that are in no index."""
+        files = [shard for shard in self.shards if synthetic_size(shard) is None]
+        return [shard for shard in files if shard not in self.entries]
 
     @property
     def uncounted(self) -> list[str]:
@@ -100,7 +89,7 @@ class ShardIndex:
         return [shard for shard in dict.fromkeys(self.shards) if self.count(shard) is None]
 
     def count(self, shard: str) -> int | None:
-        """Samples in a shard, None where it is not known."""
+        """Samples in a shard; None if it is not known."""
         entry = self.entries.get(shard)
         return self.sizes.get(shard, entry.count if entry else synthetic_size(shard))
 
@@ -113,7 +102,7 @@ class ShardIndex:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in one epoch; None where not all shards are counted."""
+        """Samples in one epoch; None if not all shards are counted."""
         counts = [self.count(shard) for shard in self.shards]
         return None if None in counts else sum(filter(None, counts))
 
@@ -131,34 +120,37 @@ class ShardIndex:
         return hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
 
     def describe(self) -> str:
-        """What it gives, or what is lost without it."""
-        lost, number = self.without, self.num_samples
-        text = f"{len(self.shards)} shards, all indexed: every block is verified"
-        if not any(shard in self.entries for shard in self.shards):
-            text = "synthetic: noise, of no file"
-        if lost:
+        """What the index gives, or what is lost without it."""
+        text = f"{len(self.shards)} shards, all indexed"
+        if self.without:
             text = (
-                f"{len(lost)} of {len(self.shards)} shards have no index (the first is {lost[0]}): flipped bytes in "
-                "images and captions go unseen, and so does a shard that was replaced; `clip-train index` makes one"
+                f"{len(self.without)} of {len(self.shards)} shards have no index (the first is {self.without[0]}): "
+                "flipped bytes and replaced shards go unseen; `clip-train index` makes one"
             )
-        return text + ("" if number is None else f", {number:,} samples in an epoch")
+        elif not self.entries:
+            text = "synthetic: noise, of no file"
+        return (
+            text
+            if self.num_samples is None
+            else f"{text}, {self.num_samples:,} samples in an epoch"
+        )
 
 
 def index_of(
     spec: str, verify: str, storage: StorageConfig, field: str = "data.train"
 ) -> ShardIndex:
-    """The shards that `spec` names with what is known about them. UserError as `expand` and `look_up` raise it."""
+    """The shards that `spec` names with what is known about them. UserError as in `expand` and `look_up`."""
     return look_up(expand(spec, field), verify, storage)
 
 
 def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> ShardIndex:
-    """Reads what lies beside the shards of some sources.
+    """Reads the indexes and counts beside the shards of some sources.
 
     Args:
         verify: as `data.verify`; "off" leaves indexes alone.
 
     Raises:
-        UserError: an index is damaged, or whether there is one cannot be found out.
+        UserError: an index is damaged, or cannot be read.
     """
     shards = [shard for source in sources for shard in source]
     entries: dict[str, ShardEntry] = {}
@@ -166,13 +158,13 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
     for folder, names in folders.items():
         known = load(folder, storage)
         entries |= {shard: known[name] for name, shard in names.items() if name in known}
-    found = ShardIndex(shards, entries, sources=tuple(map(len, sources)))
-    return found.with_sizes(find_sizes(found.uncounted, storage))
+    index = ShardIndex(shards, entries, sources=tuple(map(len, sources)))
+    return index.with_sizes(find_sizes(index.uncounted, storage))
 
 
 @dataclass(frozen=True)
 class ResumedData:
-    """Where the data goes on."""
+    """Where the data of a resumed run begins."""
 
     index: ShardIndex  # with the counts that the order was made of
     began: int  # step
@@ -187,7 +179,7 @@ def resume_data(
     changed_shards: bool,
     changed_order: bool,
 ) -> ResumedData:
-    """The data of a run that goes on from a checkpoint: at the same position, or anew where a change is allowed.
+    """The data of a run that resumes from a checkpoint: at the same position, or anew if a change is allowed.
 
     Args:
         state: the checkpoint's, with `TrainLoader.state` in it.
@@ -197,111 +189,104 @@ def resume_data(
         changed_order: anything else may have changed as well.
 
     Raises:
-        UserError: a change that is not allowed, with what was and is.
+        UserError: a change that is not allowed, with the old and the new value.
     """
     rows, then = unpack_rows(state["shards"]), state["order"]
-    others = [
+    notices = [
         f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now
     ]
-    shards = changes(rows, index.rows())
-    if others and not changed_order:
+    if notices and not changed_order:
         raise UserError(
-            f"the order of the data is not that of the checkpoint: {'; '.join(others)}. Restore it, or set "
-            "checkpoint.allow_changed_recipe=true to go on with the weights and begin the data anew"
+            f"the order of the data is not that of the checkpoint: {'; '.join(notices)}. Restore it, or set "
+            "checkpoint.allow_changed_recipe=true to continue with the weights and begin the data anew"
         )
+    shards = changes(rows, index.rows())
     if shards and not (changed_shards or changed_order):
         raise UserError(
             f"data.train is not the list of shards that the checkpoint was written with: {shards}. Restore it, or set "
             "data.allow_changed_shards=true to begin the first epoch of the new one"
         )
-    if shards or others:
-        return ResumedData(
-            index,
-            state["step"],
-            "; ".join([*others, *([f"data.train: {shards}"] if shards else [])]),
-        )
+    if shards:
+        notices.append(f"data.train: {shards}")
+    if notices:
+        return ResumedData(index, state["step"], "; ".join(notices))
     sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
     return ResumedData(index.with_sizes(sizes), state["data_began"])
 
 
 def find_sizes(shards: list[str], storage: StorageConfig) -> dict[str, int]:
-    """Samples by path or URL, of those whose folder has a sizes.json, or img2dataset's file beside each shard."""
+    """Samples by path or URL: of the shards in a sizes.json, and of those with img2dataset's file beside them."""
 
-    def written(shard: str) -> int | None:
+    def successes(shard: str) -> int | None:
         return load_counts(shard.removesuffix(".tar") + STATS_SUFFIX, storage).get("successes")
 
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for folder, names in by_folder(shards).items():
-        sizes = load_counts(folder + SIZES_NAME, storage)
-        found |= {shard: sizes[name] for name, shard in names.items() if name in sizes}
-        rest = [shard for shard in names.values() if shard not in found]
-        if rest and written(rest[0]) is not None:
+        listed = load_counts(folder + SIZES_NAME, storage)
+        sizes |= {shard: listed[name] for name, shard in names.items() if name in listed}
+        rest = [shard for shard in names.values() if shard not in sizes]
+        if rest and successes(rest[0]) is not None:
             with ThreadPoolExecutor(THREADS) as pool:
-                counts = zip(rest, pool.map(written, rest), strict=True)
-                found |= {shard: count for shard, count in counts if count is not None}
-    return found
+                counts = zip(rest, pool.map(successes, rest), strict=True)
+                sizes |= {shard: count for shard, count in counts if count is not None}
+    return sizes
 
 
 def load_counts(url: str, storage: StorageConfig) -> dict[str, int]:
-    """Those in a JSON object, another's sizes.json perhaps; {} where there is none: what would be in it is counted."""
+    """The counts in a JSON object, perhaps another tool's; {} if there is none: its shards are counted then."""
     try:
         with open_read(url, storage) as file:
-            found = json.loads(file.read())
+            content = json.loads(file.read())
     except (OSError, ValueError):
         return {}
-    found = found if isinstance(found, dict) else {}
-    return {name: count for name, count in found.items() if type(count) is int and count >= 0}
+    counts = content.items() if isinstance(content, dict) else ()
+    return {name: count for name, count in counts if type(count) is int and count >= 0}
 
 
 def by_folder(shards: list[str]) -> dict[str, dict[str, str]]:
-    """Folder -> name -> shard. A signed link is of one file, so its folder cannot be asked; noise has none."""
-    found: dict[str, dict[str, str]] = {}
+    """Folder -> name -> shard. Without signed links, whose folder cannot be asked, and noise, which has none."""
+    folders: dict[str, dict[str, str]] = {}
     for shard in shards:
         folder, name = split_name(shard)
         if "?" not in name and synthetic_size(shard) is None:
-            found.setdefault(folder, {})[name] = shard
-    return found
+            folders.setdefault(folder, {})[name] = shard
+    return folders
 
 
 def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
-    """The entries of a folder's index by the shards' names; {} where there is none. UserError."""
+    """The entries of a folder's index by the shards' names; {} if there is none. UserError."""
     url = folder + INDEX_NAME
-    for read in range(1, READS + 1):
-        try:
-            with open_read(url, storage) as file:
-                return parse(file.read())
-        except FileNotFoundError:
-            return {}
-        except OSError as e:
-            message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
-            raise unreadable(e, f"{message}; data.verify=off trains without one") from e
-        except (ValueError, LookupError, TypeError, OverflowError) as e:
-            if read == READS:
-                raise UserError(
-                    f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again"
-                ) from e
-    raise AssertionError("unreachable")
+    try:
+        with open_read(url, storage) as file:
+            return parse(file.read())
+    except FileNotFoundError:
+        return {}
+    except OSError as e:
+        message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
+        raise unreadable(e, f"{message}; data.verify=off trains without one") from e
+    except (ValueError, LookupError, TypeError, OverflowError) as e:
+        raise UserError(
+            f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again"
+        ) from e
 
 
 def parse(data: bytes) -> dict[str, ShardEntry]:
-    """ValueError, LookupError, TypeError or OverflowError for what is not a whole index."""
-    found = json.loads(data)
-    if found["format"] not in (FORMAT, FORMAT_1):
-        raise ValueError(f"its format is {found['format']}, not {FORMAT}")
-    if found["sha256"] != _sum(found["shards"]):
+    """ValueError, LookupError, TypeError or OverflowError for anything but a whole index."""
+    content = json.loads(data)
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']}, not {FORMAT}")
+    if content["sha256"] != _sha256(content["shards"]):
         raise ValueError("it does not fit its own sha256")
-    return {name: ShardEntry.from_dict(entry) for name, entry in found["shards"].items()}
+    return {name: ShardEntry.from_dict(row) for name, row in content["shards"].items()}
 
 
 def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
     """An index file; the same entries give the same bytes."""
     shards = {name: entries[name].to_dict() for name in sorted(entries)}
-    lines = ",\n".join(
-        f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in shards.items()
-    )
-    text = f'{{"format": "{FORMAT}", "sha256": "{_sum(shards)}", "shards": {{\n{lines}\n}}}}\n'
+    rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in shards.items())
+    text = f'{{"format": "{FORMAT}", "sha256": "{_sha256(shards)}", "shards": {{\n{rows}\n}}}}\n'
     return text.encode()
 
 
-def _sum(shards: Mapping[str, Any]) -> str:
+def _sha256(shards: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -30,7 +31,6 @@ from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.local import open_own
 from clip_train.storage.redact import redact
 from clip_train.storage.urls import is_remote, local_path, open_read, write_bytes
 
@@ -43,12 +43,10 @@ ROUND_SECONDS = 10.0  # then ranks exchange what they have counted
 
 @dataclass(frozen=True)
 class Indexed:
-    """What was found out about one shard."""
+    """The result of reading one shard."""
 
     entry: ShardEntry
-    invalid: Counter[
-        str
-    ]  # reason -> samples that cannot be used, as far as one sees without decoding
+    invalid: Counter[str]  # reason -> samples that cannot be used, as far as seen without decoding
     names: tuple[str, ...]  # of the first sample's members, and `json.x` for the keys of its .json
 
 
@@ -69,9 +67,7 @@ class HashedFile(BlockFile):
 
     def _load(self, block: int) -> bytes:
         data = b""
-        for number in range(
-            min(block, len(self._sums)), block + 1
-        ):  # those that were passed over too
+        for number in range(min(block, len(self._sums)), block + 1):  # skipped blocks too
             begin, end = self.bounds(number)
             self._file.seek(begin)
             data = self._file.read(end - begin)
@@ -98,7 +94,7 @@ def index_shard(
     samples, offsets, damage = 0, array("Q"), None
     invalid: Counter[str] = Counter()
     seen: set[str] = set()
-    names: tuple[str, ...] = ()
+    names: list[str] = []
     try:
         with open_shard(url) as file:
             hashed = HashedFile(url, file, block_bytes)
@@ -109,10 +105,8 @@ def index_shard(
                         invalid[OUT_OF_ORDER if sample.key in seen else reason] += 1
                     seen.add(sample.key)
                     if not samples:
-                        names = (
-                            *sample.members,
-                            *(f"json.{key}" for key in decode.json_of(sample.members)),
-                        )
+                        keys = decode.metadata(sample.members)
+                        names = [*sample.members, *(f"json.{key}" for key in keys)]
                     samples += 1
                     if samples % index.OFFSET_EVERY == 0:
                         offsets.append(sample.end)
@@ -121,7 +115,8 @@ def index_shard(
             checksums, sha256 = hashed.finish()
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
-    return Indexed(ShardEntry(samples, sha256, checksums, damage, offsets), invalid, names)
+    entry = ShardEntry(samples, sha256, checksums, damage, offsets)
+    return Indexed(entry, invalid, tuple(names))
 
 
 def index_shards(
@@ -132,29 +127,33 @@ def index_shards(
     workers: int = 2,
     progress: Callable[[str], None] = lambda url: None,
 ) -> dict[str, Indexed]:
-    """What is in all shards, read by `workers` processes (1: by this one). DataError where one cannot be read.
+    """The contents of all shards, read by `workers` processes (1: by this one). DataError if one cannot be read.
 
     progress: called with each shard as it is done.
     """
     read = partial(index_shard, caption_key=caption_key, block_bytes=block_bytes)
     todo = list(dict.fromkeys(urls))
     workers = min(workers, len(todo))
-    found: dict[str, Indexed] = {}
-    context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
-    context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, mp_context=context) if workers > 1 else None
-    try:
-        for url, each in zip(todo, pool.map(read, todo) if pool else map(read, todo), strict=True):
-            found[url] = each
-            progress(url)
-    except BrokenProcessPool as e:
-        raise DataError(
-            "an indexing process died; if memory ran out (see dmesg), use fewer --workers"
-        ) from e
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
-    return found
+    indexed: dict[str, Indexed] = {}
+    with contextlib.ExitStack() as stack:
+        results: Iterable[Indexed] = map(read, todo)
+        if workers > 1:
+            context = multiprocessing.get_context(
+                "forkserver"
+            )  # file systems do not survive a fork
+            context.set_forkserver_preload([__name__])
+            pool = ProcessPoolExecutor(workers, mp_context=context)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            results = pool.map(read, todo)
+        try:
+            for url, result in zip(todo, results, strict=True):
+                indexed[url] = result
+                progress(url)
+        except BrokenProcessPool as e:
+            raise DataError(
+                "an indexing process died; if memory ran out (see dmesg), use fewer --workers"
+            ) from e
+    return indexed
 
 
 def try_folders(urls: Iterable[str]) -> None:
@@ -217,110 +216,87 @@ def _content(url: str) -> bytes | None:
 
 
 def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
-    """Where a shard differs from its index; None where it does not."""
+    """How a shard differs from its index; None if it does not."""
     if then is None:
         return "is not in the index"
     if then.checksums.size != now.checksums.size:
         return f"has {now.checksums.size} bytes, the index says {then.checksums.size}"
-    if then.sha256 != now.sha256:
-        size = then.checksums.block_bytes
-        other = [
-            k
-            for k in range(-(-then.checksums.size // size))
-            if then.checksums.of(k) != now.checksums.of(k)
-        ]
-        return (
-            f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"
-        )
-    return None
-
-
-def count_shard(url: str, storage: StorageConfig) -> int:
-    """Samples in a shard, and one for the damage where it is damaged; only headers are read. DataError."""
-    return sum(
-        1
-        for _ in read_shard(
-            url, Reading(storage), unread=float("inf"), buffer_bytes=COUNT_BUFFER_BYTES
-        )
-    )
+    if then.sha256 == now.sha256:
+        return None
+    size = then.checksums.block_bytes
+    blocks = range(-(-then.checksums.size // size))
+    other = [k for k in blocks if then.checksums.of(k) != now.checksums.of(k)]
+    return f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"
 
 
 def count_missing(
-    found: ShardIndex,
+    index: ShardIndex,
     storage: StorageConfig,
     *,
     keep: Path | None = None,
     together: bool = True,
     log: Callable[[str], None] = lambda line: None,
 ) -> ShardIndex:
-    """The index with the counts of the shards that nobody has counted. DataError where one cannot be read.
+    """The index with the counts of the shards that nobody has counted. DataError if one cannot be read.
 
     Args:
-        keep: a folder in which every count is written down at once: a run that is killed and started again goes on.
+        keep: a file for the counts of each round: a run that is killed and started again continues from there.
             None: nothing is written.
         together: all ranks call this, each counts some of the shards. Else this process counts all of them.
         log: called by rank 0 with a line about every round of `ROUND_SECONDS` but the first.
     """
     ranks, rank = (dist.world_size(), dist.rank()) if together else (1, 0)
-    known = _kept(keep, found.uncounted) if rank == 0 else {}
-    known = dist.broadcast_object(known) if together else known
-    while todo := [url for url in found.uncounted if url not in known]:
-        if rank == 0 and known:
-            done, total = len(known), len(known) + len(todo)
-            log(
-                f"counting samples: {done} of {total} shards are done; `clip-train index` keeps the counts"
-            )
-        count = partial(_count_some, todo[rank::ranks], storage, keep, rank)
-        for each in dist.gather_objects(dist.agreed(count)) if together else [count()]:
-            known |= each
-    return found.with_sizes(known) if known else found
+    counts: dict[str, int] = {}
+    if rank == 0 and keep is not None:
+        counts = _read_kept(keep, index.uncounted)
+    if together:
+        counts = dist.broadcast_object(counts)
+    while True:
+        todo = [url for url in index.uncounted if url not in counts]
+        if not todo:
+            return index.with_sizes(counts)
+        if rank == 0 and counts:
+            done = f"{len(counts)} of {len(counts) + len(todo)} shards are done"
+            log(f"counting samples: {done}; `clip-train index` keeps the counts")
+        count = partial(_count_some, todo[rank::ranks], storage)
+        for some in dist.gather_objects(dist.agreed(count)) if together else [count()]:
+            counts |= some
+        if rank == 0 and keep is not None:
+            rows = {redact(url): [_local_bytes(url), samples] for url, samples in counts.items()}
+            with contextlib.suppress(OSError):  # without it the next start only takes longer
+                write_bytes(keep, json.dumps(rows).encode())
 
 
-def _count_some(
-    urls: list[str], storage: StorageConfig, keep: Path | None, rank: int
-) -> dict[str, int]:
-    """Counts by path or URL, until the round is over; each is written down as it comes."""
+def _count_some(urls: list[str], storage: StorageConfig) -> dict[str, int]:
+    """Samples by path or URL, until the round is over. Damage counts as one; only headers are read. DataError."""
+
+    def count(url: str) -> int:
+        reading = Reading(storage)
+        return sum(1 for _ in read_shard(url, reading, 0, math.inf, COUNT_BUFFER_BYTES))
+
     end = time.monotonic() + ROUND_SECONDS
     counts: dict[str, int] = {}
     with ThreadPoolExecutor(COUNT_THREADS) as pool:
         for start in range(0, len(urls), COUNT_THREADS):
             group = urls[start : start + COUNT_THREADS]
-            counts |= zip(
-                group, pool.map(lambda url: count_shard(url, storage), group), strict=True
-            )
-            rows = [
-                {"shard": redact(url), "bytes": _local_bytes(url), "samples": counts[url]}
-                for url in group
-            ]
-            if keep is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # a disk that refuses costs the next start its time, no more
-                    keep.mkdir(parents=True, exist_ok=True)
-                    with open_own(keep / f"{rank:05d}.jsonl", "a") as file:
-                        file.write("".join(json.dumps(row) + "\n" for row in rows))
+            counts |= zip(group, pool.map(count, group), strict=True)
             if time.monotonic() > end:
                 break
     return counts
 
 
-def _kept(keep: Path | None, wanted: list[str]) -> dict[str, int]:
-    """What earlier starts have counted, of shards that are as long as they were."""
-    found: dict[str, int] = {}
-    for path in sorted(keep.glob("*.jsonl")) if keep is not None else []:
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-                found[row["shard"]] = (
-                    int(row["samples"]) if row["bytes"] == _local_bytes(row["shard"]) else -1
-                )
-            except (ValueError, LookupError, TypeError):  # the line that a kill has cut
-                continue
-    return {url: found[redact(url)] for url in wanted if found.get(redact(url), -1) >= 0}
+def _read_kept(keep: Path, wanted: list[str]) -> dict[str, int]:
+    """What earlier starts have counted of these shards, if they are as long as they were."""
+    try:
+        rows = json.loads(keep.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    kept = {url: rows.get(redact(url), [-1, 0]) for url in wanted}
+    return {url: samples for url, (size, samples) in kept.items() if size == _local_bytes(url)}
 
 
 def _local_bytes(url: str) -> int | None:
-    """None of a remote shard, or one that is not there."""
+    """None for a remote shard, or one that does not exist."""
     try:
         return None if is_remote(url) else os.stat(local_path(url)).st_size
     except OSError:

@@ -22,7 +22,6 @@ MIN_INVALID = 20  # before the limit may stop a run: one of the first ten means 
 KEYS_SHOWN = 3
 KEY_LENGTH = 60  # characters of a key that are shown
 ROWS_SHOWN = 20
-PICTURES = 3  # of a reason, which are kept
 
 
 class InvalidSample(Exception):
@@ -39,24 +38,11 @@ class Invalid(NamedTuple):
     reason: str
     shard: str  # path or URL
     key: str
-    members: Mapping[str, Any] | None = (
-        None  # the sample's, until it is known whether a picture of it is wanted
-    )
-    picture: str = ""  # a data URI, where something of the image can be seen
 
     @property
     def place(self) -> str:
         """As `Batch.bad_samples` counts them."""
         return f"{self.reason}\t{redact(self.shard)}"
-
-    def shown(self) -> dict[str, str]:
-        """As `Batch.bad_pictures` has them."""
-        return {
-            "reason": self.reason,
-            "shard": redact(self.shard),
-            "key": self.key[:KEY_LENGTH],
-            "picture": self.picture,
-        }
 
 
 def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -66,48 +52,46 @@ def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = 
     lines = [f"    count  {'reason':{width}}  shard" + ("  first keys" if keys else "")]
     for place, count in rows:
         reason, shard = place.split("\t", 1)
-        # from an unknown shard: escaped for the terminal
-        shown = ", ".join(
-            repr(key[:KEY_LENGTH])[1:-1] for key in (keys or {}).get(place, ())[:KEYS_SHOWN]
-        )
+        first = keys[place][:KEYS_SHOWN] if keys else ()
+        # keys come from an unknown shard: escaped for the terminal
+        shown = ", ".join(repr(key[:KEY_LENGTH])[1:-1] for key in first)
         lines.append(f"{count:9}  {reason:{width}}  {shard}  {shown}".rstrip())
-    left_out = len(counts) - len(rows)
-    return "\n".join(lines + ([f"and {left_out} more rows"] if left_out else []))
+    if len(counts) > len(rows):
+        lines.append(f"and {len(counts) - len(rows)} more rows")
+    return "\n".join(lines)
 
 
-def table_of(found: Iterable[Invalid]) -> str:
+def table_of(invalid: Iterable[Invalid]) -> str:
     keys: dict[str, list[str]] = defaultdict(list)
-    for each in found:
-        keys[each.place].append(each.key)
-    return table({place: len(each) for place, each in keys.items()}, keys)
+    for sample in invalid:
+        keys[sample.place].append(sample.key)
+    return table({place: len(found) for place, found in keys.items()}, keys)
 
 
 class InvalidLimit:
-    """Stops a run whose data is mostly broken, by what one rank has met of late."""
+    """Ends a run whose data is mostly broken, by what one rank has met recently."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self._window: deque[tuple[int, list[Invalid]]] = (
-            deque()
-        )  # (samples, those invalid) of each recent batch
+        # (samples, the invalid ones) of each recent batch
+        self._window: deque[tuple[int, list[Invalid]]] = deque()
         self._samples = 0
 
-    def add(self, samples: int, found: list[Invalid]) -> None:
-        """Counts one batch of `samples`, of whose places so many held an invalid sample.
+    def add(self, samples: int, invalid: list[Invalid]) -> None:
+        """Counts one batch of `samples` places and the invalid samples that they held.
 
         Raises:
             DataError: with the table, above the limit.
         """
-        self._window.append((samples, found))
+        self._window.append((samples, invalid))
         self._samples += samples
         while self._samples - self._window[0][0] >= WINDOW:
             self._samples -= self._window.popleft()[0]
-        invalid = sum(len(each) for _, each in self._window)
-        if invalid >= MIN_INVALID and invalid > self.limit * self._samples:
+        recent = [sample for _, batch in self._window for sample in batch]
+        if len(recent) >= MIN_INVALID and len(recent) > self.limit * self._samples:
             raise DataError(
-                f"{invalid} of the last {self._samples} samples were invalid, more than data.bad_sample_limit "
-                f"({self.limit:g}); repair the shards or raise the limit\n"
-                + table_of(each for _, batch in self._window for each in batch)
+                f"{len(recent)} of the last {self._samples} samples were invalid, more than data.bad_sample_limit "
+                f"({self.limit:g}); repair the shards or raise the limit\n{table_of(recent)}"
             )
 
 
@@ -124,17 +108,11 @@ class InvalidLog(Callback):
     epoch: int = 0  # whole epochs so far
     # of each epoch that has ended: epoch, step, bad_samples
     epochs: list[dict[str, int]] = field(default_factory=list)
-    # the first ones for each reason, on this rank, since the last start
-    pictures: list[dict[str, str]] = field(default_factory=list)
 
     def after_step(self, record: dict[str, Any], batch: Batch) -> None:
         """Collective after the last step of an epoch."""
         self.step = record["step"]
         self.mine.update(batch.bad_samples)
-        for picture in batch.bad_pictures:
-            kept = [known for known in self.pictures if known["reason"] == picture["reason"]]
-            if len(kept) < PICTURES:
-                self.pictures.append(picture)
         epoch = self.epoch_at(self.step)
         if epoch <= self.epoch:
             return
@@ -170,14 +148,13 @@ class InvalidLog(Callback):
         self.epochs = list(state["bad_epochs"])
 
     def sum_and_write(self) -> None:
-        """Collective: sums over the ranks, then writes the sum and the pictures to the sinks."""
+        """Collective: sums over the ranks, then writes the sum to the sinks."""
         from clip_train import dist  # torch: a recipe is read without
 
         counts = dist.gather_objects(dict(self.mine))
         self.total = sum(map(Counter, counts), Counter[str]())
         if self.total and self.write is not None:
-            record = {"step": self.step, **self.state(), "pictures": self.pictures}
-            self.write(record, "invalid")
+            self.write({"step": self.step, **self.state()}, "invalid")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""

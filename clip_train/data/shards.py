@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import base64
-import io
 import os
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -24,15 +23,12 @@ from clip_train.storage.redact import REMOVED, is_redacted, redact
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
 
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
-Row = tuple[
-    str, str, int
-]  # of a shard: name, whose folder may move; 16 digits of its sha256 or ""; samples
+# of a shard: name (its folder may move), 16 digits of its sha256 or "", samples
+Row = tuple[str, str, int]
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
 NSHARDS = "nshards.txt"
 NAMES_SHOWN = 5
-SYNTHETIC = (
-    "synthetic://"  # and a number of samples: a shard that is no file, of `data.images.synthetic`
-)
+SYNTHETIC = "synthetic://"  # and a number of samples: noise (`data.images`) instead of a file
 
 
 def split_sources(spec: str) -> list[str]:
@@ -46,7 +42,7 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
     Raises:
         UserError: a `pipe:` URL, a table instead of shards, an empty part, or braces that do not close.
     """
-    found: list[list[str]] = []
+    sources: list[list[str]] = []
     for part in split_sources(spec):
         if part.startswith("pipe:"):
             raise UserError(
@@ -61,16 +57,15 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
             )
         if is_redacted(part):
             raise UserError(f"{field} ({part}): {REMOVED}, as {field}=<URL>")
-        try:
-            patterns = list(braceexpand(part)) if part else []
-        except ValueError as e:
-            raise UserError(f"{field} ({part}): the braces do not balance ({e})") from e
-        if not patterns:
+        if not part:
             raise UserError(
                 f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`"
             )
-        found.append(patterns)
-    return found
+        try:
+            sources.append(list(braceexpand(part)))
+        except ValueError as e:
+            raise UserError(f"{field} ({part}): the braces do not balance ({e})") from e
+    return sources
 
 
 def expand(spec: str, field: str = "data.train") -> list[list[str]]:
@@ -80,49 +75,44 @@ def expand(spec: str, field: str = "data.train") -> list[list[str]]:
         UserError: as `expand_braces`, or a pattern that matches nothing.
     """
     return [
-        [shard for pattern in patterns for shard in _listed(pattern, field)]
+        [shard for pattern in patterns for shard in _matches(pattern, field)]
         for patterns in expand_braces(spec, field)
     ]
 
 
 def is_folder(place: str) -> bool:
-    """Whether it names a folder: of a URL its last slash says so."""
+    """Whether it names a folder: a URL of a folder ends with a slash."""
     return place.endswith("/") or (not is_remote(place) and os.path.isdir(local_path(place)))
 
 
-def _listed(pattern: str, field: str) -> list[str]:
+def _matches(pattern: str, field: str) -> list[str]:
+    """The shards that a pattern matches; in a folder of clip_benchmark as many as nshards.txt has."""
     try:
-        numbered = is_folder(pattern) and (
-            is_remote(pattern) or (local_path(pattern) / NSHARDS).exists()
-        )
-        return _numbered(pattern.rstrip("/")) if numbered else expand_glob(pattern)
-    except UserError as e:
-        what = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}"
-        before = (
-            "" if is_remote(pattern) else re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
-        )
-        raise missing(before, what, str(e)) from e
-    except ImportError as e:
-        raise UserError(f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})") from e
-    except OSError as e:
-        raise unreadable(
-            e, f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})"
-        ) from e
-
-
-def _numbered(folder: str) -> list[str]:
-    """The shards of clip_benchmark's layout: 0.tar, 1.tar, ..., as many as nshards.txt says. UserError, OSError."""
-    try:
+        if not is_folder(pattern):
+            return expand_glob(pattern)
+        folder = pattern.rstrip("/")
+        if not is_remote(pattern) and not (local_path(folder) / NSHARDS).exists():
+            return expand_glob(pattern)
         with open_read(f"{folder}/{NSHARDS}") as file:
-            return [f"{folder}/{n}.tar" for n in range(int(file.read()))]
-    except (FileNotFoundError, ValueError) as e:
-        raise UserError(
-            f"{NSHARDS} of the folder cannot be read ({e}); without one write {folder}/*.tar"
-        ) from e
+            return [f"{folder}/{number}.tar" for number in range(int(file.read()))]
+    except (UserError, FileNotFoundError, ValueError) as e:
+        what = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}"
+        before = ""
+        if not is_remote(pattern):
+            before = re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
+        remedy = str(e)
+        if not isinstance(e, UserError):
+            remedy = (
+                f"{NSHARDS} of the folder cannot be read ({e}); without one write {pattern}*.tar"
+            )
+        raise missing(before, what, remedy) from e
+    except (ImportError, OSError) as e:
+        message = f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})"
+        raise unreadable(e, message) if isinstance(e, OSError) else UserError(message) from e
 
 
 def synthetic_size(shard: str) -> int | None:
-    """Samples of `synthetic://N`; None of a shard that is to be read."""
+    """Samples of `synthetic://N`; None for a shard that is a file."""
     number = shard.removeprefix(SYNTHETIC)
     return int(number) if number != shard and number.isdecimal() else None
 
@@ -135,26 +125,23 @@ def split_name(shard: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Reading:
-    """How shards are opened: how patiently, and what their bytes are verified against."""
+    """How remote shards are read: how patiently, and the checksums of the indexed ones by URL."""
 
     storage: StorageConfig = field(default_factory=StorageConfig)
-    checksums: Mapping[str, Checksums] = field(
-        default_factory=dict
-    )  # by path or URL; of the indexed ones
+    checksums: Mapping[str, Checksums] = field(default_factory=dict)
 
 
 PLAIN = Reading()
 
 
 def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BYTES) -> BinaryIO:
-    """A seekable binary file, each block of which is verified where the shard is indexed.
+    """A seekable binary file. Each block of a remote shard is verified if the shard is indexed.
 
     Raises OSError, which is worth a retry unless it is a `StorageError`; UserError for an unknown protocol.
     """
-    file = open_read(url, reading.storage, reading.checksums.get(url))
-    if isinstance(file, io.BufferedReader):
-        return io.BufferedReader(file.detach(), buffer_bytes)
-    return file  # what is remote or verified brings its own blocks
+    if is_remote(url):
+        return open_read(url, reading.storage, reading.checksums.get(url))
+    return local_path(url).open("rb", buffer_bytes)
 
 
 def pack_rows(rows: Iterable[Row]) -> str:
@@ -170,30 +157,22 @@ def unpack_rows(packed: str) -> list[Row]:
 
 
 def changes(then: Sequence[Row], now: Sequence[Row]) -> str:
-    """What has been added, removed, changed or reordered since; "" where nothing has, as far as indexes tell."""
-    before, after = _digits_of(then), _digits_of(now)
-    found = {
-        "added": [name for name in after for _ in after[name][len(before[name]) :]],
-        "removed": [name for name in [*before] for _ in before[name][len(after[name]) :]],
-        "changed in content": [
-            name
-            for name in [*after]
-            for a, b in zip(before[name], after[name], strict=False)
-            if a and b and a != b
-        ],
+    """The shards that were added, removed, changed or reordered since; "" for none, as far as indexes tell."""
+    names_then, names_now = [row[0] for row in then], [row[0] for row in now]
+    digits = {name: digits for name, digits, _ in then}
+    kinds = {
+        "added": Counter(names_now) - Counter(names_then),
+        "removed": Counter(names_then) - Counter(names_now),
+        "changed in content": Counter(
+            name for name, new, _ in now if new and digits.get(name, "") not in ("", new)
+        ),
     }
-    if not any(found.values()) and [row[0] for row in then] != [row[0] for row in now]:
+    lines = []
+    for kind, names in kinds.items():
+        if names:
+            shown = list(names.elements())[:NAMES_SHOWN]
+            more = ", ..." if names.total() > NAMES_SHOWN else ""
+            lines.append(f"{names.total()} {kind} ({', '.join(shown)}{more})")
+    if not lines and names_then != names_now:
         return "the same shards are in another order"
-    return "; ".join(
-        f"{len(names)} {kind} ({', '.join(names[:NAMES_SHOWN])}{', ...' * (len(names) > NAMES_SHOWN)})"
-        for kind, names in found.items()
-        if names
-    )
-
-
-def _digits_of(rows: Iterable[Row]) -> dict[str, list[str]]:
-    """By name; [] of one that is not there."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name, digits, _ in rows:
-        found[name].append(digits)
-    return found
+    return "; ".join(lines)

@@ -1,7 +1,7 @@
 """Tar files read as samples (ustar, GNU long names, pax; three times as fast as `tarfile`), and written.
 
-Neighbouring members that share a key (the name up to the first dot of its last part) make a sample, as
-webdataset has it. Unlike there, an archive that is damaged or cut is an error.
+Neighboring members that share a key (the name up to the first dot of its last part) make a sample, as in webdataset.
+Unlike there, a damaged or cut archive is an error.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BLOCK = 512  # bytes: everything in a tar is padded to this
-ZEROS = bytes(BLOCK)
 MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
 MAX_NAME_BYTES = 1 << 20  # of a long name or pax header; more is damage
 MAX_PAX_RECORDS = 1_000  # of a pax header; more is damage
-MAX_MEMBER_BYTES = 1 << 28  # what is larger is not read: a whole block of samples is held in memory
+MAX_MEMBER_BYTES = 1 << 28  # larger members are not read: a whole block of samples is in memory
 MAX_OFFSET = 1 << 50  # bytes; no shard is that long
-MAX_MEMBERS = (
-    64  # kept of one sample: a shard whose file names share a dot would become one huge sample
-)
+MAX_MEMBERS = 64  # of a sample: a shard whose names share a dot would become one huge sample
 
-_METADATA = re.compile(
-    r"(^|/)__[^/]*__([./]|$)"
-)  # what webdataset keeps beside samples: __index__.json
+# what webdataset keeps beside samples, such as __index__.json
+_METADATA = re.compile(r"(^|/)__[^/]*__([./]|$)")
 
 
 class TarError(Exception):
@@ -41,25 +37,24 @@ class TarError(Exception):
 
 @dataclass
 class TarSample:
-    """One sample as it lies in its archive."""
+    """One sample as it is in its archive."""
 
     key: str
-    start: int  # bytes: where its first header begins (a long name's header included)
-    end: int = 0  # bytes: where whatever follows begins; reading can resume here
-    members: dict[str, bytes] = field(default_factory=dict)  # lower-case extension -> content
-    duplicate: bool = False  # an extension came twice: two samples of one key
-    too_large: bool = False  # a member was left out for its size
+    end: int = 0  # bytes: where the next sample begins; reading can resume here
+    # lower-case extension -> content; None: larger than MAX_MEMBER_BYTES
+    members: dict[str, bytes | None] = field(default_factory=dict)
+    duplicate: bool = False  # an extension came twice: two samples with the same key
 
 
 def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[TarSample]:
     """The samples from byte `start`, which must be 0 or the `end` of a sample.
 
     Args:
-        unread: the members of so many of them, the first ones, are passed over by seek; the same damage is found.
+        unread: the number of samples at the beginning whose members are skipped by seek; the same damage is found.
 
     Raises:
         TarError: after the last sample before the damage. The sample that the damage cuts is not yielded.
-        OSError: from `file`, and where the file gives less than its size promises.
+        OSError: from `file`, or if it gives less than its size promises.
     """
     total, number = file.seek(0, 2), -1
     sample: TarSample | None = None
@@ -67,45 +62,52 @@ def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[
         base = name.rfind("/") + 1
         dot = name.find(".", base)
         if name and (dot <= base or _METADATA.search(name)):
-            continue  # no extension, hidden as ._b.jpg is, or webdataset's own: no part of a sample
+            continue  # not part of a sample: no extension, hidden (._b.jpg), or webdataset's own
         key, extension = name[:dot], name[dot + 1 :].lower()
         if sample is None or key != sample.key:
             if sample is not None:
                 sample.end = begin
                 yield sample
             if not name:
-                return _check_end(file, begin, total)
-            sample, number = TarSample(key, begin), number + 1
+                break
+            sample, number = TarSample(key), number + 1
         if total < content + size <= content + MAX_MEMBER_BYTES:
             raise TarError("truncated shard", total)
         if number < unread:
             continue
         if extension in sample.members:
             sample.duplicate = True
-        elif size > MAX_MEMBER_BYTES:
-            sample.too_large = True
         elif len(sample.members) < MAX_MEMBERS:
-            sample.members[extension] = _read(file, content, size, total)
+            too_large = size > MAX_MEMBER_BYTES
+            sample.members[extension] = None if too_large else _read(file, content, size, total)
+    # behind the last member only zeros may follow, not too many: a broken copy has holes, or just stops
+    if begin > total:  # a member that was skipped is cut: the same damage as when it is read
+        raise TarError("truncated shard", total)
+    rest = _read(file, begin, min(total - begin, MAX_PADDING_BYTES + 1), total)
+    if not rest:
+        raise TarError("truncated shard: no end mark", total)
+    if rest.count(0) != len(rest) or len(rest) > MAX_PADDING_BYTES:
+        raise TarError("damaged shard: a hole of zeros", begin)
 
 
 def _members(file: BinaryIO, offset: int, total: int) -> Iterator[tuple[str, int, int, int]]:
-    """(name, where its first header begins, where its content does, bytes of that) of each regular file; then one
-    without a name where the archive ends."""
+    """(name, where its first header begins, where its content begins, the content's size) of each regular file; at the
+    end of the archive one without a name."""
     begin, long_name = offset, ""
     pax: dict[str, str] = {}
     while offset < total:
         header = _read(file, offset, BLOCK, total)
-        if header == ZEROS:
+        if header == bytes(BLOCK):
             break
+        kind, content = header[156:157], offset + BLOCK
+        limit = MAX_NAME_BYTES if kind in b"Lxg" else MAX_OFFSET - content
         try:
             size = int(pax.get("size") or _number(header[124:136]))
-            whole = sum(header) - sum(header[148:156]) + 8 * ord(" ") == _number(header[148:156])
+            checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+            whole = checksum == _number(header[148:156]) and 0 <= size <= limit
         except ValueError:
             whole = False
-        kind, content = header[156:157], offset + BLOCK
-        if not whole or not 0 <= size <= (
-            MAX_NAME_BYTES if kind in b"Lxg" else MAX_OFFSET - content
-        ):
+        if not whole:
             raise TarError("damaged shard: bad header", offset)
         if kind == b"L":
             long_name = _text(_read(file, content, size, total).rstrip(b"\0"))
@@ -114,21 +116,16 @@ def _members(file: BinaryIO, offset: int, total: int) -> Iterator[tuple[str, int
         offset = content + size + -size % BLOCK
         if kind in b"Lxg":
             continue  # of the member that follows
-        if kind in b"0\x007" and (name := pax.get("path") or long_name or _header_name(header)):
+        name = pax.get("path") or long_name
+        if not name:
+            short, prefix = (field.split(b"\0", 1)[0] for field in (header[:100], header[345:500]))
+            if prefix and header[257:263] == b"ustar\0":  # GNU tar keeps other things there
+                short = prefix + b"/" + short
+            name = _text(short)
+        if name and kind in b"0\x007":
             yield name, begin, content, size
         begin, long_name, pax = offset, "", {}
     yield "", offset, offset, 0
-
-
-def _check_end(file: BinaryIO, offset: int, total: int) -> None:
-    """Behind the last member only zeros may follow, not too many: a broken copy has holes, or just stops."""
-    if offset > total:  # a member that was skipped is cut: the same damage as when it is read
-        raise TarError("truncated shard", total)
-    rest = _read(file, offset, min(total - offset, MAX_PADDING_BYTES + 1), total)
-    if not rest:
-        raise TarError("truncated shard: no end mark", total)
-    if rest.count(0) != len(rest) or len(rest) > MAX_PADDING_BYTES:
-        raise TarError("damaged shard: a hole of zeros", offset)
 
 
 def _read(file: BinaryIO, offset: int, count: int, total: int) -> bytes:
@@ -136,7 +133,7 @@ def _read(file: BinaryIO, offset: int, count: int, total: int) -> bytes:
         raise TarError("truncated shard", total)
     file.seek(offset)
     data = file.read(count)
-    if len(data) < count:  # the file is whole: the connection is not
+    if len(data) < count:  # the file is whole, the connection is not
         raise OSError(f"short read: {len(data)} of {count} bytes at {offset}")
     return data
 
@@ -146,14 +143,6 @@ def _number(digits: bytes) -> int:
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
     return int(digits.split(b"\0", 1)[0].strip() or b"0", 8)
-
-
-def _header_name(header: bytes) -> str:
-    name = header[:100].split(b"\0", 1)[0]
-    prefix = header[345:500].split(b"\0", 1)[0]
-    if prefix and header[257:263] == b"ustar\0":  # GNU tar keeps other things there
-        name = prefix + b"/" + name
-    return _text(name)
 
 
 def _text(name: bytes) -> str:
@@ -167,18 +156,18 @@ def _pax_records(data: bytes, offset: int) -> dict[str, str]:
     begin = 0
     try:
         while begin < len(data):
-            space = data.find(b" ", begin, begin + 8)  # up to 7 digits: of MAX_NAME_BYTES
+            space = data.find(b" ", begin, begin + 8)  # up to 7 digits, as MAX_NAME_BYTES has
             length = int(data[begin:space]) if space > begin else 0
             if not space - begin < length <= len(data) - begin or len(records) == MAX_PAX_RECORDS:
                 raise ValueError
             name, _, value = data[space + 1 : begin + length - 1].partition(b"=")
             records.append((_text(name), _text(value)))
             begin += length
-        found = dict(records)
-        int(found.get("size") or 0)
+        by_name = dict(records)
+        int(by_name.get("size") or 0)
     except ValueError:
         raise TarError("damaged shard: bad pax header", offset) from None
-    return found
+    return by_name
 
 
 def write_shards(
@@ -187,22 +176,18 @@ def write_shards(
     per_shard: int,
     pattern: str = "{:05d}.tar",
 ) -> list[Path]:
-    """Writes `samples` in order, `per_shard` to a file.
+    """Writes `samples` in order, `per_shard` to a file. Returns the shards' paths.
 
     Args:
-        samples: dicts of "__key__" (without dots: a key ends at the first one) and extension -> content;
-            bytes stay as they are, the rest is encoded by webdataset according to its extension. The same samples
-            give the same bytes.
+        samples: dicts of "__key__" (without dots: a key ends at the first one) and extension -> content. webdataset
+            encodes content that is not bytes according to its extension. The same samples give the same bytes.
         pattern: the file's name, formatted with the shard's number.
-
-    Returns:
-        The shards' paths.
 
     Raises:
         ValueError: an empty key, or one with a dot; nothing of its shard is written.
         OSError: from the disk.
     """
-    import webdataset  # torch: a recipe is read without
+    import webdataset  # imports torch: a recipe is read without
 
     paths: list[Path] = []
     iterator = iter(samples)
@@ -210,13 +195,13 @@ def write_shards(
         for key in (sample["__key__"] for sample in group):
             if not key or "." in key.rsplit("/", 1)[-1]:
                 raise ValueError(
-                    f"sample key {key!r} must not be empty or hold a dot: readers end it at the first one"
+                    f"sample key {key!r} must not be empty or contain a dot: readers end it at the first one"
                 )
-        paths.append(Path(folder) / pattern.format(len(paths)))
-        paths[-1].parent.mkdir(parents=True, exist_ok=True)
-        with webdataset.TarWriter(
-            str(paths[-1]), mtime=0
-        ) as tar:  # a fixed time: equal samples make equal shards
+        path = Path(folder) / pattern.format(len(paths))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # a fixed time: equal samples make equal shards
+        with webdataset.TarWriter(str(path), mtime=0) as tar:
             for sample in group:
                 tar.write(dict(sample))
+        paths.append(path)
     return paths

@@ -1,7 +1,7 @@
-"""CLIP's byte-pair tokenizer, id for id equal to OpenCLIP's `SimpleTokenizer` with its default cleaning; and others.
+"""CLIP's byte-pair tokenizer, with the same ids as OpenCLIP's `SimpleTokenizer` and its default cleaning; and others.
 
-Its speed comes from two observations: plain ASCII captions need no ftfy, and no token crosses a blank,
-so the ids of a blank-separated chunk can be cached.
+It is fast for two reasons: plain ASCII captions need no ftfy, and no token crosses a blank, so the ids of a
+blank-separated chunk can be cached.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import itertools
 import json
 import re as plain_re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import ftfy
 import numpy as np
@@ -28,14 +29,12 @@ Tokenize = Callable[[list[str]], Tensor]  # [b] captions -> int64 [b, context_le
 MERGES_FILE = Path(__file__).with_name("clip_bpe_merges.txt.gz")
 START = "<start_of_text>"
 END = "<end_of_text>"
-CACHED_CHUNKS = 1 << 15  # ~8 MB at most: a worker's memory is to stay as it is
-LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only push words out
-LONGEST_WORD = (
-    4096  # bytes, of which the rest is left out: merging takes quadratic time, here half a second
-)
+CACHED_CHUNKS = 1 << 15  # 8 MB at most: a worker's memory does not grow
+LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only displace words
+LONGEST_WORD = 4096  # bytes; the rest is dropped: merging takes quadratic time, here half a second
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# ftfy and html.unescape leave such text alone. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy drops them.
+# ftfy and html.unescape do not change such text. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy drops them.
 _PLAIN = plain_re.compile(r"[\t\n\x0c\r -%'-~]*").fullmatch
 _WORDS = regex.compile(
     rf"{START}|{END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+",
@@ -43,45 +42,36 @@ _WORDS = regex.compile(
 ).findall
 
 
-@functools.cache
-def byte_symbols() -> list[str]:
-    """The printable character that stands for each byte value, [256]."""
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    others = (chr(256 + n) for n in range(256))
-    return [chr(b) if b in printable else next(others) for b in range(256)]
+class Vocabulary(NamedTuple):
+    """CLIP's tokens, made once for all tokenizers of a process (17 MB)."""
+
+    symbols: list[str]  # the printable character that stands for each byte value, [256]
+    tokens: list[str]  # by id, [49,408]
+    ids: dict[str, int]
+    ranks: dict[tuple[str, ...], int]  # of the 48,894 merges
 
 
 @functools.cache
-def _tables() -> tuple[list[str], dict[str, int], dict[tuple[str, ...], int]]:
-    """(the tokens, their ids, the ranks of the 48,894 merges): made once for all tokenizers of a process (17 MB)."""
-    with gzip.open(MERGES_FILE) as f:
-        lines = (
-            f.read().decode("utf-8").strip("\n").split("\n")
-        )  # not splitlines: some symbols count as line ends
+def vocabulary() -> Vocabulary:
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (chr(256 + number) for number in range(256))
+    symbols = [chr(byte) if byte in printable else next(others) for byte in range(256)]
+    with gzip.open(MERGES_FILE) as file:
+        # not splitlines: some symbols count as line ends
+        lines = file.read().decode("utf-8").strip("\n").split("\n")
     merges = [tuple(line.split()) for line in lines]
-    ordered = sorted(
-        byte_symbols(), key=lambda s: (ord(s) >= 256, s)
-    )  # printable bytes first, as CLIP numbers them
-    vocabulary = [
-        *ordered,
-        *(s + "</w>" for s in ordered),
-        *("".join(m) for m in merges),
-        START,
-        END,
-    ]
-    ids = {token: i for i, token in enumerate(vocabulary)}
-    return vocabulary, ids, {pair: rank for rank, pair in enumerate(merges)}
+    ordered = sorted(symbols, key=lambda s: (ord(s) >= 256, s))  # printable bytes first, as in CLIP
+    ends = [symbol + "</w>" for symbol in ordered]
+    tokens = [*ordered, *ends, *("".join(pair) for pair in merges), START, END]
+    ids = {token: number for number, token in enumerate(tokens)}
+    return Vocabulary(symbols, tokens, ids, {pair: rank for rank, pair in enumerate(merges)})
 
 
 def huggingface_files(context_length: int) -> dict[str, str]:
     """The same tokenizer for transformers' `CLIPTokenizer`: name of file -> content."""
-    vocabulary, _, merges = _tables()
-    start, end = "<|startoftext|>", "<|endoftext|>"  # as OpenAI's tokenizer there has them
-    ids = {token: i for i, token in enumerate([*vocabulary[:-2], start, end])}
+    start, end = "<|startoftext|>", "<|endoftext|>"  # the names in OpenAI's tokenizer there
+    tokens = [*vocabulary().tokens[:-2], start, end]
+    ids = {token: number for number, token in enumerate(tokens)}
     special = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
     config = {
         "tokenizer_class": "CLIPTokenizer",
@@ -91,65 +81,47 @@ def huggingface_files(context_length: int) -> dict[str, str]:
     }
     return {
         "vocab.json": json.dumps(ids, ensure_ascii=False),
-        "merges.txt": "\n".join(["#version: 0.2", *map(" ".join, merges), ""]),
+        "merges.txt": "\n".join(["#version: 0.2", *map(" ".join, vocabulary().ranks), ""]),
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
         "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
     }
 
 
-def clean(text: str) -> list[str]:
-    """OpenCLIP's "lower": mojibake and HTML entities repaired, lower case. Split at blanks."""
-    if _PLAIN(text):
-        return text.lower().split()
-    text = html.unescape(html.unescape(ftfy.fix_text(text)))
-    return (
-        " ".join(text.split()).lower().split(" ")
-    )  # in this order: lower() may depend on neighbours
+def repair(text: str) -> str:
+    """Mojibake and HTML entities repaired, blanks made single spaces."""
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 
 class Tokenizer:
     """Captions -> token ids.
 
     Args:
-        context_length: tokens per caption, start and end included; longer captions lose their tail,
-            and the end token stands at the last place. Padding is 0.
+        context_length: tokens per caption, start and end included; longer captions lose their tail, and the end token
+            takes the last place. Padding is 0.
     """
 
     def __init__(self, context_length: int = 77) -> None:
         if context_length < 1:
             raise ValueError(f"context_length ({context_length}) must be at least 1; CLIP's is 77")
         self.context_length = context_length
-        self.vocab_size = len(_tables()[0])  # 49,408
-        self.start_id, self.end_id = self.vocab_size - 2, self.vocab_size - 1
 
     def __call__(self, texts: str | list[str]) -> Tensor:
-        """[b] captions -> int64 [b, context_length]."""
+        """[b] captions -> int64 [b, context_length]. Cleaned as by OpenCLIP's "lower"."""
         texts = [texts] if isinstance(texts, str) else texts
+        start, end = vocabulary().ids[START], vocabulary().ids[END]
         table = np.zeros((len(texts), self.context_length), dtype=np.int64)
         for row, text in zip(table, texts, strict=True):
-            ids = [self.start_id, *self.encode(text, self.context_length), self.end_id][
-                : self.context_length
-            ]
-            ids[-1] = self.end_id
+            # in this order: lower() may depend on neighbors
+            chunks = text.lower().split() if _PLAIN(text) else repair(text).lower().split(" ")
+            ids = [start]
+            for chunk in chunks:
+                if len(ids) >= self.context_length:
+                    break
+                ids += _cached_ids(chunk) if len(chunk) <= LONGEST_CACHED_CHUNK else _ids(chunk)
+            ids = [*ids, end][: self.context_length]
+            ids[-1] = end
             row[: len(ids)] = ids
         return torch.from_numpy(table)
-
-    def encode(self, text: str, enough: float = float("inf")) -> list[int]:
-        """One caption -> ids, without start and end, of any length; at least the first `enough` of them."""
-        ids: list[int] = []
-        for chunk in clean(text):
-            if len(ids) >= enough:
-                break
-            ids += _cached_ids(chunk) if len(chunk) <= LONGEST_CACHED_CHUNK else _chunk_ids(chunk)
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids -> text; a start, end or padding token comes out as its own name."""
-        byte_of = {s: b for b, s in enumerate(byte_symbols())}
-        joined = "".join(_tables()[0][i] for i in ids)
-        return (
-            bytes(byte_of[c] for c in joined).decode("utf-8", errors="replace").replace("</w>", " ")
-        )
 
 
 class HFTokenizer:
@@ -158,7 +130,7 @@ class HFTokenizer:
     Args:
         name: on the hub or in its local cache, or a folder.
         context_length: tokens per caption, special ones included.
-        clean: `whitespace`, `lower` too, or `canonicalize`: neither case nor punctuation.
+        clean: `whitespace`, also `lower`, or also `canonicalize`: neither case nor punctuation.
         strip_sep_token: 0 in place of the separator.
     """
 
@@ -169,75 +141,65 @@ class HFTokenizer:
         clean: str = "whitespace",
         strip_sep_token: bool = False,
     ) -> None:
-        """UserError where the package is not installed or has no such tokenizer."""
+        """UserError if the package is not installed or has no such tokenizer."""
+        field = f"text_cfg.hf_tokenizer_name ({name})"
         try:
             from transformers import AutoTokenizer
         except ImportError as e:
             raise UserError(
-                f"text_cfg.hf_tokenizer_name ({name}) needs a package that cannot be imported ({e}); "
-                "pip install 'clip-train[hf]'"
+                f"{field} needs a package that cannot be imported ({e}); pip install 'clip-train[hf]'"
             ) from e
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as e:
             raise UserError(
-                f"text_cfg.hf_tokenizer_name ({name}) cannot be loaded: {str(e).splitlines()[0]}; give a folder with "
-                "its files, or fetch them where there is a network"
+                f"{field} cannot be loaded: {str(e).splitlines()[0]}; give a folder with its files, or fetch them on "
+                "a machine with a network"
             ) from e
-        self.context_length, self._clean, self._strip_sep_token = (
-            context_length,
-            clean,
-            strip_sep_token,
-        )
+        self.context_length = context_length
+        self._clean, self._strip_sep_token = clean, strip_sep_token
         self.vocab_size = len(self._tokenizer)
 
     def __call__(self, texts: str | list[str]) -> Tensor:
         """[b] captions -> int64 [b, context_length]."""
-        texts = [self._cleaned(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        cleaned = []
+        for text in [texts] if isinstance(texts, str) else texts:
+            repaired = repair(text)
+            if self._clean == "canonicalize":
+                repaired = " ".join(repaired.replace("_", " ").translate(_NO_PUNCTUATION).split())
+            cleaned.append(repaired if self._clean == "whitespace" else repaired.lower())
         ids = self._tokenizer(
-            texts,
+            cleaned,
             return_tensors="pt",
             max_length=self.context_length,
             padding="max_length",
             truncation=True,
         ).input_ids
-        return (
-            ids.masked_fill(ids == self._tokenizer.sep_token_id, 0)
-            if self._strip_sep_token
-            else ids
-        )
-
-    def _cleaned(self, text: str) -> str:
-        text = html.unescape(html.unescape(ftfy.fix_text(text)))
-        if self._clean == "canonicalize":
-            text = text.replace("_", " ").translate(_NO_PUNCTUATION)
-        text = " ".join(text.split())
-        return text if self._clean == "whitespace" else text.lower()
+        if not self._strip_sep_token:
+            return ids
+        return ids.masked_fill(ids == self._tokenizer.sep_token_id, 0)
 
 
-def _chunk_ids(chunk: str) -> tuple[int, ...]:
-    """Ids of a cleaned text without blanks."""
-    _, ids, _ = _tables()
-    found: list[int] = []
+def _ids(chunk: str) -> list[int]:
+    """Ids of a cleaned text without blanks. Joins the neighbors that were merged first in training, until no pair is
+    left to join."""
+    symbols, _, ids, ranks = vocabulary()
+    chunk_ids: list[int] = []
     for word in _WORDS(chunk):
-        parts = [word] if word in (START, END) else _merged(word.encode("utf-8")[:LONGEST_WORD])
-        found += (ids[part] for part in parts)
-    return tuple(found)
+        if word in (START, END):
+            chunk_ids.append(ids[word])
+            continue
+        parts = [symbols[byte] for byte in word.encode("utf-8")[:LONGEST_WORD]]
+        parts[-1] += "</w>"
+        while len(parts) > 1:
+            pair = min(itertools.pairwise(parts), key=lambda pair: ranks.get(pair, 1 << 30))
+            if pair not in ranks:
+                break
+            for place, part in enumerate(parts):  # `parts` becomes shorter meanwhile
+                if part == pair[0] and parts[place + 1 : place + 2] == [pair[1]]:
+                    parts[place : place + 2] = ["".join(pair)]
+        chunk_ids += [ids[part] for part in parts]
+    return chunk_ids
 
 
-_cached_ids = functools.lru_cache(CACHED_CHUNKS)(_chunk_ids)
-
-
-def _merged(word: bytes) -> list[str]:
-    """Joins the neighbours that were merged first in training, until none is left to join."""
-    ranks = _tables()[2]
-    parts = [byte_symbols()[b] for b in word]
-    parts[-1] += "</w>"
-    while len(parts) > 1:
-        first, second = min(itertools.pairwise(parts), key=lambda p: ranks.get(p, 1 << 30))
-        if (first, second) not in ranks:
-            break
-        for i, part in enumerate(parts):  # which become fewer on the way
-            if part == first and parts[i + 1 : i + 2] == [second]:
-                parts[i : i + 2] = [first + second]
-    return parts
+_cached_ids = functools.lru_cache(CACHED_CHUNKS)(_ids)

@@ -1,13 +1,12 @@
-"""What is evaluated on: read once, in order, every sample on exactly one rank. Shards, or a folder of images."""
+"""The data that is evaluated on, every sample on exactly one rank, in order. Shards, or a folder of images."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from torch import Tensor
 from clip_train.batch import shares
 from clip_train.data import decode
 from clip_train.data.decode import CaptionKey
-from clip_train.data.images.transforms import EvalTransform
+from clip_train.data.images import EvalTransform
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Segment
 from clip_train.data.reader import Fields, Files, Item, SegmentReader
-from clip_train.data.shards import NSHARDS, Reading, is_folder
+from clip_train.data.shards import NSHARDS, is_folder
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError, UserError, unreadable
 from clip_train.storage.config import StorageConfig
@@ -34,13 +33,13 @@ from clip_train.storage.urls import is_remote, local_path
 class ValBatch:
     """Up to `batch_size` validation samples."""
 
-    images: Tensor  # uint8 [b, 3, S, S], not normalised
+    images: Tensor  # uint8 [b, 3, S, S], not normalized
     texts: Tensor  # int64 [t, context_length]: all captions of the first image, then of the second, ...
-    captions: list[list[str]]  # b lists, of t in all; of labelled images they may be empty
+    captions: list[
+        list[str]
+    ]  # b lists with t captions in all; those of labelled images may be empty
     keys: list[str]
-    metadata: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # the .json's keys, and the .cls as "cls"
+    metadata: list[dict[str, Any]]  # the keys of the .json, and the .cls as "cls"
 
     def __len__(self) -> int:
         return len(self.images)
@@ -48,8 +47,8 @@ class ValBatch:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Labelled images in a folder for each class, as torchvision's `ImageFolder` has them: the label is the place of
-    the class among the sorted names of the folders. Where all names are numbers they are the labels (ImageNet-V2)."""
+    """Labelled images in a folder for each class, as in torchvision's `ImageFolder`: the label is the place of the
+    class among the sorted names of the folders. If all names are numbers they are the labels (ImageNet-V2)."""
 
     root: str
     classes: list[str]
@@ -58,19 +57,19 @@ class ImageFolder:
 
     @classmethod
     def find(cls, place: str, field: str) -> ImageFolder | None:
-        """None where it is something else: shards or their folder. UserError for a folder without images."""
+        """None if it is something else: shards or their folder. UserError for a folder without images."""
         root = None if is_remote(place) else local_path(place)
         if root is None or not root.is_dir() or (root / NSHARDS).exists():
             return None
         try:
-            classes = sorted(each.name for each in root.iterdir() if each.is_dir())
+            classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
             numbered = all(name.isdecimal() for name in classes)
             files = [
                 (os.path.relpath(Path(folder, name), root), int(class_name) if numbered else label)
                 for label, class_name in enumerate(classes)
                 for folder, _, names in sorted(os.walk(root / class_name, followlinks=True))
                 for name in sorted(names)
-                if Path(name).suffix.lower().removeprefix(".") in decode.IMAGE_EXTENSIONS
+                if extension_of(name) in decode.IMAGE_EXTENSIONS
             ]
         except OSError as e:
             raise unreadable(e, f"{field} ({place}) cannot be listed: {e}") from e
@@ -98,30 +97,34 @@ class ImageFolder:
         return [len(self.files)]
 
     def read(self, segment: Segment) -> list[Item]:
-        """DataError."""
-        return [self._fields(*each) for each in self.files[segment.start : segment.stop]]
+        """As `SegmentReader.read`. DataError."""
+        items: list[Item] = []
+        for path, label in self.files[segment.start : segment.stop]:
+            try:
+                data = Path(self.root, path).read_bytes()
+            except OSError as e:
+                raise DataError(f"cannot read {path} of {self.root}: {e}") from e
+            members = {extension_of(path): data, "cls": str(label).encode()}
+            items.append({**members, "__key__": path, "__url__": self.root})
+        return items
 
-    def _fields(self, path: str, label: int) -> Fields:
-        try:
-            data = Path(self.root, path).read_bytes()
-        except OSError as e:
-            raise DataError(f"cannot read {path} of {self.root}: {e}") from e
-        extension = Path(path).suffix.lower().removeprefix(".")
-        return {extension: data, "cls": str(label).encode(), "__key__": path, "__url__": self.root}
+
+def extension_of(path: str) -> str:
+    return Path(path).suffix.lower().removeprefix(".")
 
 
 class ValLoader:
-    """This rank's validation batches: of all samples, in order, the ranks have contiguous shares, which differ by one
-    at most; a rank reads no others. Iterating again starts again.
+    """This rank's validation batches. The ranks have contiguous shares of all samples, in order, which differ by one at
+    most; a rank reads no others. Iterating again starts again.
 
     Samples that cannot be used are left out and listed in `invalid`.
 
     Args:
-        shards: as `data.val` is written. In a folder of clip_benchmark's each line of a `.txt` is a caption.
-        labelled: images may lack captions.
-        workers: threads that decode (the decoders let go of Python's lock); at least one.
-        index: of these shards, with all counts; None: it is looked up, and what nobody has counted is counted here.
-            An `ImageFolder` stands for itself.
+        shards: as `data.val` is written. In a folder of clip_benchmark each line of a `.txt` is a caption.
+        labelled: images need no captions.
+        workers: threads that decode (the decoders release Python's lock); at least one.
+        index: of these shards, with all counts; None: it is looked up, and shards without a count are counted here.
+            An `ImageFolder` is its own index.
 
     Raises:
         UserError: nothing matches.
@@ -146,96 +149,89 @@ class ValLoader:
     ) -> None:
         storage = storage or StorageConfig()
         if index is None:
-            index = count_missing(
-                index_of(shards, "auto", storage, "data.val"), storage, together=False
-            )
+            found = index_of(shards, "auto", storage, "data.val")
+            index = count_missing(found, storage, together=False)
         self.files: Files | ImageFolder
         if isinstance(index, ImageFolder):
             self.files = index
         else:
-            files = Files.of(index, index.shards, caption_key, Reading(storage, index.checksums))
-            self.files = replace(files, needs_caption=not labelled)
+            self.files = Files.of(index, index.shards, storage)
         self.labelled, self.lines = labelled, is_folder(shards)
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size
         self.caption_key = caption_key
         self.workers = max(1, workers)
-        self.invalid: list[Invalid] = []  # of this rank's share, when it was last read
+        self.invalid: list[Invalid] = []  # in this rank's share, when it was last read
         self._transform = EvalTransform(image_size)
         self._no_texts = torch.zeros(0, context_length, dtype=torch.int64)
         self._tokenizer = tokenizer or Tokenizer(context_length)
 
     def __iter__(self) -> Iterator[ValBatch]:
         self.invalid = []
-        with ThreadPoolExecutor(self.workers) as pool:
-            samples = self._mine()
-            while group := list(itertools.islice(samples, self.batch_size)):
-                decoded = list(pool.map(self._decode, group))
-                self.invalid += [each for each in decoded if isinstance(each, Invalid)]
-                good = [
-                    (image, s)
-                    for image, s in zip(decoded, group, strict=True)
-                    if isinstance(image, Tensor)
-                ]
-                if good:
-                    captions = [self._captions(fields) for _, fields in good]
-                    texts = [text for each in captions for text in each]
-                    yield ValBatch(
-                        images=torch.stack([image for image, _ in good]),
-                        texts=self._no_texts if self.labelled else self._tokenizer(texts),
-                        captions=captions,
-                        keys=[fields["__key__"] for _, fields in good],
-                        metadata=[metadata_of(fields) for _, fields in good],
-                    )
-
-    def _mine(self) -> Iterator[Fields]:
-        """The samples of this rank that can be used, as far as one sees without decoding."""
-        counts = shares(sum(self.files.counts), self.world_size)
-        begin = sum(counts[: self.rank])
-        end = begin + counts[self.rank]
-        files = self.files
-        segments = files if isinstance(files, ImageFolder) else SegmentReader(files, keep_open=True)
+        items = self._items()
         usable = False
-        for shard, count in enumerate(
-            self.files.counts
-        ):  # samples [begin, end) of this shard and those behind it
-            for start in range(max(begin, 0), min(end, count), self.batch_size):
-                for item in segments.read(
-                    Segment(shard, start, min(start + self.batch_size, end, count))
-                ):
-                    if isinstance(item, Invalid):
-                        self.invalid.append(item._replace(members=None))
-                    else:
-                        usable = True
-                        yield item
-            begin, end = begin - count, end - count
+        with ThreadPoolExecutor(self.workers) as pool:
+            while True:
+                group = list(itertools.islice(items, self.batch_size))
+                if not group:
+                    break
+                decoded = list(pool.map(self._decode, group))
+                self.invalid += [result for result in decoded if isinstance(result, Invalid)]
+                good = [result for result in decoded if not isinstance(result, Invalid)]
+                if good:
+                    usable = True
+                    images, captions, samples = zip(*good, strict=True)
+                    texts = [text for of_image in captions for text in of_image]
+                    yield ValBatch(
+                        images=torch.stack(images),
+                        texts=self._no_texts if self.labelled else self._tokenizer(texts),
+                        captions=list(captions),
+                        keys=[fields["__key__"] for fields in samples],
+                        metadata=[metadata_of(fields) for fields in samples],
+                    )
         if not usable and self.world_size == 1:
             num = len(self.files.shards)
             raise DataError(
                 f"data.val: no sample in {num} shards can be used\n{table_of(self.invalid)}"
             )
 
-    def _captions(self, fields: Fields) -> list[str]:
-        """At least one, but of a labelled image."""
-        found: list[str] = []
-        with contextlib.suppress(*([InvalidSample] if self.labelled else [])):
-            found = decode.captions(fields, self.caption_key)
-        return (
-            [line for text in found for line in text.splitlines() if line.strip()]
-            if self.lines
-            else found
-        )
+    def _items(self) -> Iterator[Item]:
+        """This rank's samples, in order."""
+        counts = shares(sum(self.files.counts), self.world_size)
+        begin = sum(counts[: self.rank])
+        end = begin + counts[self.rank]
+        files = self.files
+        reader = files if isinstance(files, ImageFolder) else SegmentReader(files, keep_open=True)
+        for shard, count in enumerate(files.counts):
+            # samples [begin, end) of this shard and those behind it
+            for start in range(max(begin, 0), min(end, count), self.batch_size):
+                stop = min(start + self.batch_size, end, count)
+                yield from reader.read(Segment(shard, start, stop))
+            begin, end = begin - count, end - count
 
-    def _decode(self, fields: Fields) -> Tensor | Invalid:
+    def _decode(self, item: Item) -> tuple[Tensor, list[str], Fields] | Invalid:
+        """The image, its captions (at least one, unless images are labelled), and the sample's members."""
+        if isinstance(item, Invalid):
+            return item
         try:
-            return self._transform(decode.decode_image(decode.image_bytes(fields)))
+            data = decode.image_bytes(item)
+            try:
+                texts = list(itertools.chain(*decode.captions(item, self.caption_key).values()))
+            except InvalidSample:
+                if not self.labelled:
+                    raise
+                texts = []
+            image = self._transform(decode.decode_image(data))
         except InvalidSample as e:
-            return Invalid(e.reason, fields["__url__"], fields["__key__"])
+            return Invalid(e.reason, item["__url__"], item["__key__"])
+        if self.lines:
+            texts = [line for text in texts for line in text.splitlines() if line.strip()]
+        return image, texts, item
 
 
-def metadata_of(fields: Fields) -> dict[str, Any]:
-    """The .json's keys, and "cls": the .cls member's number, as ImageNet's shards have it."""
-    out = dict(decode.json_of(fields))
-    if "cls" in fields:
-        out["cls"] = fields["cls"].decode("utf-8", "replace").strip()
-    return out
+def metadata_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the .json, and "cls": the .cls member's number, as in ImageNet's shards."""
+    metadata = dict(decode.metadata(fields))
+    if fields.get("cls") is not None:
+        metadata["cls"] = fields["cls"].decode("utf-8", "replace").strip()
+    return metadata

@@ -1,6 +1,6 @@
 """A loader worker's part of each step: undecoded samples -> (user stages) -> decoded -> a piece of the batch.
 
-This module runs inside the loader's workers, whose pieces lie in shared memory.
+This module runs inside the loader's workers. Their images are in shared memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import pickle
 import signal
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -24,20 +23,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from clip_train.data import decode
 from clip_train.data.decode import CaptionKey
-from clip_train.data.images.synthetic import synthetic_caption, synthetic_image
-from clip_train.data.images.transforms import TrainTransform
-from clip_train.data.invalid import PICTURES, Invalid, InvalidSample, table_of
+from clip_train.data.images import TrainTransform, synthetic_sample
+from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Fields, Files, Item, StreamReader
-from clip_train.data.shards import synthetic_size
+from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError, UserError
 from clip_train.stop import SIGNALS
 
 Stage = Callable[[Iterable[Fields]], Iterable[Fields]]  # such as webdataset.map(f)
-MAX_OPEN_STREAMS = (
-    64  # in a worker: with more, their shards are opened for each block: files and buffers are few
-)
+# in a worker: with more, their shards are opened for each block, to keep files and buffers few
+MAX_OPEN_STREAMS = 64
 IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
 MAX_TRIED = 10_000  # as many samples in a row that cannot be used are no accident
 
@@ -46,7 +43,7 @@ class ImageMemory:
     """Images in shared memory, [workers, slots, capacity, 3, S, S] of uint8, filled by workers over and over.
 
     Sent through the loader's queue, every piece would be copied once more, into fresh pages that the kernel has to
-    clear: a quarter of what a 256 px image costs in all. A worker fills its slots in turn. It is asked for its k-th
+    clear: a quarter of the whole cost of a 256 px image. A worker fills its slots in turn. It is asked for its k-th
     piece when the trainer has fetched piece k - prefetch, and the trainer is done with that one before it fetches the
     next: prefetch + 1 slots are enough.
 
@@ -56,13 +53,12 @@ class ImageMemory:
 
     def __init__(self, workers: int, prefetch: int, capacity: int, image_size: int) -> None:
         shape = (workers, prefetch + 1, capacity, 3, image_size, image_size)
-        storage = torch.UntypedStorage._new_shared(
-            torch.Size(shape).numel()
-        )  # as torch's own collate allocates
+        # as torch's own collate allocates
+        storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
         self._images = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
     def at(self, worker: int, number: int, count: int) -> Tensor:
-        """Of a worker's piece number `number` [count, 3, S, S], valid until the next batch is asked for."""
+        """The images of a worker's piece number `number` [count, 3, S, S], valid until the next batch is asked for."""
         return self._images[worker, number % self._images.shape[1], :count]
 
 
@@ -79,60 +75,58 @@ class Piece:
     invalid: list[Invalid]
 
 
-def pack(made: Piece | tuple[Exception, str]) -> Tensor:
-    """As uint8 [bytes]: only the name of a shared memory goes through the workers' one pipe.
-
-    A message of more than PIPE_BUF is written in parts: a worker killed between two of them, which holds the pipe's
-    lock, would leave the trainer waiting for the rest of it without end.
-    """
-    return torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
-
-
 @dataclass(eq=False)
 class PieceStream(IterableDataset):
     """In a worker: its pieces without end, packed, or one error with where it happened. Else: those of the rank."""
 
     order: Order
     files: Sequence[Files]
-    workers: list[Partition]  # what each has of the global batches
+    workers: list[Partition]  # the part of the global batches that each worker decodes
     start: int  # the first step
     transform: TrainTransform
     tokenizer: Tokenize
     caption_key: CaptionKey
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers
-    pictures: Counter[str] = field(default_factory=Counter)  # that were made, by reason
     closing: Any = (
-        None  # from the first piece on: a byte that the trainer sets once it wants no more
+        None  # from the first piece on: a byte that the trainer sets when it wants no more
     )
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         if info is None:
-            return self._pieces(0)
+            yield from self._pieces(0)
+            return
         torch.set_num_threads(1)
         outlive_signals(self.closing)
         threading.Thread(target=end_with_the_trainer, daemon=True).start()
-        return self._packed(info.id)
-
-    def _packed(self, worker: int) -> Iterator[Tensor]:
-        try:
-            yield from map(pack, self._pieces(worker))
-        except ClipTrainError as e:
-            yield pack((e, ""))  # the message is enough
-        except Exception as e:
+        made: Piece | tuple[Exception, str]
+        pieces = self._pieces(info.id)
+        while True:
             try:
-                pickle.loads(pickle.dumps(e))
-            except Exception:  # an error that cannot travel would hang the queue
-                e = DataError(f"{type(e).__name__}: {e}")
-            yield pack((e, traceback.format_exc()))
+                made = next(pieces)
+            except StopIteration:
+                return
+            except ClipTrainError as e:
+                made = (e, "")  # the message is enough
+            except Exception as e:
+                error: Exception = e
+                try:
+                    pickle.loads(pickle.dumps(e))
+                except Exception:  # an error that cannot be pickled would hang the queue
+                    error = DataError(f"{type(e).__name__}: {e}")
+                made = (error, traceback.format_exc())
+            # As bytes in shared memory, so that only its name goes through the workers' one pipe. A message of more
+            # than PIPE_BUF is written in parts: a worker killed between two of them would still hold the pipe's lock,
+            # and the trainer would wait for the rest without end.
+            yield torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
         S = self.transform.image_size
         readers: dict[int, StreamReader] = {}
         used: dict[int, int] = {}  # stream -> the last step that has needed it
         for step, shares in enumerate(self.workers[worker].steps(self.start)):
-            count = sum(map(len, shares))
+            count = sum(map(len, shares.values()))
             if self.memory is None:
                 images = torch.empty((count, 3, S, S), dtype=torch.uint8)
             else:
@@ -141,20 +135,19 @@ class PieceStream(IterableDataset):
             captions: list[str] = []
             seeds: list[int] = []
             invalid: list[Invalid] = []
-            for share in shares:
-                used[share.stream] = step
-                if share.stream not in readers:
+            for stream, numbers in shares.items():
+                used[stream] = step
+                if stream not in readers:
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
-                    readers[share.stream] = StreamReader(
-                        self.order, self.files, share.stream, keep_open=keep_open
+                    readers[stream] = StreamReader(
+                        self.order, self.files, stream, keep_open=keep_open
                     )
-                for number in range(share.first, share.last):
+                for number in numbers:
                     if self.closing.value:
                         return
-                    seed = self.order.sample_seed(share.stream, number)
-                    image, caption, key = self._first_usable(
-                        readers[share.stream].at(number), seed, invalid
-                    )
+                    seed = self.order.sample_seed(stream, number)
+                    candidates = readers[stream].at(number)
+                    image, caption, key = self._first_usable(candidates, seed, invalid)
                     images[len(keys)] = image  # at once, while it is in the cache
                     captions.append(caption)
                     keys.append(key)
@@ -169,56 +162,47 @@ class PieceStream(IterableDataset):
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
     ) -> tuple[Tensor, str, str]:
-        """Image [3, S, S], caption and key of the first that decodes. The first of all goes into `invalid` where it
-        cannot be used; the others have places of their own, to be counted there."""
+        """Image [3, S, S], caption and key of the first one that decodes. The first of all goes into `invalid` if it
+        cannot be used; the others have places of their own, where they are counted."""
         tried: list[Invalid] = []
         for item in itertools.islice(candidates, MAX_TRIED):
             if isinstance(item, Invalid):
-                tried.append(item._replace(members=None) if tried else item)
+                tried.append(item)
                 continue
-            if synthetic_size(item["__url__"]) is not None:
-                return (
-                    synthetic_image(seed, self.transform.image_size),
-                    synthetic_caption(seed),
-                    item["__key__"],
-                )
+            key, url = item["__key__"], item["__url__"]
+            if url.startswith(SYNTHETIC):
+                return *synthetic_sample(seed, self.transform.image_size), key
             try:
-                fields = self._staged(item)
-                image = self.transform(decode.decode_image(decode.image_bytes(fields)), seed)
+                fields = self._staged(item) if self.stages else item
+                data = decode.image_bytes(fields)
                 caption = decode.caption(fields, self.caption_key, draw=seed)
+                image = self.transform(decode.decode_image(data), seed)
             except InvalidSample as e:
-                tried.append(
-                    Invalid(e.reason, item["__url__"], item["__key__"], None if tried else item)
-                )
+                tried.append(Invalid(e.reason, url, key))
                 continue
-            invalid += map(self._pictured, tried[:1])
-            return image, caption, item["__key__"]
+            invalid += tried[:1]
+            return image, caption, key
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
-    def _pictured(self, found: Invalid) -> Invalid:
-        """Without its members; with a picture, if it is one of the first of its reason here."""
-        wanted = self.pictures[found.reason] < PICTURES
-        picture = decode.picture_of(found.members) if wanted and found.members is not None else ""
-        self.pictures[found.reason] += bool(picture)
-        return found._replace(members=None, picture=picture)
-
     def _staged(self, fields: Fields) -> Fields:
-        """What the user's stages make of a sample."""
+        """The sample after the user's stages, which see only samples with an image and a caption. InvalidSample."""
+        decode.image_bytes(fields)
+        decode.captions(fields, self.caption_key)
         samples: Iterable[Fields] = [dict(fields)]
         for stage in self.stages:
             samples = stage(samples)
-        found = list(samples)
-        if len(found) != 1:
+        made = list(samples)
+        if len(made) != 1:
             raise UserError(
-                f"a data stage must map one sample to one, and made {len(found)} of {fields['__key__']}"
+                f"a data stage must map one sample to one, and made {len(made)} of {fields['__key__']}"
             )
-        return found[0]
+        return made[0]
 
 
 def outlive_signals(closing: Any) -> None:
     """In a worker: Ctrl-C and a launcher's signals go to the whole process group, but only the trainer may act.
 
-    It still wants batches until its checkpoint is committed, and then ends the workers, by SIGTERM where need be.
+    It still wants batches until its checkpoint is committed, and then ends the workers, by SIGTERM if necessary.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -233,7 +217,7 @@ def outlive_signals(closing: Any) -> None:
 
 
 def end_with_the_trainer() -> None:
-    """torch looks at the parent of a worker, which is the fork server, and that one lives as long as its workers."""
+    """torch watches the parent of a worker, which is the fork server, and that lives as long as its workers."""
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         trainer.join()

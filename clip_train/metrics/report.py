@@ -137,7 +137,7 @@ def _shown(run: Run) -> dict[str, Any]:
         "evaluations": [(name, [number(each.get(name)) for each in latest]) for name in names],
         "at": [each["step"] for each in latest],
         "invalid": [(*key.split("\t", 1), count) for key, count in counts[:ROWS]],
-        "more_invalid": len(counts) - ROWS, "pictures": run.invalid.get("pictures", []),
+        "more_invalid": len(counts) - ROWS,
         "recipe": flat(run.recipe), "folder": str(run.folder),
     }  # fmt: skip
 

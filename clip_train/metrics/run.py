@@ -3,7 +3,7 @@
 metrics.jsonl, eval.jsonl      the curves
 attempts.jsonl, VERDICT        each start with what it ran on (event `start`), and how it ended
 recipe.yaml                    every key
-invalid.json                   samples that could not be used, with pictures of some
+invalid.json                   samples that could not be used
 """
 
 from __future__ import annotations

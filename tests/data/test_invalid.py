@@ -12,9 +12,9 @@ from clip_train.protocols import Batch
 from tests.ranks import run_ranks
 
 
-def batch(counts: dict[str, int], pictures: list[dict[str, str]] | None = None) -> Batch:
+def batch(counts: dict[str, int]) -> Batch:
     empty = torch.zeros(0)
-    return Batch(empty, empty, empty, bad_samples=counts, bad_pictures=pictures or [])
+    return Batch(empty, empty, empty, bad_samples=counts)
 
 
 def one_rank() -> tuple[str, str, dict]:
@@ -53,16 +53,6 @@ def test_an_epoch_without_any_is_reported_too():
     lines: list[str] = []
     InvalidLog(epoch_at=lambda step: step // 7, log=lines.append).after_step({"step": 7}, batch({}))
     assert lines == ["epoch 1 is done (step 7): no invalid samples"]
-
-
-def test_a_few_pictures_of_each_reason_are_kept():
-    log = InvalidLog()
-    for number in range(9):
-        reasons = "ab"[: 1 + number % 2]
-        pictures = [{"reason": reason, "key": f"{reason}{number}"} for reason in reasons]
-        log.after_step({"step": number}, batch({}, pictures))
-    assert [each["key"] for each in log.pictures] == ["a0", "a1", "b1", "a2", "b3", "b5"]
-    assert "picture" not in json.dumps(log.state())  # a checkpoint goes without
 
 
 def test_keys_cannot_write_to_the_terminal():

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFilter
 
 from clip_train.data.decode import decode_image
-from clip_train.data.images.transforms import EvalTransform, TrainTransform
+from clip_train.data.images import EvalTransform, TrainTransform
 from clip_train.data.invalid import InvalidSample
 
 

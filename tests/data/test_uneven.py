@@ -136,21 +136,21 @@ def test_more_ranks_than_samples_are_refused(folder: Path):  # noqa: F811
 def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
     stages = [{"until_step": 1 + i, "global_size": 60 + 580 * i // 40} for i in range(40)]
     sizes = BatchConfig(global_size=640, schedule=stages).sizes
-    shares = [Partition.of(sizes, lanes, rank, world_size) for rank in range(world_size)]
+    shares = [Partition(sizes, lanes, rank, world_size) for rank in range(world_size)]
     met = [set() for _ in range(world_size)]
     for step, parts in zip(
         range(90), zip(*(share.steps(0) for share in shares), strict=True), strict=False
     ):
         taken = collections.Counter()
         for rank, own in enumerate(parts):
-            assert sum(map(len, own)) in (
+            assert sum(map(len, own.values())) in (
                 sizes.at(step) // world_size,
                 -(-sizes.at(step) // world_size),
             )
-            for part in own:
-                assert len(part)
-                taken.update((part.stream, j) for j in range(part.first, part.last))
-                met[rank] |= {part.stream} if step > 40 else set()
+            for stream, numbers in own.items():
+                assert len(numbers)
+                taken.update((stream, number) for number in numbers)
+                met[rank] |= {stream} if step > 40 else set()
         assert set(taken.values()) == {1} and len(taken) == sizes.at(step)
     if lanes == 64 and world_size == 8:
         assert met[3] == set(range(24, 32))  # of the steps behind the schedule
@@ -160,9 +160,10 @@ def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
     "num, expected", [(1, [160]), (3, [50, 60, 50]), (4, [40] * 4), (40, [10] * 16)]
 )
 def test_workers_share_the_work(num, expected):
-    workers = Partition.of(BatchSizes.constant(640), 64, 1, 4).workers(num)
+    workers = Partition(BatchSizes.constant(640), 64, 1, 4).workers(num)
     for step in (50, 51):
-        assert [sum(map(len, next(worker.steps(step)))) for worker in workers] == expected
+        shares = [next(worker.steps(step)) for worker in workers]
+        assert [sum(map(len, share.values())) for share in shares] == expected
     assert all(worker.most() == size for worker, size in zip(workers, expected, strict=True))
 
 
@@ -170,13 +171,15 @@ def test_workers_share_the_work(num, expected):
 @pytest.mark.parametrize("lanes, world_size, num", pairwise((1, 5, 12, 31), (1, 2), (1, 3, 8)))
 def test_pieces_of_workers_in_turn_are_the_rank_s_share(sizes, lanes, world_size, num):
     for rank in range(world_size):
-        whole = Partition.of(sizes, lanes, rank, world_size)
+        whole = Partition(sizes, lanes, rank, world_size)
         workers = whole.workers(num)
         for parts in itertools.islice(
             zip(whole.steps(3), *(w.steps(3) for w in workers), strict=True), 30
         ):
-            assert [share for piece in parts[1:] for share in piece] == parts[0]
+            assert [share for piece in parts[1:] for share in piece.items()] == list(
+                parts[0].items()
+            )
             assert all(
-                sum(map(len, piece)) <= w.most()
+                sum(map(len, piece.values())) <= w.most()
                 for w, piece in zip(workers, parts[1:], strict=True)
             )

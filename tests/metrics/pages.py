@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 TEN = datetime(2026, 11, 23, 10, tzinfo=timezone.utc).timestamp()  # when a made-up run began
-PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
 VOID = {
     "meta",
     "link",

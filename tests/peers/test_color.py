@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import tests.peers.torchvision_shim  # noqa: F401  before torchvision
-from clip_train.data.images.color import adjust, augment_color
+from clip_train.data.images import TrainTransform, adjust_color
 
 pytestmark = pytest.mark.peer
 
@@ -28,7 +26,7 @@ def test_every_operation(name):
         ):
             theirs = getattr(F, f"adjust_{name}")(image, factor)
             assert np.array_equal(
-                np.asarray(adjust(image, operation, factor)), np.asarray(theirs)
+                np.asarray(adjust_color(image, operation, factor)), np.asarray(theirs)
             ), factor
 
 
@@ -36,8 +34,7 @@ def test_gray_scale():
     from torchvision.transforms import Grayscale
 
     pixels = np.random.default_rng(1).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    ours = augment_color(
-        torch.from_numpy(pixels).permute(2, 0, 1), random.Random(0), None, 1.0, 1.0
-    )
+    whole = TrainTransform(32, (1.0, 1.0), (1.0, 1.0), gray_scale_prob=1.0)
+    ours = whole(torch.from_numpy(pixels).permute(2, 0, 1), 0)
     theirs = Grayscale(num_output_channels=3)(Image.fromarray(pixels))
     assert np.array_equal(ours.permute(1, 2, 0).numpy(), np.asarray(theirs))

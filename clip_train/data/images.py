@@ -1,0 +1,140 @@
+"""From a decoded image to the S x S pixels that a tower is given; and images that are drawn, without any file.
+
+Resizing is torch's bicubic with antialiasing on uint8: 2.4 times as fast as OpenCLIP's Pillow path at 512 px, and
+within 54 dB PSNR of it. Color augmentation is torchvision's ColorJitter and Grayscale on Pillow's operations, as in
+OpenCLIP's `--aug-cfg`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance
+from torch import Tensor
+from torch.nn import functional as F
+
+CROP_TRIES = 10
+MAX_STRETCH = 32  # evaluation keeps the middle of images that are more than this times as long
+ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+HUE = len(ENHANCERS)  # the fourth operation of ColorJitter
+OFFSETS = 1 << 20  # places of one row of noise where a synthetic image can begin
+WORDS = (
+    "a", "the", "of", "on", "in", "with", "and", "photo", "painting", "small", "large", "old", "red", "green", "blue",
+    "black", "white", "cat", "dog", "bird", "horse", "boat", "car", "train", "street", "tree", "river", "mountain",
+)  # fmt: skip
+FEWEST, MOST = 4, 24  # words of a synthetic caption
+
+
+@dataclass(frozen=True)
+class TrainTransform:
+    """RandomResizedCrop as CLIP and OpenCLIP train with it, then ColorJitter and Grayscale if asked for; no flip."""
+
+    image_size: int  # S, the side of the result in pixels
+    scale: tuple[float, float] = (0.9, 1.0)  # the crop's area as a fraction of the image's
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # the crop's width / height
+    # strengths of brightness, contrast, saturation and hue; None: no jitter
+    color_jitter: tuple[float, float, float, float] | None = None
+    color_jitter_prob: float = 1.0
+    gray_scale_prob: float = 0.0
+
+    def __call__(self, image: Tensor, sample_seed: int) -> Tensor:
+        """uint8 [3, H, W] -> uint8 [3, S, S], a function of the image and the seed alone."""
+        rng = random.Random(sample_seed)
+        top, left, height, width = self.crop(image.shape[1], image.shape[2], rng)
+        region = image[:, top : top + height, left : left + width]
+        out = _resize(region, self.image_size, self.image_size).contiguous()
+        jittered = rng.random() < self.color_jitter_prob and self.color_jitter is not None
+        gray = rng.random() < self.gray_scale_prob
+        if not jittered and not gray:
+            return out
+        picture = Image.fromarray(out.permute(1, 2, 0).contiguous().numpy())
+        if jittered and self.color_jitter is not None:
+            for operation, factor in color_operations(rng, self.color_jitter):
+                picture = adjust_color(picture, operation, factor)
+        if gray:
+            picture = picture.convert("L").convert("RGB")
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+
+    def crop(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
+        """(top, left, height, width) of the region, as torchvision's RandomResizedCrop draws it."""
+        low, high = self.ratio
+        for _ in range(CROP_TRIES):
+            area = height * width * rng.uniform(*self.scale)
+            ratio = math.exp(rng.uniform(math.log(low), math.log(high)))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                return rng.randint(0, height - h), rng.randint(0, width - w), h, w
+        # the image is too long for that: the largest region in the middle with an allowed ratio
+        w, h = min(width, max(1, round(height * high))), min(height, max(1, round(width / low)))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """The shorter side resized to S, then the S x S in the middle, with torchvision's rounding."""
+
+    image_size: int  # S, pixels
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """uint8 [3, H, W] -> uint8 [3, S, S]"""
+        size = self.image_size
+        longest = MAX_STRETCH * min(image.shape[1:])
+        image = _middle(image, *(min(side, longest) for side in image.shape[1:]))
+        shorter = min(image.shape[1:])
+        height, width = (int(size * side / shorter) for side in image.shape[1:])
+        return _middle(_resize(image, height, width), size, size).contiguous()
+
+
+def _resize(image: Tensor, height: int, width: int) -> Tensor:
+    """uint8 [3, H, W] -> uint8 [3, height, width]"""
+    if image.shape[1:] == (height, width):
+        return image
+    return F.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
+
+
+def _middle(image: Tensor, height: int, width: int) -> Tensor:
+    top, left = round((image.shape[1] - height) / 2), round((image.shape[2] - width) / 2)
+    return image[:, top : top + height, left : left + width]
+
+
+def color_operations(rng: random.Random, strengths: Sequence[float]) -> list[tuple[int, float]]:
+    """The operations of torchvision's ColorJitter in random order, each with a random factor.
+
+    strengths: of brightness, contrast and saturation, whose factors are uniform in [max(0, 1 - s), 1 + s], and of hue,
+        whose factor is in [-s, s]; 0 leaves an operation out.
+    """
+    order = rng.sample(range(HUE + 1), HUE + 1)
+    factors = [rng.uniform(max(0.0, 1 - s), 1 + s) for s in strengths[:HUE]]
+    factors.append(rng.uniform(-strengths[HUE], strengths[HUE]))
+    return [(operation, factors[operation]) for operation in order if strengths[operation]]
+
+
+def adjust_color(image: Image.Image, operation: int, factor: float) -> Image.Image:
+    """torchvision's adjust_brightness (0), adjust_contrast (1) and adjust_saturation (2), where a factor of 1 changes
+    nothing, and adjust_hue (3), which turns the hue by `factor` of a whole circle."""
+    if operation < HUE:
+        return ENHANCERS[operation](image).enhance(factor)
+    hue, saturation, value = image.convert("HSV").split()
+    turned = hue.point([(level + int(factor * 255)) % 256 for level in range(256)])
+    return Image.merge("HSV", (turned, saturation, value)).convert("RGB")
+
+
+def synthetic_sample(seed: int, image_size: int) -> tuple[Tensor, str]:
+    """Noise [3, S, S] of uint8, in memory that images share, and a caption: both by the sample's seed alone."""
+    size = 3 * image_size**2
+    begin = seed % OFFSETS
+    rng = random.Random(seed)
+    caption = " ".join(rng.choices(WORDS, k=rng.randint(FEWEST, MOST)))
+    return _noise(size + OFFSETS)[begin : begin + size].view(3, image_size, image_size), caption
+
+
+@functools.cache
+def _noise(size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
