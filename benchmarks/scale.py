@@ -250,7 +250,7 @@ def beats(rank: int, world_size: int) -> dict:
 
     def run() -> None:
         heartbeat.open(store)  # type: ignore[arg-type]
-        heartbeat.came()
+        heartbeat.all_joined = True
         while store.looks < 5:
             time.sleep(0.01)
         heartbeat.leave()

@@ -143,10 +143,17 @@ class Trainer:
                 self.failure = DataError("the data has ended, although it should go round")
             except Exception as e:
                 self.failure = e
-        failed, stopped = dist.max_scalars(self.failure is not None, self.stop.reason is not None)
-        if failed:
-            self.call("on_error", self.failure, True)
-            dist.raise_agreed(self.failure)
+        try:
+            failed, stopped = dist.max_scalars(
+                self.failure is not None, self.stop.reason is not None
+            )
+            if failed:
+                self.call("on_error", self.failure, True)
+                dist.raise_agreed(self.failure)
+        except (
+            RuntimeError
+        ) as e:  # the vote fails if another rank is lost: this rank's error is first
+            raise self.failure or e from None
         return None if stopped else batch
 
     def _step(self, batch: Batch, timer: StepTimer) -> None:

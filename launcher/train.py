@@ -25,7 +25,7 @@ from clip_train.data.invalid import InvalidLog
 from clip_train.data.loader import Prefetcher
 from clip_train.errors import RankError
 from clip_train.metrics.meters import BatchDigest
-from clip_train.metrics.progress import ProgressLine, headline
+from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
 from clip_train.models.weights import initial_weights, silent
@@ -45,7 +45,7 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import Startup, is_quiet, log, warn
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import clear_verdict, node_name, read_verdict
-from launcher.runtime.watchdog import Watchdog, first_timeout
+from launcher.runtime.watchdog import Watchdog
 from launcher.slurm.attempts import History
 from launcher.weights import weights_here
 
@@ -53,8 +53,7 @@ SHARED_SECONDS = 40.0  # for a folder that rank 0 has made to be seen: NFS cache
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Startup) -> int:
-    """The `train` verb, on every rank; returns the exit status 0, 1 where records of the run were lost, or raises what
-    `outcome.finish` explains.
+    """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish` explains.
 
     stop: listening already, since before the imports.
     """
@@ -98,7 +97,10 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         heartbeat,
         recipe=recipe,
         rendezvous_seconds=config.launch.rendezvous_seconds,
-        timeout_seconds=first_timeout(config.launch),
+        # a rank that waits must not give up before the watchdog of the one that hangs has fired
+        timeout_seconds=max(
+            config.launch.first_timeout_seconds, 1.25 * config.launch.hang_start_seconds
+        ),
     )
     startup.done("process group")
     dist.on_main(partial(make_run_dir, config))
@@ -110,19 +112,8 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     trainer = build_trainer(config, checked, device, outcome, stop, watchdog, described)
     startup.done("model, engine and data")
     stop.listen()  # again: a library may have taken the signals over
-    evaluated = trainer.run()
-    outcome.close_run()
-    lost = watchdog.lost
-    if dist.is_main():
-        outcome.done()
-        folder = config.run_dir
-        if evaluated:
-            log(f"the last evaluation: {headline(evaluated)}")
-        log(f"done. Run directory: {folder}; report: {folder / 'report.html'}")
-        log(f"next: clip-train export {folder / 'recipe.yaml'}")
-    stop.ignore()  # all is committed: a launcher's hurry must not look like a crash
-    outcome.leave()
-    return 1 if lost else 0
+    outcome.succeed(trainer.run())
+    return 0
 
 
 class Watched(Callback):

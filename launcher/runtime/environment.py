@@ -35,9 +35,6 @@ class RankEnv:
     master_addr: str
     master_port: int
     found: str  # where this is from
-    agent_store: bool = (
-        False  # the launcher (torchrun's agent, or ours) holds the store, else rank 0
-    )
     job: str = ""  # the same on all ranks, different for each start; empty where the port is given
     other_ports: tuple[int, ...] = ()  # where rank 0 may serve if master_port is taken
 
@@ -169,11 +166,14 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
             "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
         )
     host = host or "127.0.0.1"
-    if "MASTER_PORT" in environ:
-        port = _number(environ, "MASTER_PORT", 0)
-        agent_store = names is TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return RankEnv(rank, world, local, local_size, host, port, names.name, agent_store)
-    job = ".".join(environ[name] for name in names.job if name in environ) or str(os.getppid())
+    port = _number(environ, "MASTER_PORT", 0)
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # its agent has the port itself
+        job = f"{host}:{port} {environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    elif port:
+        return RankEnv(rank, world, local, local_size, host, port, names.name)
+    else:
+        job = ".".join(environ[name] for name in names.job if name in environ)
+        job = job or str(os.getppid())
     port, *others = candidates(job)
     return RankEnv(
         rank, world, local, local_size, host, port, names.name, job=job, other_ports=tuple(others)

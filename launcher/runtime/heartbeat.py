@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 3.0
 SILENT_BEATS = 5  # a rank whose key has not changed for so many looks is lost: 15 to 18 s
 SILENT_SECONDS = 20.0  # the store itself, if it does not answer for so long
-LEAVE_SECONDS = 15.0  # for the others, before the rank that holds the store ends
-LEAVE_EARLY_SECONDS = (
-    120.0  # the same before all have come: imports may take one rank much longer than another
-)
-LEFT = "left"
+LEAVE_SECONDS = 15.0  # for the others, before rank 0, which holds the store, ends
+# The same before all have joined: imports may take one rank much longer than another.
+LEAVE_EARLY_SECONDS = 120.0
+LEFT = b"left"
+ALL_JOINED = "all"  # key: set once all ranks have joined, or one has failed; ranks wait for it
 
 
 class Heartbeat:
@@ -47,63 +47,48 @@ class Heartbeat:
         self.abort: Failure | None = None  # why all ranks end
         # seconds, monotonic: when this rank learned of it; later while the rank that failed is closing its run
         self.aborted_at = 0.0
+        self.all_joined = False  # from then on silence is a death
         self._store: Store = HashStore()  # until `open`: of this rank alone
         self._server: Store | None = None  # it is closed when the last reference to it goes
         self._answered = 0.0  # seconds, monotonic: the store's last answer
-        self._seen: dict[
-            int, tuple[bytes, int]
-        ] = {}  # rank -> its key's value, and looks since it changed
-        self._all_came = False
+        # rank -> its key's value, and looks since it changed
+        self._seen: dict[int, tuple[bytes, int]] = {}
         self._closed = threading.Event()
-        self._claimed = False  # by a thread of this rank, which publishes it
-        self._lock = threading.Lock()  # of `abort` and `_claimed`
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def open(self, store: Store, *, server: Store | None = None) -> None:
-        """store: a client of this object's own. server: where this process holds the store; it has to leave last."""
+        """store: a client of this object's own. server: on rank 0, which holds the store and has to leave last."""
         self._store, self._server, self._answered = store, server, time.monotonic()
-        self._beat(0)
+        store.set(f"beat/{self.env.rank}", f"0 {node_name()}")
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
         return self._thread.ident is not None
 
-    def came(self) -> None:
-        """All ranks have opened theirs: from now on silence is a death."""
-        self._all_came = True
-
     def claim(self, failure: Failure, trace: str = "") -> Failure:
         """The failure that ends the run: this one, which is published here and now, or the first one before it.
 
-        From any thread. Later ranks say nothing.
+        From any thread.
         """
         if self.abort is not None:
             return self.abort
         # With this rank's number: ranks that notice the same death at once have equal failures.
-        own = f"{self.env.rank} {failure.to_json()}"
-        found = own.encode()
+        own = f"{self.env.rank} {failure.to_json()}".encode()
+        found = own
         with contextlib.suppress(RuntimeError):  # gone: every rank for itself
-            found = self._store.compare_set("abort", "", own)
-            for awaited in ("recipe", "all"):  # wakes the ranks that wait for the others
-                self._store.compare_set(awaited, "", "null")
-        first = parse_claim(found)
+            found = self._store.compare_set("abort", "", own.decode())
+            self._store.compare_set(ALL_JOINED, "", "1")
+        first = Failure.parse(found.partition(b" ")[2])
         self._learn(first)
-        # Not who learned of it: this rank's other threads may have read it in the store by now.
-        with self._lock:
-            is_mine = found == own.encode() and not self._claimed
-            self._claimed = self._claimed or is_mine
-        if is_mine:
+        if found == own:
             self._publish(failure, trace)
         return first
 
-    def _learn(self, failure: Failure) -> bool:
-        """Whether this is news to this rank."""
-        with self._lock:
-            if self.abort is not None:
-                return False
-            self.abort, self.aborted_at = failure, time.monotonic()
-            return True
+    def _learn(self, failure: Failure) -> None:
+        if self.abort is None:
+            self.aborted_at = time.monotonic()
+            self.abort = failure
 
     def wait(self, seconds: float) -> Failure | None:
         """What ends the run, if that is known within `seconds`; a collective fails before a death is known."""
@@ -116,29 +101,27 @@ class Heartbeat:
             time.sleep(0.1)
 
     def leave(self, *, late: bool = False) -> None:
-        """This rank ends; whoever holds the store waits for the others that live. Again does nothing.
+        """This rank ends; rank 0, which holds the store, waits for the others that live. Again does nothing.
 
-        late: ranks that have not come by now have had their time.
+        late: ranks that have not joined by now have had their time.
         """
         if self._closed.is_set():
             return
         self._closed.set()
+        early = not (self.all_joined or late)
+        end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
+        lost = 0
+        for value, looks in self._seen.values():
+            lost += looks >= SILENT_BEATS - 1 and value != LEFT
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"beat/{self.env.rank}", LEFT)
-            left = self._store.add("left", 1)
-            lost = sum(
-                looks >= SILENT_BEATS - 1 and value != LEFT.encode()
-                for value, looks in self._seen.values()
-            )
-            early = not (self._all_came or late)
-            end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
-            while (
-                self._server is not None
-                and left < self.env.world_size - lost
-                and time.monotonic() < end
-            ):
+            self._store.set(f"beat/{self.env.rank}", LEFT.decode())
+            self._store.add("left", 1)
+            if self._server is None:
+                return
+            while self._store.add("left", 0) < self.env.world_size - lost:
+                if time.monotonic() > end:
+                    break
                 time.sleep(0.05)
-                left = self._store.add("left", 0)
 
     def check(self, frozen_seconds: float = 0.0) -> Failure | None:
         """Of the watchdog's thread, which is not held up by a store that does not answer: what ends the run.
@@ -147,12 +130,7 @@ class Heartbeat:
         """
         self._answered += frozen_seconds
         silent = time.monotonic() - self._answered
-        if (
-            self.is_open
-            and self.abort is None
-            and not self._closed.is_set()
-            and silent > self._silent_seconds
-        ):
+        if self.is_open and not self._closed.is_set() and silent > self._silent_seconds:
             self._lose_store(f"its store does not answer for {silent:.0f} s")
         return self.abort
 
@@ -163,44 +141,45 @@ class Heartbeat:
         while not self._closed.wait(self._beat_seconds):
             number += 1
             try:
-                self._beat(number)
+                self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()}")
                 self._poll()
-                if self.abort is not None:
-                    self._wait_for_failed_rank(self.abort)
-                elif self._all_came:
-                    self._look()
+                self._look()
             except RuntimeError as e:  # torch's errors of stores and networks
                 if not self._closed.is_set():
                     self._lose_store(" ".join(str(e).split())[:100])
                 return
             self._answered = time.monotonic()
 
-    def _beat(self, number: int) -> None:
-        self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()}")
-
     def _poll(self) -> None:
         if self.abort is None and self._store.check(["abort"]):
-            self._learn(parse_claim(self._store.get("abort")))
+            rank, _, failure = self._store.get("abort").partition(b" ")
+            if int(rank) != self.env.rank:  # else the thread that claims it publishes it first
+                self._learn(Failure.parse(failure))
 
     def _look(self) -> None:
-        """Rank 0 at all keys, which are W, the others at rank 0's: nothing grows as W squared."""
-        ranks = [
-            r
-            for r in (range(self.env.world_size) if self.env.rank == 0 else [0])
-            if r != self.env.rank
-        ]
-        for rank, value in zip(
-            ranks, self._store.multi_get([f"beat/{r}" for r in ranks]), strict=True
-        ):
+        """Rank 0 at all keys, which are W, the others at rank 0's: nothing grows as W squared.
+
+        After a failure only at the rank that failed, while that closes its run: this rank's part of a pending
+        checkpoint is needed as well, so it must not end before.
+        """
+        abort = self.abort
+        if abort is not None:
+            ranks = [] if abort.lost or abort.rank == self.env.rank else [abort.rank]
+        elif self.all_joined:
+            ranks = list(range(self.env.world_size)) if self.env.rank == 0 else [0]
+        else:
+            ranks = []
+        values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        for rank, value in zip(ranks, values, strict=True):
             looks = self._unchanged_looks(rank, value)
-            if looks >= SILENT_BEATS and value != LEFT.encode():
-                self.claim(
-                    lost(
-                        rank,
-                        self._node(rank),
-                        f"no heartbeat for {looks * self._beat_seconds:.0f} s",
-                    )
-                )
+            silent = looks >= SILENT_BEATS
+            if value == LEFT or rank == self.env.rank:
+                continue
+            if abort is not None and not silent:
+                self.aborted_at = time.monotonic()
+            elif abort is None and silent:
+                how = f"no heartbeat for {looks * self._beat_seconds:.0f} s"
+                self.claim(self._lost(rank, how))
                 return
 
     def _unchanged_looks(self, rank: int, value: bytes) -> int:
@@ -209,34 +188,19 @@ class Heartbeat:
         self._seen[rank] = (value, looks)
         return looks
 
-    def _wait_for_failed_rank(self, abort: Failure) -> None:
-        """The rank that failed has published its error and finishes its part of a pending checkpoint: this rank's
-        part is needed as well, so that it must not end before."""
-        if abort.lost or abort.rank == self.env.rank:
-            return
-        value = self._store.get(f"beat/{abort.rank}")
-        if value != LEFT.encode() and self._unchanged_looks(abort.rank, value) < SILENT_BEATS:
-            self.aborted_at = time.monotonic()
-
-    def _node(self, rank: int) -> str:
-        return self._seen.get(rank, (b"", 0))[0].decode().partition(" ")[2] or "another node"
+    def _lost(self, rank: int, how: str) -> Failure:
+        value, _ = self._seen.get(rank, (b"", 0))
+        node = value.decode().partition(" ")[2] or "another node"
+        message = f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), or its node is gone"
+        return Failure(rank, node, message, lost=True, node_suspect=True)
 
     def _lose_store(self, how: str) -> None:
-        """Rank 0 held it. Where torchrun's agent did, the watchdog asks the ranks to save and end."""
-        failure = lost(0, self._node(0), how)
+        """Rank 0, which held it, is lost."""
+        if self.abort is not None:
+            return
+        failure = self._lost(0, how)
+        self._learn(failure)
         # Nobody is left to ask which rank is the first: rank 1, and where it may be lost as well, one for each node.
-        publishes = self.env.rank == 1 or (
-            self.env.rank > self.env.local_rank == 0 and self._node(0) != node_name()
-        )
-        if not self.env.agent_store and self._learn(failure) and publishes:
+        is_first_of_node = self.env.rank > self.env.local_rank == 0
+        if self.env.rank == 1 or (is_first_of_node and failure.node != node_name()):
             self._publish(failure, "")
-
-
-def parse_claim(value: bytes) -> Failure:
-    """value: of the key `abort`, the number of the rank that wrote it and its failure's JSON."""
-    return Failure.parse(value.partition(b" ")[2])
-
-
-def lost(rank: int, node: str, how: str) -> Failure:
-    message = f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), or its node is gone"
-    return Failure(rank, node, message, lost=True, node_suspect=True)

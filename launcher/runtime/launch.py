@@ -1,35 +1,28 @@
 """`clip-train train` alone on a machine: one rank for each device, each a process that gets every signal once.
 
-The store is here, so that it outlives every rank. Ranks end each other (`heartbeat`); this process only waits for them.
+Ranks end each other (`heartbeat`); this process only waits for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
-from launcher.runtime import rendezvous
 from launcher.runtime.environment import LAUNCHER, detect
-from launcher.runtime.heartbeat import parse_claim
+from launcher.runtime.ports import candidates, free_port
 from launcher.runtime.watchdog import CLOSE_SECONDS
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-TOGETHER_SECONDS = (
-    CLOSE_SECONDS + 30
-)  # for all ranks to end once one has failed; they do within 30 s, or close
-LOST_SECONDS = (
-    25.0  # the same once one is dead or frozen: no signal but KILL reaches a stopped process
-)
+# For all ranks to end once one has; they do within 30 s, or close what they have open.
+TOGETHER_SECONDS = CLOSE_SECONDS + 30
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
@@ -56,13 +49,10 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
     signal.pthread_sigmask(
         signal.SIG_BLOCK, handled
     )  # the ranks begin with them blocked too, until they listen
-    rendezvous.raise_open_files()
-    store = rendezvous.serve("127.0.0.1", 0, seconds=60)
     world = {
         LAUNCHER: str(os.getpid()),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(free_port(candidates(str(os.getpid())))),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
@@ -87,7 +77,7 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         if stop.look() is not None:  # a thread of some library has taken it
             forward(signal.SIGTERM, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        return wait(processes, rendezvous.keys_of_ranks(store))
+        return wait(processes)
     finally:
         stop.ignore()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
@@ -95,21 +85,22 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
             process.kill()
 
 
-def wait(processes: Sequence[subprocess.Popen], keys: Store) -> int:
-    """0, or the exit status of the first rank that failed; after TOGETHER_SECONDS the others are given up, or after
-    LOST_SECONDS. keys: the ranks' own in the store."""
-    failed, end, aborted = 0, float("inf"), False
+def wait(processes: Sequence[subprocess.Popen]) -> int:
+    """0, or the exit status of the first rank that failed. TOGETHER_SECONDS later the others are given up; a stopped
+    process is killed at once, since no other signal reaches it."""
+    failed, end = 0, float("inf")
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]
         if not failed and any(statuses):
             failed = next(filter(None, statuses))
-            end = min(end, time.monotonic() + TOGETHER_SECONDS)
+            end = time.monotonic() + TOGETHER_SECONDS
         if None not in statuses:
             break
-        if not aborted and keys.check(["abort"]):
-            aborted = True
-            if parse_claim(keys.get("abort")).lost:
-                end = min(end, time.monotonic() + LOST_SECONDS)
+        for process in processes if failed else []:
+            with contextlib.suppress(OSError):  # it has just ended
+                status = Path(f"/proc/{process.pid}/stat").read_text()
+                if status.rpartition(")")[2].split()[0] == "T":
+                    process.kill()
         time.sleep(0.1)
     if failed > 0:
         return failed

@@ -1,8 +1,9 @@
-"""One way to end: `finish(error)` gives all ranks one error message, one verdict, one error report, one exit status.
+"""How a run ends, by role: `succeed` (all is committed), `_fail` (this rank failed), `_follow` (another one did).
 
-The rank that fails first decides (`Heartbeat.claim`): it prints and writes; the others end with its status. A rank
-publishes its error before it closes anything: a pending upload may take `checkpoint.grace_seconds`. Exit status: 0
-done, 75 preempted after a commit, 130 interrupted twice, 2 the user's mistake, 1 anything else.
+All ranks get one error message, one verdict, one error report and one exit status. The rank that fails first decides
+(`Heartbeat.claim`): it prints and writes before it closes anything, since a pending upload may take
+`checkpoint.grace_seconds`. Exit status: 0 done, 75 preempted after a commit, 130 interrupted twice, 2 the user's
+mistake, 1 anything else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,106 +56,110 @@ CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may st
 
 
 class Outcome:
-    """Of this process. `train` fills in what it knows; `finish` works at any time."""
+    """How this process's run ends. `train` fills in what it knows; `succeed` or `finish` ends the run."""
 
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
         self.watchdog: Watchdog | None = None
-        self.run_dir: Path | None = (
-            None  # once the run there is known to be this recipe's: verdicts go there
-        )
+        # Set once the run there is known to be this recipe's: verdicts go there.
+        self.run_dir: Path | None = None
         self.notify: str | None = None  # `log.notify`
         self.trainer: Trainer | None = None
 
-    def done(self) -> None:
-        """Rank 0, when all is committed."""
-        assert self.run_dir is not None and self.trainer is not None
-        skipped = self.trainer.skipped
-        lost = self.watchdog is not None and self.watchdog.lost
-        reason = f"{DONE}, but {self.watchdog.describe_lost()}" if lost and self.watchdog else DONE
-        write_verdict(self.run_dir, "DONE", self._step, reason, skipped=skipped.lines())
-        self._notify("DONE", reason)
-        if not self.plot():
-            write_verdict(self.run_dir, "DONE", self._step, reason, skipped=skipped.lines())
-        if lost:
-            log(reason, logging.ERROR)
-        for line in skipped.lines():
-            warn(f"skipped: {line}")
-
-    def leave(self) -> None:
-        """In order, with all others; that one of them dies now is no reason to fail."""
+    def succeed(self, results: dict[str, float]) -> None:
+        """A rank that ended well: everything is committed. Rank 0 writes the verdict and the report."""
         from clip_train import dist
+        from clip_train.metrics.progress import headline
         from launcher.runtime import rendezvous
 
-        with contextlib.suppress(RuntimeError):
+        assert self.run_dir is not None and self.trainer is not None
+        self.trainer.close()
+        if dist.is_main():
+            self._write_verdict("DONE", DONE)
+            if not self._plot():  # which VERDICT lists
+                self._write_verdict("DONE", DONE, notified=True)
+            for line in self.trainer.skipped.lines():
+                warn(f"skipped: {line}")
+            if results:
+                log(f"the last evaluation: {headline(results)}")
+            log(f"done. Run directory: {self.run_dir}; report: {self.run_dir / 'report.html'}")
+            log(f"next: clip-train export {self.run_dir / 'recipe.yaml'}")
+        self.trainer.stop.ignore()  # a launcher's hurry must not look like a crash
+        with contextlib.suppress(RuntimeError):  # that a rank dies now is no reason to fail
             dist.barrier()
             rendezvous.stop()
         self.close()
 
-    def close_run(self) -> None:
-        """Finish what is being saved within `checkpoint.grace_seconds`, and end the loader's workers. A second call
-        does nothing."""
-        if self.trainer is not None:
-            self.trainer.close()
-
-    def close(self) -> None:
-        """No thread goes on. Again does nothing."""
-        if self.heartbeat is not None:
-            self.heartbeat.leave()
-        if self.watchdog is not None:
-            self.watchdog.close()
-
     def finish(self, error: BaseException) -> int:
-        """The exit status. Another rank's failure, if it came first, is printed by that rank, and not here."""
-        own, trace = self.describe(error)
+        """The exit status after an error, on the rank that failed as on those that learn of it."""
         if self.trainer is not None:
             self.trainer.call("on_error", error, False)
         if self.watchdog is not None:
             self.watchdog.phase("finish")
-        secondhand = own.lost or isinstance(error, RemoteRankError)
-        heartbeat = self.heartbeat
-        alone = secondhand or isinstance(error, RendezvousError)  # there is nobody to connect to
-        if (heartbeat is None or not heartbeat.is_open) and not alone:
-            heartbeat = self._connect()
-        if heartbeat is None or not heartbeat.is_open:  # alone, or nobody can be reached
-            self.publish(own, trace)
-            self._close_failed_run()
-            return own.status
-        is_main = heartbeat.env.rank == 0
-        cause = heartbeat.wait(CAUSE_SECONDS if secondhand else 0.0 if is_main else MAIN_SECONDS)
-        first = cause or heartbeat.claim(own, trace)
-        if first.rank != heartbeat.env.rank and trace:
-            print(trace, file=sys.stderr, flush=True)  # an error of its own at the same moment
-        self._close_failed_run()
-        if first.rank != heartbeat.env.rank:
-            time.sleep(FIRST_SECONDS)
-        if is_main:
-            self.plot()
-        heartbeat.leave(late=isinstance(error, RendezvousError))
-        return first.status
-
-    def _close_failed_run(self) -> None:
-        """The error is published: nothing that fails now may hide it. Another Ctrl-C gives up what is being saved."""
-        try:
-            self.close_run()
-        except (Exception, KeyboardInterrupt) as e:
-            warn(f"while the run was being closed: {type(e).__name__}: {e}")
-        if self.watchdog is not None:
-            self.watchdog.phase("finish")
-
-    def _connect(self) -> Heartbeat | None:
-        """The heartbeat, before the ranks have met; None in a world of one, or where rank 0 has gone."""
+        failure, trace = self._describe(error)
+        # another rank has failed, or cannot be reached
+        secondhand = failure.lost or isinstance(error, RemoteRankError)
+        late = isinstance(error, RendezvousError)
         env = world()
-        if env is not None:
+        if env is not None and not (
+            secondhand or late or (self.heartbeat and self.heartbeat.is_open)
+        ):
             from launcher.runtime import heartbeat, rendezvous
 
             self.heartbeat = self.heartbeat or heartbeat.Heartbeat(env, self.publish)
             with contextlib.suppress(RuntimeError, OSError, RendezvousError):
                 rendezvous.connect(env, self.heartbeat, CONNECT_SECONDS)
-        return self.heartbeat
+        first = None
+        if self.heartbeat is not None and self.heartbeat.is_open:
+            seconds = 0.0 if self.heartbeat.env.rank == 0 else MAIN_SECONDS
+            first = self.heartbeat.wait(CAUSE_SECONDS if secondhand else seconds)
+        if first is None:
+            return self._fail(failure, trace, late=late)
+        return self._follow(first, trace)
 
-    def describe(self, error: BaseException) -> tuple[Failure, str]:
-        """What this error means for the run, wherever it came from; and the traceback of what nobody has foreseen."""
+    def _fail(self, failure: Failure, trace: str, *, late: bool) -> int:
+        """The rank that failed publishes its error first, and closes its run after."""
+        first = failure
+        if self.heartbeat is not None and self.heartbeat.is_open:
+            first = self.heartbeat.claim(failure, trace)
+        else:  # alone, or nobody can be reached
+            self.publish(failure, trace)
+        if first != failure:
+            return self._follow(first, trace)
+        self._close_failed_run(late=late)
+        return failure.status
+
+    def _follow(self, first: Failure, trace: str) -> int:
+        """A rank that learns of another rank's failure, which that one prints and writes."""
+        if trace:
+            print(trace, file=sys.stderr, flush=True)  # an error of its own at the same moment
+        self._close_failed_run()
+        time.sleep(FIRST_SECONDS)
+        return first.status
+
+    def _close_failed_run(self, *, late: bool = False) -> None:
+        """The error is published: nothing that fails now may hide it. Another Ctrl-C gives up what is being saved."""
+        if self.trainer is not None:
+            try:
+                self.trainer.close()
+            except (Exception, KeyboardInterrupt) as e:
+                warn(f"while the run was being closed: {type(e).__name__}: {e}")
+        if self.watchdog is not None:
+            self.watchdog.phase("finish")
+        if self.heartbeat is not None and self.heartbeat.is_open:
+            if self.heartbeat.env.rank == 0:
+                self._plot()
+            self.heartbeat.leave(late=late)
+
+    def close(self) -> None:
+        """No thread goes on. A second call does nothing."""
+        if self.heartbeat is not None:
+            self.heartbeat.leave()
+        if self.watchdog is not None:
+            self.watchdog.close()
+
+    def _describe(self, error: BaseException) -> tuple[Failure, str]:
+        """What this error means for the run, and the traceback if nobody has foreseen it."""
         message = str(error).strip() or type(error).__name__
         lost = is_lost_contact(error)
         foreseen = lost or isinstance(error, (ClipTrainError, KeyboardInterrupt))
@@ -168,7 +174,10 @@ class Outcome:
                     if good
                     else "nothing is committed"
                 )
-                message = f"interrupted at step {self._step}, without a save: {saved}; run the same line to continue"
+                message = (
+                    f"interrupted at step {self.trainer.step}, without a save: {saved}; "
+                    "run the same line to continue"
+                )
         elif isinstance(error, Preempted):
             word = "PREEMPTED"
         elif isinstance(error, (UserError, DivergedError)) and not isinstance(error, RankError):
@@ -177,24 +186,21 @@ class Outcome:
             message = f"lost contact with another rank, which may have its own message: {' '.join(message.split())}"
         elif not foreseen:
             message = f"{type(error).__name__}: {message}"
-        env, suspect = world(), not foreseen or isinstance(error, RankError)
+        suspect = not foreseen or isinstance(error, RankError)
         if isinstance(error, RendezvousError):
             suspect = error.node_suspect
-        trace = "" if foreseen else "".join(traceback.format_exception(error))
-        return Failure(
-            env.rank if env else 0, node_name(), redact(message), word, status, lost, suspect
-        ), redact(trace)
+        env = world()
+        rank = env.rank if env else 0
+        trace = "" if foreseen else redact("".join(traceback.format_exception(error)))
+        return Failure(rank, node_name(), redact(message), word, status, lost, suspect), trace
 
     def publish(self, failure: Failure, trace: str = "") -> None:
-        """Print it, with the traceback of what nobody has foreseen, and leave verdict and report. The first one stays.
+        """Print it, with the traceback if nobody has foreseen it, and write verdict and report. The first one stays.
 
         A disk that is full or gone is no second error.
         """
-        where = (
-            f"[rank {failure.rank} on {failure.node}] "
-            if failure.rank > 0 and not failure.lost
-            else ""
-        )
+        is_elsewhere = failure.rank > 0 and not failure.lost
+        where = f"[rank {failure.rank} on {failure.node}] " if is_elsewhere else ""
         if trace:
             print(trace, file=sys.stderr, flush=True)
         elif failure.status in (75, 130):
@@ -204,39 +210,32 @@ class Outcome:
         write_report(failure, trace)
         if self.run_dir is not None and read_verdict(self.run_dir) is None:
             try:
-                write_verdict(
-                    self.run_dir,
-                    failure.word,
-                    self._step,
-                    str(failure) if failure.lost else failure.message,
-                    skipped=self.trainer.skipped.lines() if self.trainer is not None else [],
-                )
+                self._write_verdict(failure.word, failure.message)
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
-            self._notify(failure.word, str(failure))
 
-    def _notify(self, word: Word, reason: str) -> None:
-        """Run `log.notify`, but where the batch script's controller does so."""
-        if self.notify is not None and self.run_dir is not None and ATTEMPT not in os.environ:
-            failed = notify(self.notify, self.run_dir, word, self._step, reason)
+    def _write_verdict(self, word: Word, reason: str, *, notified: bool = False) -> None:
+        """VERDICT; then run `log.notify`, unless the batch script's controller does."""
+        assert self.run_dir is not None
+        step, skipped = 0, []
+        if self.trainer is not None:
+            step, skipped = self.trainer.step, self.trainer.skipped.lines()
+        write_verdict(self.run_dir, word, step, reason, skipped=skipped)
+        if self.notify is not None and ATTEMPT not in os.environ and not notified:
+            failed = notify(self.notify, self.run_dir, word, step, reason)
             if failed:
                 warn(failed)
 
-    def plot(self) -> bool:
+    def _plot(self) -> bool:
         """Rank 0, once a step is made: report.html, and whether it was written. After all that there is to print: a
         long run's takes seconds."""
-        if self.trainer is None or self.run_dir is None or not self._step:
+        if self.trainer is None or self.run_dir is None or not self.trainer.step:
             return False
         from clip_train.metrics.report import write_report as plot
 
         remedy = f"mend the cause, then: clip-train report {self.run_dir}"
-        run_dirs = [self.run_dir]
-        written = self.trainer.skipped.attempt("report.html", lambda: plot(run_dirs), remedy=remedy)
-        return written is not None
-
-    @property
-    def _step(self) -> int:
-        return self.trainer.step if self.trainer is not None else 0
+        plotted = partial(plot, [self.run_dir])
+        return self.trainer.skipped.attempt("report.html", plotted, remedy=remedy) is not None
 
 
 def world() -> RankEnv | None:

@@ -1,6 +1,6 @@
-"""The ranks meet in a store: all come and agree on recipe and code, or all learn which rank has failed, and end.
+"""The ranks meet in a store: all join and compare recipe and code, or all learn which rank has failed, and end.
 
-torchrun's agent holds the store, else rank 0. The process group forms through it afterwards.
+Rank 0 holds the store. The process group forms through it afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from clip_train.errors import RemoteRankError, RendezvousError, UserError
 from launcher.runtime.environment import SLURM_STEP, RankEnv, backend
-from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.ports import JOB, agree_on_port
 from launcher.runtime.verdict import node_name
@@ -60,15 +59,14 @@ def raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def serve(host: str, port: int, seconds: float) -> TCPStore:
-    """A store in this process, on loopback only where that is where the ranks look for it. port 0: a free one.
-
-    RendezvousError where the port is taken.
-    """
+def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
+    """Rank 0's store, on loopback only if the other ranks look for it there. RendezvousError if the port is taken."""
     try:
-        listener = socket.create_server(("127.0.0.1", port)).detach() if host in LOOPBACK else None
-        return TCPStore(
-            host,
+        listener = None
+        if env.master_addr in LOOPBACK:
+            listener = socket.create_server(("127.0.0.1", port)).detach()
+        store = TCPStore(
+            env.master_addr,
             port,
             is_master=True,
             timeout=datetime.timedelta(seconds=seconds),
@@ -81,53 +79,38 @@ def serve(host: str, port: int, seconds: float) -> TCPStore:
             f"rank 0 on {node_name()} cannot listen at MASTER_PORT ({port}): {one_line(e)}; set MASTER_PORT to another "
             "port on all ranks, or end the process that has it"
         ) from e
+    store.set(JOB, env.job)
+    return store
 
 
 def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
-    """Two clients of the store: one starts the heartbeat, the other is returned.
+    """A client of rank 0's store; a second one starts the heartbeat. RendezvousError.
 
-    seconds: for the store to be there, and for what waits in it. RendezvousError.
+    seconds: for rank 0 to be there, and for each wait for a key.
     """
+    resolve(env)
+    raise_open_files()
+    ports = (env.master_port, *env.other_ports)
+    port = agree_on_port(env.master_addr, ports, env.job, seconds, serves=env.rank == 0)
 
     def client(seconds: float) -> TCPStore:
         timeout = datetime.timedelta(seconds=seconds)
         return TCPStore(
-            env.master_addr,
-            env.master_port,
-            is_master=False,
-            timeout=timeout,
-            wait_for_workers=False,
+            env.master_addr, port, is_master=False, timeout=timeout, wait_for_workers=False
         )
 
-    def patient_client() -> Store:
-        end = time.monotonic() + seconds
-        where = f"{env.master_addr}:{env.master_port}"
-        while True:
-            try:
-                store = client(min(seconds, REMIND_SECONDS))
-            except DistNetworkError as e:
-                if time.monotonic() > end:
-                    raise RendezvousError(
-                        f"rank 0 was not at {where} within launch.rendezvous_seconds ({seconds:.0f}): {one_line(e)}; "
-                        f"does it run, and can {node_name()} reach that port?"
-                    ) from e
-                if env.local_rank == 0:
-                    log(f"waiting on {node_name()} for rank 0 at {where}")
-                continue
-            store.set_timeout(datetime.timedelta(seconds=seconds))
-            return store
-
-    resolve(env)
-    holds = env.rank == 0 and not env.agent_store
-    raise_open_files()
-    ports = (env.master_port, *env.other_ports)
-    port = agree_on_port(env.master_addr, ports, env.job, seconds, serves=holds)
-    env = replace(env, master_port=port)
-    store = serve(env.master_addr, env.master_port, seconds) if holds else patient_client()
-    if holds:
-        store.set(JOB, env.job)
-    heartbeat.open(keys_of_ranks(client(ANSWER_SECONDS)), server=store if holds else None)
-    return keys_of_ranks(store)
+    if env.rank == 0:
+        store = serve(env, port, seconds)
+    else:
+        try:
+            store = client(seconds)
+        except DistNetworkError as e:
+            raise RendezvousError(
+                f"rank 0 was not at {env.master_addr}:{port} within launch.rendezvous_seconds ({seconds:.0f}): "
+                f"{one_line(e)}; does it run, and can {node_name()} reach that port?"
+            ) from e
+    heartbeat.open(client(ANSWER_SECONDS), server=store if env.rank == 0 else None)
+    return store
 
 
 def one_line(error: BaseException) -> str:
@@ -155,20 +138,31 @@ def resolve(env: RankEnv) -> None:
         time.sleep(1.0)
 
 
-def keys_of_ranks(store: Store) -> Store:
-    """This attempt's: torchrun keeps its store when it restarts ranks."""
-    return PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+def meet(
+    env: RankEnv,
+    heartbeat: Heartbeat,
+    store: Store,
+    seconds: float,
+    recipe: dict[str, Any] | None = None,
+) -> None:
+    """Returns once all ranks have joined with the same code and recipe, which is as resolved.
 
-
-def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> None:
-    """Returns once all ranks have joined. RemoteRankError where one has failed, RendezvousError after `seconds`."""
+    RemoteRankError if one has failed, RendezvousError after `seconds`, UserError if this rank differs from rank 0.
+    """
     end = time.monotonic() + seconds
-    store.set(f"here/{env.rank}", node_name())
+    here = versions()
+    for section, values in (recipe or {}).items():
+        here |= {f"{section}.{key}": value for key, value in values.items()}
+    here = json.loads(json.dumps(here))  # as rank 0's arrives: lists for tuples
+    joining = {"node": node_name(), "address": own_address(env.master_addr)}
+    if env.rank == 0:
+        joining["run"] = here
+    store.set(f"here/{env.rank}", json.dumps(joining))
     if store.add("here", 1) == env.world_size:
-        store.set("all", "1")  # `Heartbeat.claim` does so as well
-    while not store.check(["all"]):
+        store.set(ALL_JOINED, "1")
+    while not store.check([ALL_JOINED]):
         with contextlib.suppress(DistStoreError):  # timed out
-            store.wait(["all"], datetime.timedelta(seconds=min(seconds, REMIND_SECONDS)))
+            store.wait([ALL_JOINED], datetime.timedelta(seconds=min(seconds, REMIND_SECONDS)))
             break
         if time.monotonic() > end:
             raise RendezvousError(
@@ -181,7 +175,19 @@ def meet(env: RankEnv, heartbeat: Heartbeat, store: Store, seconds: float) -> No
             )
     if heartbeat.wait(0.0) is not None:
         raise RemoteRankError(str(heartbeat.abort))
-    heartbeat.came()
+    heartbeat.all_joined = True
+    first = json.loads(store.get("here/0"))
+    there = first["run"]
+    differences = [
+        f"{key}: {there.get(key)!r} against {here.get(key)!r}"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
+    if differences:
+        raise UserError(
+            f"this rank differs from rank 0 on {first['node']}: {'; '.join(differences)} here; start all with the "
+            "same line, from the same folder"
+        )
 
 
 def joined(env: RankEnv, store: Store) -> str:
@@ -194,13 +200,10 @@ def joined(env: RankEnv, store: Store) -> str:
     )
     nodelist = os.environ.get("SLURM_STEP_NODELIST") if env.found == SLURM_STEP else None
     if nodelist and absent:
-        present = [f"here/{rank}" for rank in sorted(set(world) - set(absent))]
-        nodes = {node.decode() for node in store.multi_get(present)} if present else set()
-        silent = [
-            node
-            for node in answer("scontrol", "show", "hostnames", nodelist).split()
-            if node not in nodes
-        ]
+        present = [rank for rank in world if rank not in absent]
+        nodes = [json.loads(store.get(f"here/{rank}"))["node"] for rank in present]
+        hosts = answer("scontrol", "show", "hostnames", nodelist).split()
+        silent = [node for node in hosts if node not in nodes]
         if silent:
             text += f"; no rank of {', '.join(silent[:20])} has joined (SLURM_STEP_NODELIST)"
     return text
@@ -220,8 +223,6 @@ def spans(numbers: Sequence[int]) -> str:
 
 # -- the interface
 
-PEER = "peer"  # the address of a node that is not rank 0's
-
 
 def own_address(host: str) -> str:
     """This node's IPv4 address on the route to `host`, to which nothing is sent; empty where there is none."""
@@ -235,32 +236,28 @@ def is_loopback(address: str) -> bool:
     return not address or address.startswith("127.")
 
 
-def interface_of(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answered = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answered[20:24]) == address:
-                    return name
-    return None
-
-
 def choose_interface(env: RankEnv, store: Store) -> None:
     """Where this node's own name is a loopback address (Debian's 127.0.1.1), gloo would listen there, and ranks of
     other nodes would meet nobody: it is given the interface of the route to another node. After `meet`."""
     if IFNAME in os.environ or not is_loopback(own_address(socket.gethostname())):
         return
     address = own_address(env.master_addr)
-    if is_loopback(address) and store.check([PEER]):  # on rank 0's own node
-        address = own_address(store.get(PEER).decode())
-    interface = None if is_loopback(address) else interface_of(address)
-    if interface is not None:
-        os.environ[IFNAME] = interface
-        if env.local_rank == 0:
-            log(
-                f"{socket.gethostname()} is a loopback address on that node itself (/etc/hosts): {IFNAME}={interface}, "
-                "on the route to another node"
-            )
+    if is_loopback(address):  # on rank 0's own node: the last rank is on another one
+        last = json.loads(store.get(f"here/{env.world_size - 1}"))
+        address = own_address(last["address"])
+    if is_loopback(address):
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answered = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answered[20:24]) == address:
+                    os.environ[IFNAME] = name
+    if IFNAME in os.environ and env.local_rank == 0:
+        log(
+            f"{socket.gethostname()} is a loopback address on that node itself (/etc/hosts): "
+            f"{IFNAME}={os.environ[IFNAME]}, on the route to another node"
+        )
 
 
 # -- the same recipe and code on all ranks
@@ -289,40 +286,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check_same(store: Store, rank: int, recipe: dict[str, Any], seconds: float) -> None:
-    """UserError on a rank that differs from rank 0. recipe: as resolved. seconds: to wait for rank 0."""
-    keys = {
-        f"{section}.{key}": value
-        for section, values in recipe.items()
-        for key, value in values.items()
-    }
-    here = json.dumps(versions() | keys)
-    if rank == 0:
-        return store.set("recipe", json.dumps([node_name(), here]))
-    try:
-        store.wait(["recipe"], datetime.timedelta(seconds=seconds))
-    except DistStoreError as e:
-        raise RendezvousError(
-            f"rank 0 has not joined within launch.rendezvous_seconds ({seconds:.0f}); allow more time where it lists "
-            "many shards"
-        ) from e
-    node, there = json.loads(store.get("recipe")) or (
-        "",
-        here,
-    )  # none: a rank has failed, as `meet` will find
-    one, other = json.loads(there), json.loads(here)
-    found = [
-        f"{key}: {one.get(key)!r} against {other.get(key)!r}"
-        for key in sorted(one.keys() | other.keys())
-        if one.get(key) != other.get(key)
-    ]
-    if found:
-        raise UserError(
-            f"this rank differs from rank 0 on {node}: {'; '.join(found)} here; start all with the same line, from "
-            "the same folder"
-        )
-
-
 # -- the process group
 
 
@@ -338,19 +301,14 @@ def start(
     """Meet the other ranks and form the process group, within `rendezvous_seconds` each; RendezvousError.
     RemoteRankError where one of them fails before.
 
-    recipe: as resolved; UserError where a rank's differs from rank 0's, or its code. timeout_seconds: of every
+    recipe: as resolved; UserError if a rank's differs from rank 0's, or its code does. timeout_seconds: of every
     collective, until `set_timeout`.
     """
     store: Store = torch_dist.HashStore()  # alone: no port to lose
     if env.world_size > 1:
         store = connect(env, heartbeat, rendezvous_seconds)
-        if recipe is not None:
-            check_same(store, env.rank, recipe, rendezvous_seconds)
-        several_nodes = env.local_world_size < env.world_size
-        if several_nodes and not is_loopback(own_address(env.master_addr)):
-            store.set(PEER, own_address(env.master_addr))
-        meet(env, heartbeat, store, rendezvous_seconds)
-        if several_nodes:
+        meet(env, heartbeat, store, rendezvous_seconds, recipe)
+        if env.local_world_size < env.world_size:
             choose_interface(env, store)
     try:
         torch_dist.init_process_group(

@@ -1,18 +1,18 @@
-"""A thread beside each rank: does the rank get anywhere, should it stop, has another one failed?
+"""A thread beside each rank: does the rank make progress, should it stop, has another one failed?
 
-It asks for a stop when the job's time is nearly over, when a STOP file lies in the run directory, and when the launcher
-above this rank has gone. It ends the rank after another one has failed (`heartbeat`), and when a phase exceeds its
+It asks for a stop when the job's time is nearly over, when a STOP file is in the run directory, and when the launcher
+above this rank has ended. It ends the rank after another one has failed (`heartbeat`), and when a phase exceeds its
 limit: with every thread's stack in the log, and whether this rank waited for others or is the one that hangs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import faulthandler
 import json
 import logging
 import os
-import signal
 import statistics
 import sys
 import threading
@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
@@ -33,12 +33,38 @@ from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process, node_name
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
-ABORT_SECONDS = 5.0  # the main thread has this long to end by itself once another rank has failed
-CLOSE_SECONDS = 300.0  # or, while it closes what it has open, for a checkpoint that is under way
-FINISH_SECONDS = 300.0  # of `Outcome.finish`
-EARLY_SECONDS = (
-    3.0  # from a stop during the start: the main thread may come to the first step by itself
-)
+CLOSE_SECONDS = 300.0  # for a checkpoint that is under way when another rank fails
+# From a stop during the start: the main thread may come to the first step by itself.
+EARLY_SECONDS = 3.0
+
+
+class Phase(str, enum.Enum):
+    """Where the main thread is."""
+
+    START = "start"  # up to the end of the first step, in which things compile
+    STEP = "step"
+    SAVE = "save"
+    EVALUATE = "evaluate"
+    END = "end"  # the loop has ended, the run is being closed
+    FINISH = "finish"  # an error is being reported
+
+
+class Limits(NamedTuple):
+    """Of a phase."""
+
+    key: str | None  # of the `launch` section: seconds until it counts as a hang
+    grace_seconds: float  # to end by itself once another rank has failed
+
+
+LIMITS = {
+    Phase.START: Limits("hang_start_seconds", 5.0),
+    Phase.STEP: Limits("hang_step_seconds", 5.0),
+    Phase.SAVE: Limits("hang_save_seconds", 5.0),
+    Phase.EVALUATE: Limits("hang_evaluate_seconds", 5.0),
+    Phase.END: Limits("hang_save_seconds", CLOSE_SECONDS),
+    Phase.FINISH: Limits(None, float("inf")),
+}
+FINISH_SECONDS = 300.0  # until FINISH counts as a hang
 
 
 class LaunchConfig(Settings):
@@ -84,19 +110,17 @@ class Watchdog:
         """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_limit: called with the limit of a
         phase, in seconds, where it is another one than before. on_first_step: called when it is done."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
-        self.committed: Callable[[], int | None] = lambda: (
-            None
-        )  # the newest committed step, once there is a trainer
+        # the newest committed step, once there is a trainer
+        self.committed: Callable[[], int | None] = lambda: None
         self._heartbeat = heartbeat or Heartbeat(detect({}))
         self._on_limit, self._on_first_step = on_limit, on_first_step
         self._launcher = launcher_pid(environ)
         self._stop_at = stop_time(config, environ, time.time())
-        self._phase, self._since, self._limit = "start", time.monotonic(), config.hang_start_seconds
+        self._phase, self._since = Phase.START, time.monotonic()
+        self._limit = config.hang_start_seconds
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
         self._begun = False  # the first step
         self._progress: int | None = None  # the step in PROGRESS
-        self._folder: int | None = None  # run_dir, held open: no other folder gets its inode
-        self.lost = False  # run_dir was removed or moved under the run
         self._asked: float | None = None  # when a stop was asked for during the start
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
@@ -104,97 +128,47 @@ class Watchdog:
 
     def start(self) -> None:
         self._thread.start()
-        if self._heartbeat.env.world_size == 1:  # of several the others would notice
-            self._arm()
-            main = threading.current_thread() is threading.main_thread()
-            if main and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-                signal.signal(signal.SIGTSTP, self._pause)
 
     def close(self) -> None:
-        """The rank ends; also writes the last PROGRESS. Again does nothing."""
+        """The rank ends; also writes the last PROGRESS. A second call does nothing."""
         if not self._closed.is_set():
             self._closed.set()
-            if signal.getsignal(signal.SIGTSTP) == self._pause:
-                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-            faulthandler.cancel_dump_traceback_later()
             if self._thread.is_alive():
                 self._thread.join()
-            if self._folder is not None:
-                os.close(self._folder)
             self._write_progress()
 
     def phase(self, name: str) -> None:
-        """A "step", a "save" or an "evaluate" begins; "end": the loop has been left; "finish": so has `train`."""
-        now = time.monotonic()
-        if name == "step" and self._phase == "start" and not self._begun:
-            self._begun = True
-            return  # the first step, in which things compile, still belongs to the start
-        if self._phase == "start" and self._begun and name not in ("end", "finish"):
-            self._on_first_step()
-        if name == self._phase == "step":
+        """A phase begins, or the next step: a value of `Phase`."""
+        now, phase = time.monotonic(), Phase(name)
+        if self._phase is Phase.START:
+            if phase is Phase.STEP and not self._begun:
+                self._begun = True
+                return  # the first step still belongs to the start
+            if self._begun and phase not in (Phase.END, Phase.FINISH):
+                self._on_first_step()
+        if phase is self._phase is Phase.STEP:
             self._steps.append(now - self._since)
-        self._phase, self._since = name, now
-        limit = phase_limit(self.config, name, self._steps)
+        self._phase, self._since = phase, now
+        limit = phase_limit(self.config, phase, self._steps)
         if limit != self._limit:
             self._limit = limit
             self._on_limit(limit)
 
-    def _arm(self) -> None:
-        """The last resort, in C: a main thread that holds the interpreter's lock stops this module's thread too."""
-        faulthandler.dump_traceback_later(
-            2 * self._limit + 60, exit=True, file=2
-        )  # stderr, whoever holds sys.stderr
-
-    def _pause(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z; Slurm before it suspends a job. The timer in C would take the pause for a hang when it is over."""
-        faulthandler.cancel_dump_traceback_later()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._arm()
-
     def _run(self) -> None:
-        armed = before = time.monotonic()
+        before = time.monotonic()
         while not self._closed.wait(0.25):
             now = time.monotonic()
             frozen, before = now - before, now
             if frozen < FROZEN_SECONDS:
-                frozen = (
-                    0.0  # else not even this thread ran: Ctrl-Z, a suspended job, a paused machine
-                )
+                frozen = 0.0
+            # else not even this thread ran: Ctrl-Z, a suspended job, a paused machine
             self._since += frozen
             try:
                 self._look(now, frozen)
-            except Exception as e:  # it goes on watching, whatever a disk or a library makes of it
+            except Exception as e:  # it continues watching, whatever a disk or a library does
                 warn(f"the watchdog could not look: {type(e).__name__}: {e}")
-            if self._heartbeat.env.world_size == 1 and (
-                now - armed > 30 or frozen
-            ):  # the lock is free
-                armed = now
-                self._arm()
 
     def _look(self, now: float, frozen_seconds: float) -> None:
-        self._look_for_stop()
-        with contextlib.suppress(OSError):  # the same
-            self._look_at_folder()
-        if self._phase == "start" and not self._begun and self.stop.look():
-            self._asked = self._asked or now
-            if (
-                now - self._asked > EARLY_SECONDS
-            ):  # nothing is to be saved, and the others may be gone already
-                removed = ", which was removed," if self.stop.obey() else ""
-                message = f"stopped by {self.stop.reason}{removed} before the first step"
-                self._exit(self._claim(message, word="PREEMPTED", status=75))
-        abort = self._heartbeat.check(frozen_seconds)
-        if abort is not None and self._phase != "finish":
-            # The main thread notices in a collective, but it may be elsewhere, or on a GPU.
-            allowed = CLOSE_SECONDS if self._phase == "end" and not abort.lost else ABORT_SECONDS
-            if now - self._heartbeat.aborted_at > allowed:
-                self._exit(abort)
-        self._write_progress()
-        # once a rank has failed, a rank that waits for it is no second hang
-        if (abort is None or self._phase == "finish") and now - self._since > self._limit:
-            self._fire(now - self._since)
-
-    def _look_for_stop(self) -> None:
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.stop.ask("the job's time, which is nearly over")
         with contextlib.suppress(OSError):  # a disk that does not answer now: at the next look
@@ -203,30 +177,26 @@ class Watchdog:
                 self.stop.ask(f"the file {self.stop.file}")
         if self._launcher is not None and os.getppid() != self._launcher:
             self.stop.ask("its launcher's death")
-
-    def _look_at_folder(self) -> None:
-        """Records are written to open files: they would go on into a folder that nobody can find any more."""
-        if self.run_dir is None or self.lost:
-            return
-        try:
-            if self._folder is None:
-                self._folder = os.open(self.run_dir, os.O_RDONLY)
-            self.lost = not os.path.samestat(os.fstat(self._folder), self.run_dir.stat())
-        except FileNotFoundError:
-            self.lost = self._folder is not None
-        if self.lost:
-            warn(f"{self.describe_lost()}; the run continues, and will end with exit status 1")
-
-    def describe_lost(self) -> str:
-        return (
-            f"run.dir ({self.run_dir}) was removed or moved while the run wrote to it: its metrics.jsonl, eval.jsonl, "
-            "attempts.jsonl and local checkpoints are not there any more, and later records follow the old folder"
-        )
-
-    def _claim(self, message: str, **more: Any) -> Failure:
-        return self._heartbeat.claim(
-            Failure(self._heartbeat.env.rank, node_name(), message, **more)
-        )
+        if self._phase is Phase.START and not self._begun and self.stop.look():
+            self._asked = self._asked or now
+            if now - self._asked > EARLY_SECONDS:
+                # nothing is to be saved, and the others may be gone already
+                removed = ", which was removed," if self.stop.obey() else ""
+                message = f"stopped by {self.stop.reason}{removed} before the first step"
+                rank = self._heartbeat.env.rank
+                stopped = Failure(rank, node_name(), message, word="PREEMPTED", status=75)
+                self._exit(self._heartbeat.claim(stopped))
+        abort = self._heartbeat.check(frozen_seconds)
+        if abort is not None:
+            # The main thread notices in a collective, but it may be elsewhere, or on a GPU.
+            grace = LIMITS[Phase.STEP if abort.lost else self._phase].grace_seconds
+            if self._phase is not Phase.FINISH and now - self._heartbeat.aborted_at > grace:
+                self._exit(abort)
+        self._write_progress()
+        # once a rank has failed, a rank that waits for it is no second hang
+        watched = abort is None or self._phase is Phase.FINISH
+        if watched and now - self._since > self._limit:
+            self._fire(now - self._since)
 
     def _exit(self, abort: Failure) -> None:
         """At once, whatever the main thread does; a store that does not answer must not hold this up."""
@@ -249,43 +219,35 @@ class Watchdog:
         pending = None if waiting else unfinished(entries)
         if pending is not None:
             where, waiting = f"{where}, where {pending} is unfinished", True
-        message = f"no progress for {seconds:.0f} s in phase {self._phase} (its limit is {self._limit:.0f} s), {where}"
-        log(f"[rank {self._heartbeat.env.rank} on {node_name()}] {message}", logging.ERROR)
+        message = (
+            f"no progress for {seconds:.0f} s in phase {self._phase.value} "
+            f"(its limit is {self._limit:.0f} s), {where}"
+        )
+        rank, node = self._heartbeat.env.rank, node_name()
+        log(f"[rank {rank} on {node}] {message}", logging.ERROR)
         faulthandler.dump_traceback(all_threads=True)
         newest = [
             f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}"
             for e in entries[-4:]
         ]
-        print(
-            f"the last collectives: {'; '.join(newest) or 'none recorded'}",
-            file=sys.stderr,
-            flush=True,
-        )
+        told = f"the last collectives: {'; '.join(newest) or 'none recorded'}"
+        print(told, file=sys.stderr, flush=True)
         if waiting:
             self._heartbeat.wait(5)  # the rank that hangs itself is the one to name
-        abort = self._claim(message, node_suspect=not waiting)
+        abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=not waiting))
         time.sleep(2)  # the other ranks have stacks to show too, and end with the first that leaves
         self._exit(abort)
 
 
-def first_timeout(config: LaunchConfig) -> float:
-    """Seconds: a rank that waits must not give up before the watchdog of the one that hangs has fired."""
-    return max(config.first_timeout_seconds, 1.25 * config.hang_start_seconds)
-
-
-def phase_limit(config: LaunchConfig, phase: str, steps: deque[float]) -> float:
-    """Seconds that a phase may take."""
-    others = {
-        "save": config.hang_save_seconds,
-        "end": config.hang_save_seconds,
-        "finish": FINISH_SECONDS,
-        "evaluate": config.hang_evaluate_seconds,
-    }
-    if phase in others:
-        return others[phase]
-    if config.hang_step_seconds is not None:
-        return config.hang_step_seconds
-    limit = 300.0  # doubled, so that it seldom changes
+def phase_limit(config: LaunchConfig, phase: Phase, steps: Sequence[float]) -> float:
+    """Seconds until a phase counts as a hang. steps: seconds of the latest."""
+    key = LIMITS[phase].key
+    if key is None:
+        return FINISH_SECONDS
+    limit: float | None = getattr(config, key)
+    if limit is not None:
+        return limit
+    limit = 300.0  # of a step; doubled, so that it seldom changes
     while steps and limit < 20 * statistics.median(steps):
         limit *= 2
     return limit

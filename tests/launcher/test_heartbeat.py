@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
@@ -39,18 +38,18 @@ class Client:
 class Ranks:
     """As many heartbeats over one store; `published` is what their ranks have printed."""
 
-    def __init__(self, count: int, **env: object) -> None:
+    def __init__(self, count: int) -> None:
         store = HashStore()
         self.published: list[tuple[int, Failure]] = []
         self.ranks: list[Heartbeat] = []
         self.clients = [Client(store) for _ in range(count)]
         for rank, client in enumerate(self.clients):
-            where = replace(RankEnv(rank, count, rank, count, "127.0.0.1", 0, "this test"), **env)
+            where = RankEnv(rank, count, rank, count, "127.0.0.1", 0, "this test")
             publish = lambda failure, trace, rank=rank: self.published.append((rank, failure))  # noqa: E731
             self.ranks.append(Heartbeat(where, publish, beat_seconds=BEAT, silent_seconds=1.0))
             self.ranks[-1].open(client, server=store if rank == 0 else None)  # type: ignore[arg-type]
         for beat in self.ranks:
-            beat.came()
+            beat.all_joined = True
 
     def die(self, rank: int) -> None:
         """Without a trace."""
@@ -69,8 +68,8 @@ class Ranks:
 def start() -> Iterator:
     worlds: list[Ranks] = []
 
-    def make(count: int, **env: object) -> Ranks:
-        worlds.append(Ranks(count, **env))
+    def make(count: int) -> Ranks:
+        worlds.append(Ranks(count))
         return worlds[-1]
 
     yield make
@@ -80,7 +79,7 @@ def start() -> Iterator:
 
 @pytest.mark.parametrize("doomed", [0, 1, 2])
 def test_a_death_is_known_to_all_and_published_by_one(start, doomed):
-    """Of rank 0 too, where torchrun's agent holds the store."""
+    """Of rank 0 too, whose store answers here all the same."""
     world = start(3)
     time.sleep(3 * BEAT)
     world.die(doomed)
@@ -160,16 +159,6 @@ def test_a_store_that_is_gone_is_the_loss_of_rank_0(start, error):
     world.lose_store(error=error)
     assert until(lambda: all(world.ranks[rank].check() is not None for rank in (1, 2)))
     assert [(rank, failure.rank) for rank, failure in world.published] == [(1, 0)]
-
-
-@pytest.mark.parametrize("error", [True, False])
-def test_without_the_launchers_store_the_ranks_go_on(start, error):
-    """They are asked to save and stop (`Watchdog`, by the launcher's death): nothing says that a rank has died."""
-    world = start(2, agent_store=True)
-    world.lose_store(error=error)
-    time.sleep(1.5)  # longer than a store may be silent
-    assert [rank.check() for rank in world.ranks] == [None, None]
-    assert [rank.abort for rank in world.ranks] == [None, None] and world.published == []
 
 
 def test_alone_there_is_nobody_to_ask():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
 import threading
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import Store, TCPStore
 
-from clip_train.errors import RemoteRankError
+from clip_train.errors import RemoteRankError, UserError
 from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.rendezvous import check_same, connect, meet, serve
+from launcher.runtime.rendezvous import connect, meet, serve
 from launcher.runtime.verdict import Failure
-from tests.launcher.conftest import PATIENCE
+from tests.launcher.conftest import PATIENCE, free_port
 
 HELLO = bytes.fromhex("16030100a8010000a40303") + bytes(160)  # of TLS
 
@@ -31,14 +32,18 @@ def listeners(port: int) -> list[str]:
     ]
 
 
+def world(rank: int, port: int, host: str = "127.0.0.1") -> RankEnv:
+    return RankEnv(rank, 2, rank, 2, host, port, "this test")
+
+
 def test_on_one_machine_it_listens_on_loopback_alone() -> None:
     for host in ("127.0.0.1", "localhost"):
-        assert listeners(serve(host, 0, 5.0).port) == ["0100007F"]
+        assert listeners(serve(world(0, 0, host), 0, 5.0).port) == ["0100007F"]
 
 
 def test_strangers_do_not_disturb_it() -> None:
     """One speaks TLS, one HTTP, one says nothing."""
-    store = serve("127.0.0.1", 0, 5.0)
+    store = serve(world(0, 0), 0, 5.0)
     strangers = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(3)]
     for stranger, said in zip(strangers, (HELLO, b"GET / HTTP/1.0\r\n\r\n", b""), strict=True):
         stranger.sendall(said)
@@ -51,42 +56,8 @@ def test_strangers_do_not_disturb_it() -> None:
         stranger.close()
 
 
-@pytest.mark.parametrize("waits_for", ["the recipe", "all ranks"])
-def test_who_waits_is_woken_by_a_failure(waits_for: str) -> None:
-    """Of rank 0, before it has said what its recipe is; the others are told to wait for it for hours."""
-    served = serve("127.0.0.1", 0, 5.0)
-    envs = [
-        RankEnv(rank, 2, rank, 2, "127.0.0.1", served.port, "this test", agent_store=True)
-        for rank in range(2)
-    ]
-    beats = [Heartbeat(env, lambda failure, trace: None) for env in envs]
-    stores = [connect(env, beat, 9999.0) for env, beat in zip(envs, beats, strict=True)]
-    ended = []
-
-    def wait() -> None:
-        if waits_for == "the recipe":
-            check_same(stores[1], 1, {"run": {"steps": 1}}, 9999.0)
-        with pytest.raises(RemoteRankError):
-            meet(envs[1], beats[1], stores[1], 9999.0)
-        ended.append(True)
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    beats[0].claim(Failure(0, "n", "no such shard", "FATAL", 2))
-    waiting.join(PATIENCE)
-    assert ended
-    for beat in beats:
-        beat.leave()
-
-
-def job(rank: int) -> RankEnv:
-    """A task of a Slurm step on one machine, to which no port was given."""
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "4711"}
-    return detect({**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-
-
-def connected(envs: list[RankEnv]) -> list[bytes]:
-    """What each rank reads that rank 0 has written."""
+def joining(envs: list[RankEnv]) -> tuple[list[Heartbeat], dict[int, Store]]:
+    """All ranks, connected; rank 0, which holds the store, comes last."""
     beats = [Heartbeat(env, lambda failure, trace: None) for env in envs]
     stores: dict[int, Store] = {}
 
@@ -98,6 +69,68 @@ def connected(envs: list[RankEnv]) -> list[bytes]:
         rank.start()
     for rank in ranks:
         rank.join(PATIENCE)
+    return beats, stores
+
+
+def test_who_waits_is_woken_by_a_failure() -> None:
+    """Of rank 0, before it has joined; the others are told to wait for it for hours."""
+    port = free_port()
+    envs = [world(rank, port) for rank in range(2)]
+    beats, stores = joining(envs)
+    ended = []
+
+    def wait() -> None:
+        with pytest.raises(RemoteRankError):
+            meet(envs[1], beats[1], stores[1], 9999.0, {"run": {"steps": 1}})
+        ended.append(True)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    beats[0].claim(Failure(0, "n", "no such shard", "FATAL", 2))
+    waiting.join(PATIENCE)
+    assert ended
+    for beat in reversed(beats):
+        beat.leave()
+
+
+@pytest.mark.parametrize(
+    "theirs, told",
+    [
+        ({}, None),
+        ({"optim": {"lr": 2e-3}}, r"from rank 0 on n0: optim\.lr: 0\.001 against 0\.002 here"),
+        (
+            {"data": {}, "optim": {"lr": 1e-3, "x": 2}},
+            r"data\.aug_scale: \[0\.9, 1\.0\] against None; optim\.x: None against 2 here",
+        ),
+    ],
+)
+def test_a_rank_that_differs_learns_in_what(monkeypatch, theirs, told) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    recipe = {"run": {"seed": 0}, "optim": {"lr": 1e-3}, "data": {"aug_scale": (0.9, 1.0)}}
+    port = free_port()
+    envs = [world(rank, port) for rank in range(2)]
+    beats, stores = joining(envs)
+    other = threading.Thread(
+        target=meet, args=(envs[0], beats[0], stores[0], PATIENCE, recipe), daemon=True
+    )
+    other.start()
+    with contextlib.nullcontext() if told is None else pytest.raises(UserError, match=told):
+        meet(envs[1], beats[1], stores[1], PATIENCE, {**recipe, **theirs})
+    other.join(PATIENCE)
+    for beat in reversed(beats):
+        beat.leave()
+
+
+def job(rank: int) -> RankEnv:
+    """A task of a Slurm step on one machine, to which no port was given."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "4711"}
+    return detect({**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+
+
+def connected(envs: list[RankEnv]) -> list[bytes]:
+    """What each rank reads that rank 0 has written."""
+    beats, stores = joining(envs)
     stores[0].set("written", "by rank 0")
     read = [stores[rank].get("written") for rank in (0, 1)]
     for beat in reversed(beats):
@@ -112,4 +145,4 @@ def test_where_the_port_is_taken_the_ranks_meet_at_the_next() -> None:
         other = TCPStore("127.0.0.1", second, is_master=True, wait_for_workers=False)
         other.set("job", "4712")
         assert connected([job(0), job(1)]) == [b"by rank 0"] * 2
-        assert not other.check(["ranks/0/here"])
+        assert not other.check(["here"])

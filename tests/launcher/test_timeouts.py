@@ -9,9 +9,8 @@ import torch
 import torch.distributed as torch_dist
 
 from clip_train import dist
-from clip_train.errors import UserError
 from launcher.runtime.outcome import is_lost_contact
-from launcher.runtime.rendezvous import check_same, set_timeout
+from launcher.runtime.rendezvous import set_timeout
 from tests.launcher.conftest import until
 from tests.ranks import run_ranks
 
@@ -50,21 +49,3 @@ def test_a_rank_is_given_up_after_the_short_timeout(tmp_path):
 )
 def test_a_ranks_own_mistake_is_no_lost_contact(message, lost):
     assert is_lost_contact(torch_dist.DistBackendError(message)) == lost
-
-
-def test_a_rank_that_differs_learns_in_what(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    store = torch_dist.HashStore()
-    recipe = {"run": {"seed": 0}, "optim": {"lr": 1e-3}, "data": {"aug_scale": (0.9, 1.0)}}
-    check_same(store, 0, recipe, 1)
-    check_same(store, 1, recipe, 1)
-    with pytest.raises(
-        UserError, match=r"differs from rank 0 on n0: optim\.lr: 0\.001 against 0\.002 here"
-    ):
-        check_same(store, 2, {**recipe, "optim": {"lr": 2e-3}}, 1)
-    with pytest.raises(
-        UserError,
-        match=r"data\.aug_scale: \[0\.9, 1\.0\] against None; optim\.x: None against 2 here",
-    ):
-        check_same(store, 2, {**recipe, "data": {}, "optim": {"lr": 1e-3, "x": 2}}, 1)

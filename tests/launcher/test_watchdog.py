@@ -29,6 +29,7 @@ from launcher.runtime.rendezvous import connect, meet
 from launcher.runtime.verdict import ATTEMPT, read_report
 from launcher.runtime.watchdog import (
     LaunchConfig,
+    Phase,
     Watchdog,
     phase_limit,
     position,
@@ -40,11 +41,11 @@ from tests.launcher.conftest import PATIENCE, ROOT, free_port, until
 
 def test_the_limit_of_a_step_follows_the_steps():
     config = LaunchConfig()
-    assert phase_limit(config, "step", deque()) == 300
-    assert phase_limit(config, "step", deque([1.0] * 9)) == 300
-    assert 20 * 40 <= phase_limit(config, "step", deque([40.0] * 9)) <= 40 * 40
-    assert phase_limit(LaunchConfig(hang_step_seconds=7), "step", deque([40.0])) == 7
-    assert phase_limit(config, "save", deque([40.0])) == config.hang_save_seconds
+    assert phase_limit(config, Phase.STEP, deque()) == 300
+    assert phase_limit(config, Phase.STEP, deque([1.0] * 9)) == 300
+    assert 20 * 40 <= phase_limit(config, Phase.STEP, deque([40.0] * 9)) <= 40 * 40
+    assert phase_limit(LaunchConfig(hang_step_seconds=7), Phase.STEP, deque([40.0])) == 7
+    assert phase_limit(config, Phase.SAVE, deque([40.0])) == config.hang_save_seconds
 
 
 @pytest.mark.parametrize(
