@@ -44,7 +44,7 @@ from launcher.runtime.facts import facts
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import Startup, is_quiet, log, warn
 from launcher.runtime.outcome import Outcome
-from launcher.runtime.verdict import clear_verdict, node_name, read_verdict
+from launcher.runtime.verdict import VERDICT_FILE, node_name, read_verdict
 from launcher.runtime.watchdog import Watchdog
 from launcher.slurm.attempts import History
 from launcher.weights import weights_here
@@ -181,7 +181,7 @@ def describe_run_dir(
         before = read_verdict(config.run_dir)
         previous = [before[0], before[1]["reason"]] if before else None
         History(config.run_dir).append("start", step=start, previous=previous, **described)
-        clear_verdict(config.run_dir)
+        (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         folder = LocalStorage(config.run_dir)
         folder.put_bytes("recipe.yaml", config.to_yaml().encode())
         facts = engine_facts(config, checked.plan, checked.plan.world_size)

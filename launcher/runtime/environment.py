@@ -15,13 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 SLURM_STEP = "the SLURM step"
-END_TIME = (
-    "SLURM_JOB_END_TIME"  # Unix time; newer Slurms set it, launcher.slurm.controller for older ones
-)
-LAUNCHER = (
-    "CLIP_TRAIN_LAUNCHER"  # the process that has started this rank (`launcher.runtime.launch`)
-)
+# Unix time of the job's end; newer Slurms set it, launcher.slurm.controller for older ones
+END_TIME = "SLURM_JOB_END_TIME"
+LAUNCHER = "CLIP_TRAIN_LAUNCHER"  # the process that started this rank (`launcher.runtime.launch`)
 PARENT = os.getppid()  # as it was when this process began, or nearly so: the imports take seconds
+# set by launchers that start several ranks on each node: of how many nodes
+NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,6 @@ MPI = (
     ),
     Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_ID",), "MPICH or Intel MPI", "mpirun"),
 )  # fmt: skip
-NODES = (
-    "GROUP_WORLD_SIZE",
-    "CROSS_SIZE",
-)  # set by launchers that start several ranks on each node: of how many nodes
 
 
 def detect(environ: Mapping[str, str]) -> RankEnv:
@@ -103,27 +98,22 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
     try:
-        return int(
-            re.split(r"[(,]", environ.get(name, str(default)))[0]
-        )  # Slurm writes 4(x2) for 4 on each of 2 nodes
+        return int(re.split(r"[(,]", text)[0])  # Slurm writes 4(x2) for 4 on each of 2 nodes
     except ValueError as e:
         raise RankError(f"{name} must be a whole number: {e}") from None
 
 
 def _refuse_two(env: RankEnv, above: Launcher, environ: Mapping[str, str]) -> None:
     """A task of srun or mpirun is one rank, or the launcher of one node's ranks; anything else is a mistake."""
-    tasks, task, launcher = (
-        _number(environ, above.size, 1),
-        _number(environ, above.rank, 0),
-        above.command,
-    )
+    tasks, task = _number(environ, above.size, 1), _number(environ, above.rank, 0)
+    launcher = above.command
     if env.world_size == tasks and env.rank == task:
         return
     nodes = next((_number(environ, name, 1) for name in NODES if name in environ), None)
-    if (
-        nodes is None
-    ):  # left over from another launcher: every task of this one would be the same rank
+    if nodes is None:
+        # left over from another launcher: every task of this one would be the same rank
         raise RankError(
             f"the environment has RANK={env.rank} and WORLD_SIZE={env.world_size}, but {launcher} started {tasks} "
             f"tasks and this is task {task}: unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before "
@@ -154,16 +144,14 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
     local = _number(environ, names.local_rank, 0 if names is SRUN else rank)
     local_size = _number(environ, names.local_size, _number(environ, "LOCAL_SIZE", 1))
     host = environ.get("MASTER_ADDR", "")
-    if not host and local_size >= world:
-        host = "127.0.0.1"  # one node: nobody else need reach the store
-    elif not host and names is SRUN:
+    if not host and local_size < world:  # on one node nobody else need reach the store
+        if names is not SRUN:
+            raise RankError(
+                f"{names.size} ({world}) ranks are on several hosts, and MPI does not say which is first: "
+                "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
+            )
         host = first_host(
             environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-        )
-    elif not host and local_size < world:
-        raise RankError(
-            f"{names.size} ({world}) ranks are on several hosts, and MPI does not say which is first: "
-            "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
         )
     host = host or "127.0.0.1"
     port = _number(environ, "MASTER_PORT", 0)

@@ -26,7 +26,14 @@ def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, An
     if device.type == "cuda":
         version, what = torch.version.cuda, torch.cuda.get_device_name(device)
     else:
-        version, what = None, processor()
+        cpu = platform.processor() or platform.machine()
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    cpu = line.partition(": ")[2]
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        what = f"{cpu}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+        version = None
     ranks = f"{env.world_size} rank{'s' * (env.world_size > 1)} on {device.type}, {env.local_world_size} on each host"
     differing = redacted(config.model_dump(mode="json", exclude_defaults=True)).items()
     return {
@@ -50,14 +57,3 @@ def commit() -> str | None:
     with contextlib.suppress(OSError, ValueError):
         return json.loads((ROOT.parent / "submit.json").read_text()).get("commit")
     return None
-
-
-def processor() -> str:
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(
-            (line.partition(": ")[2] for line in lines if line.startswith("model name")), name
-        )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"

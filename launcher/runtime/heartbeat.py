@@ -7,9 +7,11 @@ rank 0's. The first rank that fails, or that finds another one silent, writes `a
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from launcher.runtime.environment import RankEnv
@@ -47,6 +49,7 @@ class Heartbeat:
         self.abort: Failure | None = None  # why all ranks end
         # seconds, monotonic: when this rank learned of it; later while the rank that failed is closing its run
         self.aborted_at = 0.0
+        self.is_open = False
         self.all_joined = False  # from then on silence is a death
         self._store: Store = HashStore()  # until `open`: of this rank alone
         self._server: Store | None = None  # it is closed when the last reference to it goes
@@ -60,11 +63,8 @@ class Heartbeat:
         """store: a client of this object's own. server: on rank 0, which holds the store and has to leave last."""
         self._store, self._server, self._answered = store, server, time.monotonic()
         store.set(f"beat/{self.env.rank}", f"0 {node_name()}")
+        self.is_open = True
         self._thread.start()
-
-    @property
-    def is_open(self) -> bool:
-        return self._thread.ident is not None
 
     def claim(self, failure: Failure, trace: str = "") -> Failure:
         """The failure that ends the run: this one, which is published here and now, or the first one before it.
@@ -74,21 +74,17 @@ class Heartbeat:
         if self.abort is not None:
             return self.abort
         # With this rank's number: ranks that notice the same death at once have equal failures.
-        own = f"{self.env.rank} {failure.to_json()}".encode()
+        own = f"{self.env.rank} {json.dumps(asdict(failure))}".encode()
         found = own
         with contextlib.suppress(RuntimeError):  # gone: every rank for itself
             found = self._store.compare_set("abort", "", own.decode())
             self._store.compare_set(ALL_JOINED, "", "1")
-        first = Failure.parse(found.partition(b" ")[2])
-        self._learn(first)
+        first = Failure(**json.loads(found.partition(b" ")[2]))
+        self.aborted_at = time.monotonic()
+        self.abort = first
         if found == own:
             self._publish(failure, trace)
         return first
-
-    def _learn(self, failure: Failure) -> None:
-        if self.abort is None:
-            self.aborted_at = time.monotonic()
-            self.abort = failure
 
     def wait(self, seconds: float) -> Failure | None:
         """What ends the run, if that is known within `seconds`; a collective fails before a death is known."""
@@ -154,7 +150,8 @@ class Heartbeat:
         if self.abort is None and self._store.check(["abort"]):
             rank, _, failure = self._store.get("abort").partition(b" ")
             if int(rank) != self.env.rank:  # else the thread that claims it publishes it first
-                self._learn(Failure.parse(failure))
+                self.aborted_at = time.monotonic()
+                self.abort = Failure(**json.loads(failure))
 
     def _look(self) -> None:
         """Rank 0 at all keys, which are W, the others at rank 0's: nothing grows as W squared.
@@ -199,7 +196,8 @@ class Heartbeat:
         if self.abort is not None:
             return
         failure = self._lost(0, how)
-        self._learn(failure)
+        self.aborted_at = time.monotonic()
+        self.abort = failure
         # Nobody is left to ask which rank is the first: rank 1, and where it may be lost as well, one for each node.
         is_first_of_node = self.env.rank > self.env.local_rank == 0
         if self.env.rank == 1 or (is_first_of_node and failure.node != node_name()):

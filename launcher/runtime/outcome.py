@@ -96,12 +96,12 @@ class Outcome:
             self.trainer.call("on_error", error, False)
         if self.watchdog is not None:
             self.watchdog.phase("finish")
-        failure, trace = self._describe(error)
+        env = world() if self.heartbeat is None else self.heartbeat.env
+        failure, trace = self._describe(error, env.rank)
         # another rank has failed, or cannot be reached
         secondhand = failure.lost or isinstance(error, RemoteRankError)
         late = isinstance(error, RendezvousError)
-        env = world()
-        if env is not None and not (
+        if env.world_size > 1 and not (
             secondhand or late or (self.heartbeat and self.heartbeat.is_open)
         ):
             from launcher.runtime import heartbeat, rendezvous
@@ -158,7 +158,7 @@ class Outcome:
         if self.watchdog is not None:
             self.watchdog.close()
 
-    def _describe(self, error: BaseException) -> tuple[Failure, str]:
+    def _describe(self, error: BaseException, rank: int) -> tuple[Failure, str]:
         """What this error means for the run, and the traceback if nobody has foreseen it."""
         message = str(error).strip() or type(error).__name__
         lost = is_lost_contact(error)
@@ -189,8 +189,6 @@ class Outcome:
         suspect = not foreseen or isinstance(error, RankError)
         if isinstance(error, RendezvousError):
             suspect = error.node_suspect
-        env = world()
-        rank = env.rank if env else 0
         trace = "" if foreseen else redact("".join(traceback.format_exception(error)))
         return Failure(rank, node_name(), redact(message), word, status, lost, suspect), trace
 
@@ -238,12 +236,11 @@ class Outcome:
         return self.trainer.skipped.attempt("report.html", plotted, remedy=remedy) is not None
 
 
-def world() -> RankEnv | None:
-    """This rank by its launcher's variables; None in a world of one. Before a process group there is no other way."""
+def world() -> RankEnv:
+    """This rank by its launcher's variables; alone if they are wrong, which the error says."""
     with contextlib.suppress(UserError):
-        env = detect(os.environ)
-        return env if env.world_size > 1 else None
-    return None
+        return detect(os.environ)
+    return detect({})
 
 
 LOST = re.compile(

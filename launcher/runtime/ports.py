@@ -24,17 +24,13 @@ def candidates(job: str) -> tuple[int, ...]:
 
 def free_port(ports: Sequence[int]) -> int:
     """The first port on which nobody listens on this machine; the first of all where none is free."""
-    return next((port for port in ports if is_free(port)), ports[0])
-
-
-def is_free(port: int) -> bool:
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
-    except OSError:
-        return False
-    return True
+    for port in ports:
+        with contextlib.suppress(OSError):
+            socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+            return port
+    return ports[0]
 
 
 def agree_on_port(

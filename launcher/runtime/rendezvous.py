@@ -17,7 +17,6 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 from clip_train.errors import RemoteRankError, RendezvousError, UserError
 from launcher.runtime.environment import SLURM_STEP, RankEnv, backend
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
-from launcher.runtime.log import log, warn
+from launcher.runtime.log import log
 from launcher.runtime.ports import JOB, agree_on_port
 from launcher.runtime.verdict import node_name
 from launcher.slurm.scheduler import answer
@@ -46,21 +45,18 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("clip_train", "launcher")
 
 
-def raise_open_files() -> None:
-    """As many as this process may have: whoever holds the store holds a socket for each rank.
+def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
+    """Rank 0's store, on loopback only if the other ranks look for it there. RendezvousError if the port is taken.
 
-    The soft limit is usually 1024, and Slurm brings it along from the shell that submitted. Not above OPEN_FILES: where
-    the hard limit is 2^30, as in containers, programs that go through all possible files take minutes.
+    It holds a socket for each rank, so it raises the limit of open files. The soft limit is usually 1024, and Slurm
+    brings it along from the shell that submitted. Not above OPEN_FILES: where the hard limit is 2^30, as in
+    containers, programs that go through all possible files take minutes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):  # some systems allow less than they claim
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
-    """Rank 0's store, on loopback only if the other ranks look for it there. RendezvousError if the port is taken."""
     try:
         listener = None
         if env.master_addr in LOOPBACK:
@@ -76,7 +72,7 @@ def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
         )
     except (RuntimeError, OSError) as e:
         raise RendezvousError(
-            f"rank 0 on {node_name()} cannot listen at MASTER_PORT ({port}): {one_line(e)}; set MASTER_PORT to another "
+            f"rank 0 on {node_name()} cannot listen at MASTER_PORT ({port}): {e}; set MASTER_PORT to another "
             "port on all ranks, or end the process that has it"
         ) from e
     store.set(JOB, env.job)
@@ -89,7 +85,6 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     seconds: for rank 0 to be there, and for each wait for a key.
     """
     resolve(env)
-    raise_open_files()
     ports = (env.master_port, *env.other_ports)
     port = agree_on_port(env.master_addr, ports, env.job, seconds, serves=env.rank == 0)
 
@@ -107,34 +102,27 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
         except DistNetworkError as e:
             raise RendezvousError(
                 f"rank 0 was not at {env.master_addr}:{port} within launch.rendezvous_seconds ({seconds:.0f}): "
-                f"{one_line(e)}; does it run, and can {node_name()} reach that port?"
+                f"{e}; does it run, and can {node_name()} reach that port?"
             ) from e
     heartbeat.open(client(ANSWER_SECONDS), server=store if env.rank == 0 else None)
     return store
 
 
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
 def resolve(env: RankEnv) -> None:
-    """RendezvousError where this node does not know the name of rank 0's node; the log has it at once."""
+    """RendezvousError where this node does not know the name of rank 0's node."""
     end = time.monotonic() + RESOLVE_SECONDS
-    warned = False
     while True:
         try:
             socket.getaddrinfo(env.master_addr, env.master_port)
             return
         except OSError as e:
-            problem = (
-                f"rank {env.rank} on {node_name()} cannot resolve MASTER_ADDR ({env.master_addr}), rank 0's "
-                f"node: {e.strerror}; correct DNS or /etc/hosts on {node_name()}, or set MASTER_ADDR to an IP address"
-            )
-        if time.monotonic() > end:
-            raise RendezvousError(problem, node_suspect=True)
-        if not warned:
-            warn(f"{problem}. Trying again for {RESOLVE_SECONDS:.0f} s")
-            warned = True
+            if time.monotonic() > end:
+                raise RendezvousError(
+                    f"rank {env.rank} on {node_name()} cannot resolve MASTER_ADDR ({env.master_addr}), rank 0's "
+                    f"node: {e.strerror}; correct DNS or /etc/hosts on {node_name()}, or set MASTER_ADDR to an IP "
+                    "address",
+                    node_suspect=True,
+                ) from e
         time.sleep(1.0)
 
 
@@ -196,7 +184,7 @@ def joined(env: RankEnv, store: Store) -> str:
     absent = [rank for rank in world if not store.check([f"here/{rank}"])]
     text = (
         f"{len(world) - len(absent)} of {len(world)} ranks have joined at {env.master_addr}:{env.master_port}; "
-        f"missing: rank{'s' * (len(absent) > 1)} {spans(absent)}"
+        f"missing: rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:20]))}{', ...' * (len(absent) > 20)}"
     )
     nodelist = os.environ.get("SLURM_STEP_NODELIST") if env.found == SLURM_STEP else None
     if nodelist and absent:
@@ -209,43 +197,23 @@ def joined(env: RankEnv, store: Store) -> str:
     return text
 
 
-def spans(numbers: Sequence[int]) -> str:
-    """`[1, 2, 3, 7]` -> `1-3, 7`; the first twenty."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
-    return ", ".join(texts[:20]) + ", ..." * (len(texts) > 20)
-
-
-# -- the interface
-
-
 def own_address(host: str) -> str:
-    """This node's IPv4 address on the route to `host`, to which nothing is sent; empty where there is none."""
+    """This node's IPv4 address on the route to `host`, to which nothing is sent; a loopback one where there is none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]
-    return ""
-
-
-def is_loopback(address: str) -> bool:
-    return not address or address.startswith("127.")
+    return "127.0.0.1"
 
 
 def choose_interface(env: RankEnv, store: Store) -> None:
     """Where this node's own name is a loopback address (Debian's 127.0.1.1), gloo would listen there, and ranks of
     other nodes would meet nobody: it is given the interface of the route to another node. After `meet`."""
-    if IFNAME in os.environ or not is_loopback(own_address(socket.gethostname())):
+    if IFNAME in os.environ or not own_address(socket.gethostname()).startswith("127."):
         return
     address = own_address(env.master_addr)
-    if is_loopback(address):  # on rank 0's own node: the last rank is on another one
-        last = json.loads(store.get(f"here/{env.world_size - 1}"))
-        address = own_address(last["address"])
-    if is_loopback(address):
+    if address.startswith("127."):  # on rank 0's own node: the last rank is on another one
+        address = own_address(json.loads(store.get(f"here/{env.world_size - 1}"))["address"])
+    if address.startswith("127."):
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -323,7 +291,7 @@ def start(
         if heartbeat.wait(CAUSE_SECONDS) is not None:
             raise RemoteRankError(str(heartbeat.abort)) from e
         raise RendezvousError(
-            f"the ranks have joined, but their process group did not form: {one_line(e)}; can their nodes reach each "
+            f"the ranks have joined, but their process group did not form: {e}; can their nodes reach each "
             "other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed?"
         ) from e
     set_timeout(timeout_seconds)

@@ -25,7 +25,7 @@ from clip_train.storage.local import LocalStorage
 #   PREEMPTED  asked to stop; a checkpoint is committed; run the same line again
 #   FAILED     ended by an error that may pass; running again may help
 #   FATAL      ended by an error that will come again: a mistake in the recipe, a diverged loss
-FILE = "VERDICT"
+VERDICT_FILE = "VERDICT"
 Word = Literal["DONE", "PREEMPTED", "FAILED", "FATAL"]
 
 STOP_FILE = (
@@ -51,13 +51,6 @@ class Failure:
     lost: bool = False  # the rank itself is silent: others have noticed
     node_suspect: bool = False  # another node might do: neither the recipe nor the data is to blame
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def parse(text: bytes) -> Failure:
-        return Failure(**json.loads(text))
-
     def __str__(self) -> str:
         return self.message if self.lost else f"rank {self.rank} on {self.node}: {self.message}"
 
@@ -72,7 +65,7 @@ def write_verdict(run_dir: Path, word: Word, step: int, reason: str, **more: Any
     """Atomically; ranks may write at the same moment. more: further keys; empty values are left out."""
     why = {"step": step, "reason": " ".join(reason.split())}
     why |= {key: value for key, value in more.items() if value}
-    LocalStorage(run_dir).put_bytes(FILE, f"{word}\n{json.dumps(why)}\n".encode())
+    LocalStorage(run_dir).put_bytes(VERDICT_FILE, f"{word}\n{json.dumps(why)}\n".encode())
 
 
 def notify(command: str, run_dir: Path, word: str, step: int, reason: str) -> str:
@@ -98,15 +91,10 @@ def notify(command: str, run_dir: Path, word: str, step: int, reason: str) -> st
     return f"log.notify ({command}) ended with status {done.returncode}" if done.returncode else ""
 
 
-def clear_verdict(run_dir: Path) -> None:
-    """An earlier attempt's verdict must not be taken for this one's."""
-    (run_dir / FILE).unlink(missing_ok=True)
-
-
 def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
     """The word, and the JSON's `step`, `reason` and what else it has; None if no verdict can be read."""
     try:
-        word, _, line = (run_dir / FILE).read_text().partition("\n")
+        word, _, line = (run_dir / VERDICT_FILE).read_text().partition("\n")
         why = json.loads(line)
         return word.strip(), {**why, "step": int(why["step"]), "reason": str(why["reason"])}
     except (OSError, ValueError, KeyError, TypeError):

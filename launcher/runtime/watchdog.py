@@ -230,8 +230,8 @@ class Watchdog:
             f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}"
             for e in entries[-4:]
         ]
-        told = f"the last collectives: {'; '.join(newest) or 'none recorded'}"
-        print(told, file=sys.stderr, flush=True)
+        collectives = "; ".join(newest) or "none recorded"
+        print(f"the last collectives: {collectives}", file=sys.stderr, flush=True)
         if waiting:
             self._heartbeat.wait(5)  # the rank that hangs itself is the one to name
         abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=not waiting))

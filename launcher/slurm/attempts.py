@@ -52,7 +52,7 @@ class History:
     """The run's `attempts.jsonl`. Lines that a power loss has torn are skipped."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path, self.logs = run_dir / FILE, run_dir / "attempts"
+        self.path, self.folder = run_dir / FILE, run_dir / "attempts"
         self.lines: list[dict[str, Any]] = []
         if self.path.exists():
             for text in self.path.read_text(errors="replace").splitlines():
@@ -77,10 +77,11 @@ class History:
         return [line for line in self.lines if line.get("event") == event]
 
     def next_number(self) -> int:
-        """Above every attempt that is known or has left a log."""
+        """Above every attempt that is known or has left a folder."""
         known = [line["attempt"] for line in self.of("begin") + self.of("end")]
-        logs = [int(file.name[:4]) for file in self.logs.glob("[0-9][0-9][0-9][0-9]*")]
-        return 1 + max([*known, *logs], default=0)
+        # an earlier version left `0001.log` too
+        left = [int(file.name[:4]) for file in self.folder.glob("[0-9][0-9][0-9][0-9]*")]
+        return 1 + max([*known, *left], default=0)
 
     def unfinished(self) -> dict[str, Any] | None:
         """The `begin` of an attempt that never ended: it runs, or its batch script was lost."""

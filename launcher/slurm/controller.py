@@ -2,27 +2,28 @@
 
     python -m launcher.slurm.controller RECIPE [key.path=value ...] -- srun ... python -m launcher train RECIPE ...
 
-A batch script runs it in its own shell's place, on the first node of the job, where TERM arrives (scancel, preemption):
-the ranks have it from Slurm already, and afterwards nothing is requeued. USR1 (time limit near) goes to them alone.
-In the run directory it keeps attempts/0001.log, attempts/0001/error.json (the first rank's that failed) and
-attempts.jsonl. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and left to be submitted again;
-143 ended by Slurm; 2 a mistake; 1 given up.
+A batch script runs it in its own shell's place, on the first node of the job, where TERM arrives (scancel,
+preemption): the ranks have it from Slurm already, and afterwards nothing is requeued. USR1 (time limit near) goes to
+the ranks alone. In the run directory it keeps attempts.jsonl and attempts/0001/error.json, the report of the first
+rank that failed. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and left to be submitted
+again; 143 ended by Slurm; 2 a mistake; 1 given up.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.runtime.environment import END_TIME
 from launcher.runtime.ports import candidates, free_port
@@ -30,7 +31,7 @@ from launcher.runtime.verdict import (
     ATTEMPT,
     PROGRESS_FILE,
     STOP_FILE,
-    clear_verdict,
+    VERDICT_FILE,
     notify,
     read_report,
     read_verdict,
@@ -41,9 +42,7 @@ from launcher.slurm.scheduler import (
     NO_ARRAY,
     OUTAGE,
     answer,
-    end_time,
     exclude,
-    node_names,
     slurm,
     update,
 )
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 USAGE = "[--chain] RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 RETRY_SECONDS = 15.0  # between requests to requeue, at most
-REST_SECONDS = 60.0  # for the last lines of the ranks to reach the logs
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,7 +110,8 @@ class Controller:
         self.config, self.run_dir = config, config.run_dir
         self.terminated, self.chain = terminated, chain
         self.job = os.environ["SLURM_JOB_ID"]
-        self.nodes = node_names()
+        nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
+        self.nodes = answer("scontrol", "show", "hostnames", nodelist).split() or [nodelist]
         self.history = History(self.run_dir)
 
     def run(self, command: Sequence[str]) -> int:
@@ -141,15 +140,15 @@ class Controller:
         self.history.append(
             "begin", attempt=number, job=self.job, restart=restart, nodes=self.nodes, step=before
         )
-        log = self.run_dir / "attempts" / f"{number:04d}.log"
-        log.parent.mkdir(exist_ok=True)
-        say(
-            f"attempt {number} of {self.run_dir.name} on {','.join(self.nodes)}, from step {before}; log: {log}"
-        )
-        clear_verdict(self.run_dir)  # an earlier attempt's must not be taken for this one's
+        folder = self.run_dir / "attempts" / f"{number:04d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        nodes = ",".join(self.nodes)
+        say(f"attempt {number} of {self.run_dir.name} on {nodes}, from step {before}")
+        # an earlier attempt's must not be taken for this one's
+        (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         started = time.time()
-        status = self._run_ranks(command, number, log)
-        outcome = self._outcome(status, before, log)
+        status = self._run_ranks(command, number, folder)
+        outcome = self._outcome(status, before, folder)
         seconds = time.time() - started
         lost = 0.0 if outcome.verdict == "DONE" else seconds
         with contextlib.suppress(OSError):
@@ -194,36 +193,32 @@ class Controller:
                 say(f"warning: {failed}")
         return decision
 
-    def _run_ranks(self, command: Sequence[str], number: int, log: Path) -> int:
-        """Run to the end, whatever signals come; its output goes to the job's log and the attempt's."""
-        environ = {**os.environ, ATTEMPT: str(log.with_suffix("").absolute())}
-        environ.setdefault(END_TIME, end_time(self.job))
+    def _run_ranks(self, command: Sequence[str], number: int, folder: Path) -> int:
+        """Run to the end, whatever signals come. Returns the exit status."""
+        environ = {**os.environ, ATTEMPT: str(folder.absolute())}
+        with contextlib.suppress(ValueError):  # it has no time limit
+            shown = answer("squeue", "-h", "-j", self.job, "-o", "%e").split("\n")[0]
+            end_time = datetime.datetime.fromisoformat(shown).timestamp()
+            environ.setdefault(END_TIME, str(int(end_time)))  # newer Slurms set it
         # rank 0 runs on this node; another attempt starts with another port
         ports = candidates(f"{self.job}.{number}")
         environ.setdefault("MASTER_PORT", str(free_port(ports)))
-        with log.open("ab", buffering=0) as copy:
-            try:
-                process = subprocess.Popen(
-                    command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-                )
-            except OSError as e:
-                copy_lines([f"{command[0]} cannot be started: {e}\n".encode()], copy)
-                return 127
-            assert process.stdout is not None
-            tee = threading.Thread(target=copy_lines, args=(process.stdout, copy))
-            tee.start()
-            noted = False
-            while process.poll() is None:
-                if self.terminated.is_set() and not noted:
-                    noted = True  # at once: KILL may follow before the ranks have ended
-                    self.history.append("terminated", attempt=number)
-                time.sleep(0.2)
-            tee.join(timeout=REST_SECONDS)
+        try:
+            process = subprocess.Popen(command, env=environ, stderr=subprocess.STDOUT)
+        except OSError as e:
+            say(f"{command[0]} cannot be started: {e}")
+            return 127
+        noted = False
+        while process.poll() is None:
+            if self.terminated.is_set() and not noted:
+                noted = True  # at once: KILL may follow before the ranks have ended
+                self.history.append("terminated", attempt=number)
+            time.sleep(0.2)
         return process.returncode
 
-    def _outcome(self, status: int, before: int, log: Path) -> Outcome:
+    def _outcome(self, status: int, before: int, folder: Path) -> Outcome:
         """By the verdict; where there is none, or a failure, by the report of the rank that failed."""
-        verdict, report = read_verdict(self.run_dir), read_report(log.with_suffix(""))
+        verdict, report = read_verdict(self.run_dir), read_report(folder)
         blamed: tuple[str, ...] = ()
         if verdict is not None and (report is None or verdict[0] in ("DONE", "PREEMPTED")):
             word, reason = verdict[0], verdict[1]["reason"]
@@ -297,15 +292,6 @@ class Controller:
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
         if self.chain and array:
             slurm("scancel", "--state=PENDING", array)
-
-
-def copy_lines(source: Iterable[bytes], log: IO[bytes]) -> None:
-    """To both logs, to the end: a pipe that nobody empties would stop the ranks, so a full disk must not end this."""
-    for line in source:
-        for target in (log, sys.stdout.buffer):
-            with contextlib.suppress(OSError, ValueError):  # full, gone; closed, as at the very end
-                target.write(line)
-                target.flush()
 
 
 def committed_step(run_dir: Path) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import os
 import re
 import shlex
@@ -39,20 +37,6 @@ def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
 def answer(*command: str) -> str:
     """The output of a command, empty where it failed."""
     return slurm(*command)[0]
-
-
-def node_names() -> list[str]:
-    """Of this job."""
-    nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
-    return answer("scontrol", "show", "hostnames", nodelist).split() or [nodelist]
-
-
-def end_time(job: str) -> str:
-    """Unix time of the job's time limit, empty where it has none."""
-    with contextlib.suppress(ValueError):
-        shown = answer("squeue", "-h", "-j", job, "-o", "%e").split("\n")[0]
-        return str(int(datetime.datetime.fromisoformat(shown).timestamp()))
-    return ""
 
 
 def update(job: str, **values: str) -> str:

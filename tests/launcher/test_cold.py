@@ -256,7 +256,8 @@ def test_who_may_hold_a_socket_for_each_rank_raises_its_limit(recipe, tmp_path):
     try:
         wait_for_step(tmp_path / "run", 1, process)
         most = OPEN_FILES if limits[1] == resource.RLIM_INFINITY else min(limits[1], OPEN_FILES)
-        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, limits[1])
+        holder = ranks_of(recipe)[0]
+        assert resource.prlimit(holder, resource.RLIMIT_NOFILE) == (most, limits[1])
     finally:
         kill(process)
 

@@ -18,7 +18,6 @@ import launcher.slurm.controller
 from launcher.runtime.ports import candidates
 from launcher.runtime.verdict import Failure, read_verdict, write_verdict
 from launcher.slurm.attempts import History
-from launcher.slurm.controller import copy_lines
 from tests.launcher.conftest import PATIENCE, ROOT
 from tests.launcher.conftest import until as in_time
 from tests.warm import Command
@@ -294,10 +293,7 @@ def test_the_ranks_are_told_what_an_epoch_has(recipe, bin, tmp_path):
 def test_a_command_that_cannot_be_started_is_an_attempt_that_failed(recipe, bin, tmp_path):
     status, out = supervise(recipe, bin, "/nowhere/srun")
     assert status == 0 and requeued(bin), out
-    assert (
-        "/nowhere/srun cannot be started"
-        in (tmp_path / "run" / "attempts" / "0001.log").read_text()
-    )
+    assert "/nowhere/srun cannot be started" in out
     assert history(tmp_path / "run")[-1]["event"] == "end"
 
 
@@ -307,21 +303,6 @@ def test_a_run_directory_that_cannot_be_written_is_told_and_not_requeued(recipe,
     status, out = supervise(recipe, bin, "true")
     assert status == 1 and "cannot be read or written" in out and "Traceback" not in out, out
     assert not requeued(bin)
-
-
-def test_a_full_disk_does_not_stop_the_ranks(tmp_path):
-    """More than a pipe holds is written to a log that takes nothing: the ranks must not wait for it to be read."""
-    code = "for _ in range(2000): print('y' * 1000)"
-    with (tmp_path / "all").open("wb") as out, Path("/dev/full").open("ab", buffering=0) as full:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        before, sys.stdout = sys.stdout, open(out.fileno(), "w", closefd=False)  # noqa: SIM115
-        try:
-            copy_lines(process.stdout, full)
-        finally:
-            sys.stdout = before
-        assert process.wait(timeout=PATIENCE) == 0
-        process.stdout.close()
-    assert (tmp_path / "all").read_bytes().count(b"y" * 1000 + b"\n") == 2000
 
 
 def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_path):

@@ -32,9 +32,9 @@ class Told:
     fetched: bool  # from the bucket
 
 
-def read_story(run_dir: Path) -> list[Told]:
+def read_story(job: Job) -> list[Told]:
     """Every attempt has a `begin` and an `end`, in this order and under the next number."""
-    lines = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (job.run_dir / "attempts.jsonl").read_text().splitlines()]
     begins = [line for line in lines if line["event"] == "begin"]
     ends = [line for line in lines if line["event"] == "end"]
     order = [
@@ -45,11 +45,11 @@ def read_story(run_dir: Path) -> list[Told]:
     )
     story = []
     for begin, end in zip(begins, ends, strict=True):
-        log = run_dir / "attempts" / f"{begin['attempt']:04d}.log"
-        found = RESUMED.search(log.read_text(errors="replace")) if log.exists() else None
+        _, _, log = job.told().partition(f"] attempt {begin['attempt']} of ")
+        found = RESUMED.search(log.partition("] attempt ")[0])
         if end["resumed"] is not None:
             assert end["resumed"] == (int(found[1]) if found else 0), (
-                f"{end}, but {log} says {found and found[0]}"
+                f"{end}, but its log says {found and found[0]}"
             )
         from_bucket = bool(found and found[2].startswith("s3://") and "fetched" in found[3])
         story.append(Told(begin, end, end["resumed"], from_bucket))
@@ -71,7 +71,7 @@ def check_story(
     Each attempt begins at the newest step that was committed when the last one ended, and goes on from there. After
     a node was lost with its disk that may be an older one, but none older than what was in the bucket by then.
     """
-    whole = story = read_story(job.run_dir)
+    whole = story = read_story(job)
     while len(story) > len(expected) and (again := _sent_again(story)) is not None:
         story = [each for each in story if each is not again]
     told = [(each.end["verdict"], each.end["decision"], each.end["blamed"]) for each in story]
@@ -125,7 +125,7 @@ def finished_like(job: Job, undisturbed: list[dict]) -> None:
 
 
 def keep(job: Job, scenario: str, name: str) -> None:
-    """Into $CLIP_TRAIN_KEEP_LOGS/<name>: the job's log, attempts.jsonl, each attempt's log, the losses, a row."""
+    """Into $CLIP_TRAIN_KEEP_LOGS/<name>: the job's log, attempts.jsonl, each attempt's report, the losses, a row."""
     if KEEP not in os.environ:
         return
     folder = Path(os.environ[KEEP]) / name
@@ -138,7 +138,7 @@ def keep(job: Job, scenario: str, name: str) -> None:
     if (job.run_dir / "attempts").exists():
         shutil.copytree(job.run_dir / "attempts", folder / "attempts")
     try:
-        story = read_story(job.run_dir)
+        story = read_story(job)
     except (OSError, AssertionError):  # the test has failed, and says why
         return
     row = {
