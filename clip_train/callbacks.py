@@ -20,7 +20,8 @@ class Callback:
         """state: what `before_save` put into the checkpoint that the run continues from."""
 
     def phase(self, name: str) -> None:
-        """The rank begins a "step", a "save" or an "evaluate"; "end": it has left the loop."""
+        """The rank begins a "step", a "save" or an "evaluate"; "end": it has left the loop;
+        "finish": an error is about to be printed."""
 
     def after_step(self, record: dict[str, Any], batch: Batch) -> None:
         """record: the step as `metrics.jsonl` has it. Later callbacks see what this one adds."""
@@ -31,11 +32,8 @@ class Callback:
     def after_evaluate(self, record: dict[str, Any]) -> None:
         """record: the step, and the evaluation's numbers by name."""
 
-    def on_error(self, error: BaseException | None, together: bool) -> None:
-        """The run ends with an error, perhaps another rank's.
-
-        together: all ranks make this call, so it may use collectives.
-        """
+    def on_error(self, error: BaseException | None) -> None:
+        """An error ends the loop, perhaps another rank's. All ranks call it at the same step."""
 
     def close(self) -> None:
         """The run ends, with or without an error; the last checkpoint is committed or given up."""

@@ -148,7 +148,7 @@ class Trainer:
                 self.failure is not None, self.stop.reason is not None
             )
             if failed:
-                self.call("on_error", self.failure, True)
+                self.call("on_error", self.failure)
                 dist.raise_agreed(self.failure)
         except (
             RuntimeError

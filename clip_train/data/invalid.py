@@ -133,10 +133,9 @@ class InvalidLog(Callback):
         self.sum_and_write()
         state.update(self.state())
 
-    def on_error(self, error: BaseException | None, together: bool) -> None:
+    def on_error(self, error: BaseException | None) -> None:
         """The report of a run that ends because of invalid samples shows them."""
-        if together:
-            self.sum_and_write()
+        self.sum_and_write()
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """The checkpoint holds the sum over ranks: rank 0 takes it for its own."""

@@ -124,11 +124,8 @@ class ProgressLine(Callback):
         self.message(f"step {record['step']}: {headline(numbers)}")
 
     def phase(self, name: str) -> None:
-        if name == "end":
+        if name in ("end", "finish"):
             self.close()
-
-    def on_error(self, error: BaseException | None, together: bool) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop the bar: what is printed from now on stays below it."""

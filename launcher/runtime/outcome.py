@@ -93,8 +93,8 @@ class Outcome:
     def finish(self, error: BaseException) -> int:
         """The exit status after an error, on the rank that failed as on those that learn of it."""
         if self.trainer is not None:
-            self.trainer.call("on_error", error, False)
-        if self.watchdog is not None:
+            self.trainer.call("phase", "finish")
+        elif self.watchdog is not None:
             self.watchdog.phase("finish")
         env = world() if self.heartbeat is None else self.heartbeat.env
         failure, trace = self._describe(error, env.rank)
