@@ -168,7 +168,9 @@ class Heartbeat:
             ranks = []
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         for rank, value in zip(ranks, values, strict=True):
-            looks = self._unchanged_looks(rank, value)
+            before, looks = self._seen.get(rank, (b"", 0))
+            looks = looks + 1 if value == before else 0
+            self._seen[rank] = (value, looks)
             silent = looks >= SILENT_BEATS
             if value == LEFT or rank == self.env.rank:
                 continue
@@ -178,12 +180,6 @@ class Heartbeat:
                 how = f"no heartbeat for {looks * self._beat_seconds:.0f} s"
                 self.claim(self._lost(rank, how))
                 return
-
-    def _unchanged_looks(self, rank: int, value: bytes) -> int:
-        before, looks = self._seen.get(rank, (b"", 0))
-        looks = looks + 1 if value == before else 0
-        self._seen[rank] = (value, looks)
-        return looks
 
     def _lost(self, rank: int, how: str) -> Failure:
         value, _ = self._seen.get(rank, (b"", 0))

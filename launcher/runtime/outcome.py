@@ -29,7 +29,7 @@ from clip_train.errors import (
     UserError,
 )
 from clip_train.storage.redact import redact
-from launcher.runtime.environment import RankEnv, detect
+from launcher.runtime.environment import detect
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import (
     ATTEMPT,
@@ -96,7 +96,9 @@ class Outcome:
             self.trainer.call("phase", "finish")
         elif self.watchdog is not None:
             self.watchdog.phase("finish")
-        env = world() if self.heartbeat is None else self.heartbeat.env
+        env = detect({})  # a world of one
+        with contextlib.suppress(UserError):  # of the launcher's variables, as the error says
+            env = detect(os.environ) if self.heartbeat is None else self.heartbeat.env
         failure, trace = self._describe(error, env.rank)
         # another rank has failed, or cannot be reached
         secondhand = failure.lost or isinstance(error, RemoteRankError)
@@ -234,13 +236,6 @@ class Outcome:
         remedy = f"mend the cause, then: clip-train report {self.run_dir}"
         plotted = partial(plot, [self.run_dir])
         return self.trainer.skipped.attempt("report.html", plotted, remedy=remedy) is not None
-
-
-def world() -> RankEnv:
-    """This rank by its launcher's variables; alone if they are wrong, which the error says."""
-    with contextlib.suppress(UserError):
-        return detect(os.environ)
-    return detect({})
 
 
 LOST = re.compile(
