@@ -19,24 +19,27 @@ class UserError(ClipTrainError, ValueError):
 
 
 class RankError(UserError):
-    """A mistake that this rank alone may see, and another node need not have: a wrong environment, a missing GPU."""
+    """A mistake that this rank alone may see, and another node need not have: a wrong environment,
+    a missing GPU."""
 
 
 def unreadable(error: OSError, message: str) -> UserError:
-    """What cannot be read: the recipe's mistake where it is not there or not allowed, else this machine's, for now."""
+    """What cannot be read: the recipe's mistake where it is not there or not allowed, else this
+    machine's, for now."""
     if isinstance(error, (FileNotFoundError, PermissionError)):
         return UserError(message)
     return RankError(f"{message} (on {socket.gethostname()})")
 
 
 def missing(path: str | os.PathLike, what: str, remedy: str) -> UserError:
-    """What is not there: the recipe's mistake. Where its folder is not there either it may be a mount that this node
-    lacks, so that another attempt may find it."""
+    """What is not there: the recipe's mistake. Where its folder is not there either it may be a
+    mount that this node lacks, so that another attempt may find it."""
     folder = os.path.dirname(os.fspath(path))
     if not folder or os.path.isdir(folder):
         return UserError(f"{what}; {remedy}")
     return RankError(
-        f"{what}, nor is there a folder {folder}: correct the path, or mount it on {socket.gethostname()}"
+        f"{what}, nor is there a folder {folder}: correct the path, or mount it on "
+        f"{socket.gethostname()}"
     )
 
 
@@ -61,7 +64,8 @@ class RemoteRankError(ClipTrainError):
 
 
 class RendezvousError(ClipTrainError):
-    """The ranks have not met, or their process group has not formed: a port, a name, a network, a rank that never came.
+    """The ranks have not met, or their process group has not formed: a port, a name, a network, a
+    rank that never came.
 
     node_suspect: this rank's node is to blame.
     """
@@ -72,6 +76,6 @@ class RendezvousError(ClipTrainError):
 
 
 class Preempted(ClipTrainError):
-    """Asked to stop (a signal, a time limit): the checkpoint is committed; run the same line again."""
+    """Asked to stop (a signal, a time limit). The checkpoint is committed; run the line again."""
 
     exit_status = 75

@@ -1,6 +1,8 @@
-"""A wish to stop: a signal, the clock, a file. All become one flag, which the ranks agree on at a step boundary.
+"""A wish to stop: a signal, the clock, a file. All become one flag, which the ranks agree on at a
+step boundary.
 
-No torch here: signals are caught before the heavy imports, during which they would otherwise kill the rank.
+No torch here: signals are caught before the heavy imports, during which they would otherwise kill
+the rank.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class StopRequest:
             self.reason = reason
 
     def obey(self) -> bool:
-        """Remove the STOP file that asked for the stop, so that the same line resumes. True if it was removed."""
+        """Remove the STOP file that asked for the stop, so that the same line resumes. True if it
+        was removed."""
         if self.file is not None and not self.removed:
             with contextlib.suppress(OSError):
                 self.file.unlink()
@@ -36,11 +39,12 @@ class StopRequest:
         return self.removed
 
     def listen(self) -> None:
-        """Take over TERM (preemption, scancel), USR1 (time limit near), INT, and HUP (a terminal that is closed) but
-        under nohup.
+        """Take over TERM (preemption, scancel), USR1 (time limit near), INT, and HUP (a terminal
+        that is closed) but under nohup.
 
-        A second INT ends the process, as Ctrl-C always did. A second TERM or USR1 changes nothing: torchrun,
-        Slurm and a batch script may each send one for the same event, and the save is to survive them.
+        A second INT ends the process, as Ctrl-C always did. A second TERM or USR1 changes nothing:
+        torchrun, Slurm and a batch script may each send one for the same event, and the save is to
+        survive them.
         """
         if self._arrived is None:
             self._arrived, write = os.pipe()
@@ -55,8 +59,8 @@ class StopRequest:
         )  # whoever started this rank may have blocked them until now
 
     def look(self) -> str | None:
-        """The reason, if there is one; from any thread, also while the main thread is in C (a rendezvous, a
-        collective), where Python's handlers do not run."""
+        """The reason, if there is one; from any thread, also while the main thread is in C (a
+        rendezvous, a collective), where Python's handlers do not run."""
         if self._arrived is not None:
             with contextlib.suppress(BlockingIOError):
                 for number in os.read(self._arrived, 64):

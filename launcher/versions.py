@@ -1,6 +1,8 @@
-"""The oldest versions that are supported, and the newest that the tests have run with (docs/versions.md).
+"""The oldest versions that are supported, and the newest that the tests have run with
+(docs/versions.md).
 
-Standard library only, and no recent syntax: an older Python has to read this file to print its message.
+Standard library only, and no recent syntax: an older Python has to read this file to print its
+message.
 """
 
 from __future__ import annotations

@@ -62,19 +62,26 @@ SRUN = Launcher(
 )  # fmt: skip
 MPI = (
     Launcher(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
         ("PMIX_NAMESPACE",), "Open MPI", "mpirun",
     ),
-    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_ID",), "MPICH or Intel MPI", "mpirun"),
+    Launcher(
+        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+        ("PMI_ID",), "MPICH or Intel MPI", "mpirun",
+    ),
 )  # fmt: skip
 
 
 def detect(environ: Mapping[str, str]) -> RankEnv:
-    """Explicit RANK and WORLD_SIZE (torchrun and its like), else a SLURM step, else MPI, else one process.
+    """Explicit RANK and WORLD_SIZE (torchrun and its like), else a SLURM step, else MPI, else one
+    process.
 
-    RankError for variables that are incomplete, out of range or not numbers, or of two launchers that disagree.
+    RankError for variables that are incomplete, out of range or not numbers, or of two launchers
+    that disagree.
     """
-    # SRUN's are set inside a step only: a batch script's own shell has SLURM_NTASKS too, but is not a rank.
+    # SRUN's are set inside a step only: a batch script's own shell has SLURM_NTASKS too, but is not
+    # a rank.
     above = [
         each for each in (SRUN, *MPI) if each.rank in environ and _number(environ, each.size, 1) > 1
     ]
@@ -91,8 +98,8 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
     size = _number(environ, "WORLD_SIZE", env.world_size)
     if size != env.world_size:
         raise RankError(
-            f"the environment has WORLD_SIZE={size}, but {above[0].command} started {env.world_size} tasks: unset "
-            "WORLD_SIZE, or start as many tasks"
+            f"the environment has WORLD_SIZE={size}, but {above[0].command} started "
+            f"{env.world_size} tasks: unset WORLD_SIZE, or start as many tasks"
         )
     return env
 
@@ -106,7 +113,8 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _refuse_two(env: RankEnv, above: Launcher, environ: Mapping[str, str]) -> None:
-    """A task of srun or mpirun is one rank, or the launcher of one node's ranks; anything else is a mistake."""
+    """A task of srun or mpirun is one rank, or the launcher of one node's ranks; anything else is a
+    mistake."""
     tasks, task = _number(environ, above.size, 1), _number(environ, above.rank, 0)
     launcher = above.command
     if env.world_size == tasks and env.rank == task:
@@ -115,16 +123,18 @@ def _refuse_two(env: RankEnv, above: Launcher, environ: Mapping[str, str]) -> No
     if nodes is None:
         # left over from another launcher: every task of this one would be the same rank
         raise RankError(
-            f"the environment has RANK={env.rank} and WORLD_SIZE={env.world_size}, but {launcher} started {tasks} "
-            f"tasks and this is task {task}: unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before "
-            f"{launcher} (sbatch: --export=NONE, or submit from a clean shell)"
+            f"the environment has RANK={env.rank} and WORLD_SIZE={env.world_size}, but {launcher} "
+            f"started {tasks} tasks and this is task {task}: unset RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"MASTER_ADDR and MASTER_PORT before {launcher} (sbatch: --export=NONE, or submit from "
+            "a clean shell)"
         )
     if nodes != tasks:
         raise RankError(
-            f"{launcher} started {tasks} tasks, each with a launcher that knows of {nodes} node{'s' * (nodes > 1)}: "
-            f"several worlds would train the same run. Start one task for each node and give torchrun all of them "
-            f"(--nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint <the first node>:29500), as slurm/torchrun.sbatch "
-            f"does; or no launcher at all: {launcher} python -m launcher train ..."
+            f"{launcher} started {tasks} tasks, each with a launcher that knows of {nodes} "
+            f"node{'s' * (nodes > 1)}: several worlds would train the same run. Start one task for "
+            f"each node and give torchrun all of them (--nnodes {tasks} --rdzv-backend c10d "
+            "--rdzv-endpoint <the first node>:29500), as slurm/torchrun.sbatch does; or no "
+            f"launcher at all: {launcher} python -m launcher train ..."
         )
 
 
@@ -133,8 +143,9 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
     missing = [name for name in needed if name not in environ]
     if names is TORCHRUN and missing:
         raise RankError(
-            f"the environment has {', '.join(n for n in needed if n in environ)} but not {', '.join(missing)}: "
-            "start ranks with torchrun, or unset RANK and WORLD_SIZE for a single process"
+            f"the environment has {', '.join(n for n in needed if n in environ)} but not "
+            f"{', '.join(missing)}: start ranks with torchrun, or unset RANK and WORLD_SIZE for a "
+            "single process"
         )
     rank, world = _number(environ, names.rank, 0), _number(environ, names.size, 1)
     if not 0 <= rank < world:
@@ -147,8 +158,8 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
     if not host and local_size < world:  # on one node nobody else need reach the store
         if names is not SRUN:
             raise RankError(
-                f"{names.size} ({world}) ranks are on several hosts, and MPI does not say which is first: "
-                "mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
+                f"{names.size} ({world}) ranks are on several hosts, and MPI does not say which is "
+                "first: mpirun -x MASTER_ADDR=<the first host> -x MASTER_PORT=29500 ..."
             )
         host = first_host(
             environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
@@ -177,7 +188,8 @@ def first_host(nodelist: str) -> str:
 
 
 def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch.device, int]:
-    """This rank's GPU, or the CPU, and its loader workers. RankError where the host shows no GPU for it.
+    """This rank's GPU, or the CPU, and its loader workers. RankError where the host shows no GPU
+    for it.
 
     Also takes as many CPU threads as `threads` says, unless the user has said it.
 
@@ -203,19 +215,21 @@ def gpu_index(env: RankEnv, visible: int, environ: Mapping[str, str]) -> int:
     """Which of the GPUs that this process sees is its own."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible == 1 and (env.found == SLURM_STEP or (chosen and "," not in chosen)):
-        # --gpus-per-task, --gpu-bind, or a launcher that does the same: each task sees its own GPU alone. (NCCL refuses
-        # two ranks on one GPU)
+        # --gpus-per-task, --gpu-bind, or a launcher that does the same: each task sees its own GPU
+        # alone. (NCCL refuses two ranks on one GPU)
         return 0
     if env.local_rank >= visible:
         raise RankError(
-            f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {visible}; start one rank for each GPU"
+            f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {visible}; start one rank "
+            f"for each GPU"
         )
     return env.local_rank
 
 
 def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
-    """CPU cores for this rank and its loader workers. srun has not handed --cpus-per-task on since Slurm 22.05 unless
-    SRUN_CPUS_PER_TASK says so, but binds the task to its cores then: the smaller of both. `usable` by this process."""
+    """CPU cores for this rank and its loader workers. srun has not handed --cpus-per-task on since
+    Slurm 22.05 unless SRUN_CPUS_PER_TASK says so, but binds the task to its cores then: the smaller
+    of both. `usable` by this process."""
     share = max(1, usable // env.local_world_size)
     asked = environ.get("SLURM_CPUS_PER_TASK") or environ.get("SRUN_CPUS_PER_TASK") or ""
     return max(1, min(int(asked), usable)) if asked.isdigit() and env.found == SLURM_STEP else share
@@ -224,14 +238,16 @@ def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
 def threads(cores: int, workers: int) -> int:
     """Of the trainer, on so many cores: what the loader's workers leave, but at least half.
 
-    OpenMP's threads spin while they wait for each other. With one for each core, whatever else wants a core takes it
-    from one of them, and all others burn theirs meanwhile: a step of the demo then took 3 to 20 times as long.
+    OpenMP's threads spin while they wait for each other. With one for each core, whatever else
+    wants a core takes it from one of them, and all others burn theirs meanwhile: a step of the demo
+    then took 3 to 20 times as long.
     """
     return max(1, cores // 2, cores - workers)
 
 
 def launcher_pid(environ: Mapping[str, str]) -> int | None:
-    """The launcher of ranks above this process, whose death leaves the rank an orphan; None where there is none."""
+    """The launcher of ranks above this process, whose death leaves the rank an orphan; None where
+    there is none."""
     if LAUNCHER in environ:
         return int(environ[LAUNCHER])
     variables = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI))

@@ -34,7 +34,8 @@ def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, An
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         what = f"{cpu}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
         version = None
-    ranks = f"{env.world_size} rank{'s' * (env.world_size > 1)} on {device.type}, {env.local_world_size} on each host"
+    plural = "s" if env.world_size > 1 else ""
+    ranks = f"{env.world_size} rank{plural} on {device.type}, {env.local_world_size} on each host"
     differing = redacted(config.model_dump(mode="json", exclude_defaults=True)).items()
     return {
         "steps": config.steps,
@@ -49,7 +50,8 @@ def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, An
 
 
 def commit() -> str | None:
-    """Of git, `-dirty` where files differ; of a job's frozen code that of its submission. None where there is none."""
+    """Of git, `-dirty` where files differ; of a job's frozen code that of its submission. None
+    where there is none."""
     if (ROOT / ".git").exists():
         return (
             answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None

@@ -1,7 +1,8 @@
 """Heartbeats in the rendezvous store: when one rank fails all others end, and one of them says why.
 
-Each rank writes a key every BEAT_SECONDS through a client of its own; rank 0 reads them all, every other rank reads
-rank 0's. The first rank that fails, or that finds another one silent, writes `abort`, which all ranks poll.
+Each rank writes a key every BEAT_SECONDS through a client of its own; rank 0 reads them all, every
+other rank reads rank 0's. The first rank that fails, or that finds another one silent, writes
+`abort`, which all ranks poll.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ class Heartbeat:
         beat_seconds: float = BEAT_SECONDS,
         silent_seconds: float = SILENT_SECONDS,
     ) -> None:
-        """publish: prints the failure that ends the run and writes its verdict, on one rank only; see `claim`."""
+        """publish: prints the failure that ends the run and writes its verdict, on one rank only;
+        see `claim`."""
         from torch.distributed import HashStore
 
         self.env, self._publish = env, publish
         self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
         self.abort: Failure | None = None  # why all ranks end
-        # seconds, monotonic: when this rank learned of it; later while the rank that failed is closing its run
+        # seconds, monotonic: when this rank learned of it; later while the rank that failed is
+        # closing its run
         self.aborted_at = 0.0
         self.is_open = False
         self.all_joined = False  # from then on silence is a death
@@ -60,14 +63,16 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def open(self, store: Store, *, server: Store | None = None) -> None:
-        """store: a client of this object's own. server: on rank 0, which holds the store and has to leave last."""
+        """store: a client of this object's own. server: on rank 0, which holds the store and has to
+        leave last."""
         self._store, self._server, self._answered = store, server, time.monotonic()
         store.set(f"beat/{self.env.rank}", f"0 {node_name()}")
         self.is_open = True
         self._thread.start()
 
     def claim(self, failure: Failure, trace: str = "") -> Failure:
-        """The failure that ends the run: this one, which is published here and now, or the first one before it.
+        """The failure that ends the run: this one, which is published here and now, or the first
+        one before it.
 
         From any thread.
         """
@@ -87,7 +92,8 @@ class Heartbeat:
         return first
 
     def wait(self, seconds: float) -> Failure | None:
-        """What ends the run, if that is known within `seconds`; a collective fails before a death is known."""
+        """What ends the run, if that is known within `seconds`; a collective fails before a death
+        is known."""
         end = time.monotonic() + seconds
         while True:
             with contextlib.suppress(RuntimeError):  # gone: the thread finds out what that means
@@ -97,7 +103,8 @@ class Heartbeat:
             time.sleep(0.1)
 
     def leave(self, *, late: bool = False) -> None:
-        """This rank ends; rank 0, which holds the store, waits for the others that live. Again does nothing.
+        """This rank ends; rank 0, which holds the store, waits for the others that live. Again does
+        nothing.
 
         late: ranks that have not joined by now have had their time.
         """
@@ -120,7 +127,8 @@ class Heartbeat:
                 time.sleep(0.05)
 
     def check(self, frozen_seconds: float = 0.0) -> Failure | None:
-        """Of the watchdog's thread, which is not held up by a store that does not answer: what ends the run.
+        """Of the watchdog's thread, which is not held up by a store that does not answer: what ends
+        the run.
 
         frozen_seconds: for which this whole process has not run.
         """
@@ -156,8 +164,8 @@ class Heartbeat:
     def _look(self) -> None:
         """Rank 0 at all keys, which are W, the others at rank 0's: nothing grows as W squared.
 
-        After a failure only at the rank that failed, while that closes its run: this rank's part of a pending
-        checkpoint is needed as well, so it must not end before.
+        After a failure only at the rank that failed, while that closes its run: this rank's part of
+        a pending checkpoint is needed as well, so it must not end before.
         """
         abort = self.abort
         if abort is not None:
@@ -184,7 +192,10 @@ class Heartbeat:
     def _lost(self, rank: int, how: str) -> Failure:
         value, _ = self._seen.get(rank, (b"", 0))
         node = value.decode().partition(" ")[2] or "another node"
-        message = f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), or its node is gone"
+        message = (
+            f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), "
+            "or its node is gone"
+        )
         return Failure(rank, node, message, lost=True, node_suspect=True)
 
     def _lose_store(self, how: str) -> None:
@@ -194,7 +205,8 @@ class Heartbeat:
         failure = self._lost(0, how)
         self.aborted_at = time.monotonic()
         self.abort = failure
-        # Nobody is left to ask which rank is the first: rank 1, and where it may be lost as well, one for each node.
+        # Nobody is left to ask which rank is the first: rank 1, and where it may be lost as well,
+        # one for each node.
         is_first_of_node = self.env.rank > self.env.local_rank == 0
         if self.env.rank == 1 or (is_first_of_node and failure.node != node_name()):
             self._publish(failure, "")

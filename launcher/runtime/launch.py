@@ -1,4 +1,5 @@
-"""`clip-train train` alone on a machine: one rank for each device, each a process that gets every signal once.
+"""`clip-train train` alone on a machine: one rank for each device, each a process that gets every
+signal once.
 
 Ranks end each other (`heartbeat`); this process only waits for them.
 """
@@ -26,7 +27,8 @@ TOGETHER_SECONDS = CLOSE_SECONDS + 30
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
-    """How many ranks to start here: none of our own (1) where a launcher has started this process as a rank."""
+    """How many ranks to start here: none of our own (1) where a launcher has started this process
+    as a rank."""
     if asked is not None and asked < 1:
         raise UserError(f"--ranks ({asked}) must be at least 1; leave it out for one rank per GPU")
     if detect(environ).world_size > 1 or "RANK" in environ:
@@ -39,7 +41,8 @@ def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
 
 
 def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int:
-    """Run `python -m launcher ARGUMENTS` as `ranks` ranks; their exit status. Preempted where `stop` was asked before.
+    """Run `python -m launcher ARGUMENTS` as `ranks` ranks; their exit status. Preempted where
+    `stop` was asked before.
 
     stop: has listened since the process began. A signal from now on goes to each rank, once.
     """
@@ -86,8 +89,8 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
 
 
 def wait(processes: Sequence[subprocess.Popen]) -> int:
-    """0, or the exit status of the first rank that failed. TOGETHER_SECONDS later the others are given up; a stopped
-    process is killed at once, since no other signal reaches it."""
+    """0, or the exit status of the first rank that failed. TOGETHER_SECONDS later the others are
+    given up; a stopped process is killed at once, since no other signal reaches it."""
     failed, end = 0, float("inf")
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]

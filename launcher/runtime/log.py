@@ -34,7 +34,8 @@ class Redacting(io.TextIOWrapper):
 
 
 class Unfailing(Redacting):
-    """A stream that takes everything, also when its disk is full or its terminal has gone: no run is to end by it."""
+    """A stream that takes everything, also when its disk is full or its terminal has gone: no run
+    is to end by it."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -47,7 +48,8 @@ class Unfailing(Redacting):
 
 
 class Lines(logging.Handler):
-    """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to what is stderr at the moment."""
+    """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to what is stderr at the
+    moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,8 @@ class Lines(logging.Handler):
 
 
 def configure(*, quiet: bool = False, verbose: bool = False) -> None:
-    """Before anything is logged: both packages write the same lines. quiet: warnings and errors alone."""
+    """Before anything is logged: both packages write the same lines. quiet: warnings and errors
+    alone."""
     handler = Lines()
     for logger in OURS:
         logger.handlers = [each for each in logger.handlers if not isinstance(each, Lines)] + [

@@ -1,9 +1,10 @@
-"""How a run ends, by role: `succeed` (all is committed), `_fail` (this rank failed), `_follow` (another one did).
+"""How a run ends, by role: `succeed` (all is committed), `_fail` (this rank failed), `_follow`
+(another one did).
 
-All ranks get one error message, one verdict, one error report and one exit status. The rank that fails first decides
-(`Heartbeat.claim`): it prints and writes before it closes anything, since a pending upload may take
-`checkpoint.grace_seconds`. Exit status: 0 done, 75 preempted after a commit, 130 interrupted twice, 2 the user's
-mistake, 1 anything else.
+All ranks get one error message, one verdict, one error report and one exit status. The rank that
+fails first decides (`Heartbeat.claim`): it prints and writes before it closes anything, since a
+pending upload may take `checkpoint.grace_seconds`. Exit status: 0 done, 75 preempted after a
+commit, 130 interrupted twice, 2 the user's mistake, 1 anything else.
 """
 
 from __future__ import annotations
@@ -47,16 +48,20 @@ if TYPE_CHECKING:
     from launcher.runtime.heartbeat import Heartbeat
     from launcher.runtime.watchdog import Watchdog
 
-# For what has ended another rank to be known here: a death 18 s after it, an error once a report has been written.
+# For what has ended another rank to be known here: a death 18 s after it, an error once a report
+# has been written.
 CAUSE_SECONDS = 25.0
-MAIN_SECONDS = 2.0  # for rank 0 to be the first where all ranks have the same error: it knows of the checkpoints
-FIRST_SECONDS = 3.0  # for the rank that failed first to print, write and end: a launcher is to see its end first
+# for rank 0 to be the first where all ranks have the same error: it knows of the checkpoints
+MAIN_SECONDS = 2.0
+# for the rank that failed first to print, write and end: a launcher is to see its end first
+FIRST_SECONDS = 3.0
 DONE = "trained to the last step"
 CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may still be importing
 
 
 class Outcome:
-    """How this process's run ends. `train` fills in what it knows; `succeed` or `finish` ends the run."""
+    """How this process's run ends. `train` fills in what it knows; `succeed` or `finish` ends the
+    run."""
 
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
@@ -67,7 +72,8 @@ class Outcome:
         self.trainer: Trainer | None = None
 
     def succeed(self, results: dict[str, float]) -> None:
-        """A rank that ended well: everything is committed. Rank 0 writes the verdict and the report."""
+        """A rank that ended well: everything is committed. Rank 0 writes the verdict and the
+        report."""
         from clip_train import dist
         from clip_train.metrics.progress import headline
         from launcher.runtime import rendezvous
@@ -140,7 +146,8 @@ class Outcome:
         return first.status
 
     def _close_failed_run(self, *, late: bool = False) -> None:
-        """The error is published: nothing that fails now may hide it. Another Ctrl-C gives up what is being saved."""
+        """The error is published: nothing that fails now may hide it. Another Ctrl-C gives up what
+        is being saved."""
         if self.trainer is not None:
             try:
                 self.trainer.close()
@@ -185,7 +192,10 @@ class Outcome:
         elif isinstance(error, (UserError, DivergedError)) and not isinstance(error, RankError):
             word = "FATAL"
         elif lost:
-            message = f"lost contact with another rank, which may have its own message: {' '.join(message.split())}"
+            message = (
+                "lost contact with another rank, which may have its own message: "
+                f"{' '.join(message.split())}"
+            )
         elif not foreseen:
             message = f"{type(error).__name__}: {message}"
         suspect = not foreseen or isinstance(error, RankError)
@@ -195,7 +205,8 @@ class Outcome:
         return Failure(rank, node_name(), redact(message), word, status, lost, suspect), trace
 
     def publish(self, failure: Failure, trace: str = "") -> None:
-        """Print it, with the traceback if nobody has foreseen it, and write verdict and report. The first one stays.
+        """Print it, with the traceback if nobody has foreseen it, and write verdict and report. The
+        first one stays.
 
         A disk that is full or gone is no second error.
         """
@@ -227,8 +238,8 @@ class Outcome:
                 warn(failed)
 
     def _plot(self) -> bool:
-        """Rank 0, once a step is made: report.html, and whether it was written. After all that there is to print: a
-        long run's takes seconds."""
+        """Rank 0, once a step is made: report.html, and whether it was written. After all that
+        there is to print: a long run's takes seconds."""
         if self.trainer is None or self.run_dir is None or not self.trainer.step:
             return False
         from clip_train.metrics.report import write_report as plot
@@ -240,12 +251,14 @@ class Outcome:
 
 LOST = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Timed out (waiting|after)|Broken pipe"
-    r"|NCCL (error|communicator)|Application timeout|wait timeout|Socket (closed|Timeout)|unhandled system error",
+    r"|NCCL (error|communicator)|Application timeout|wait timeout|Socket "
+    r"(closed|Timeout)|unhandled system error",
     re.IGNORECASE,
 )
 # This rank's own mistakes, which NCCL reports as errors of communication too.
 OWN = re.compile(
-    r"Duplicate GPU detected|no socket interface found|invalid usage|unhandled cuda error|out of memory"
+    r"Duplicate GPU detected|no socket interface found|invalid usage|unhandled cuda error|out of "
+    r"memory"
     r"|shared memory segment|No space left",
     re.IGNORECASE,
 )

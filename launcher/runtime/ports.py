@@ -1,4 +1,4 @@
-"""The port where the ranks meet: below those that the kernel hands out, and free on the first node."""
+"""The port where the ranks meet: below the kernel's own, and free on the first node."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROBE_SECONDS = 5.0  # for one port to answer
 
 
 def candidates(job: str) -> tuple[int, ...]:
-    """Ports to try in this order: the same for everyone who knows `job`, different for another job."""
+    """Ports to try in this order: the same for all who know `job`, different for another job."""
     start = zlib.crc32(job.encode())
     return tuple(FIRST + (start + 1009 * number) % COUNT for number in range(TRIES))
 
 
 def free_port(ports: Sequence[int]) -> int:
-    """The first port on which nobody listens on this machine; the first of all where none is free."""
+    """The first port on which nobody listens on this machine; if none is free, the first."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     for port in ports:
@@ -36,7 +36,8 @@ def free_port(ports: Sequence[int]) -> int:
 def agree_on_port(
     host: str, ports: Sequence[int], job: str, seconds: float, *, serves: bool
 ) -> int:
-    """A given port; of several, whoever `serves` takes the first one that is free, and the others find it by `job`.
+    """A given port; of several, whoever `serves` takes the first one that is free, and the others
+    find it by `job`.
 
     The first of all where nobody serves within `seconds`.
     """
@@ -48,7 +49,8 @@ def agree_on_port(
     timeout = datetime.timedelta(seconds=PROBE_SECONDS)
 
     def look(port: int) -> None:
-        # a stranger may listen there: it refuses, serves another job, or says nothing, for which torch waits forever
+        # a stranger may listen there: it refuses, serves another job, or says nothing, for which
+        # torch waits forever
         with contextlib.suppress(RuntimeError):
             store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
             if store.check([JOB]) and store.get(JOB).decode() == job:

@@ -1,4 +1,5 @@
-"""The ranks meet in a store: all join and compare recipe and code, or all learn which rank has failed, and end.
+"""The ranks meet in a store: all join and compare recipe and code, or all learn which rank has
+failed, and end.
 
 Rank 0 holds the store. The process group forms through it afterwards.
 """
@@ -46,11 +47,12 @@ SOURCES = ("clip_train", "launcher")
 
 
 def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
-    """Rank 0's store, on loopback only if the other ranks look for it there. RendezvousError if the port is taken.
+    """Rank 0's store, on loopback only if the other ranks look for it there. RendezvousError if the
+    port is taken.
 
-    It holds a socket for each rank, so it raises the limit of open files. The soft limit is usually 1024, and Slurm
-    brings it along from the shell that submitted. Not above OPEN_FILES: where the hard limit is 2^30, as in
-    containers, programs that go through all possible files take minutes.
+    It holds a socket for each rank, so it raises the limit of open files. The soft limit is usually
+    1024, and Slurm brings it along from the shell that submitted. Not above OPEN_FILES: where the
+    hard limit is 2^30, as in containers, programs that go through all possible files take minutes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -72,8 +74,8 @@ def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
         )
     except (RuntimeError, OSError) as e:
         raise RendezvousError(
-            f"rank 0 on {node_name()} cannot listen at MASTER_PORT ({port}): {e}; set MASTER_PORT to another "
-            "port on all ranks, or end the process that has it"
+            f"rank 0 on {node_name()} cannot listen at MASTER_PORT ({port}): {e}; set MASTER_PORT "
+            "to another port on all ranks, or end the process that has it"
         ) from e
     store.set(JOB, env.job)
     return store
@@ -101,8 +103,8 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
             store = client(seconds)
         except DistNetworkError as e:
             raise RendezvousError(
-                f"rank 0 was not at {env.master_addr}:{port} within launch.rendezvous_seconds ({seconds:.0f}): "
-                f"{e}; does it run, and can {node_name()} reach that port?"
+                f"rank 0 was not at {env.master_addr}:{port} within launch.rendezvous_seconds "
+                f"({seconds:.0f}): {e}; does it run, and can {node_name()} reach that port?"
             ) from e
     heartbeat.open(client(ANSWER_SECONDS), server=store if env.rank == 0 else None)
     return store
@@ -118,9 +120,9 @@ def resolve(env: RankEnv) -> None:
         except OSError as e:
             if time.monotonic() > end:
                 raise RendezvousError(
-                    f"rank {env.rank} on {node_name()} cannot resolve MASTER_ADDR ({env.master_addr}), rank 0's "
-                    f"node: {e.strerror}; correct DNS or /etc/hosts on {node_name()}, or set MASTER_ADDR to an IP "
-                    "address",
+                    f"rank {env.rank} on {node_name()} cannot resolve MASTER_ADDR "
+                    f"({env.master_addr}), rank 0's node: {e.strerror}; correct DNS or /etc/hosts "
+                    f"on {node_name()}, or set MASTER_ADDR to an IP address",
                     node_suspect=True,
                 ) from e
         time.sleep(1.0)
@@ -135,7 +137,8 @@ def meet(
 ) -> None:
     """Returns once all ranks have joined with the same code and recipe, which is as resolved.
 
-    RemoteRankError if one has failed, RendezvousError after `seconds`, UserError if this rank differs from rank 0.
+    RemoteRankError if one has failed, RendezvousError after `seconds`, UserError if this rank
+    differs from rank 0.
     """
     end = time.monotonic() + seconds
     here = versions()
@@ -154,12 +157,13 @@ def meet(
             break
         if time.monotonic() > end:
             raise RendezvousError(
-                f"within launch.rendezvous_seconds ({seconds:.0f}) {joined(env, store)}; see their nodes' logs, "
-                "or allow more time where ranks start slowly"
+                f"within launch.rendezvous_seconds ({seconds:.0f}) {joined(env, store)}; see their "
+                "nodes' logs, or allow more time where ranks start slowly"
             )
         if env.rank == 0:
             log(
-                f"waiting: {joined(env, store)}. Ranks counted by {env.found}: unset it if this is all"
+                f"waiting: {joined(env, store)}. Ranks counted by {env.found}: unset it if this "
+                f"is all"
             )
     if heartbeat.wait(0.0) is not None:
         raise RemoteRankError(str(heartbeat.abort))
@@ -173,18 +177,20 @@ def meet(
     ]
     if differences:
         raise UserError(
-            f"this rank differs from rank 0 on {first['node']}: {'; '.join(differences)} here; start all with the "
-            "same line, from the same folder"
+            f"this rank differs from rank 0 on {first['node']}: {'; '.join(differences)} here; "
+            "start all with the same line, from the same folder"
         )
 
 
 def joined(env: RankEnv, store: Store) -> str:
-    """How many ranks have joined, and which have not; in a Slurm step also the nodes from which none has."""
+    """How many ranks have joined, and which have not; in a Slurm step also the nodes from which
+    none has."""
     world = range(env.world_size)
     absent = [rank for rank in world if not store.check([f"here/{rank}"])]
     text = (
-        f"{len(world) - len(absent)} of {len(world)} ranks have joined at {env.master_addr}:{env.master_port}; "
-        f"missing: rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:20]))}{', ...' * (len(absent) > 20)}"
+        f"{len(world) - len(absent)} of {len(world)} ranks have joined at "
+        f"{env.master_addr}:{env.master_port}; missing: rank{'s' * (len(absent) > 1)} "
+        f"{', '.join(map(str, absent[:20]))}{', ...' * (len(absent) > 20)}"
     )
     nodelist = os.environ.get("SLURM_STEP_NODELIST") if env.found == SLURM_STEP else None
     if nodelist and absent:
@@ -198,7 +204,8 @@ def joined(env: RankEnv, store: Store) -> str:
 
 
 def own_address(host: str) -> str:
-    """This node's IPv4 address on the route to `host`, to which nothing is sent; a loopback one where there is none."""
+    """This node's IPv4 address on the route to `host`, to which nothing is sent; a loopback one
+    where there is none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]
@@ -206,8 +213,9 @@ def own_address(host: str) -> str:
 
 
 def choose_interface(env: RankEnv, store: Store) -> None:
-    """Where this node's own name is a loopback address (Debian's 127.0.1.1), gloo would listen there, and ranks of
-    other nodes would meet nobody: it is given the interface of the route to another node. After `meet`."""
+    """Where this node's own name is a loopback address (Debian's 127.0.1.1), gloo would listen
+    there, and ranks of other nodes would meet nobody: it is given the interface of the route to
+    another node. After `meet`."""
     if IFNAME in os.environ or not own_address(socket.gethostname()).startswith("127."):
         return
     address = own_address(env.master_addr)
@@ -232,7 +240,8 @@ def choose_interface(env: RankEnv, store: Store) -> None:
 
 
 def code_version() -> str:
-    """Twelve hex digits over all sources of this project: a git commit does not know of changed files."""
+    """Twelve hex digits over all sources of this project: a git commit does not know of changed
+    files."""
     digest = hashlib.sha256()
     for package in SOURCES:
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -243,7 +252,8 @@ def code_version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on all ranks beside the recipe: the code, and every package that it builds on."""
+    """What has to be the same on all ranks beside the recipe: the code, and every package that it
+    builds on."""
     found = {"clip-train's code": code_version(), "Python": platform.python_version()}
     needed = ["torch"]
     with contextlib.suppress(PackageNotFoundError):  # run from its folder
@@ -266,11 +276,11 @@ def start(
     rendezvous_seconds: float = 600.0,
     timeout_seconds: float = 1800.0,
 ) -> None:
-    """Meet the other ranks and form the process group, within `rendezvous_seconds` each; RendezvousError.
-    RemoteRankError where one of them fails before.
+    """Meet the other ranks and form the process group, within `rendezvous_seconds` each;
+    RendezvousError. RemoteRankError where one of them fails before.
 
-    recipe: as resolved; UserError if a rank's differs from rank 0's, or its code does. timeout_seconds: of every
-    collective, until `set_timeout`.
+    recipe: as resolved; UserError if a rank's differs from rank 0's, or its code does.
+    timeout_seconds: of every collective, until `set_timeout`.
     """
     store: Store = torch_dist.HashStore()  # alone: no port to lose
     if env.world_size > 1:
@@ -291,14 +301,15 @@ def start(
         if heartbeat.wait(CAUSE_SECONDS) is not None:
             raise RemoteRankError(str(heartbeat.abort)) from e
         raise RendezvousError(
-            f"the ranks have joined, but their process group did not form: {e}; can their nodes reach each "
-            "other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed?"
+            f"the ranks have joined, but their process group did not form: {e}; can their nodes "
+            "reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed?"
         ) from e
     set_timeout(timeout_seconds)
 
 
 def set_timeout(seconds: float) -> None:
-    """Of every collective from now on, in all groups: the first may take long, the later ones may not."""
+    """Of every collective from now on, in all groups: the first may take long, the later ones may
+    not."""
     if not torch_dist.is_initialized():
         return
     for group in list(torch_dist.distributed_c10d._world.pg_map):

@@ -1,6 +1,8 @@
-"""How a run ended, for who reads it afterwards: VERDICT in the run directory, and one error report for each attempt.
+"""How a run ended, for who reads it afterwards: VERDICT in the run directory, and one error report
+for each attempt.
 
-A batch script acts on them because exit statuses lie under launchers (torchrun makes 1 of any). No torch here.
+A batch script acts on them because exit statuses lie under launchers (torchrun makes 1 of any). No
+torch here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any, Literal, NoReturn
 
 from clip_train.storage.local import LocalStorage
 
-# One word, then a JSON line with `step` and `reason`; `skipped` lists what only looked at the run and failed.
+# One word, then a JSON line with `step` and `reason`; `skipped` lists what only looked at the run
+# and failed.
 #   DONE       all steps are trained and committed
 #   PREEMPTED  asked to stop; a checkpoint is committed; run the same line again
 #   FAILED     ended by an error that may pass; running again may help
@@ -32,7 +35,8 @@ STOP_FILE = (
     "STOP"  # in the run directory, made by the user: save, stop, and do not requeue; removed then
 )
 PROGRESS_FILE = "PROGRESS"  # in it too: the newest committed step
-ATTEMPT = "CLIP_TRAIN_ATTEMPT_DIR"  # in the environment, by the batch script's controller: where the report goes
+# in the environment, by the batch script's controller: where the report goes
+ATTEMPT = "CLIP_TRAIN_ATTEMPT_DIR"
 REPORT = "error.json"  # there
 NOTIFY_SECONDS = (
     20.0  # below the time for which the other ranks and the launcher wait for the rank that failed
@@ -56,13 +60,15 @@ class Failure:
 
 
 def node_name() -> str:
-    """As Slurm calls it inside a step; mpirun would copy the variable of the first node to all others."""
+    """As Slurm calls it inside a step; mpirun would copy the variable of the first node to all
+    others."""
     in_step = "SLURM_STEP_NUM_TASKS" in os.environ
     return (os.environ.get("SLURMD_NODENAME") if in_step else None) or socket.gethostname()
 
 
 def write_verdict(run_dir: Path, word: Word, step: int, reason: str, **more: Any) -> None:
-    """Atomically; ranks may write at the same moment. more: further keys; empty values are left out."""
+    """Atomically; ranks may write at the same moment. more: further keys; empty values are left
+    out."""
     why = {"step": step, "reason": " ".join(reason.split())}
     why |= {key: value for key, value in more.items() if value}
     LocalStorage(run_dir).put_bytes(VERDICT_FILE, f"{word}\n{json.dumps(why)}\n".encode())
@@ -92,7 +98,8 @@ def notify(command: str, run_dir: Path, word: str, step: int, reason: str) -> st
 
 
 def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
-    """The word, and the JSON's `step`, `reason` and what else it has; None if no verdict can be read."""
+    """The word, and the JSON's `step`, `reason` and what else it has; None if no verdict can be
+    read."""
     try:
         word, _, line = (run_dir / VERDICT_FILE).read_text().partition("\n")
         why = json.loads(line)
@@ -102,7 +109,8 @@ def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def write_report(failure: Failure, trace: str = "") -> None:
-    """In torchelastic's format: for torchrun, which prints it, and into the attempt's folder; the first one stays.
+    """In torchelastic's format: for torchrun, which prints it, and into the attempt's folder; the
+    first one stays.
 
     A disk that is full or gone is no second error.
     """
@@ -116,7 +124,8 @@ def write_report(failure: Failure, trace: str = "") -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """At once, without Python's teardown, which would remove the folder of the loader's fork server: done here."""
+    """At once, without Python's teardown, which would remove the folder of the loader's fork
+    server: done here."""
     if multiprocessing.parent_process() is None:  # else the folder is the parent's
         with contextlib.suppress(OSError):
             shutil.rmtree(util.get_temp_dir())

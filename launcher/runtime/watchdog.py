@@ -1,8 +1,9 @@
 """A thread beside each rank: does the rank make progress, should it stop, has another one failed?
 
-It asks for a stop when the job's time is nearly over, when a STOP file is in the run directory, and when the launcher
-above this rank has ended. It ends the rank after another one has failed (`heartbeat`), and when a phase exceeds its
-limit: with every thread's stack in the log, and whether this rank waited for others or is the one that hangs.
+It asks for a stop when the job's time is nearly over, when a STOP file is in the run directory, and
+when the launcher above this rank has ended. It ends the rank after another one has failed
+(`heartbeat`), and when a phase exceeds its limit: with every thread's stack in the log, and whether
+this rank waited for others or is the one that hangs.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ FINISH_SECONDS = 300.0  # until FINISH counts as a hang
 
 
 class LaunchConfig(Settings):
-    """The `launch` section: how long things may take before they count as broken. All in seconds."""
+    """The `launch` section: how many seconds things may take before they count as broken."""
 
     rendezvous_seconds: Seconds = 600.0
-    """For all ranks to join and to form the process group, from the moment at which a rank looks for the others; more
-    where imports or the listing of shards take some ranks longer."""
+    """For all ranks to join and to form the process group, from the moment at which a rank looks
+    for the others; more where imports or the listing of shards take some ranks longer."""
     first_timeout_seconds: Seconds = 1800.0
-    """Of a collective until the first step is done: ranks start at different times, kernels are compiled; a quarter
-    more than hang_start_seconds at least."""
+    """Of a collective until the first step is done: ranks start at different times, kernels are
+    compiled; a quarter more than hang_start_seconds at least."""
     timeout_seconds: Seconds = 600.0
     """Of a collective afterwards, while steps run; at least twice the limit of a step."""
     hang_start_seconds: Seconds = 3600.0
@@ -87,10 +88,10 @@ class LaunchConfig(Settings):
     hang_evaluate_seconds: Seconds = 7200.0
     """The same for an evaluation."""
     stop_before_end_seconds: Seconds = 120.0
-    """Save and stop this long before the job's time is over; a quarter of the job's time at most."""
+    """Save and stop this long before the job's time is over; at most a quarter of its time."""
     restart_wait_seconds: Seconds = 60.0
-    """A batch job that failed without a new checkpoint waits this long before its next attempt, and twice as long after
-    each further failure."""
+    """A batch job that failed without a new checkpoint waits this long before its next attempt, and
+    twice as long after each further failure."""
 
 
 class Watchdog:
@@ -107,8 +108,9 @@ class Watchdog:
         on_limit: Callable[[float], None] = lambda limit: None,
         on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_limit: called with the limit of a
-        phase, in seconds, where it is another one than before. on_first_step: called when it is done."""
+        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_limit: called
+        with the limit of a phase, in seconds, where it is another one than before. on_first_step:
+        called when it is done."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         # the newest committed step, once there is a trainer
         self.committed: Callable[[], int | None] = lambda: None
@@ -199,7 +201,8 @@ class Watchdog:
             self._fire(now - self._since)
 
     def _exit(self, abort: Failure) -> None:
-        """At once, whatever the main thread does; a store that does not answer must not hold this up."""
+        """At once, whatever the main thread does; a store that does not answer must not hold this
+        up."""
         leaving = threading.Thread(target=self._heartbeat.leave, daemon=True)
         leaving.start()
         leaving.join(LEAVE_SECONDS + 1)
@@ -220,8 +223,8 @@ class Watchdog:
         if pending is not None:
             where, waiting = f"{where}, where {pending} is unfinished", True
         message = (
-            f"no progress for {seconds:.0f} s in phase {self._phase.value} "
-            f"(its limit is {self._limit:.0f} s), {where}"
+            f"no progress for {seconds:.0f} s in phase {self._phase.value} (its limit is "
+            f"{self._limit:.0f} s), {where}"
         )
         rank, node = self._heartbeat.env.rank, node_name()
         log(f"[rank {rank} on {node}] {message}", logging.ERROR)
@@ -263,7 +266,8 @@ def stop_time(config: LaunchConfig, environ: Mapping[str, str], now: float) -> f
 
 
 COMMUNICATION = ("/torch/distributed/", "/comm/")  # torch's own, and an engine's layer over it
-# Here a rank stands in the file itself: NCCL's results are waited for where they are read. What these call may hang.
+# Here a rank stands in the file itself: NCCL's results are waited for where they are read. What
+# these call may hang.
 OUR_COMMUNICATION = ("/clip_train/dist.py", "/launcher/runtime/rendezvous.py")
 
 
@@ -302,8 +306,9 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def unfinished(entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """The NCCL collective that some group of this rank has not finished: an asynchronous one is waited for anywhere, in
-    .item() say. A group's newest entry tells: the parts of a coalesced one before it are never marked as completed."""
+    """The NCCL collective that some group of this rank has not finished: an asynchronous one is
+    waited for anywhere, in .item() say. A group's newest entry tells: the parts of a coalesced one
+    before it are never marked as completed."""
     newest = {str(entry.get("process_group")): entry for entry in entries}
     for entry in newest.values():
         name = str(entry.get("profiling_name"))

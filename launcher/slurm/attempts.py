@@ -1,8 +1,10 @@
-"""The history of a run's attempts, and what follows each: decisions by VERDICT and progress alone. No torch here.
+"""The history of a run's attempts, and what follows each: decisions by VERDICT and progress alone.
+No torch here.
 
-attempts.jsonl has two lines per attempt: `begin` (job, nodes, step) and `end` (verdict, step, reason, blamed nodes,
-decision). An attempt without an `end` was lost with its node. Rank 0 adds a `start` (launcher/train.py), without a
-batch script too: for the report, and for the step from which the ranks resumed.
+attempts.jsonl has two lines per attempt: `begin` (job, nodes, step) and `end` (verdict, step,
+reason, blamed nodes, decision). An attempt without an `end` was lost with its node. Rank 0 adds a
+`start` (launcher/train.py), without a batch script too: for the report, and for the step from which
+the ranks resumed.
 """
 
 from __future__ import annotations
@@ -89,12 +91,14 @@ class History:
         return next((line for line in self.of("begin") if line["attempt"] not in ended), None)
 
     def resumed(self) -> int | None:
-        """The step after which the newest attempt resumed, 0: from the start; None: it ended earlier."""
+        """The step after which the newest attempt resumed, 0: from the start; None: it ended
+        earlier."""
         begun = [line for line in self.lines if line.get("event") in ("begin", "start")]
         return begun[-1]["step"] if begun and begun[-1]["event"] == "start" else None
 
     def counts(self) -> tuple[int, int]:
-        """Failures and fruitless attempts in a row; a user who submits again after a stop starts anew."""
+        """Failures and fruitless attempts in a row; a user who submits again after a stop starts
+        anew."""
         ends = self.of("end")
         if not ends or ends[-1]["decision"] not in ("requeue", "leave"):
             return 0, 0
@@ -134,9 +138,11 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
 
 
 def explain(report: Failure | None, status: int) -> tuple[str, str, tuple[str, ...]]:
-    """Verdict, reason and the node to blame, of an attempt that is neither done nor preempted by its VERDICT.
+    """Verdict, reason and the node to blame, of an attempt that is neither done nor preempted by
+    its VERDICT.
 
-    report: of the first rank that failed, if it came to write one. status: of the command that ran the ranks.
+    report: of the first rank that failed, if it came to write one. status: of the command that ran
+    the ranks.
     """
     if report is None:
         return "CRASHED", f"the ranks ended with status {status} and left no error report", ()

@@ -1,12 +1,14 @@
-"""The batch script's other half: runs the ranks of one attempt, and decides by VERDICT and progress what follows.
+r"""The batch script's other half: runs the ranks of one attempt, and decides what follows.
 
-    python -m launcher.slurm.controller RECIPE [key.path=value ...] -- srun ... python -m launcher train RECIPE ...
+    python -m launcher.slurm.controller RECIPE [key.path=value ...] -- \
+        srun ... python -m launcher train RECIPE ...
 
-A batch script runs it in its own shell's place, on the first node of the job, where TERM arrives (scancel,
-preemption): the ranks have it from Slurm already, and afterwards nothing is requeued. USR1 (time limit near) goes to
-the ranks alone. In the run directory it keeps attempts.jsonl and attempts/0001/error.json, the report of the first
-rank that failed. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and left to be submitted
-again; 143 ended by Slurm; 2 a mistake; 1 given up.
+A batch script runs it in its own shell's place, on the first node of the job, where TERM arrives
+(scancel, preemption): the ranks have it from Slurm already, and afterwards nothing is requeued.
+USR1 (time limit near) goes to the ranks alone. It decides by VERDICT and PROGRESS. In the run
+directory it keeps attempts.jsonl and attempts/0001/error.json, the report of the first rank that
+failed. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and left to be
+submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     args, command = parser.parse_args(arguments[:split]), list(arguments[split + 1 :])
     if not command or "SLURM_JOB_ID" not in os.environ:
         parser.error(
-            "SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, see slurm/"
+            "SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, "
+            "see slurm/"
         )
     if "SLURM_ARRAY_JOB_ID" in os.environ and not args.chain:
         say(f"error: {NO_ARRAY}")
@@ -91,7 +94,8 @@ def main(arguments: Sequence[str]) -> int:
         return Controller(config, terminated, chain=args.chain).run([*command, *config.counted])
     except OSError as e:  # without a history nothing can be counted, so nothing is requeued either
         say(
-            f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. Mend it, submit again"
+            f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. "
+            f"Mend it, submit again"
         )
         return 1
 
@@ -115,7 +119,7 @@ class Controller:
         self.history = History(self.run_dir)
 
     def run(self, command: Sequence[str]) -> int:
-        """Returns the batch job's exit status. OSError where the run directory cannot be written."""
+        """Returns the batch job's exit status. OSError if the run directory cannot be written."""
         begun = self.history.unfinished()
         if begun is not None:
             other = str(begun.get("job", ""))
@@ -168,7 +172,7 @@ class Controller:
         return self._act(decision, outcome)
 
     def _lost_attempt(self, begun: dict[str, Any]) -> Outcome:
-        """Its batch script never came to its end: the node under it was lost, or Slurm killed it."""
+        """Its batch script never ended: its node was lost, or Slurm killed it."""
         before, after = begun["step"], committed_step(self.run_dir)
         if begun["attempt"] in [line["attempt"] for line in self.history.of("terminated")]:
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
@@ -217,7 +221,7 @@ class Controller:
         return process.returncode
 
     def _outcome(self, status: int, before: int, folder: Path) -> Outcome:
-        """By the verdict; where there is none, or a failure, by the report of the rank that failed."""
+        """By the verdict; without one, or after a failure, by the failed rank's report."""
         verdict, report = read_verdict(self.run_dir), read_report(folder)
         blamed: tuple[str, ...] = ()
         if verdict is not None and (report is None or verdict[0] in ("DONE", "PREEMPTED")):
@@ -249,7 +253,8 @@ class Controller:
         return 0 if outcome.stop_file else 75
 
     def _requeue(self, decision: Decision) -> int:
-        """Ask until Slurm has requeued the job, as long as slurmctld is away; a refusal ends it soon."""
+        """Ask until Slurm has requeued the job, as long as slurmctld is away; a refusal ends it
+        soon."""
         if self.chain:
             say(f"the next job of the chain resumes: {decision.why}")
             return 0
@@ -268,7 +273,8 @@ class Controller:
                     say(f"{names}: the next attempts exclude it")
                 if refused:
                     say(
-                        f"{names}, but is not excluded, because the job may not run without it: {refused}"
+                        f"{names}, but is not excluded, because the job may not run without it: "
+                        f"{refused}"
                     )
                 if decision.failures:  # what failed may need time to recover
                     seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)

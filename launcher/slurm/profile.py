@@ -1,4 +1,5 @@
-"""What is asked of Slurm: a small YAML file of a site, with the options of `clip-train submit` over it."""
+"""What is asked of Slurm: a small YAML file of a site, with the options of `clip-train submit` over
+it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Site(Settings):
     time: str = "24:00:00"
     """Time limit, as sbatch writes it."""
     warn_seconds: PositiveInt = 300
-    """How long before the limit the ranks get the signal; enough for a checkpoint. Slurm may be 30 s early."""
+    """How long before the limit the ranks get the signal; enough for a checkpoint. Slurm may be 30
+    s early."""
     template: Literal["train", "chain", "torchrun"] = "train"
     """Of slurm/."""
     exclude: str | None = None
@@ -47,7 +49,8 @@ class Site(Settings):
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables to export: NCCL_SOCKET_IFNAME, HF_HOME, ..."""
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Other options of sbatch, such as constraint: h100; true for an option without a value, such as exclusive."""
+    """Other options of sbatch, such as constraint: h100; true for an option without a value, such
+    as exclusive."""
     local_paths: list[str] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
@@ -64,7 +67,8 @@ class Site(Settings):
 
 
 def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Site:
-    """From `path`, else $CLIP_TRAIN_SITE, else ~/.config/clip-train/site.yaml, else the defaults. UserError.
+    """From `path`, else $CLIP_TRAIN_SITE, else ~/.config/clip-train/site.yaml, else the defaults.
+    UserError.
 
     options: of `submit`; they override their namesakes, but where they are None.
     """

@@ -9,13 +9,15 @@ import subprocess
 from collections.abc import Sequence
 
 NO_ARRAY = (
-    "the tasks of a job array would all write the same run. To sweep seeds, submit one job for each: "
-    "for s in 1 2 3; do clip-train submit RECIPE run.seed=$s run.name=NAME-$s; done"
+    "the tasks of a job array would all write the same run. To sweep seeds, submit one job for "
+    "each: for s in 1 2 3; do clip-train submit RECIPE run.seed=$s run.name=NAME-$s; done"
 )
-# What Slurm's commands print if slurmctld is away or overloaded: the same request may work in a moment.
+# What Slurm's commands print if slurmctld is away or overloaded: the same request may work in a
+# moment.
 OUTAGE = re.compile(
-    "Unable to contact|timed out|Zero Bytes|standby mode|temporarily unable|Connection (refused|reset)"
-    "|Communication connection failure|Try again|Resource temporarily|configuration source"
+    "Unable to contact|timed out|Zero Bytes|standby mode|temporarily unable|Connection "
+    "(refused|reset)|Communication connection failure|Try again|Resource temporarily|configuration "
+    "source"
     "|Unexpected message",  # which `scontrol requeue` makes of a controller that is away
     re.IGNORECASE,
 )
@@ -53,9 +55,11 @@ def field(job: str, name: str) -> str:
 
 
 def exclude(job: str, nodes: Sequence[str]) -> tuple[bool, str]:
-    """Exclude `nodes` from a pending job, beside what it excludes already: whether that was new, and why it failed.
+    """Exclude `nodes` from a pending job, beside what it excludes already: whether that was new,
+    and why it failed.
 
-    `sbatch --test-only` says whether the job could still run: Slurm itself would let it wait for ever.
+    `sbatch --test-only` says whether the job could still run: Slurm itself would let it wait for
+    ever.
     """
     before = field(job, "ExcNodeList")
     known = answer("scontrol", "show", "hostnames", before).split() if before else []

@@ -1,6 +1,8 @@
-"""`clip-train submit`: check, freeze recipe and code beside the batch script, and hand it to sbatch.
+"""`clip-train submit`: check, freeze recipe and code beside the batch script, and hand it to
+sbatch.
 
-The templates in slurm/ are used as they are: a few #SBATCH values are set, and one block of lines is added.
+The templates in slurm/ are used as they are: a few #SBATCH values are set, and one block of lines
+is added.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ FROZEN = (*SOURCES, "clip_tools", "ds_configs")
 
 
 def parse_time(text: str) -> int:
-    """Seconds of sbatch's `minutes`, `minutes:seconds`, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`."""
+    """Seconds of sbatch's `minutes`, `minutes:seconds`, `hours:minutes:seconds` or
+    `days-hours[:minutes[:seconds]]`."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise UserError(
@@ -51,7 +54,8 @@ def parse_time(text: str) -> int:
 
 
 def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
-    """Everything that would only fail after hours in the queue. UserError; CheckpointError where a store is busy.
+    """Everything that would only fail after hours in the queue. UserError; CheckpointError where a
+    store is busy.
 
     offline: without a look at shards and at checkpoint.remote.
     """
@@ -61,20 +65,22 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
         )
     if job.gpus_per_node and job.tasks != job.gpus_per_node:
         raise UserError(
-            f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one rank for each GPU; "
-            "leave it out"
+            f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one "
+            "rank for each GPU; leave it out"
         )
     seconds = parse_time(job.time)
     if seconds <= 2 * job.warn_seconds:
         raise UserError(
-            f"--time ({job.time}, {seconds} s) leaves no time to train before the warning {job.warn_seconds} s ahead "
-            f"of its end: ask for more than {2 * job.warn_seconds // 60} minutes, or lower the site file's warn_seconds"
+            f"--time ({job.time}, {seconds} s) leaves no time to train before the warning "
+            f"{job.warn_seconds} s ahead of its end: ask for more than "
+            f"{2 * job.warn_seconds // 60} minutes, or lower the site file's warn_seconds"
         )
     check(config, job.world_size, read_data=not offline)
     if config.checkpoint.resume == "never":
         raise UserError(
-            "checkpoint.resume (never): each time that the job is requeued it would begin anew; set "
-            "checkpoint.resume=auto, and choose a new run.name where the old run must not be gone on with"
+            "checkpoint.resume (never): each time that the job is requeued it would begin anew; "
+            "set checkpoint.resume=auto, and choose a new run.name where the old run must not be "
+            "gone on with"
         )
     refused = [finding for finding in check_disk(config) if finding.level == "error"]
     for finding in [*check_places(config, job), *refused]:
@@ -94,8 +100,8 @@ def check_slurm(run_dir: Path) -> None:
         number = json.loads(file.read_text()).get("job")
         if number and answer("squeue", "-h", "-j", number, "-o", "%T"):
             raise UserError(
-                f"job {number} is queued or running for {run_dir} already: two would write the same run. "
-                f"Wait, or scancel {number}, or choose another run.name"
+                f"job {number} is queued or running for {run_dir} already: two would write the "
+                f"same run. Wait, or scancel {number}, or choose another run.name"
             )
 
 
@@ -116,7 +122,8 @@ OWN_OPTIONS = {
 
 
 def quote(word: str) -> str:
-    """As sbatch reads the words of an #SBATCH line: a backslash escapes inside both kinds of quotes."""
+    """As sbatch reads the words of an #SBATCH line: a backslash escapes inside both kinds of
+    quotes."""
     if "\n" in word:
         raise UserError(f"{word!r} has a line break, which an #SBATCH line cannot hold; remove it")
     if re.fullmatch(r"[\w@%+=:,./\[\]-]+", word, re.ASCII):
@@ -127,8 +134,10 @@ def quote(word: str) -> str:
 def render(
     template: str, job: Site, *, name: str, folder: Path, options: Sequence[str] = ()
 ) -> str:
-    """The template with this job's numbers. folder: where recipe.yaml and code/ are frozen. options: of sbatch."""
+    """The template with this job's numbers. folder: where recipe.yaml and code/ are frozen.
+    options: of sbatch."""
     torchrun = job.template == "torchrun"  # one task for each node
+    escaped = str(folder).replace("%", "%%")
     values = {
         "job-name": name,
         "nodes": str(job.nodes),
@@ -137,7 +146,7 @@ def render(
         "cpus-per-task": str(job.cpus_per_task * (job.tasks if torchrun else 1)),
         "time": job.time,
         "signal": f"USR1@{job.warn_seconds}",
-        "output": f"{str(folder).replace('%', '%%')}/%x-%{'A-%a' if job.template == 'chain' else 'j'}.log",
+        "output": f"{escaped}/%x-%{'A-%a' if job.template == 'chain' else 'j'}.log",
     }
     extra = {
         "partition": job.partition,
@@ -179,7 +188,8 @@ def render(
             lines += [line, *added]
         elif match is None or match[1] not in values:
             lines.append(line)
-        elif (value := values[match[1]]) is not None:
+        elif values[match[1]] is not None:
+            value = values[match[1]]
             head = f"#SBATCH {quote(f'--{match[1]}={value}')}"
             # the number in the template's remark may not be this one's
             lines.append(f"{head:<36} {match[3]}" if match[3] and value == match[2] else head)
@@ -191,9 +201,11 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
     recipe = config.model_dump(mode="json")
     recipe["run"]["dir"] = str(base / config.run_dir)
     for section, key in (
-        ("data", "train"), ("data", "val"), ("model", "name"), ("model", "init_from"), ("model", "init_image_from"),
+        ("data", "train"), ("data", "val"),
+        ("model", "name"), ("model", "init_from"), ("model", "init_image_from"),
         ("model", "init_text_from"), ("model", "teacher"),
-        ("evaluate", "zero_shot_classes"), ("evaluate", "zero_shot_data"), ("evaluate", "linear_probe"),
+        ("evaluate", "zero_shot_classes"), ("evaluate", "zero_shot_data"),
+        ("evaluate", "linear_probe"),
         ("engine", "ds_config"), ("checkpoint", "resume"),
     ):  # fmt: skip
         value = recipe.get(section, {}).get(key)
@@ -206,7 +218,7 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
 
 
 def absolute(value: str, base: Path) -> str:
-    """Each `::` source that is a relative path whose first folder or file is there, under `base`."""
+    """Each `::` source that is a relative path, if its first part exists under `base`."""
     parts = []
     for part in value.split("::"):
         first = re.split(r"[/{*?\[]", part)[0]
@@ -256,7 +268,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
-    """job.sbatch, recipe.yaml, code/ and submit.json: a requeued job runs what was submitted. What the last has."""
+    """job.sbatch, recipe.yaml, code/ and submit.json: a requeued job runs what was submitted. What
+    the last has."""
     try:
         (folder / "code").mkdir(parents=True)
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
