@@ -150,10 +150,10 @@ class Trainer:
             if failed:
                 self.call("on_error", self.failure)
                 dist.raise_agreed(self.failure)
-        except (
-            RuntimeError
-        ) as e:  # the vote fails if another rank is lost: this rank's error is first
-            raise self.failure or e from None
+        except RuntimeError as e:
+            # The vote fails if another rank is lost: an error of this rank came first. Its own
+            # cause (a loader worker's traceback) stays.
+            raise self.failure or e  # noqa: B904
         return None if stopped else batch
 
     def _step(self, batch: Batch, timer: StepTimer) -> None:
