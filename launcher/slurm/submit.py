@@ -138,33 +138,32 @@ def render(
     options: of sbatch."""
     torchrun = job.template == "torchrun"  # one task for each node
     escaped = str(folder).replace("%", "%%")
-    values = {
+    settings = {
         "job-name": name,
-        "nodes": str(job.nodes),
-        "ntasks-per-node": "1" if torchrun else str(job.tasks),
-        "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
-        "cpus-per-task": str(job.cpus_per_task * (job.tasks if torchrun else 1)),
+        "nodes": job.nodes,
+        "ntasks-per-node": 1 if torchrun else job.tasks,
+        "gpus-per-node": job.gpus_per_node or None,
+        "cpus-per-task": job.cpus_per_task * (job.tasks if torchrun else 1),
         "time": job.time,
         "signal": f"USR1@{job.warn_seconds}",
         "output": f"{escaped}/%x-%{'A-%a' if job.template == 'chain' else 'j'}.log",
-    }
-    extra = {
         "partition": job.partition,
         "account": job.account,
         "qos": job.qos,
         "exclude": job.exclude,
         **job.sbatch,
     }
-    site = [
-        f"--{key}" if value is True else f"--{key}={value}"
-        for key, value in extra.items()
-        if value is not None and value is not False
-    ]
-    for word in [*site, *options]:
+    for word in [*(f"--{key}" for key in job.sbatch), *options]:
         option = word[2:].partition("=")[0] if word.startswith("--") else word[1:2]
         if word.startswith("-") and option in OWN_OPTIONS:
             raise UserError(f"sbatch's {word}: {OWN_OPTIONS[option]}")
-    directives = [*([word] for word in site), options]
+    directives = [
+        quote(f"--{key}" if value is True else f"--{key}={value}")
+        for key, value in settings.items()
+        if value is not None and value is not False
+    ]
+    if options:
+        directives.append(" ".join(map(quote, options)))
     added = [
         "",
         "# -- by clip-train submit: what was frozen, and this site's settings",
@@ -182,17 +181,11 @@ def render(
     ]
     lines: list[str] = []
     for line in template.splitlines():
-        match = re.match(r"#SBATCH --([a-z-]+)=(\S+)\s*(#.*)?$", line)
+        match = re.match(r"#SBATCH --([a-z-]+)", line)
         if line.startswith("set -euo pipefail"):
-            lines += [f"#SBATCH {' '.join(map(quote, words))}" for words in directives if words]
-            lines += [line, *added]
-        elif match is None or match[1] not in values:
+            lines += [*(f"#SBATCH {directive}" for directive in directives), line, *added]
+        elif match is None or match[1] not in settings:
             lines.append(line)
-        elif values[match[1]] is not None:
-            value = values[match[1]]
-            head = f"#SBATCH {quote(f'--{match[1]}={value}')}"
-            # the number in the template's remark may not be this one's
-            lines.append(f"{head:<36} {match[3]}" if match[3] and value == match[2] else head)
     return "\n".join(lines) + "\n"
 
 
