@@ -13,6 +13,7 @@ from clip_train.checkpoint.restore import Places, Resumed, resolve
 from clip_train.errors import UserError
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
+from launcher.checks import require_places
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resume import compare_with
 from launcher.config.validate import check
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, args.overrides)
     ranks = local_ranks(args.ranks, os.environ)
     checked = check(config, ranks, is_rank=True)
+    require_places(config)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     show(config, make_plan(config, checked, device=device))
     resumed = would_resume(config)

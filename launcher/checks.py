@@ -1,4 +1,4 @@
-"""Checks of a machine and a recipe, each written once: `clip-train doctor` and `submit` run them."""
+"""Checks of a recipe's places, each written once: `doctor` shows them, `submit` and `train --dry-run` require them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from clip_train.checkpoint.config import preflight, try_all
+from clip_train.errors import UserError
 from clip_train.models.clip import count_parameters
-from clip_train.storage.urls import is_remote, local_path
+from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
+from launcher.runtime.log import warn
 from launcher.slurm.profile import Site
 from launcher.versions import installed, too_old, untested
 
@@ -46,6 +49,25 @@ def check_range(check: str, name: str) -> Iterator[Finding]:
 
 def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
     return warning(check, message, remedy) if wrong else ok(check, message)
+
+
+PATIENCE_SECONDS = 5.0  # of the store, less than a run has
+
+
+def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Finding]:
+    """What a run does before its model is built: is checkpoint.remote fit for checkpoints?
+
+    patience_seconds: how long one operation is tried.
+    """
+    remote = config.checkpoint.remote
+    if remote is None:
+        yield ok("S3", f"no checkpoint.remote in this recipe: checkpoints stay in {config.run_dir}")
+        return
+    storage = open_storage(remote, patience_seconds=patience_seconds)
+    for trial in try_all(storage):
+        make = error if trial.error is not None else warning
+        message = f"checkpoint.remote ({storage.url}) {trial.result}"
+        yield make("S3", message, trial.remedy) if trial.remedy else ok("S3", message)
 
 
 def check_disk(config: RunConfig) -> Iterator[Finding]:
@@ -87,3 +109,16 @@ def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
             yield warning(
                 "disk", message, "choose a shared folder (or correct local_paths in the site file)"
             )
+
+
+def require_places(config: RunConfig, *, store: bool = True) -> None:
+    """Raise what would only fail later: a disk that is full or refuses, a store that is not fit.
+
+    UserError; CheckpointError if the store is busy.
+    """
+    for finding in check_disk(config):
+        if finding.level == "error":
+            raise UserError(f"{finding.message}: {finding.remedy}")
+    if config.checkpoint.remote is not None and store:
+        for problem in preflight(open_storage(config.checkpoint.remote)):
+            warn(problem)

@@ -166,7 +166,7 @@ VERBS = {
         ),
     ),
     "doctor": Verb(
-        "clip_tools.doctor.command:run",
+        "clip_tools.doctor:run",
         "check this machine, the recipe and the cluster",
         """\
         One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit status 1 with an error.

@@ -21,11 +21,10 @@ from typing import Any
 
 import yaml
 
-from clip_train.checkpoint.config import preflight
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
-from clip_train.storage.urls import is_remote, local_path, open_storage
-from launcher.checks import check_disk, check_places
+from clip_train.storage.urls import is_remote, local_path
+from launcher.checks import check_places, require_places
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.validate import check
 from launcher.runtime.facts import commit
@@ -82,12 +81,9 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
             "set checkpoint.resume=auto, and choose a new run.name where the old run must not be "
             "gone on with"
         )
-    refused = [finding for finding in check_disk(config) if finding.level == "error"]
-    for finding in [*check_places(config, job), *refused]:
+    for finding in check_places(config, job):
         raise UserError(f"{finding.message}: {finding.remedy}")
-    if config.checkpoint.remote is not None and not offline:
-        for warning in preflight(open_storage(config.checkpoint.remote)):
-            warn(warning)
+    require_places(config, store=not offline)
 
 
 def check_slurm(run_dir: Path) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import resource
 import shutil
-import tarfile
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from clip_tools.doctor.recipe import check_shards, check_store
+from clip_tools.doctor import check_shards, check_store
 from clip_train.data.inspect import index_shards, write_indexes
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
@@ -65,10 +63,8 @@ def test_a_healthy_set_up(recipe, tmp_path):
         "process group",
         "limits",
         "shards",
-        "captions",
         "S3",
         "disk",
-        "time",
     }
     assert report["worst"] != "error" and checks <= set(told)
     assert "GB/s" in told["process group"] and "latency" in told["process group"]
@@ -110,18 +106,7 @@ def test_an_index_and_its_captions(data, recipe, tmp_path):
     (line,) = index()
     assert line.startswith("ok") and "600 samples in an epoch" in line
     (line,) = index("data.verify=off")
-    assert line.startswith("ok") and "data.verify is off" in line
-
-
-def no_captions(tmp_path: Path) -> Path:
-    file = tmp_path / "bare.tar"
-    with tarfile.open(file, "w") as tar:
-        for i, text in enumerate([b"one", b"", b" ", b""]):
-            for name, data in ((f"{i}.jpg", b"jpeg"), (f"{i}.txt", text)):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    return file
+    assert line.startswith("ok")
 
 
 def test_planted_faults_are_each_named(recipe, tmp_path):
@@ -137,8 +122,6 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         tmp_path,
         str(recipe),
         "checkpoint.keep_last=100000000",
-        f"data.train={no_captions(tmp_path)}::/nowhere/{{0..3}}.tar",
-        "data.train_weights=[3, 1]",
         "data.val=/nowhere/val.tar",
         "checkpoint.remote=gs://nowhere",
         limit=256,
@@ -162,12 +145,6 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("slurm", "warning", "PreemptMode=CANCEL"),
         ("slurm", "warning", "partition low preempts 8 s"),
         ("slurm", "warning", "SBATCH_EXPORT"),
-        ("captions", "error", "1 of the first 4 samples"),
-        (
-            "shards",
-            "error",
-            "source 2 of 2, weight 1: data.train (/nowhere/{0..3}.tar): 4 of 4 shards are not there",
-        ),
         ("shards", "error", "data.val (/nowhere/val.tar)"),
         ("index", "warning", "clip-train index"),
         ("S3", "error", "give s3://bucket/prefix, or a folder"),

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as torch_dist
 from PIL import Image
 
-from clip_tools.doctor.recipe import check_recipe
+from clip_tools.doctor import check_recipe
 from clip_train.data.tar import write_shards
 from clip_train.errors import RankError, UserError
 from clip_train.models.weights import initial_weights

@@ -5,7 +5,6 @@ As a program, under torchrun, it is one rank of the process group that `check_gr
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import json
 import os
@@ -23,7 +22,7 @@ import torch.distributed as torch_dist
 
 from clip_train import dist
 from launcher.checks import Check, Finding, check_range, error, ok, warning, warning_if
-from launcher.runtime.environment import END_TIME, backend, detect, launcher_pid, take_device
+from launcher.runtime.environment import backend, detect, launcher_pid, take_device
 from launcher.runtime.rendezvous import ROOT, code_version
 from launcher.slurm.scheduler import answer
 
@@ -120,23 +119,6 @@ def check_limits() -> Iterator[Finding]:
         )
 
 
-def check_time() -> Iterator[Finding]:
-    """The kernel says whether something keeps the clock right: a job's end and S3's signatures depend on it."""
-    state = ctypes.CDLL(None).adjtimex(
-        ctypes.create_string_buffer(512)
-    )  # struct timex; zeros: change nothing
-    message = {
-        5: "the clock is not synchronised",
-        -1: "the kernel does not tell of its clock",
-    }  # 5: TIME_ERROR
-    remedy = "start chronyd or systemd-timesyncd"
-    seen = message.get(state, "the clock is synchronised")
-    if state == 5 and END_TIME not in os.environ and not slurm_answers():
-        yield ok("time", f"{seen}; S3 and jobs with a time limit need it, one machine does not")
-        return
-    yield warning_if(state == 5, "time", seen, remedy)
-
-
 def slurm_answers() -> bool:
     """Whether this machine is part of a cluster that runs."""
     return shutil.which("scontrol") is not None and bool(answer("scontrol", "show", "config"))
@@ -178,7 +160,6 @@ MACHINE: tuple[tuple[str, Check], ...] = (
     ("ranks", check_ranks),
     ("process group", check_group),
     ("limits", check_limits),
-    ("time", check_time),
     ("slurm", check_slurm),
 )
 

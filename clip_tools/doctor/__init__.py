@@ -1,1 +1,0 @@
-"""`clip-train doctor`: what will go wrong, before it does."""
