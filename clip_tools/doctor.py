@@ -32,7 +32,7 @@ from launcher.checks import (
     warning_if,
 )  # fmt: skip
 from launcher.config.recipe import RunConfig, load_config
-from launcher.config.validate import check, labels_of
+from launcher.config.resolve import labels_of, resolve
 from launcher.engines import find_engine, on_this_machine
 from launcher.engines.config import EngineConfig
 from launcher.runtime.environment import detect
@@ -96,10 +96,10 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     lacking = engine.mistakes_here(on_this_machine(config.engine))
     for mistake in [*lacking, *config.log.mistakes_here()]:
         yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
-    checked = check(config, world, read_data=False)
-    plan = checked.plan
+    resolved = resolve(config, world, read_data=False)
+    config, plan = resolved.config, resolved.plan
     split = f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}"
-    yield ok("recipe", f"{split}, {checked.streams} streams; {config.steps} steps")
+    yield ok("recipe", f"{split}, {config.data.lanes} streams; {config.steps} steps")
 
 
 def check_shards(config: RunConfig) -> Iterator[Finding]:

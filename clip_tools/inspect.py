@@ -33,7 +33,7 @@ from clip_train.models.weights import (
 from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
-from launcher.config.validate import check_place
+from launcher.config.resolve import check_place
 from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous

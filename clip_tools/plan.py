@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clip_tools.gpus import estimate, find_gpu, usable
+from clip_train.data.config import resolve_streams
 from clip_train.data.order import times_read
 from clip_train.errors import UserError
 from clip_train.memory.plan import GIB, RECOMPUTED
@@ -24,7 +25,7 @@ from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
 from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
 from launcher.config.recipe import RunConfig, load_config, read_recipe
-from launcher.config.validate import Checked, advice, check
+from launcher.config.resolve import Resolved, advice, resolve
 from launcher.engines import describe as describe_engine
 
 
@@ -42,33 +43,32 @@ def measured_rate(config: RunConfig) -> float | None:
 
 
 def make_plan(
-    config: RunConfig,
-    checked: Checked,
+    resolved: Resolved,
     rate: float | None = None,
     gpu: str | None = None,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
     """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. device: whose memory is the limit."""
     found = find_gpu(gpu) if gpu is not None else None
-    if config.chosen:
-        limit = (
-            usable(found)
-            if found and config.batch.memory_limit is None
-            else memory_limit(config, device)
-        )
-        checked = decide(config, checked, limit)
-    plan, architecture, engine = checked.plan, checked.architecture, checked.engine
+    chosen = ", ".join(resolved.given.chosen)
+    if chosen:
+        by_gpu = found is not None and resolved.config.batch.memory_limit is None
+        limit = usable(found) if found and by_gpu else memory_limit(resolved.config, device)
+        resolved = decide(resolved, limit)
+    config, plan, architecture = resolved.config, resolved.plan, resolved.architecture
+    engine, layout, teacher = config.engine, resolved.layout, config.model.teacher_architecture()
     checkpointing = bool(engine.activation_checkpointing)
-    profile = predicted_profile(config, checked, checkpointing)
+    profile = predicted_profile(resolved, checkpointing)
     memory = estimate_memory(config, engine, plan, architecture, profile)
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
-    recomputed = RECOMPUTED * checkpointing
     forwards = 1 if config.batch.accumulation == "local" else plan.forwards_per_sample
-    teacher = config.model.teacher_architecture()
-    teacher_flops = flops_per_sample(teacher) if teacher else 0
+    forwards += RECOMPUTED * checkpointing
+    flops = forward * (2 + forwards) + (flops_per_sample(teacher) if teacher else 0)
     rate = rate or measured_rate(config)
     samples = config.batch.sizes.before(config.steps)
+    lanes = resolve_streams(config.data.lanes, config.batch.sizes)
     return {
+        "name": config.run.name,
         "model": config.model.name,
         "parameters": count_parameters(architecture),
         "trained_parameters": trained_parameters(config.model, architecture),
@@ -80,27 +80,22 @@ def make_plan(
         "micro_size": plan.micro_size,
         "accum_steps": plan.accum_steps,
         "kept_graphs": plan.kept_graphs,
-        "forwards_per_sample": forwards + recomputed,
+        "forwards_per_sample": forwards,
         "activation_checkpointing": checkpointing,
         "reduce_gradients": engine.reduce_gradients if engine.zero_stage >= 2 else "once",
-        "memory_limit_bytes": checked.layout.room.limit if checked.layout else None,
-        "reason": f"{', '.join(config.chosen)} = auto: {checked.layout.describe()}"
-        if checked.layout
-        else None,
-        "advice": advice(config, checked),
-        "lanes": checked.streams,
-        "times_read": times_read(config.batch.sizes, checked.streams, plan.world_size),
+        "memory_limit_bytes": layout.room.limit if layout else None,
+        "reason": f"{chosen} = auto: {layout.describe()}" if layout else None,
+        "advice": advice(resolved),
+        "lanes": lanes,
+        "times_read": times_read(config.batch.sizes, lanes, plan.world_size),
         "steps": config.steps,
         "samples": samples,
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
-        "flops_per_step": plan.global_size
-        * (forward * (2 + forwards + recomputed) + teacher_flops),
+        "flops_per_step": plan.global_size * flops,
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,
-        "gpu": {"name": gpu, **estimate(config, checked, found, forwards + recomputed)}
-        if found
-        else None,
+        "gpu": {"name": gpu, **estimate(resolved, found)} if found else None,
     }
 
 
@@ -115,85 +110,57 @@ def run(args: argparse.Namespace) -> int:
     if world_size < 1:
         raise UserError(f"--world-size ({world_size}) must be at least 1")
     if args.gpu is not None:
-        config = config.model_copy(update={"engine": config.engine.on(find_gpu(args.gpu).bf16)})
-    checked = check(config, world_size, read_data=False)
-    plan = make_plan(config, checked, args.samples_per_second, args.gpu)
+        engine = config.engine.on(find_gpu(args.gpu).bf16)
+        config = config.model_copy(update={"engine": engine})
+    resolved = resolve(config, world_size, read_data=False)
+    plan = make_plan(resolved, args.samples_per_second, args.gpu)
     if args.json:
         print(json.dumps(plan, indent=2))
-        return 0
-    show(config, plan)
+    else:
+        show(plan)
     return 0
 
 
-def show(config: RunConfig, plan: dict[str, Any]) -> None:
-    table = Table(title=f"{config.run.name}: {plan['model']}", box=None, show_header=False)
+def show(plan: dict[str, Any]) -> None:
+    console = Console(width=None if os.isatty(1) else 160)
+    table = Table(title=f"{plan['name']}: {plan['model']}", box=None, show_header=False)
     for name, value in describe(plan):
         table.add_row(name, value)
-    console = Console(width=None if os.isatty(1) else 160)
     console.print(table)
-    if plan["gpu"] is not None:
-        for each in gpu_tables(plan["gpu"]):
-            console.print(each)
-
-
-def gpu_tables(gpu: dict[str, Any]) -> Iterator[Table]:
-    layouts = Table(
-        title=f"layouts on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable", box=None
-    )
-    for head in ("b", "k", "m", "checkpointing", "GiB", "fits", "s/step at 40%", ""):
-        layouts.add_column(head, justify="right")
-    for row in gpu["layouts"]:
-        layouts.add_row(
+    gpu = plan["gpu"]
+    if gpu is None:
+        return
+    title = f"layouts on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable"
+    heads = ("b", "k", "m", "checkpointing", "GiB", "fits", "s/step at 40%", "")
+    rows = [
+        [
             f"{row['micro_size']:,}", str(row["accum_steps"]), str(row["kept_graphs"]),
             "yes" if row["activation_checkpointing"] else "no", f"{row['bytes'] / GIB:.1f}",
             "yes" if row["fits"] else "no", f"{row['seconds']:.3g}", "<- auto" if row["auto"] else "",
-        )  # fmt: skip
-    yield layouts
-    engines = Table(title="engines", box=None)
-    for head in (
-        "engine",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "buffers",
-        "fixed GiB",
-        "largest b",
-        "checkpointed",
-    ):
-        engines.add_column(head, justify="right")
+        ]
+        for row in gpu["layouts"]
+    ]  # fmt: skip
+    console.print(right_aligned(title, heads, rows))
+    parts = ("parameters", "gradients", "optimizer", "buffers", "fixed")
+    heads = ("engine", *parts[:-1], "fixed GiB", "largest b", "checkpointed")
+    rows = []
     for row in gpu["engines"]:
-        parts = (
-            f"{row[part] / GIB:.2f}"
-            for part in ("parameters", "gradients", "optimizer", "buffers", "fixed")
-        )
-        largest = (
-            f"{row[name]:,}" for name in ("largest_micro_size", "with_activation_checkpointing")
-        )
-        engines.add_row(f"{row['kind']}: {row['engine']}", *parts, *largest)
-    yield engines
-    rates = Table(title="speed in bf16", box=None)
-    for head in ("MFU", "samples/s", "days"):
-        rates.add_column(head, justify="right")
-    for mfu, rate in gpu["samples_per_second"].items():
-        bound = " (bounded by kernel launches)" if mfu in gpu["launch_bound"] else ""
-        rates.add_row(mfu, f"{rate:,.0f}{bound}", f"{gpu['days'][mfu]:.2f}")
-    yield rates
-    rest = Table(title="on each rank, at 40% MFU", box=None, show_header=False)
-    for name, size in gpu["collective_bytes"].items():
-        rest.add_row(
-            f"{name} sent",
-            f"{size / 1e9:.3g} GB a step, {1e3 * gpu['collective_seconds'][name]:.3g} ms",
-        )
-    rest.add_row(
-        "loader",
-        f"{gpu['loader']['cores']:.1f} cores, {gpu['loader']['bytes_per_second'] / 1e9:.2f} GB/s",
-    )
-    saved = gpu["checkpoint"]
-    rest.add_row(
-        "checkpoint",
-        f"{saved['bytes'] / 1e9:.2f} GB in {saved['requests']:,.0f} requests, all ranks together",
-    )
-    yield rest
+        sizes = [f"{row[part] / GIB:.2f}" for part in parts]
+        largest = [row["largest_micro_size"], row["with_activation_checkpointing"]]
+        rows.append([f"{row['kind']}: {row['engine']}", *sizes, *(f"{n:,}" for n in largest)])
+    console.print(right_aligned("engines", heads, rows))
+    rates = gpu["samples_per_second"]
+    rows = [[mfu, f"{rates[mfu]:,.0f}", f"{gpu['days'][mfu]:.2f}"] for mfu in rates]
+    console.print(right_aligned("speed in bf16", ("MFU", "samples/s", "days"), rows))
+
+
+def right_aligned(title: str, heads: Sequence[str], rows: list[list[str]]) -> Table:
+    table = Table(title=title, box=None)
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:

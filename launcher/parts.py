@@ -31,7 +31,7 @@ from clip_train.task import Objective, named_features
 from launcher import engines
 from launcher.config.memory import DTYPES
 from launcher.config.recipe import RunConfig
-from launcher.config.validate import Checked
+from launcher.config.resolve import Resolved
 from launcher.runtime import environment as ranks
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
@@ -70,13 +70,13 @@ def shared_index(
 
 
 def build_loader(
-    config: RunConfig,
-    checked: Checked,
+    resolved: Resolved,
     device: torch.device,
     resumed: Resumed | None,
     index: ShardIndex,
 ) -> TrainLoader:
     """Collective: the loader, at the first step or at the checkpoint's."""
+    config = resolved.config
     began, sizes = 0, config.batch.sizes
     if resumed is not None:
         data = resume_data(
@@ -90,14 +90,14 @@ def build_loader(
         if data.notice and dist.is_main():
             warn(f"the data begins anew at step {began}, as the recipe allows: {data.notice}")
     index = count_missing(index, config.storage, keep=config.run_dir / "shard_counts.json", log=log)
-    text = checked.architecture.text_cfg
+    text = resolved.architecture.text_cfg
     teacher = config.model.teacher_architecture()
     readers = [text] if teacher is None else [text, teacher.text_cfg]
     cut = all(each.ends and each.end_id == text.end_id for each in readers)
     return dist.agreed(
         lambda: TrainLoader(
             config.data,
-            image_size=checked.architecture.vision_cfg.image_size,
+            image_size=resolved.architecture.vision_cfg.image_size,
             context_length=text.context_length,
             global_size=sizes,
             seed=config.run.seed,
@@ -108,7 +108,7 @@ def build_loader(
             index=index,
             pin_memory=device.type == "cuda",
             storage=config.storage,
-            tokenizer=tokenizer_of(checked.architecture),
+            tokenizer=tokenizer_of(resolved.architecture),
             lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
         )
     )
@@ -136,11 +136,13 @@ def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
     return out
 
 
-def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> Engine:
+def build_engine(resolved: Resolved, device: torch.device) -> Engine:
+    config = resolved.config
+
     def make_model() -> torch.nn.Module:
-        checkpointing = bool(checked.engine.activation_checkpointing)
+        checkpointing = bool(config.engine.activation_checkpointing)
         model = build_model(
-            checked.architecture,
+            resolved.architecture,
             dropout=config.model.dropout,
             activation_checkpointing=checkpointing,
         )
@@ -148,12 +150,12 @@ def build_engine(config: RunConfig, checked: Checked, device: torch.device) -> E
         return model
 
     engine = engines.build(
-        checked.engine,
+        config.engine,
         make_model,
         lambda named: build_optimizer(config.optim, named),
         device=device,
         grad_clip_norm=config.optim.grad_clip_norm,
-        micro_size=checked.plan.micro_size,
+        micro_size=resolved.plan.micro_size,
     )
     engine.ema = moving_average(config.optim)
     return engine

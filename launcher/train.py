@@ -11,6 +11,7 @@ import importlib
 import os
 import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ from clip_train.trainer import Trainer
 from launcher import engines, parts
 from launcher.config.memory import decide, measure, memory_limit
 from launcher.config.recipe import RunConfig
+from launcher.config.resolve import Resolved, advice, engine_facts, resolve
 from launcher.config.resume import compare_with
-from launcher.config.validate import Checked, advice, check, engine_facts
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.facts import facts
@@ -80,8 +81,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     importlib.import_module(engines.find_engine(config.engine.kind).module)
     startup.done("imports")
     # what can be wrong without the other ranks; one of them looks at the shards
-    checked = check(config, env.world_size, read_data=env.rank == 0, is_rank=True)
-    given, config = config, config.model_copy(update={"engine": checked.engine})
+    resolved = resolve(config, env.world_size, read_data=env.rank == 0, is_rank=True)
     device, workers = ranks.take_device(env, config.data.workers)
     startup.done("checks")
     if env.rank == 0:
@@ -89,13 +89,11 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         log(
             f"{env.describe()}; {device}, {ranks.backend(device)}{through}, {torch.get_num_threads()} threads"
         )
-    recipe = config.model_dump(mode="json")  # the same on all ranks, which `workers` need not be
-    config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
     rendezvous.start(
         env,
         device,
         heartbeat,
-        recipe=recipe,
+        recipe=resolved.config.model_dump(mode="json"),
         rendezvous_seconds=config.launch.rendezvous_seconds,
         # a rank that waits must not give up before the watchdog of the one that hangs has fired
         timeout_seconds=max(
@@ -106,10 +104,12 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     dist.on_main(partial(make_run_dir, config))
     if config.checkpoint.remote is None:
         refuse_unshared(config.run_dir / "checkpoints", SHARED_SECONDS)
+    # not the same on all ranks, as all other keys are
+    resolved = replace(resolved, config=resolved.config.updated("data", workers=workers))
     if config.chosen:
-        checked = decide(config, checked, memory_limit(config, device))
-    described = facts(given, env, device) if env.rank == 0 else {}
-    trainer = build_trainer(config, checked, device, outcome, stop, watchdog, described)
+        resolved = decide(resolved, memory_limit(config, device))
+    described = facts(resolved.given, env, device) if env.rank == 0 else {}
+    trainer = build_trainer(resolved, device, outcome, stop, watchdog, described)
     startup.done("model, engine and data")
     stop.listen()  # again: a library may have taken the signals over
     outcome.succeed(trainer.run())
@@ -172,21 +172,20 @@ def refuse_unshared(folder: Path, seconds: float) -> None:
     dist.raise_agreed(error)
 
 
-def describe_run_dir(
-    config: RunConfig, checked: Checked, start: int, described: dict[str, Any]
-) -> None:
-    """Rank 0, once it is certain that the run is this recipe's: the recipe as resolved, the engine's own files, and
+def describe_run_dir(resolved: Resolved, start: int, described: dict[str, Any]) -> None:
+    """Rank 0, once it is certain that the run is this recipe's: the recipe as given, the engine's own files, and
     that an attempt begins after step `start`. described: its facts."""
+    config = resolved.config
     try:
         before = read_verdict(config.run_dir)
         previous = [before[0], before[1]["reason"]] if before else None
         History(config.run_dir).append("start", step=start, previous=previous, **described)
         (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         folder = LocalStorage(config.run_dir)
-        folder.put_bytes("recipe.yaml", config.to_yaml().encode())
-        facts = engine_facts(config, checked.plan, checked.plan.world_size)
+        folder.put_bytes("recipe.yaml", resolved.given.to_yaml().encode())
+        facts = engine_facts(config, resolved.plan, resolved.plan.world_size)
         for name, text in (
-            engines.find_engine(config.engine.kind).artifacts(checked.engine, facts).items()
+            engines.find_engine(config.engine.kind).artifacts(config.engine, facts).items()
         ):
             folder.put_bytes(name, text.encode())
     except OSError as e:
@@ -194,8 +193,7 @@ def describe_run_dir(
 
 
 def build_trainer(
-    config: RunConfig,
-    checked: Checked,
+    resolved: Resolved,
     device: torch.device,
     outcome: Outcome,
     stop: StopRequest,
@@ -203,7 +201,11 @@ def build_trainer(
     described: dict[str, Any],
 ) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
+    config = resolved.config
     steps, sizes = config.steps, config.batch.sizes
+    # what a checkpoint keeps, and a resume compares: without what memory has decided
+    precision, workers = config.engine.precision, config.data.workers
+    recipe = resolved.given.updated("engine", precision=precision).updated("data", workers=workers)
     torch.manual_seed(
         (config.run.seed * 1_000_003 + dist.rank()) % 2**63
     )  # what is random beside counter-based draws
@@ -215,28 +217,28 @@ def build_trainer(
     resumed = checkpoints.resume()
     objective, teacher = parts.build_objective(config, device)
     notes = (
-        [] if resumed is None else compare_with(config, resumed, checked.plan.world_size, teacher)
+        [] if resumed is None else compare_with(recipe, resumed, resolved.plan.world_size, teacher)
     )
     checkpoints.begin()
     start = resumed.state["step"] if resumed else 0
-    dist.on_main(partial(describe_run_dir, config, checked, start, described))
+    dist.on_main(partial(describe_run_dir, resolved, start, described))
     outcome.notify = config.log.notify
     outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
-    engine = parts.build_engine(config, checked, device)
+    engine = parts.build_engine(resolved, device)
     if resumed is None:
         say = log if dist.is_main() else silent
         with weights_here(config.model, config.storage) as model:
             engine.load_fragments(
                 dist.agreed(partial(initial_weights, model, config.run.seed, say)), {}
             )
-    if checked.layout is not None:
-        checked = measure(config, checked, engine)
-        if dist.is_main() and checked.layout is not None:
-            log(f"{', '.join(config.chosen)} = auto: {checked.layout.describe()}")
+    if resolved.layout is not None:
+        resolved = measure(resolved, engine)
+        if dist.is_main() and resolved.layout is not None:
+            log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
     index = parts.shared_index(
-        config, "data.train", config.data.train, checked.source.index if checked.source else None
+        config, "data.train", config.data.train, resolved.source.index if resolved.source else None
     )
-    loader = parts.build_loader(config, checked, device, resumed, index)
+    loader = parts.build_loader(resolved, device, resumed, index)
     skipped = Skipped(warn)
     skipped.step = start
     sinks = dist.agreed(
@@ -244,7 +246,7 @@ def build_trainer(
             config.log,
             config.run_dir,
             resume_step=start,
-            recipe=config.to_keep(),
+            recipe=recipe.to_keep(),
             skipped=skipped,
         )
     )
@@ -265,7 +267,7 @@ def build_trainer(
         engine=engine,
         objective=objective,
         batches=Prefetcher(loader, device),
-        plan=checked.plan,
+        plan=resolved.plan,
         sizes=sizes,
         steps=steps,
         learning_rate=lambda step: learning_rate(
@@ -274,13 +276,13 @@ def build_trainer(
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,
-        evaluate=parts.evaluation(config, checked.architecture, engine),
+        evaluate=parts.evaluation(config, resolved.architecture, engine),
         evaluate_every=config.evaluate.every_steps,
         log=log,
         run_state={
-            "recipe": config.to_keep(),
+            "recipe": recipe.to_keep(),
             # for an export without the recipe's files
-            "architecture": checked.architecture.model_dump(mode="json"),
+            "architecture": resolved.architecture.model_dump(mode="json"),
             "teacher": teacher,
             **loader.state(),
         },
@@ -296,33 +298,34 @@ def build_trainer(
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():
-        describe_start(config, checked, device, resumed, notes)
+        describe_start(resolved, device, resumed, notes)
     return trainer
 
 
 def describe_start(
-    config: RunConfig,
-    checked: Checked,
+    resolved: Resolved,
     device: torch.device,
     resumed: Resumed | None,
     notes: list[str],
 ) -> None:
-    """Logged by rank 0: what this run is."""
-    plan, sizes = checked.plan, config.batch.sizes
+    """Logged by rank 0, and written as resolved.yaml: what this run is."""
+    config, plan = resolved.config, resolved.plan
+    sizes = config.batch.sizes
+    LocalStorage(config.run_dir).put_bytes("resolved.yaml", config.to_yaml().encode())
     varying = f"{sizes}; the largest, " if config.batch.schedule else ""
     log(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
         f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
         f"{engines.describe(config.engine)}, "
-        f"{config.engine.precision}, {device.type}; {checked.streams} streams; "
+        f"{config.engine.precision}, {device.type}; {config.data.lanes} streams; "
         f"{config.steps} steps into {config.run_dir}"
     )
-    if checked.source is not None:
-        log(f"data.train: {checked.source.index.describe()}")
-    for note in checked.architecture.notes:
+    if resolved.source is not None:
+        log(f"data.train: {resolved.source.index.describe()}")
+    for note in resolved.architecture.notes:
         log(f"note: {note}")
-    hint = advice(config, checked)
+    hint = advice(resolved)
     if hint is not None:
-        (warn if checked.engine.activation_checkpointing else log)(hint)
+        (warn if config.engine.activation_checkpointing else log)(hint)
     if resumed is not None:
         log("\n".join([resumed.describe(), *notes]))

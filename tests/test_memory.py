@@ -16,8 +16,7 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from launcher.config.memory import micro_batch, predicted_profile
 from launcher.config.recipe import RunConfig
-from launcher.config.validate import Checked
-from launcher.engines.config import EngineConfig
+from launcher.config.resolve import Resolved
 from tests.launcher.conftest import MODEL
 
 CACHE = Profile(forward=2, graph=60, building=61, backward=64)
@@ -171,8 +170,9 @@ def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, 
         return model
 
     whole = fake_profile(make, partial(micro_batch, deep, torch.device("cpu")))
-    checked = Checked(plan_batch(config.batch, 1), deep, 1, EngineConfig(precision="fp32"))
-    predicted = predicted_profile(config, checked, checkpointing)
+    config = config.updated("engine", precision="fp32")
+    resolved = Resolved(config, config, plan_batch(config.batch, 1), deep)
+    predicted = predicted_profile(resolved, checkpointing)
     assert (predicted.forward, predicted.graph, predicted.peak) == (
         whole.forward,
         whole.graph,

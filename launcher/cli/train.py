@@ -6,10 +6,11 @@ import argparse
 import os
 
 from launcher.config.recipe import load_config
+from launcher.config.samples import with_samples
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load_config(args.recipe, args.overrides)
+    config = with_samples(load_config(args.recipe, args.overrides))
     # torch is imported here and below, after the mistakes of a recipe
     from launcher.runtime.launch import launch_local, local_ranks
 

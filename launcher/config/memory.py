@@ -25,7 +25,7 @@ from clip_train.optim.optimizer import moment_bytes
 from clip_train.protocols import MicroBatch
 from clip_train.task import IMAGE_TEXT
 from launcher.config.recipe import RunConfig
-from launcher.config.validate import Checked, no_limit
+from launcher.config.resolve import Resolved, no_limit
 from launcher.engines import find_engine
 from launcher.engines.config import EngineConfig
 
@@ -125,9 +125,10 @@ def _profile(
     return total
 
 
-def predicted_profile(config: RunConfig, checked: Checked, checkpointing: bool) -> Profile:
+def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
     """From fake tensors; with a teacher, its forward too."""
-    architecture, precision = checked.architecture, checked.engine.precision
+    config, architecture = resolved.config, resolved.architecture
+    precision = config.engine.precision
     frozen = frozen_towers(config.model, architecture)
     own = _profile(architecture, precision, config.model.dropout, checkpointing, frozen)
     teacher = config.model.teacher_architecture()
@@ -137,24 +138,19 @@ def predicted_profile(config: RunConfig, checked: Checked, checkpointing: bool) 
 
 
 def decide(
-    config: RunConfig,
-    checked: Checked,
+    resolved: Resolved,
     limit: float,
     *,
     measured: Profile | None = None,
     allocated: float = 0.0,
-) -> Checked:
-    """`checked` with every `auto` decided: the layout of least work within `limit` bytes a rank.
+) -> Resolved:
+    """With every `auto` decided: the layout of least work within `limit` bytes a rank.
 
-    The numbers that the recipe gives stay as they are. measured: by the engine itself, built as `checked.engine` says;
+    The numbers that the recipe gives stay as they are. measured: by the engine itself, built as `config.engine` says;
     allocated: bytes that it holds.
     """
-    engine, batch, plan, architecture = (
-        checked.engine,
-        config.batch,
-        checked.plan,
-        checked.architecture,
-    )
+    config, batch, plan = resolved.config, resolved.given.batch, resolved.plan
+    engine, architecture = config.engine, resolved.architecture
     wanted = engine.activation_checkpointing
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
     options = (False, True) if wanted == "auto" else (bool(wanted),)
@@ -176,17 +172,18 @@ def decide(
         plan.global_size,
         plan.world_size,
         room,
-        {on: measured or predicted_profile(config, checked, on) for on in options},
+        {on: measured or predicted_profile(resolved, on) for on in options},
         micro_size=None if batch.micro_size == "auto" else batch.micro_size,
         kept_graphs=kept if isinstance(kept, int) else None,
     )
-    resolved = {
-        "activation_checkpointing": layout.activation_checkpointing,
-        "reduce_gradients": "once" if layout.reduce_once else "each_backward",
-    }
-    return replace(
-        checked, plan=layout.plan, engine=engine.model_copy(update=resolved), layout=layout
+    config = config.updated(
+        "engine",
+        activation_checkpointing=layout.activation_checkpointing,
+        reduce_gradients="once" if layout.reduce_once else "each_backward",
     )
+    sizes = {"micro_size": layout.plan.micro_size, "kept_graphs": layout.plan.kept_graphs}
+    config = config.updated("batch", **sizes)
+    return replace(resolved, config=config, plan=layout.plan, layout=layout)
 
 
 def memory_limit(config: RunConfig, device: torch.device | None) -> float:
@@ -202,13 +199,13 @@ def memory_limit(config: RunConfig, device: torch.device | None) -> float:
     return -dist.max_scalars(-free * (1 - GPU_MARGIN))[0]
 
 
-def measure(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
+def measure(resolved: Resolved, engine: Engine) -> Resolved:
     """Decided again, with what the engine's own forwards take on its device; on all ranks alike."""
-    assert checked.layout is not None
-    predicted, where = checked.layout.profile, engine.device
-    if where.type != "cuda" and config.engine.compile:
-        return checked  # compiled code makes its tensors out of the counter's sight
-    seen = real_profile(engine, partial(micro_batch, checked.architecture, where), predicted)
+    assert resolved.layout is not None
+    predicted, where = resolved.layout.profile, engine.device
+    if where.type != "cuda" and resolved.config.engine.compile:
+        return resolved  # compiled code makes its tensors out of the counter's sight
+    seen = real_profile(engine, partial(micro_batch, resolved.architecture, where), predicted)
     *sizes, allocated = dist.max_scalars(
         max(seen.forward, predicted.forward),
         seen.graph,
@@ -216,5 +213,5 @@ def measure(config: RunConfig, checked: Checked, engine: Engine) -> Checked:
         seen.backward,
         torch.cuda.memory_allocated(where) if where.type == "cuda" else 0.0,
     )
-    limit, measured = checked.layout.room.limit, Profile(*sizes)
-    return decide(config, checked, limit, measured=measured, allocated=allocated)
+    limit, measured = resolved.layout.room.limit, Profile(*sizes)
+    return decide(resolved, limit, measured=measured, allocated=allocated)

@@ -18,8 +18,7 @@ from pydantic.fields import FieldInfo
 from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
-from clip_train.data.config import DataConfig, existing
-from clip_train.data.index import index_of
+from clip_train.data.config import DataConfig
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.metrics.config import LogConfig
@@ -88,12 +87,9 @@ class RunConfig(Settings):
     launch: Annotated[LaunchConfig, Silent] = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
-    def _epochs_need_a_size(self) -> RunConfig:
+    def _lengths_fit_together(self) -> RunConfig:
         if self.run.epochs is not None and self.data.num_samples is None:
-            raise ValueError(
-                f"run.epochs ({self.run.epochs}) needs data.num_samples, the samples in one epoch, "
-                "or shards with an index (`clip-train index`); or give run.steps"
-            )
+            return self  # `resolve` counts them
         if (self.run.epochs or 0) * (self.data.num_samples or 0) > LARGEST:
             raise ValueError(
                 f"run.epochs ({self.run.epochs:g}) of data.num_samples ({self.data.num_samples}) are more samples than "
@@ -174,8 +170,12 @@ class RunConfig(Settings):
         """Overrides for the ranks of this recipe, lest each of them asks the storage for them."""
         return [f"data.num_samples={self.data.num_samples}"] if self.data.num_samples else []
 
+    def updated(self, section: str, **values: Any) -> RunConfig:
+        """With other values for keys of one section."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     def to_keep(self) -> dict[str, Any]:
-        """The recipe as resolved, every key, without the secrets of its URLs: for files and trackers."""
+        """Every key, without the secrets of its URLs: for files and trackers."""
         return redacted(self.model_dump(mode="json"))
 
     def to_yaml(self) -> str:
@@ -259,32 +259,7 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     """The recipe at `path` with overrides, checked. UserError lists every mistake."""
-    return check_config(count_samples(apply_overrides(read_recipe(path), overrides or [])), path)
-
-
-def count_samples(raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw` with data.num_samples as it stands beside the shards, where run.epochs needs it and nobody gave it."""
-    try:
-        run, data = (
-            RunSection.model_validate(raw.get("run")),
-            DataConfig.model_validate(raw.get("data")),
-        )
-        storage = StorageConfig.model_validate(raw.get("storage") or {})
-    except ValidationError:
-        return raw  # to be explained with all other mistakes
-    if (
-        run.epochs is None
-        or data.num_samples is not None
-        or data.train_weights is not None
-        or data.resampled
-    ):
-        return raw  # nobody asks, or there is no epoch in which each sample comes once
-    counted = index_of(data.train, data.verify, storage).num_samples
-    if counted is None:
-        existing(
-            data.train, "data.train"
-        )  # what is not there is not counted either: the clearer error
-    return raw if counted is None else {**raw, "data": {**raw["data"], "num_samples": counted}}
+    return check_config(apply_overrides(read_recipe(path), overrides or []), path)
 
 
 def check_config(raw: dict[str, Any], source: str) -> RunConfig:

@@ -62,18 +62,6 @@ def changes(
     return found + others
 
 
-def in_vain(config: RunConfig, found: list[Change], where: str) -> str:
-    """Of what differs after the last step, that it would train nothing, though it was to make another run; or ""."""
-    kinds = ("refused", "reported")
-    vain = "; ".join(
-        str(each) for each in found if each.kind in kinds and not each.path.startswith("run.")
-    )
-    return vain and (
-        f"all {config.steps} steps are trained ({where}), so that {vain} would train nothing: "
-        "raise run.steps, or choose another run.name"
-    )
-
-
 def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Change]:
     """What of the model itself differs, whatever it is called."""
 
@@ -101,7 +89,7 @@ def compare_with(
     config: RunConfig, resumed: Resumed, world_size: int, teacher: str | None = None
 ) -> list[str]:
     """What to report about resuming from this checkpoint, below where it is from. UserError where it is another run's,
-    but with `checkpoint.allow_changed_recipe`, and where it has all steps and the change would train nothing."""
+    but with `checkpoint.allow_changed_recipe`."""
     found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
     if (
         before := resumed.state.get("teacher")
@@ -119,10 +107,6 @@ def compare_with(
             "checkpoint.resume=never; or resume all the same with checkpoint.allow_changed_recipe=true"
         )
     reported = [change for change in found if change.kind == "reported"]
-    if resumed.step >= config.steps and (
-        vain := in_vain(config, found, f"step {resumed.step}, {resumed.path}")
-    ):
-        raise UserError(vain)
     rounds = [change.path for change in found if change.kind == "rounding"]
     before = layout(resumed.world_size, resumed.state["recipe"].get("engine", {}))
     after = layout(world_size, config.engine.model_dump())

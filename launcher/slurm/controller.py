@@ -83,9 +83,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     from clip_train.errors import UserError
     from launcher.config.recipe import load_config
+    from launcher.config.samples import with_samples
 
     try:
-        config = load_config(args.recipe, args.overrides)
+        config = with_samples(load_config(args.recipe, args.overrides))
     except UserError as e:
         say(f"error: {e}")
         return 2

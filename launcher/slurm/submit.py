@@ -26,7 +26,8 @@ from clip_train.evaluate.config import IMAGENET
 from clip_train.storage.urls import is_remote, local_path
 from launcher.checks import check_places, require_places
 from launcher.config.recipe import RunConfig, load_config
-from launcher.config.validate import check
+from launcher.config.resolve import resolve
+from launcher.config.samples import with_samples
 from launcher.runtime.facts import commit
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version
@@ -74,7 +75,7 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
             f"{job.warn_seconds} s ahead of its end: ask for more than "
             f"{2 * job.warn_seconds // 60} minutes, or lower the site file's warn_seconds"
         )
-    check(config, job.world_size, read_data=not offline)
+    resolve(config, job.world_size, read_data=not offline)
     if config.checkpoint.resume == "never":
         raise UserError(
             "checkpoint.resume (never): each time that the job is requeued it would begin anew; "
@@ -221,7 +222,8 @@ def absolute(value: str, base: Path) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script (--dry-run), or write, freeze and submit it."""
-    config, job = load_config(args.recipe, args.overrides), load_site(args.site, vars(args))
+    config = with_samples(load_config(args.recipe, args.overrides))
+    job = load_site(args.site, vars(args))
     check_submission(config, job, offline=args.offline)
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))

@@ -19,7 +19,7 @@ from launcher.config.recipe import (
     parse_value,
     read_recipe,
 )
-from launcher.config.validate import check
+from launcher.config.resolve import resolve
 from tests.documents import split
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
@@ -82,9 +82,7 @@ def test_epochs_become_steps():
 )
 def test_shipped_recipes_are_valid_and_can_be_planned(path):
     config = check_config(read_recipe(str(path)), str(path))
-    plan = make_plan(
-        config, check(config, 1 if "demo" in path.stem else 8, read_data=False), rate=1000.0
-    )
+    plan = make_plan(resolve(config, 1 if "demo" in path.stem else 8, read_data=False), rate=1000.0)
     assert plan["memory_bytes"]["total"] > 0 and plan["eta_seconds"] == pytest.approx(
         plan["samples"] / 1000
     )

@@ -171,4 +171,4 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
 def test_mistakes_in_the_recipe(recipe, tmp_path, overrides, check, said):
     status, out = doctor(tmp_path, str(recipe), *overrides, PATH="/usr/bin:/bin")
     assert status == 1
-    assert f"\n{'error':8}{check}: " in out and said in out, out
+    assert f"{'error':8}{check}: " in out and said in out, out

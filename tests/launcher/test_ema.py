@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from clip_tools.plan import make_plan
 from clip_train.errors import UserError
 from launcher.config.recipe import check_config
-from launcher.config.validate import check
+from launcher.config.resolve import resolve
 from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit, wait_for_step
 
 EMA = ("optim.ema_decay=0.8", "optim.ema_warmup=true", "run.steps=12", "schedule.warmup_steps=2")
@@ -115,6 +115,6 @@ def test_it_is_planned(kind):
     configs = [
         check_config({**recipe, "optim": optim}, "here") for optim in ({}, {"ema_decay": 0.99})
     ]
-    without, its = (make_plan(config, check(config, 2, read_data=False)) for config in configs)
+    without, its = (make_plan(resolve(config, 2, read_data=False)) for config in configs)
     more = its["memory_bytes"]["optimizer"] - without["memory_bytes"]["optimizer"]
     assert more == 4 * its["trained_parameters"] / 2

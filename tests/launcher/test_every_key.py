@@ -13,7 +13,7 @@ import pytest
 from clip_train.errors import UserError
 from clip_train.settings import LARGEST
 from launcher.config.recipe import apply_overrides, check_config, known_keys, parse_value
-from launcher.config.validate import check
+from launcher.config.resolve import resolve
 from tests.launcher.conftest import run
 
 KEYS = [key for key, _ in known_keys()]
@@ -57,7 +57,7 @@ def recipe_with(key: str, value: Any) -> dict[str, Any]:
 def told(raw: dict[str, Any]) -> str:
     """What `clip-train` has against a recipe, "" for nothing. Whatever is not a UserError would be a traceback."""
     try:
-        check(check_config(raw, "recipe.yaml"), 1, read_data=False)
+        resolve(check_config(raw, "recipe.yaml"), 1, read_data=False)
     except UserError as e:
         return str(e)
     return ""

@@ -15,7 +15,7 @@ from clip_train.models.weights import initial_weights
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import needs
 from launcher.config.recipe import check_config, load_config
-from launcher.config.validate import check
+from launcher.config.resolve import resolve
 from launcher.engines import Facts, find_engine
 from launcher.engines.config import EngineConfig
 from tests import tolerances
@@ -31,7 +31,7 @@ def plan(engine, **model):
         "batch": {"global_size": 64, "micro_size": 8},
     }
     config = check_config({**base, "engine": engine, "model": {"name": "tiny", **model}}, "here")
-    return make_plan(config, check(config, 2, read_data=False))
+    return make_plan(resolve(config, 2, read_data=False))
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])

@@ -25,7 +25,7 @@ def planned(capsys, *line: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_rates_days_and_traffic_follow_from_the_sizes(capsys):
+def test_rates_and_days_follow_from_the_sizes(capsys):
     plan = planned(
         capsys,
         "--gpu",
@@ -34,21 +34,11 @@ def test_rates_days_and_traffic_follow_from_the_sizes(capsys):
         "engine.zero_stage=1",
         "batch.micro_size=512",
     )
-    gpu, P, D = plan["gpu"], plan["parameters"], 768
+    gpu = plan["gpu"]
     per_sample = plan["flops_per_step"] / N / (2 + plan["forwards_per_sample"])  # one forward
     for mfu, rate in gpu["samples_per_second"].items():
         assert rate == pytest.approx(WORLD * H200 * float(mfu[:-1]) / 100 / (3 * per_sample))
         assert gpu["days"][mfu] == pytest.approx(plan["samples"] / rate / 86400)
-    share = (WORLD - 1) / WORLD
-    assert gpu["collective_bytes"] == pytest.approx(
-        {
-            "features": share * N * 2 * D * 4,
-            "sums": share * 2 * N * 2 * 8,  # an all-reduce
-            "gradients": share * P * 4,  # summed in fp32, scattered once
-            "parameters": share * P * 2,
-        }
-    )
-    assert gpu["checkpoint"]["bytes"] == 12 * P
     assert gpu["usable_bytes"] < 141e9 * 0.9
 
 
@@ -82,19 +72,6 @@ def test_tables_and_an_unknown_name(capsys):
     line = ["plan", str(RECIPES / "vit_b32.yaml"), "--world-size", "8", "--gpu", "h200"]
     assert main(line) == 0
     out = capsys.readouterr().out
-    assert "<- auto" in out and "samples/s" in out and "features sent" in out
+    assert "<- auto" in out and "samples/s" in out
     assert main([*line[:-1], "H2000"]) == 2
     assert "--gpu (H2000) is not known: use one of B200, H200" in capsys.readouterr().err
-
-
-def test_a_small_models_speed_is_bounded_by_kernel_launches(capsys):
-    """No GPU starts kernels faster than its host launches them, some microseconds each."""
-    line = ["plan", str(RECIPES / "demo_shapes.yaml"), "--gpu", "H200", "engine.precision=bf16"]
-    assert main(line) == 0
-    text = capsys.readouterr().out
-    assert "bounded by kernel launches" in text
-    assert main([*line, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    kernels = plan["accum_steps"] * 3 * 6 * 10  # at least ten a block, in six blocks
-    fastest = plan["global_size"] / (kernels * 1e-6)
-    assert max(plan["gpu"]["samples_per_second"].values()) < fastest

@@ -16,7 +16,7 @@ from clip_train.errors import RankError, UserError
 from clip_train.models.weights import initial_weights
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
-from launcher.config.validate import check
+from launcher.config.resolve import resolve
 from tests import warm
 from tests.launcher.conftest import run
 from tests.processor import answer
@@ -261,7 +261,7 @@ def test_what_lies_in_a_folder_that_is_not_there_may_be_a_mount_of_another_node(
     for folder, kind in ((tmp_path / "unmounted", RankError), (tmp_path, UserError)):
         config = load_config(str(recipe), [f"{key}={folder}/x.json"])
         with pytest.raises(UserError, match=key.replace(".", r"\.")) as e:
-            check(config, 1)
+            resolve(config, 1)
             initial_weights(config.model, 0, print)
         assert type(e.value) is kind
 
@@ -295,7 +295,7 @@ def try_precision(
     config = load_config(line[0], line[1:])
     found = [finding.level for finding in check_recipe(config)]
     answer(True, precision)
-    assert check(config, 1, is_rank=True).engine.precision == precision
+    assert resolve(config, 1, is_rank=True).config.engine.precision == precision
     return status, said.getvalue(), planned, found
 
 

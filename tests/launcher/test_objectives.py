@@ -11,7 +11,7 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.export import export_openclip
 from launcher.config.recipe import check_config
-from launcher.config.validate import check
+from launcher.config.resolve import resolve
 from tests import tolerances
 from tests.launcher.conftest import metrics, run
 from tests.launcher.test_resume import told
@@ -119,7 +119,7 @@ def test_what_does_not_fit_together_is_said(change, words):
 def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
     def plan(**model):
         config = check_config(MINIMAL | {"model": {"name": "tiny", **model}}, "here")
-        return make_plan(config, check(config, 1, read_data=False))
+        return make_plan(resolve(config, 1, read_data=False))
 
     with pytest.raises(
         Exception, match=r"model\.teacher \(nowhere\): no such file or folder; give"

@@ -68,23 +68,6 @@ def test_what_makes_it_another_run() -> None:
     assert kinds["optim.lr"] == "reported"
 
 
-def test_a_finished_run_trains_nothing_of_a_changed_recipe() -> None:
-    """It would end with `done`, and the change would be forgotten."""
-
-    def short(steps: int = 40, **sections: dict) -> RunConfig:
-        return recipe(run={"steps": steps}, schedule={"warmup_steps": 5}, **sections)
-
-    state = {"recipe": short().model_dump(mode="json")}
-    with pytest.raises(
-        UserError, match=r"all 40 steps are trained .*optim\.lr was .* would train nothing"
-    ):
-        told(short(optim={"lr": 0.5}), **state)
-    for same in ({}, {"log": {"every_steps": 7}}, {"batch": {"micro_size": 8}}):
-        told(short(**same), **state)
-    told(short(30), **state)
-    told(short(80, optim={"lr": 0.5}), **state)
-
-
 def test_the_whole_message() -> None:
     """Step, source, what was passed over, layout, samples seen."""
     older = Skipped(CommitRef(0, 60), "rank00001.safetensors is missing")

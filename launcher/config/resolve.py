@@ -1,0 +1,187 @@
+"""A recipe resolved for a number of ranks on this machine: all its mistakes at once, or a value for every `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from clip_train.batch import BatchPlan, plan_batch
+from clip_train.data.config import (
+    SourceSummary,
+    check_source,
+    existing,
+    resolve_block,
+    resolve_streams,
+)
+from clip_train.data.shards import expand_braces
+from clip_train.data.validation import ImageFolder
+from clip_train.errors import RankError, UserError
+from clip_train.evaluate.labels import Labelled, check_labels
+from clip_train.evaluate.zero_shot import ZeroShotClasses
+from clip_train.memory.plan import RECOMPUTED, Layout
+from clip_train.models import hub
+from clip_train.models.clip import parameter_sizes
+from clip_train.models.config import AnyArchitecture
+from clip_train.models.freeze import trained_parameters
+from clip_train.optim.optimizer import lr_factors, needs, spared
+from launcher.config.recipe import RunConfig
+from launcher.config.samples import with_samples
+from launcher.engines import Facts, find_engine, on_this_machine
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with a value for every `auto`; those that depend on memory get theirs from `memory.decide`."""
+
+    given: RunConfig  # the recipe with its defaults
+    config: RunConfig  # what runs
+    plan: BatchPlan
+    architecture: AnyArchitecture
+    layout: Layout | None = None  # what memory has decided
+    source: SourceSummary | None = None  # on the rank that has looked at the shards
+
+
+def resolve(
+    recipe: RunConfig, world_size: int, *, read_data: bool = True, is_rank: bool = False
+) -> Resolved:
+    """What a recipe means for so many ranks on this machine. UserError: all mistakes that one process can find.
+
+    is_rank: this process is to train, so its devices have to do for the recipe.
+    """
+    given = config = with_samples(recipe)
+    problems: list[UserError] = []
+
+    def collect(action: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except UserError as e:
+            problems.append(e)
+            return None
+
+    model = config.model
+    architecture = collect(model.architecture)
+    if architecture is not None:
+        problems += map(UserError, model_mistakes(config, architecture))
+        collect(model.teacher_architecture)
+        for place in (model.init_from, model.init_image_from, model.init_text_from, model.teacher):
+            if place is not None and hub.is_on_hub(place):
+                collect(hub.resolve, place)
+        collect(trained_parameters, model, architecture)
+        names = parameter_sizes(architecture)
+        collect(lr_factors, config.optim, names)
+        collect(spared, config.optim, names)
+    plan = collect(plan_batch, config.batch, world_size)
+    kind, engine = find_engine(config.engine.kind), on_this_machine(config.engine)
+    if is_rank:
+        here = [*kind.mistakes_here(engine), *config.log.mistakes_here()]
+        problems += map(UserError, here)
+    source = None
+    if read_data:
+        source = look_at_data(config, problems, collect)
+    else:
+        for key, place in {"data.train": config.data.train, **config.evaluated_on}.items():
+            collect(expand_braces, place, key)
+    if not (problems and config.optim.is_imported):  # the import runs code: after all other checks
+        facts = collect(engine_facts, config, plan, world_size)
+        if facts is not None:
+            problems += map(UserError, kind.mistakes(engine, facts))
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        all_of_ranks = all(isinstance(problem, RankError) for problem in problems)
+        error = RankError if all_of_ranks else UserError
+        raise error("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
+    streams = resolve_streams(config.data.lanes, config.batch.sizes)
+    block = resolve_block(config.data.shuffle_block, streams)
+    config = config.updated("data", lanes=streams, shuffle_block=block)
+    config = config.model_copy(update={"engine": engine})
+    return Resolved(given, config, plan, architecture, source=source)
+
+
+def look_at_data(
+    config: RunConfig, problems: list[UserError], collect: Callable[..., Any]
+) -> SourceSummary | None:
+    """The first shard of data.train, and what is evaluated on."""
+    limited = config.batch.memory_limit is not None or torch.cuda.is_available()
+    if config.chosen and not limited:
+        problems.append(UserError(no_limit(config)))
+    source = collect(check_source, config.data, config.storage)
+    if config.evaluate.zero_shot_classes is not None:
+        collect(ZeroShotClasses.load, config.evaluate.zero_shot_classes)
+    for key, place in config.evaluated_on.items():
+        collect(check_place, key, place)
+    if not problems:
+        collect(labels_of, config)
+    return source
+
+
+def check_place(key: str, place: str) -> None:
+    """UserError, RankError where what is to be evaluated on is not there."""
+    if key == "data.val" or ImageFolder.find(place, key) is None:
+        existing(place, key)
+
+
+def labels_of(config: RunConfig) -> list[Labelled]:
+    """What the first samples to be evaluated on show of their labels. UserError where one is not a class."""
+    return check_labels(config.evaluate, config.data.val, config.data.caption_key, config.storage)
+
+
+def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:
+    return Facts(
+        world_size,
+        micro_size=plan.micro_size if plan else 1,
+        grad_clip_norm=config.optim.grad_clip_norm,
+        optimizer=(config.optim.name, needs(config.optim)),
+    )
+
+
+def no_limit(config: RunConfig) -> str:
+    return (
+        f"{', '.join(config.chosen)} = auto needs batch.memory_limit where no GPU is looked at: "
+        "the bytes one rank may use, such as batch.memory_limit=8GiB (for a GPU, about 0.9 of its memory)"
+    )
+
+
+def model_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator[str]:
+    """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would cancel one."""
+    name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
+    if kind == "sigmoid" and bias is None:
+        yield (
+            f"loss.kind (sigmoid) needs a model with a bias, and {name} has none: "
+            "set model.init_logit_bias=-10 and model.init_logit_scale=2.3026"
+        )
+    if kind != "sigmoid" and bias is not None:
+        yield (
+            f"model.init_logit_bias ({bias}): {name} has a bias, which loss.kind ({kind}) would "
+            "cancel: set model.init_logit_bias=null, or loss.kind=sigmoid"
+        )
+    if not architecture.layered and config.optim.layer_decay != 1:
+        yield (
+            f"optim.layer_decay ({config.optim.layer_decay}): the layers of {name} are not numbered "
+            "as OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by name"
+        )
+
+
+def advice(resolved: Resolved) -> str | None:
+    """Where a step computes more than memory may ask for, what to set."""
+    plan, config = resolved.plan, resolved.config
+    if config.batch.accumulation == "local" or plan.kept_graphs >= plan.accum_steps:
+        return None
+    kept = f"{plan.kept_graphs} of {plan.accum_steps}"
+    if config.engine.activation_checkpointing:
+        # both recompute the same forward: together they cost 2.7 forwards
+        return (
+            f"engine.activation_checkpointing with batch.kept_graphs {kept} pays for the same forward twice "
+            f"({plan.forwards_per_sample + RECOMPUTED:.2f} forwards per sample): set batch.kept_graphs=all, or "
+            "engine.activation_checkpointing=false with a smaller batch.micro_size, or auto for both"
+        )
+    if resolved.layout is not None:
+        return None
+    return (
+        f"batch.kept_graphs ({kept} micro-batches) computes {plan.forwards_per_sample:.2f} forwards per "
+        "sample: if memory allows it, batch.kept_graphs=all computes 1.00, and batch.kept_graphs=auto "
+        "keeps as many as fit. The result is the same"
+    )
