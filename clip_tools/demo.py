@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from rich.progress import Progress
 
-from clip_tools.shapes import SyntheticData, shapes
+from clip_tools.shapes import NUM_VAL, shapes
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from launcher.config.recipe import apply_overrides, check_config, read_recipe
 from launcher.runtime.log import log
@@ -23,7 +24,10 @@ def run(args: argparse.Namespace) -> int:
     # mistakes in the overrides, before minutes are spent on drawing
     asked = check_config(apply_overrides(raw, args.overrides), recipe)
     assert asked.data.num_samples is not None  # the recipe has it
-    data = build_data(Path(args.dir) / "data" / "shapes", asked.data.num_samples)
+    with Progress(transient=True) as bar:
+        task = bar.add_task("drawing shapes", total=asked.data.num_samples + NUM_VAL)
+        folder = Path(args.dir) / "data" / "shapes"
+        data = shapes(folder, asked.data.num_samples, progress=partial(bar.advance, task))
     raw["run"]["dir"] = str(Path(args.dir) / "demo-shapes")
     raw["data"] |= {"train": data.train, "val": data.val}
     raw["evaluate"]["zero_shot_classes"] = data.classes
@@ -39,11 +43,3 @@ def run(args: argparse.Namespace) -> int:
     )
     log("that the loss curve does not care; report.html in the run directory shows the curves")
     return status
-
-
-def build_data(folder: Path, num_train: int) -> SyntheticData:
-    """With a progress bar; at once where the folder is already complete."""
-    with Progress(transient=True) as bar:
-        task = bar.add_task("drawing shapes", total=None)
-        show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
-        return shapes(folder, num_train, progress=show)

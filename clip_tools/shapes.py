@@ -24,64 +24,9 @@ from PIL import Image, ImageDraw, ImageFilter
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
 
-Progress = Callable[[int, int], None]  # (images written, images in all)
 Sample = dict[str, Any]
 MARKER = "dataset.json"
 VERSION = 1  # of what these functions draw: folders of another one are written anew
-
-
-@dataclass(frozen=True)
-class SyntheticData:
-    """Where a synthetic data set lies."""
-
-    train: str  # for `data.train`
-    val: str  # for `data.val`
-    classes: str  # {"classnames": [...], "templates": ["a photo of a {}", ...]}, for zero-shot
-    num_train: int
-    num_val: int
-
-
-def shapes(
-    folder: str | os.PathLike[str],
-    num_train: int = 20_000,
-    *,
-    size: int = 64,
-    per_shard: int = 2000,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> SyntheticData:
-    """Coloured shapes: 2 sizes x 8 colours x 6 shapes x 4 backgrounds = 384 captions, 76 only in `val`.
-
-    Args:
-        size: of the JPEGs, pixels. 20,000 of 64 px take 16 CPU-seconds and 80 MB.
-    """
-    seen, held_out = split_combinations(seed)
-    val = [(combination, EVAL_TEMPLATE) for combination in held_out for _ in range(8)]
-    rng = random.Random(seed + 1)
-    train = ((c, rng.choice(TEMPLATES)) for c in (rng.choice(seen) for _ in range(num_train)))
-    return _build(
-        Path(folder),
-        {
-            "kind": "shapes",
-            "num_train": num_train,
-            "size": size,
-            "per_shard": per_shard,
-            "seed": seed,
-        },
-        {
-            "train": _shape_samples(train, size, seed + 2),
-            "val": _shape_samples(val, size, seed + 3),
-        },
-        (num_train, len(val)),
-        {
-            "classnames": [PHRASE.format(*c) for c in held_out],
-            "templates": [EVAL_TEMPLATE.replace(PHRASE, "{}")],
-        },
-        progress,
-    )
-
-
-# ---------------------------------------------------------------- shapes
 
 SIZES = {"small": (0.15, 0.19), "large": (0.29, 0.34)}  # radius, as a fraction of the image's side
 COLORS = {
@@ -102,6 +47,7 @@ BACKGROUNDS = {
     "cyan": (120, 220, 230),
 }
 HELD_OUT = 76
+NUM_VAL = 8 * HELD_OUT  # images
 
 PHRASE = "{} {} {} on a {} background"  # size, colour, shape, background
 EVAL_TEMPLATE = f"a photo of a {PHRASE}"
@@ -116,22 +62,104 @@ TEMPLATES = [
 Combination = tuple[str, str, str, str]  # size, colour, shape, background
 
 
+@dataclass(frozen=True)
+class SyntheticData:
+    """Where a synthetic data set lies."""
+
+    train: str  # for `data.train`
+    val: str  # for `data.val`
+    classes: str  # {"classnames": [...], "templates": ["a photo of a {}", ...]}, for zero-shot
+    num_train: int
+    num_val: int
+
+
+def shapes(
+    folder: str | os.PathLike[str],
+    num_train: int = 20_000,
+    *,
+    size: int = 64,
+    per_shard: int = 2000,
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> SyntheticData:
+    """Coloured shapes: 2 sizes x 8 colours x 6 shapes x 4 backgrounds = 384 captions, 76 only in `val`.
+
+    The splits are written into a folder beside, which is renamed once it is whole.
+
+    Args:
+        size: of the JPEGs, pixels. 20,000 of 64 px take 16 CPU-seconds and 80 MB.
+        progress: called after each image.
+
+    Raises:
+        UserError: `folder` holds something that is not ours to replace.
+    """
+    folder = Path(folder)
+    parameters = {
+        "kind": "shapes", "num_train": num_train, "size": size, "per_shard": per_shard, "seed": seed,
+        "version": VERSION,
+    }  # fmt: skip
+    seen, held_out = split_combinations(seed)
+    val = [(combination, EVAL_TEMPLATE) for combination in held_out for _ in range(8)]
+    rng = random.Random(seed + 1)
+    train = ((c, rng.choice(TEMPLATES)) for c in (rng.choice(seen) for _ in range(num_train)))
+    there = _parameters_of(folder)
+    if there is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            f"{folder} is not empty and holds no synthetic data set; name another folder"
+        )
+    if there != parameters:
+        classes = {
+            "classnames": [PHRASE.format(*combination) for combination in held_out],
+            "templates": [EVAL_TEMPLATE.replace(PHRASE, "{}")],
+        }
+        part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
+        try:
+            write_shards(part / "train", _samples(train, size, seed + 2, progress), per_shard)
+            write_shards(part / "val", _samples(val, size, seed + 3, progress), per_shard)
+            (part / "classes.json").write_text(json.dumps(classes, indent=1))
+            (part / MARKER).write_text(json.dumps(parameters))
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
+        except OSError:
+            if _parameters_of(folder) != parameters:  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    names = ("train/*.tar", "val/*.tar", "classes.json")
+    train_to, val_to, classes_to = (str(folder / name) for name in names)
+    return SyntheticData(train_to, val_to, classes_to, num_train, len(val))
+
+
+def _parameters_of(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / MARKER).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _samples(
+    items: Iterable[tuple[Combination, str]], size: int, seed: int, progress: Callable[[], None]
+) -> Iterator[Sample]:
+    rng = random.Random(seed)
+    for i, (combination, template) in enumerate(items):
+        metadata = dict(zip(("size", "color", "shape", "background"), combination, strict=True))
+        metadata["classname"] = PHRASE.format(*combination)
+        buffer = io.BytesIO()
+        draw_shape(combination, size, rng).save(buffer, "JPEG", quality=90)
+        yield {
+            "__key__": f"{i:08d}",
+            "jpg": buffer.getvalue(),
+            "txt": template.format(*combination).encode(),
+            "json": json.dumps(metadata).encode(),
+        }
+        progress()
+
+
 def split_combinations(seed: int) -> tuple[list[Combination], list[Combination]]:
     """The 308 combinations to train on and the 76 held out."""
     everything = list(itertools.product(SIZES, COLORS, SHAPES, BACKGROUNDS))
     random.Random(seed).shuffle(everything)
     return everything[HELD_OUT:], everything[:HELD_OUT]
-
-
-def _shape_samples(
-    items: Iterable[tuple[Combination, str]], size: int, seed: int
-) -> Iterator[Sample]:
-    rng = random.Random(seed)
-    for i, (combination, template) in enumerate(items):
-        caption = template.format(*combination)
-        metadata = dict(zip(("size", "color", "shape", "background"), combination, strict=True))
-        metadata["classname"] = PHRASE.format(*combination)
-        yield _sample(f"{i:08d}", draw_shape(combination, size, rng), caption, metadata)
 
 
 def draw_shape(combination: Combination, size: int, rng: random.Random) -> Image.Image:
@@ -186,77 +214,3 @@ def _outline(shape: str, x: float, y: float, r: float, angle: float) -> list[tup
 def _vary(color: tuple[int, int, int], by: int, rng: random.Random) -> tuple[int, int, int]:
     red, green, blue = (max(0, min(255, channel + rng.randint(-by, by))) for channel in color)
     return red, green, blue
-
-
-# ---------------------------------------------------------------- common parts
-
-
-def _sample(key: str, image: Image.Image, caption: str, metadata: dict[str, Any]) -> Sample:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=90)
-    return {
-        "__key__": key,
-        "jpg": buffer.getvalue(),
-        "txt": caption.encode(),
-        "json": json.dumps(metadata).encode(),
-    }
-
-
-def _build(
-    folder: Path,
-    parameters: dict[str, Any],
-    splits: dict[str, Iterator[Sample]],
-    sizes: tuple[int, int],
-    classes: dict[str, list[str]],
-    progress: Progress | None,
-) -> SyntheticData:
-    """Writes the splits, one after the other, into a folder beside, and renames it once it is whole.
-
-    Raises:
-        UserError: `folder` holds something that is not ours to replace.
-    """
-    parameters = {**parameters, "version": VERSION}
-    written = itertools.count(1)
-
-    def counted(samples: Iterator[Sample]) -> Iterator[Sample]:
-        for sample in samples:
-            yield sample
-            if progress is not None:
-                progress(next(written), sum(sizes))
-
-    if _parameters_of(folder) != parameters:
-        if (
-            folder.exists()
-            and _parameters_of(folder) is None
-            and (not folder.is_dir() or any(folder.iterdir()))
-        ):
-            raise UserError(
-                f"{folder} is not empty and holds no synthetic data set; name another folder"
-            )
-        part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
-        try:
-            for name, samples in splits.items():
-                write_shards(part / name, counted(samples), parameters["per_shard"])
-            (part / "classes.json").write_text(json.dumps(classes, indent=1))
-            (part / MARKER).write_text(json.dumps(parameters))
-            if folder.exists():
-                shutil.rmtree(folder)
-            part.rename(folder)
-        except OSError:
-            if (
-                _parameters_of(folder) != parameters
-            ):  # else another process was faster, with the same
-                raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    train, val, found = (
-        str(folder / name) for name in ("train/*.tar", "val/*.tar", "classes.json")
-    )
-    return SyntheticData(train, val, found, *sizes)
-
-
-def _parameters_of(folder: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError):
-        return None

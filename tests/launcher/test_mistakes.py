@@ -17,6 +17,7 @@ from clip_train.models.weights import initial_weights
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
 from launcher.config.resolve import resolve
+from launcher.config.samples import with_samples
 from tests import warm
 from tests.launcher.conftest import run
 from tests.processor import answer
@@ -273,7 +274,7 @@ def test_samples_are_not_counted_on_a_mount_that_is_not_there(recipe, tmp_path):
         f"data.train={tmp_path}/unmounted/{{000..003}}.tar",
     ]
     with pytest.raises(RankError, match=r"4 of 4 shards are not there.* mount it on"):
-        load_config(str(recipe), overrides)
+        with_samples(load_config(str(recipe), overrides))
     with pytest.raises(RankError, match=r"cannot read the recipe .* mount it on"):
         load_config(str(tmp_path / "unmounted" / "recipe.yaml"))
 
