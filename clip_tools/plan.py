@@ -1,4 +1,7 @@
-"""`clip-train plan`: what a run would do, before anything is submitted. Touches no GPU and no shard."""
+"""`clip-train plan`: what a run would do, before anything is submitted; and `train --dry-run`, which checks all of it.
+
+A plan touches no GPU and no shard.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from clip_tools.gpus import estimate, find_gpu, usable
+from clip_train.checkpoint import restore
+from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.data.config import resolve_streams
 from clip_train.data.order import times_read
 from clip_train.errors import UserError
@@ -23,10 +28,15 @@ from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
+from launcher.checks import require_places
 from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
 from launcher.config.recipe import RunConfig, load_config, read_recipe
 from launcher.config.resolve import Resolved, advice, resolve
+from launcher.config.resume import compare_with
 from launcher.engines import describe as describe_engine
+from launcher.runtime.launch import local_ranks
 
 
 def measured_rate(config: RunConfig) -> float | None:
@@ -119,6 +129,49 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(plan)
     return 0
+
+
+def dry_run(args: argparse.Namespace) -> int:
+    """Check what can be checked before ranks meet, with the first shard and this machine's devices, and print it."""
+    config = load_config(args.recipe, args.overrides)
+    ranks = local_ranks(args.ranks, os.environ)
+    resolved = resolve(config, ranks, is_rank=True)
+    require_places(config)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    show(make_plan(resolved, device=device))
+    precision = resolved.config.engine.precision
+    config = resolved.given.updated("engine", precision=precision)
+    resumed = would_resume(config)
+    if resumed is not None:
+        notes = compare_with(config, resumed, ranks, resumed.state.get("teacher"))
+        print("\n".join([resumed.describe(), *notes]))
+    source = resolved.source
+    assert source is not None  # read_data
+    print(f"data.train: {source.index.describe()}; the first caption: {source.first_caption!r}")
+    print("nothing was started or written: the same line without --dry-run trains")
+    return 0
+
+
+def would_resume(config: RunConfig) -> restore.Resumed | None:
+    """The checkpoint that `train` would resume from, only looked at; None: it would start fresh.
+
+    UserError, CheckpointError."""
+    mode, remote = config.checkpoint.resume, config.checkpoint.remote
+    folder = config.run_dir / "checkpoints"
+    if mode == "never":
+        return None
+    local = LocalStorage(folder) if folder.is_dir() else None
+    places = restore.Places(local, open_storage(remote) if remote else None)
+    found = restore.resolve(places)[0] if any(places) else None
+    if found is not None or mode == "auto":
+        return found
+    if mode == "must":
+        raise UserError(
+            f"checkpoint.resume (must): there is no checkpoint under {folder}; set it to auto to "
+            "start fresh"
+        )
+    other, only = places_of(mode)
+    return open_to_look(other, only=only)
 
 
 def show(plan: dict[str, Any]) -> None:

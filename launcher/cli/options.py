@@ -75,7 +75,7 @@ class Verb:
     ] = ()  # name, metavar (None: a switch; a list: its choices), help, default
 
 
-DRY_RUN = "clip_tools.dry_run:run"  # of `train --dry-run`
+DRY_RUN = "clip_tools.plan:dry_run"  # of `train --dry-run`
 VERBS = {
     "train": Verb(
         "launcher.cli.train:run",
