@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from clip_train.errors import RankError
-from launcher.runtime.ports import candidates
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,9 @@ LAUNCHER = "CLIP_TRAIN_LAUNCHER"  # the process that started this rank (`launche
 PARENT = os.getppid()  # as it was when this process began, or nearly so: the imports take seconds
 # set by launchers that start several ranks on each node: of how many nodes
 NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
+# Where ranks meet if no port is given: Linux hands out 32768 and above, unless a site changed it.
+FIRST_PORT, NUM_PORTS = 20000, 12000
+TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,23 @@ def first_host(nodelist: str) -> str:
     if match is None:
         raise RankError(f"SLURM_JOB_NODELIST ({nodelist!r}) names no host; set MASTER_ADDR")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
+
+
+def candidates(job: str) -> tuple[int, ...]:
+    """Ports to try in this order: the same for all who know `job`, different for another job."""
+    start = zlib.crc32(job.encode())
+    return tuple(FIRST_PORT + (start + 1009 * number) % NUM_PORTS for number in range(TRIES))
+
+
+def free_port(ports: Sequence[int]) -> int:
+    """The first port on which nobody listens on this machine; if none is free, the first."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    for port in ports:
+        with contextlib.suppress(OSError):
+            socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+            return port
+    return ports[0]
 
 
 def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch.device, int]:

@@ -18,8 +18,7 @@ from types import FrameType
 
 from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
-from launcher.runtime.environment import LAUNCHER, detect
-from launcher.runtime.ports import candidates, free_port
+from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port
 from launcher.runtime.watchdog import CLOSE_SECONDS
 
 # For all ranks to end once one has; they do within 30 s, or close what they have open.

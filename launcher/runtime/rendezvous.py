@@ -17,7 +17,9 @@ import re
 import resource
 import socket
 import struct
+import threading
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,16 @@ import torch.distributed as torch_dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from clip_train.errors import RemoteRankError, RendezvousError, UserError
-from launcher.runtime.environment import SLURM_STEP, RankEnv, backend
+from launcher.runtime.environment import SLURM_STEP, RankEnv, backend, free_port
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
-from launcher.runtime.ports import JOB, agree_on_port
 from launcher.runtime.verdict import node_name
 from launcher.slurm.scheduler import answer
 
 RESOLVE_SECONDS = 10.0  # for a name that cannot be resolved yet
 CAUSE_SECONDS = 20.0  # for the death of a rank to be known, which may be why the group did not form
+JOB = "job"  # key in rank 0's store, by which the other ranks recognize it
+PROBE_SECONDS = 5.0  # for one port to answer
 LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
 ANSWER_SECONDS = 15.0  # of the store to one request
@@ -87,8 +90,10 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     seconds: for rank 0 to be there, and for each wait for a key.
     """
     resolve(env)
-    ports = (env.master_port, *env.other_ports)
-    port = agree_on_port(env.master_addr, ports, env.job, seconds, serves=env.rank == 0)
+    port = env.master_port
+    if env.other_ports:
+        ports = (port, *env.other_ports)
+        port = free_port(ports) if env.rank == 0 else find_port(env, ports, seconds)
 
     def client(seconds: float) -> TCPStore:
         timeout = datetime.timedelta(seconds=seconds)
@@ -108,6 +113,32 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
             ) from e
     heartbeat.open(client(ANSWER_SECONDS), server=store if env.rank == 0 else None)
     return store
+
+
+def find_port(env: RankEnv, ports: Sequence[int], seconds: float) -> int:
+    """Where rank 0 of this job serves; the first port if it does so nowhere within `seconds`."""
+    found: list[int] = []
+    timeout = datetime.timedelta(seconds=PROBE_SECONDS)
+
+    def look(port: int) -> None:
+        # a stranger may listen there: it refuses, serves another job, or says nothing, for which
+        # torch waits forever
+        with contextlib.suppress(RuntimeError):
+            store = TCPStore(
+                env.master_addr, port, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+            if store.check([JOB]) and store.get(JOB).decode() == env.job:
+                found.append(port)
+
+    looks: dict[int, threading.Thread] = {}
+    end = time.monotonic() + seconds
+    while not found and time.monotonic() < end:
+        for port in ports:
+            if port not in looks or not looks[port].is_alive():
+                looks[port] = threading.Thread(target=look, args=(port,), daemon=True)
+                looks[port].start()
+        time.sleep(0.2)
+    return found[0] if found else ports[0]
 
 
 def resolve(env: RankEnv) -> None:

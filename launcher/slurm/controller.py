@@ -27,8 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.runtime.environment import END_TIME
-from launcher.runtime.ports import candidates, free_port
+from launcher.runtime.environment import END_TIME, candidates, free_port
 from launcher.runtime.verdict import (
     ATTEMPT,
     PROGRESS_FILE,

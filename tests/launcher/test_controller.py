@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import launcher.slurm.controller
-from launcher.runtime.ports import candidates
+from launcher.runtime.environment import candidates
 from launcher.runtime.verdict import Failure, read_verdict, write_verdict
 from launcher.slurm.attempts import History
 from tests.launcher.conftest import PATIENCE, ROOT

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from launcher.cli.main import main
-from launcher.runtime.ports import candidates
+from launcher.runtime.environment import candidates
 from tests.slurm.cluster import Job
 from tests.slurm.conftest import MANY_STEPS, OVERRIDES, write_recipe
 from tests.slurm.evidence import ANY, check_story, finished_like
