@@ -8,6 +8,8 @@ import os
 from functools import partial
 from typing import Any
 
+import torch.distributed as torch_dist
+
 from clip_tools.openclip.command import model_name
 from clip_tools.transformers_export import check_transformers, export_transformers
 from clip_train import dist
@@ -76,7 +78,7 @@ def evaluate_run(args: argparse.Namespace) -> int:
                 print(f"{name}: {value:.6g}")
         return 0
     finally:
-        rendezvous.stop()
+        torch_dist.destroy_process_group()
 
 
 def to_evaluate(

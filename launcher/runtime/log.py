@@ -51,11 +51,7 @@ class Lines(logging.Handler):
     """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to what is stderr at the
     moment."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank = 0
-        with contextlib.suppress(RankError):  # is explained later, by the verb
-            self.rank = detect(os.environ).rank
+    rank = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
@@ -69,10 +65,11 @@ def configure(*, quiet: bool = False, verbose: bool = False) -> None:
     """Before anything is logged: both packages write the same lines. quiet: warnings and errors
     alone."""
     handler = Lines()
+    with contextlib.suppress(RankError):  # is explained later, by the verb
+        handler.rank = detect(os.environ).rank
     for logger in OURS:
-        logger.handlers = [each for each in logger.handlers if not isinstance(each, Lines)] + [
-            handler
-        ]
+        others = [each for each in logger.handlers if not isinstance(each, Lines)]
+        logger.handlers = [*others, handler]
         logger.setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
 
 

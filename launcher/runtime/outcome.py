@@ -74,9 +74,10 @@ class Outcome:
     def succeed(self, results: dict[str, float]) -> None:
         """A rank that ended well: everything is committed. Rank 0 writes the verdict and the
         report."""
+        import torch.distributed as torch_dist
+
         from clip_train import dist
         from clip_train.metrics.progress import headline
-        from launcher.runtime import rendezvous
 
         assert self.run_dir is not None and self.trainer is not None
         self.trainer.close()
@@ -93,7 +94,7 @@ class Outcome:
         self.trainer.stop.ignore()  # a launcher's hurry must not look like a crash
         with contextlib.suppress(RuntimeError):  # that a rank dies now is no reason to fail
             dist.barrier()
-            rendezvous.stop()
+            torch_dist.destroy_process_group()
         self.close()
 
     def finish(self, error: BaseException) -> int:

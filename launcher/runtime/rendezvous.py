@@ -345,9 +345,3 @@ def set_timeout(seconds: float) -> None:
         return
     for group in list(torch_dist.distributed_c10d._world.pg_map):
         torch_dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
-
-
-def stop() -> None:
-    """Leave the process group, if there is one."""
-    if torch_dist.is_initialized():
-        torch_dist.destroy_process_group()
