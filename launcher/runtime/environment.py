@@ -210,8 +210,7 @@ def free_port(ports: Sequence[int]) -> int:
 
 
 def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch.device, int]:
-    """This rank's GPU, or the CPU, and its loader workers. RankError where the host shows no GPU
-    for it.
+    """This rank's GPU, or the CPU, and its loader workers. RankError if the host has no GPU for it.
 
     Also takes as many CPU threads as `threads` says, unless the user has said it.
 
@@ -268,8 +267,7 @@ def threads(cores: int, workers: int) -> int:
 
 
 def launcher_pid(environ: Mapping[str, str]) -> int | None:
-    """The launcher of ranks above this process, whose death leaves the rank an orphan; None where
-    there is none."""
+    """The process that started this rank, whose death leaves the rank an orphan; None without one."""
     if LAUNCHER in environ:
         return int(environ[LAUNCHER])
     variables = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI))

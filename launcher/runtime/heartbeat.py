@@ -71,10 +71,9 @@ class Heartbeat:
         self._thread.start()
 
     def claim(self, failure: Failure, trace: str = "") -> Failure:
-        """The failure that ends the run: this one, which is published here and now, or the first
-        one before it.
+        """End the run with this failure, which is published now, unless another one came first.
 
-        From any thread.
+        Returns the failure that ends the run. From any thread.
         """
         if self.abort is not None:
             return self.abort
@@ -92,8 +91,8 @@ class Heartbeat:
         return first
 
     def wait(self, seconds: float) -> Failure | None:
-        """What ends the run, if that is known within `seconds`; a collective fails before a death
-        is known."""
+        """What ends the run, if it is known within `seconds`: a collective fails before a death is
+        known."""
         end = time.monotonic() + seconds
         while True:
             with contextlib.suppress(RuntimeError):  # gone: the thread finds out what that means
@@ -103,8 +102,8 @@ class Heartbeat:
             time.sleep(0.1)
 
     def leave(self, *, late: bool = False) -> None:
-        """This rank ends; rank 0, which holds the store, waits for the others that live. Again does
-        nothing.
+        """This rank ends. Rank 0 holds the store, so it waits for the other ranks that live. A
+        second call does nothing.
 
         late: ranks that have not joined by now have had their time.
         """
@@ -127,8 +126,8 @@ class Heartbeat:
                 time.sleep(0.05)
 
     def check(self, frozen_seconds: float = 0.0) -> Failure | None:
-        """Of the watchdog's thread, which is not held up by a store that does not answer: what ends
-        the run.
+        """What ends the run. The watchdog's thread asks: a store that does not answer must not
+        block it.
 
         frozen_seconds: for which this whole process has not run.
         """
@@ -162,10 +161,10 @@ class Heartbeat:
                 self.abort = Failure(**json.loads(failure))
 
     def _look(self) -> None:
-        """Rank 0 at all keys, which are W, the others at rank 0's: nothing grows as W squared.
+        """Rank 0 reads all W keys, the others read rank 0's: nothing grows as W squared.
 
-        After a failure only at the rank that failed, while that closes its run: this rank's part of
-        a pending checkpoint is needed as well, so it must not end before.
+        After a failure, a rank watches only the rank that failed, which closes its run: this rank's
+        part of a pending checkpoint is needed as well, so it must not end before.
         """
         abort = self.abort
         if abort is not None:

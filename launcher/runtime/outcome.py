@@ -147,8 +147,8 @@ class Outcome:
         return first.status
 
     def _close_failed_run(self, *, late: bool = False) -> None:
-        """The error is published: nothing that fails now may hide it. Another Ctrl-C gives up what
-        is being saved."""
+        """The error is published: nothing that fails now may hide it. Another Ctrl-C gives up the
+        save."""
         if self.trainer is not None:
             try:
                 self.trainer.close()

@@ -235,8 +235,7 @@ def joined(env: RankEnv, store: Store) -> str:
 
 
 def own_address(host: str) -> str:
-    """This node's IPv4 address on the route to `host`, to which nothing is sent; a loopback one
-    where there is none."""
+    """This node's IPv4 address on the route to `host` (nothing is sent); else a loopback address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]
@@ -244,9 +243,9 @@ def own_address(host: str) -> str:
 
 
 def choose_interface(env: RankEnv, store: Store) -> None:
-    """Where this node's own name is a loopback address (Debian's 127.0.1.1), gloo would listen
-    there, and ranks of other nodes would meet nobody: it is given the interface of the route to
-    another node. After `meet`."""
+    """Give gloo the interface of the route to another node, if this node's own name is a loopback
+    address (Debian's 127.0.1.1): gloo would listen there, out of reach for other nodes. Called
+    after `meet`."""
     if IFNAME in os.environ or not own_address(socket.gethostname()).startswith("127."):
         return
     address = own_address(env.master_addr)
@@ -271,8 +270,7 @@ def choose_interface(env: RankEnv, store: Store) -> None:
 
 
 def code_version() -> str:
-    """Twelve hex digits over all sources of this project: a git commit does not know of changed
-    files."""
+    """A hash (12 hex digits) of all sources: a git commit does not show changed files."""
     digest = hashlib.sha256()
     for package in SOURCES:
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -283,8 +281,7 @@ def code_version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on all ranks beside the recipe: the code, and every package that it
-    builds on."""
+    """The versions that must be equal on all ranks: the code and every package that it needs."""
     found = {"clip-train's code": code_version(), "Python": platform.python_version()}
     needed = ["torch"]
     with contextlib.suppress(PackageNotFoundError):  # run from its folder
@@ -339,8 +336,7 @@ def start(
 
 
 def set_timeout(seconds: float) -> None:
-    """Of every collective from now on, in all groups: the first may take long, the later ones may
-    not."""
+    """Set the timeout of every later collective in all groups: only the first may take long."""
     if not torch_dist.is_initialized():
         return
     for group in list(torch_dist.distributed_c10d._world.pg_map):

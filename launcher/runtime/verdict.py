@@ -98,8 +98,7 @@ def notify(command: str, run_dir: Path, word: str, step: int, reason: str) -> st
 
 
 def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
-    """The word, and the JSON's `step`, `reason` and what else it has; None if no verdict can be
-    read."""
+    """The word and the JSON (`step`, `reason`, ...); None if no verdict can be read."""
     try:
         word, _, line = (run_dir / VERDICT_FILE).read_text().partition("\n")
         why = json.loads(line)
@@ -124,8 +123,8 @@ def write_report(failure: Failure, trace: str = "") -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """At once, without Python's teardown, which would remove the folder of the loader's fork
-    server: done here."""
+    """End at once, without Python's teardown. Removes the folder of the loader's fork server, as
+    the teardown would."""
     if multiprocessing.parent_process() is None:  # else the folder is the parent's
         with contextlib.suppress(OSError):
             shutil.rmtree(util.get_temp_dir())

@@ -201,8 +201,7 @@ class Watchdog:
             self._fire(now - self._since)
 
     def _exit(self, abort: Failure) -> None:
-        """At once, whatever the main thread does; a store that does not answer must not hold this
-        up."""
+        """End the process at once, whatever the main thread does and if the store does not answer."""
         leaving = threading.Thread(target=self._heartbeat.leave, daemon=True)
         leaving.start()
         leaving.join(LEAVE_SECONDS + 1)
@@ -266,8 +265,8 @@ def stop_time(config: LaunchConfig, environ: Mapping[str, str], now: float) -> f
 
 
 COMMUNICATION = ("/torch/distributed/", "/comm/")  # torch's own, and an engine's layer over it
-# Here a rank stands in the file itself: NCCL's results are waited for where they are read. What
-# these call may hang.
+# A rank whose innermost frame is in these files waits for others: NCCL's results are waited for
+# where they are read. Functions that these files call may hang by themselves.
 OUR_COMMUNICATION = ("/clip_train/dist.py", "/launcher/runtime/rendezvous.py")
 
 
@@ -306,9 +305,11 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def unfinished(entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """The NCCL collective that some group of this rank has not finished: an asynchronous one is
-    waited for anywhere, in .item() say. A group's newest entry tells: the parts of a coalesced one
-    before it are never marked as completed."""
+    """The NCCL collective that some process group of this rank has not finished.
+
+    An asynchronous collective is waited for anywhere, for example in .item(). Only the newest entry
+    of a group counts: the parts of a coalesced collective are never marked as completed.
+    """
     newest = {str(entry.get("process_group")): entry for entry in entries}
     for entry in newest.values():
         name = str(entry.get("profiling_name"))
