@@ -267,7 +267,7 @@ def threads(cores: int, workers: int) -> int:
 
 
 def launcher_pid(environ: Mapping[str, str]) -> int | None:
-    """The process that started this rank, whose death leaves the rank an orphan; None without one."""
+    """The process that started this rank, whose death makes it an orphan; None without one."""
     if LAUNCHER in environ:
         return int(environ[LAUNCHER])
     variables = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI))

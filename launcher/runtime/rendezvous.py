@@ -235,7 +235,7 @@ def joined(env: RankEnv, store: Store) -> str:
 
 
 def own_address(host: str) -> str:
-    """This node's IPv4 address on the route to `host` (nothing is sent); else a loopback address."""
+    """This node's IPv4 address on the route to `host` (nothing is sent), or a loopback one."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]

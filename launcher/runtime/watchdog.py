@@ -201,7 +201,7 @@ class Watchdog:
             self._fire(now - self._since)
 
     def _exit(self, abort: Failure) -> None:
-        """End the process at once, whatever the main thread does and if the store does not answer."""
+        """End the process at once, also if the main thread or the store hangs."""
         leaving = threading.Thread(target=self._heartbeat.leave, daemon=True)
         leaving.start()
         leaving.join(LEAVE_SECONDS + 1)
