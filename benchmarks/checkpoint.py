@@ -29,7 +29,7 @@ import torch
 from common import finish, parser
 
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.protocols import Fragment
 from clip_train.storage.object_store import ObjectStorage
 from tests.s3.bucket import Bucket
@@ -104,7 +104,8 @@ def measure_stalls(folder: Path, fragments: list[Fragment], repeats: int) -> dic
     for step in range(1, repeats + 2):
         copies.append(seconds(copy))
         stalls.append(seconds(lambda step=step: manager.save(step, fragments, {}, {"step": step})))
-        assert manager.save(step, fragments, {}, {"step": step}, wait=True)
+        saved = manager.save(step, fragments, {}, {"step": step}, wait=True)
+        assert saved is Saved.COMMITTED
     spent = (cpu_seconds(writer) - before) / (repeats + 1)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     reference = statistics.median(first_edition(folder, num_bytes) for _ in range(3))
@@ -175,7 +176,7 @@ def measure_memory(
     ) is None:
         time.sleep(0.05)  # it has been forked, and is not that program yet
     memory = Memory(writer)
-    assert manager.save(1, fragments, {}, {"step": 1}, wait=True)
+    assert manager.save(1, fragments, {}, {"step": 1}, wait=True) is Saved.COMMITTED
     grown = memory.stop()
     manager.close()
     row = {"writer MiB": grown / 2**20, "writer MiB at rest": memory.first / 2**20}

@@ -20,7 +20,7 @@ from common import finish, parser, small_clip
 
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
@@ -174,7 +174,8 @@ def save(layout: Layout, folder: str) -> Any:
     manager = CheckpointManager(CheckpointConfig(), folder)
     manager.resume()
     told = {"engine": engine.extra_state(), "step": BEFORE}
-    assert manager.save(BEFORE, engine.state_fragments(), {}, told, wait=True)
+    saved = manager.save(BEFORE, engine.state_fragments(), {}, told, wait=True)
+    assert saved is Saved.COMMITTED
     manager.close()
     losses = train(engine, BEFORE, BEFORE + AFTER)
     then = state(layout, engine)[0]

@@ -199,13 +199,13 @@ def resumes(params: list, world_size: int, storage: Counting) -> list[dict]:
 
     def open_own() -> set[int]:
         mine = pickle.loads(pickle.dumps((found, layout)))
-        files = CheckpointFiles(mine[0], storage, None)
+        files = CheckpointFiles(mine[0], storage.path(PREFIX), None)
         reader = FragmentReader(mine[1], files)
         wanted = [
             Wanted(name, slot, start, numel) for name, _, start, numel in part for slot in SLOTS
         ]
         return {
-            piece[2]
+            piece.file
             for w in wanted
             for piece in reader._pieces(w.name, w.slot, w.start, w.start + w.numel)
         }

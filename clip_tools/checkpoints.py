@@ -42,11 +42,9 @@ def run(args: argparse.Namespace) -> int:
             column, justify="right" if column in ("step", "MB") else "left", overflow="fold"
         )
     for line in lines:
-        held = (
-            f"{line.ranks} x {describe(line.engine)}, {line.engine.get('precision')}"
-            if line.ranks
-            else "?"
-        )
+        held = "?"
+        if line.engine is not None:
+            held = f"{line.ranks} x {describe(line.engine)}, {line.engine.get('precision')}"
         table.add_row(
             str(line.step),
             str(line.epoch),

@@ -16,7 +16,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.callbacks import Callback
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
@@ -102,7 +102,7 @@ class Trainer:
             else:
                 self._step(batch, timer)
         # Save first: a mistake in the evaluation's inputs must not cost the last steps.
-        if not self._save(wait=True):
+        if self._save(wait=True) is not Saved.COMMITTED:
             raise CheckpointError(
                 f"all {self.steps} steps are trained, but the last save failed (see above); "
                 "run the same line again"
@@ -245,7 +245,7 @@ class Trainer:
         except Exception as e:
             self.failure = self.failure or e
 
-    def _save(self, *, wait: bool = False) -> bool:
+    def _save(self, *, wait: bool = False) -> Saved:
         self.call("phase", "save")
         state = {
             **self.run_state,
@@ -278,7 +278,8 @@ class Trainer:
         committed = "nothing is committed"
         if good is not None:
             committed = f"step {good.step} is committed ({good.path})"
-        if not saved and (good is None or good.step != step):
+        local = good is not None and good.step == step  # if not in the remote store
+        if saved is not Saved.COMMITTED and not local:
             raise CheckpointError(
                 f"stopped by {reasons} after step {step}, and the save failed (see above); "
                 f"{committed}"

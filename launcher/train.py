@@ -213,7 +213,6 @@ def build_trainer(
         config.checkpoint, config.run_dir / "checkpoints", log=log, warn=warn
     )
     checkpoints.preflight()
-    checkpoints.refuse_second_writer()
     resumed = checkpoints.resume()
     objective, teacher = parts.build_objective(config, device)
     notes = (

@@ -14,9 +14,9 @@ from clip_train import dist
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import SaveRequest, commit, put_rank_manifest
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
-from clip_train.checkpoint.transfer import write_snapshot
+from clip_train.checkpoint.writer import write_snapshot
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
@@ -77,7 +77,7 @@ class DyingStorage(LocalStorage):
 def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: Path, writes: int):
     """The marker comes last. Random kills (checkpoint/test_kill.py) seldom hit the moment before it."""
     first = CheckpointManager(CheckpointConfig(), tmp_path)
-    assert first.save(1, [], {}, {}, wait=True)
+    assert first.save(1, [], {}, {}, wait=True) is Saved.COMMITTED
     first.close()
     storage = DyingStorage(tmp_path)
     storage.left = writes
@@ -89,7 +89,7 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
         2, manifest.attempt_prefix(1, 2), 1, 0, 1, plan.num_bytes, plan.fragments, {}
     )
     with pytest.raises(Killed):
-        request.entry = write_snapshot(storage, memory.fd, request)
+        write_snapshot(storage, memory.fd, request)
         put_rank_manifest(storage, request)
         end = time.monotonic() + 60
         commit(storage, request, lambda: None, "", lambda: end)

@@ -1,15 +1,18 @@
-"""From "every rank's file is there" to "it is a checkpoint", and the reading of what is committed. No torch.
+"""From "every rank has written its file" to "it is a checkpoint", and reading what is committed.
 
-Ranks learn of each other's files through their manifests in the store, never through the training's collectives.
+Ranks learn about each other's files from the rank manifests in the store, never through the
+collectives of the training. No torch.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from clip_train.checkpoint import manifest
@@ -18,16 +21,14 @@ from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
 
 T = TypeVar("T")
-READS = 3  # of what does not have its sha256: the bit may have flipped on the way
+READS = 3  # of what does not have its sha256: a bit may have flipped on the way
 _PARALLEL_READS = 32  # of rank manifests
-_POLL_SECONDS = (0.05, 2.0)  # between looks for the other ranks' manifests: at first, at most
-LATE_SECONDS = (
-    30.0  # for a manifest to show after all ranks have written it: NFS caches what is not there
-)
+_POLL_SECONDS = (0.05, 2.0)  # between two listings of the rank manifests: at first, at most
+LATE_SECONDS = 30.0  # a manifest may appear so late on NFS, which caches that a file is missing
 
 
 class DamagedError(Exception):
-    """A committed checkpoint that is not whole, and why."""
+    """A committed checkpoint is not whole, and why."""
 
 
 class RefusedError(CheckpointError):
@@ -58,48 +59,26 @@ class SaveRequest:
     epoch: int
     rank: int
     world_size: int
-    size: int  # bytes, at the start of the shared memory: a safetensors file as it will be
-    fragments: dict[str, Any]  # what it holds and where: `snapshot.Plan.fragments`
+    size: int  # bytes at the start of the shared memory: the safetensors file
+    fragments: dict[str, Any]  # what the file holds and where: `snapshot.Plan.fragments`
     state: Any = None  # rank 0: the trainer's, encoded
-    created: str = ""  # ISO 8601, UTC: the same bytes whoever repeats it
-    in_memory: bool = True  # False: a repeated one, which the disk has
-    repeated: bool = (
-        False  # a writer before has begun it: what it finished is there under the same name
-    )
-    since: float = field(
-        default_factory=time.monotonic
-    )  # seconds, by the clock that all processes here have
-    entry: FileEntry | None = None  # once written
-    committed: str = (
-        ""  # rank 0: the attempt that is; an earlier one of this process may have been first
-    )
-
-    @property
-    def ref(self) -> CommitRef:
-        return CommitRef(self.epoch, self.step)
+    created: str = ""  # ISO 8601, UTC
+    scores: dict[CommitRef, float] = field(default_factory=dict)  # the evaluations of `keep_best`
+    since: float = field(default_factory=time.monotonic)  # seconds
+    entry: FileEntry | None = None  # once it is written, as is
+    path: Path = Path()  # of the file on this rank's disk
 
 
 def put_rank_manifest(store: Storage, request: SaveRequest, error: Exception | None = None) -> None:
-    """This rank's manifest: its file and fragments, or why there is none. OSError."""
+    """Write this rank's manifest: its file and fragments, or why there is none. OSError."""
     body: dict[str, Any] = {"rank": request.rank, "step": request.step}
     if error is not None:
         body |= {"error": explain(error), "superseded": isinstance(error, SupersededError)}
     else:
         assert request.entry is not None
         body |= {"file": asdict(request.entry), "fragments": request.fragments}
-    store.put_bytes(
-        manifest.rank_manifest_name(request.prefix, request.rank), manifest.add_checksum(body)
-    )
-
-
-def written_before(store: Storage, request: SaveRequest) -> FileEntry | None:
-    """The file of an attempt that is repeated, where the writer before has finished it. OSError."""
-    try:
-        body = read_checked(store, manifest.rank_manifest_name(request.prefix, request.rank))
-        entry = FileEntry.from_json(body["file"])
-        return entry if store.size(f"{request.prefix}/{entry.name}") == entry.size else None
-    except (FileNotFoundError, ValueError, KeyError):
-        return None
+    name = manifest.rank_manifest_name(request.prefix, request.rank)
+    store.put_bytes(name, manifest.add_checksum(body))
 
 
 def commit(
@@ -108,103 +87,109 @@ def commit(
     check_fence: Callable[[], None],
     token: str,
     end: Callable[[], float],
-) -> None:
-    """Rank 0, when all ranks' manifests are there: layout, manifest, fence check, marker.
+) -> str:
+    """On rank 0: wait for all ranks' manifests, then write layout, manifest and marker.
 
-    check_fence: FencedError where another process has taken over. end: when to wait no longer (`time.monotonic`).
-    FencedError, RefusedError; OSError or CheckpointError for what may go better the next time.
+    Returns the folder of the attempt that is committed.
+    check_fence: raises FencedError if another process has taken over. end: when to stop waiting
+    (`time.monotonic`).
+    FencedError, RefusedError; OSError or CheckpointError for failures that may pass.
     """
-    found = _rank_manifests(store, request, end)
-    files = [FileEntry.from_json(body["file"]) for body in found]
     try:
+        bodies = _rank_manifests(store, request, end)
+        files = [FileEntry.from_json(body["file"]) for body in bodies]
         check_sizes(store, request.prefix, files)
     except DamagedError as e:
         raise CheckpointError(f"{store.url}: {e}") from e
-    layout = manifest.build_layout([body["fragments"] for body in found])
-    sha256 = manifest.sha256_of(layout)
+    layout = manifest.build_layout([body["fragments"] for body in bodies])
     whole = Manifest(
-        request.step,
-        request.epoch,
-        request.world_size,
-        files,
-        sha256,
-        request.state,
-        request.created,
+        step=request.step,
+        epoch=request.epoch,
+        world_size=request.world_size,
+        files=files,
+        layout_sha256=manifest.sha256_of(layout),
+        state=request.state,
+        created=request.created,
     )
     data = whole.to_bytes()
     store.put_bytes(f"{request.prefix}/{manifest.LAYOUT}", layout)
     store.put_bytes(f"{request.prefix}/{manifest.MANIFEST}", data)
     check_fence()
     marker = Commit(request.epoch, request.step, request.prefix, manifest.sha256_of(data), token)
-    request.committed = request.prefix
-    if not store.put_bytes(request.ref.name, marker.to_bytes(), if_absent=True):
-        there = read_commit(store, request.ref)
-        if there.token != token:
-            raise FencedError(
-                f"{store.url}/{request.ref.name} has been committed by another process"
-            )
-        request.committed = there.prefix
+    if store.put_bytes(marker.ref.name, marker.to_bytes(), if_absent=True):
+        return request.prefix
+    # a checkpoint writer of this process may have committed this step and died before it said so
+    there = read_commit(store, marker.ref)
+    if there.token != token:
+        raise FencedError(f"{store.url}/{marker.ref.name} has been committed by another process")
+    return there.prefix
 
 
 def _rank_manifests(
     store: Storage, request: SaveRequest, end: Callable[[], float]
 ) -> list[dict[str, Any]]:
-    """All ranks', in their order. RefusedError where a rank has failed, or has written none by `end`; OSError."""
-    found: dict[int, dict[str, Any]] = {}
+    """All rank manifests, by rank.
 
-    def read(rank: int) -> None:
-        try:
-            body = read_checked(store, manifest.rank_manifest_name(request.prefix, rank))
-        except FileNotFoundError:
-            return
-        except ValueError as e:
-            raise CheckpointError(f"the manifest of rank {rank} is not readable: {e}") from e
-        if "error" in body:
-            raise (SupersededError if body["superseded"] else RefusedError)(
-                f"rank {rank}: {body['error']}"
-            )
-        found[rank] = body
-
+    RefusedError if one has an error or is missing at `end`; DamagedError, OSError.
+    """
+    bodies: dict[int, dict[str, Any]] = {}
     missing = {
         manifest.rank_manifest_name(request.prefix, rank): rank
         for rank in range(request.world_size)
     }
-    pause, most = _POLL_SECONDS
+
+    def read(name: str) -> None:
+        bodies[missing[name]] = read_small(store, name, manifest.parse_checked)
+
+    pause, longest_pause = _POLL_SECONDS
     while True:
         late = time.monotonic() > end()
-        shown = [
-            missing[entry.name] for entry in store.list(request.prefix) if entry.name in missing
-        ]
-        for _ in in_parallel(read, shown, _PARALLEL_READS):
-            pass
-        missing = {name: rank for name, rank in missing.items() if rank not in found}
+        listed = [entry.name for entry in store.list(request.prefix) if entry.name in missing]
+        run_parallel(read, listed, _PARALLEL_READS)
+        for name in listed:
+            rank = missing.pop(name)
+            if "error" in bodies[rank]:
+                kind = SupersededError if bodies[rank]["superseded"] else RefusedError
+                raise kind(f"rank {rank}: {bodies[rank]['error']}")
         if not missing:
-            return [found[rank] for rank in range(request.world_size)]
+            return [bodies[rank] for rank in range(request.world_size)]
         if late:
-            ranks = ", ".join(map(str, [*missing.values()][:8]))
+            absent = ", ".join(map(str, list(missing.values())[:8]))
             raise RefusedError(
-                f"no manifest of ranks {ranks} under {store.url}/{request.prefix}: is it a place that all ranks share?"
+                f"no manifest of ranks {absent} under {store.url}/{request.prefix}: do all ranks "
+                "share this place?"
             )
         time.sleep(pause)
-        pause = min(1.5 * pause, most)
+        pause = min(1.5 * pause, longest_pause)
 
 
 # -- reading
 
 
-def readable(storage: Storage, action: Callable[[Storage], T]) -> T:
-    """`action(storage)`; CheckpointError where it cannot be found out what is there."""
+@contextlib.contextmanager
+def readable(url: str) -> Iterator[None]:
+    """CheckpointError if it cannot be determined what a store holds."""
     try:
-        return action(storage)
+        yield
     except FormatError as e:
         raise CheckpointError(
-            f"the newest checkpoint under {storage.url} is not for this version: {e}"
+            f"the newest checkpoint under {url} is not for this version: {e}"
         ) from e
     except OSError as e:
         raise CheckpointError(
-            f"cannot read the checkpoints under {storage.url}: {type(e).__name__}: {e}. This is not taken "
-            "for a damaged or missing checkpoint; mend it, or set checkpoint.resume"
+            f"cannot read the checkpoints under {url}: {type(e).__name__}: {e}. This is not "
+            "taken for a damaged or missing checkpoint; mend it, or set checkpoint.resume"
         ) from e
+
+
+@contextlib.contextmanager
+def writable(storage: Storage) -> Iterator[None]:
+    """CheckpointError where the store cannot be written to."""
+    try:
+        yield
+    except OSError as e:
+        why = f"checkpoints cannot be written to {storage.url}: {explain(e)}"
+        raise CheckpointError(why) from e
 
 
 @dataclass(frozen=True)
@@ -217,40 +202,36 @@ class Found:
 
 def list_commits(storage: Storage) -> list[CommitRef]:
     """All commit markers, newest first. OSError."""
-    refs = {CommitRef.parse(entry.name) for entry in storage.list("commit")}
+    refs = [CommitRef.parse(entry.name) for entry in storage.list("commit")]
     return sorted((ref for ref in refs if ref is not None), reverse=True)
 
 
-def read_checked(storage: Storage, name: str) -> dict[str, Any]:
-    """A small JSON file. FileNotFoundError; ValueError where it is damaged; FormatError; OSError."""
-    return _read_again(storage, name, manifest.parse_checked)
+def read_small(storage: Storage, name: str, parse: Callable[[bytes], T]) -> T:
+    """`parse` of a small file; a ValueError may be a bit that flipped on the way: it is read again.
 
-
-def _read_again(storage: Storage, name: str, parse: Callable[[bytes], T]) -> T:
-    for tries in itertools.count(1):
+    DamagedError, FormatError, OSError.
+    """
+    why = ""
+    for _ in range(READS):
         try:
             return parse(storage.read_bytes(name))
-        except ValueError:
-            if tries >= READS:
-                raise
-    raise AssertionError("unreachable")
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        except ValueError as e:
+            why = str(e)
+    raise DamagedError(f"{name} is not readable: {why}")
 
 
 def read_commit(storage: Storage, ref: CommitRef) -> Commit:
     """The content of the marker `ref`. DamagedError, FormatError, OSError."""
-    try:
-        found = _read_again(storage, ref.name, Commit.from_bytes)
-    except FileNotFoundError:
-        raise DamagedError(f"{ref.name} is gone") from None
-    except ValueError as e:
-        raise DamagedError(f"{ref.name} is not readable: {e}") from e
-    if found.ref != ref:
-        raise DamagedError(f"{ref.name} is the marker of epoch {found.epoch}, step {found.step}")
-    return found
+    marker = read_small(storage, ref.name, Commit.from_bytes)
+    if marker.ref != ref:
+        raise DamagedError(f"{ref.name} is the marker of epoch {marker.epoch}, step {marker.step}")
+    return marker
 
 
 def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
-    """The folder that a marker names; None if the marker is not readable by this version. OSError."""
+    """The folder that a marker names; None if this version cannot read the marker. OSError."""
     try:
         return read_commit(storage, ref).prefix
     except (DamagedError, FormatError):
@@ -258,68 +239,54 @@ def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
 
 
 def read_found(storage: Storage, ref: CommitRef) -> Found:
-    """The marker and the manifest that it vouches for. DamagedError, FormatError, OSError."""
+    """The marker, and the manifest that has its sha256. DamagedError, FormatError, OSError."""
     marker = read_commit(storage, ref)
     name = f"{marker.prefix}/{manifest.MANIFEST}"
-    data = read_with_sha256(storage, name, marker.manifest_sha256, "in its commit marker")
-    try:
-        return Found(marker, Manifest.from_bytes(data))
-    except ValueError as e:
-        raise DamagedError(f"{name}: {e}") from e
+    parse = partial(Manifest.from_bytes, sha256=marker.manifest_sha256)
+    return Found(marker, read_small(storage, name, parse))
 
 
 def read_layout(storage: Storage, found: Found) -> bytes:
     """LAYOUT as it was written. DamagedError, OSError."""
-    name = f"{found.commit.prefix}/{manifest.LAYOUT}"
-    return read_with_sha256(storage, name, found.manifest.layout_sha256, "in the manifest")
-
-
-def read_with_sha256(storage: Storage, name: str, sha256: str, where: str) -> bytes:
-    """The whole of a small file. DamagedError, OSError."""
-
-    def verified(data: bytes) -> bytes:
-        if manifest.sha256_of(data) != sha256:
-            raise ValueError(f"does not have the sha256 {where}")
-        return data
-
-    try:
-        return _read_again(storage, name, verified)
-    except FileNotFoundError:
-        raise DamagedError(f"{name} is missing") from None
-    except ValueError as e:
-        raise DamagedError(f"{name}: {e}") from e
+    check = partial(manifest.verified, sha256=found.manifest.layout_sha256, where="the manifest")
+    return read_small(storage, f"{found.commit.prefix}/{manifest.LAYOUT}", check)
 
 
 def copy_commit(source: Storage, target: Storage, found: Found) -> None:
-    """When `target` has all files of a checkpoint of `source`: commit it there too. DamagedError, OSError."""
-    prefix, of = found.commit.prefix, found.commit
-    target.put_bytes(f"{prefix}/{manifest.LAYOUT}", read_layout(source, found))
-    name = f"{prefix}/{manifest.MANIFEST}"
-    target.put_bytes(
-        name, read_with_sha256(source, name, of.manifest_sha256, "in its commit marker")
-    )
-    target.put_bytes(of.ref.name, of.to_bytes())
+    """Commit a checkpoint of `source` in `target`, which has its data. DamagedError, OSError."""
+    marker = found.commit
+    name = f"{marker.prefix}/{manifest.MANIFEST}"
+    check = partial(manifest.verified, sha256=marker.manifest_sha256, where="its commit marker")
+    target.put_bytes(f"{marker.prefix}/{manifest.LAYOUT}", read_layout(source, found))
+    target.put_bytes(name, read_small(source, name, check))
+    target.put_bytes(marker.ref.name, marker.to_bytes())
 
 
 def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> None:
-    """DamagedError for the first file that is not there in its size; OSError."""
+    """DamagedError for the first file that is missing or has another size; OSError."""
     sizes = {entry.name: entry.size for entry in storage.list(prefix)}
     for entry in files:
         name = f"{prefix}/{entry.name}"
-        if sizes.get(name) != entry.size:
-            there = (
-                f"has {sizes[name]} bytes instead of {entry.size}"
-                if name in sizes
-                else "is missing"
-            )
-            raise DamagedError(f"{name} {there}")
+        if name not in sizes:
+            raise DamagedError(f"{name} is missing")
+        if sizes[name] != entry.size:
+            raise DamagedError(f"{name} has {sizes[name]} bytes instead of {entry.size}")
 
 
-def in_parallel(action: Callable[[T], object], jobs: Sequence[T], workers: int) -> Iterator[T]:
-    """Each job when it is done, in their order, `workers` at a time; the first error ends it."""
+def run_parallel(
+    action: Callable[[T], object],
+    jobs: Sequence[T],
+    workers: int,
+    done: Callable[[T], object] | None = None,
+) -> None:
+    """Run `action` on all jobs, `workers` at a time; the first error ends it.
+
+    done: called in this thread with each job that has finished, in their order.
+    """
     pool = ThreadPoolExecutor(min(workers, max(len(jobs), 1)))
     try:
         for job, _ in zip(jobs, pool.map(action, jobs), strict=True):
-            yield job
+            if done is not None:
+                done(job)
     finally:
         pool.shutdown(cancel_futures=True)

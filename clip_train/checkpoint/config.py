@@ -6,24 +6,22 @@ import contextlib
 import errno
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from clip_train.checkpoint.commit import list_commits
-from clip_train.checkpoint.lease import Lease
+from clip_train.checkpoint.lease import NO_LEASE, Lease
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
-from clip_train.checkpoint.retention import SWEEP_REMEDY, SWEEP_RIGHT, Policy
+from clip_train.checkpoint.retention import Policy
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
 from clip_train.settings import Settings
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_storage
-
-Refs = Collection[CommitRef]
-NO_LEASE = Lease(0, "")
 
 
 class CheckpointConfig(Settings):
@@ -53,11 +51,7 @@ class CheckpointConfig(Settings):
     resume: str = Field("auto", min_length=1)
     """`auto` (the newest complete checkpoint, local or remote, else a fresh start), `must` (fail rather than start
     fresh), `never`, or a path or URL: a run's folder, its checkpoints, or one checkpoint in it.
-    Another run's is where this run begins: once it has a checkpoint of its own, it goes on from that.
-    An older one of this run is gone back to once: the same line again (a requeue) goes on from the newest."""
-
-    takeover: bool = False
-    """Begin although another process of this machine still writes this run's checkpoints; its next save ends it."""
+    Another run's is where this run begins: once it has a checkpoint of its own, it continues from that."""
 
     allow_changed_recipe: bool = False
     """Resume although the data, the model or the global batch has changed since: then the curve is another's."""
@@ -75,13 +69,29 @@ class CheckpointConfig(Settings):
     """Data of saves that were never committed are removed when they are older than this."""
 
     def policy(
-        self, held: Lease = NO_LEASE, protect: Refs = frozenset(), damaged: Refs = frozenset()
+        self,
+        held: Lease = NO_LEASE,
+        protect: Collection[CommitRef] = (),
+        damaged: Collection[CommitRef] = (),
     ) -> Policy:
         """What retention keeps. protect, damaged: as there."""
         return Policy(
-            self.keep_last, self.keep_every, self.keep_best, 60 * self.orphan_grace_minutes, *held, set(protect),
-            set(damaged),
-        )  # fmt: skip
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+            keep_best=self.keep_best,
+            orphan_grace_seconds=60 * self.orphan_grace_minutes,
+            lease=held,
+            protect=set(protect),
+            damaged=set(damaged),
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed_keys(cls, section: Any) -> Any:
+        """Recipes in checkpoints and run directories of earlier versions have `takeover`."""
+        if isinstance(section, dict):
+            return {key: value for key, value in section.items() if key != "takeover"}
+        return section
 
     @field_validator("remote")
     @classmethod
@@ -126,6 +136,11 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
 
 # -- what the store must be able to do, tried before the model is built
 
+_SWEEP_RIGHT = "s3:ListBucketMultipartUploads"
+_SWEEP_REMEDY = (
+    "or let a lifecycle rule of the bucket end incomplete uploads: their parts cost, and are not "
+    "listed"
+)
 _CLOCK_SECONDS = 300.0  # S3 refuses requests that are off by 15 minutes
 _LASTING = (errno.ENXIO, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
 
@@ -140,9 +155,10 @@ class Trial:
 
 
 def preflight(storage: Storage) -> list[str]:
-    """List, write, read back, write if absent, delete, clock, list unfinished uploads: returns warnings.
+    """Try all that a run does with its store: returns warnings.
 
-    UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): what cannot be done, and why.
+    UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): what cannot be
+    done, and why.
     """
     trials = list(try_all(storage))
     for each in trials:
@@ -152,114 +168,83 @@ def preflight(storage: Storage) -> list[str]:
 
 
 def try_all(storage: Storage) -> Iterator[Trial]:
-    """One trial after the other, as far as those before make sense of it. Whatever was written is removed."""
+    """Try one operation after the other, up to the first that fails. Removes what it has written."""
     folder, content = f"preflight/{uuid.uuid4().hex}", uuid.uuid4().hex.encode()
     file, once = f"{folder}/file", f"{folder}/once"
-    wrote = isinstance(storage, LocalStorage)  # there a folder is left
-
-    def listing() -> Trial:
+    doing, right = "be listed", "s3:ListBucket"  # for the error, and the right it needs on S3
+    try:
         storage.list("commit")
-        return Trial("is there and can be listed")
-
-    def writing() -> Trial:
-        nonlocal wrote
-        wrote = True
+        yield Trial("is there and can be listed")
+        doing, right = "be written to", "s3:PutObject"
         storage.put_bytes(file, content)
-        return Trial("can be written to")
-
-    def reading() -> Trial:
+        yield Trial("can be written to")
+        doing, right = "be read", "s3:GetObject"
         if storage.read_bytes(file) != content:
             raise CheckpointError("gives back other bytes than were written")
-        return Trial("reads back what was written")
-
-    def writing_once() -> Trial:
-        """Two writers, of whom one may win: so leases and commits are taken."""
-        if not storage.put_bytes(once, b"first", if_absent=True):
-            raise CheckpointError(
-                "refuses a conditional write (If-None-Match) to a name that is new"
-            )
-        if storage.put_bytes(once, b"second", if_absent=True):
-            return Trial(
-                "ignores If-None-Match (conditional writes), so two runs that start at the same moment may both take "
-                "it for theirs",
-                "What still holds: a checkpoint is whole or is not one, and a run that was started earlier stops at "
-                "its next save. Make sure that no two jobs use this checkpoint.remote at once",
-            )
-        return Trial("honours conditional writes: of two runs only one can commit")
-
-    def deleting() -> Trial:
+        yield Trial("reads back what was written")
+        doing, right = "be written to conditionally (If-None-Match)", "s3:PutObject"
+        yield _try_conditional_writes(storage, once)
+        doing, right = "have files deleted (retention does)", "s3:DeleteObject"
         for name in (file, once):
             storage.delete(name)
             if storage.exists(name):
                 raise CheckpointError(f"still has {name}, which was deleted")
-        return Trial("can have files deleted; nothing of this check is left")
-
-    def clock() -> Trial:
+        yield Trial("can have files deleted; nothing of this check is left")
+        doing, right = "tell the time", "s3:ListBucket"
         off = storage.clock() - time.time()
+        trial = Trial(f"has this machine's time (to {max(1, round(abs(off)))} s)")
         if abs(off) > _CLOCK_SECONDS:
-            return Trial(
-                f"has a clock {off:+.0f} s from this machine's; beyond 900 s S3 refuses all requests",
-                "set this machine's clock (NTP)",
-            )
-        return Trial(f"has this machine's time (to {max(1, round(abs(off)))} s)")
-
-    def sweeping() -> Trial:
-        """As of the epoch's first second, so that none goes."""
-        storage.sweep(0.0, prefix="ckpt")
-        return Trial("can have its unfinished uploads listed")
-
-    trials: list[
-        tuple[Callable[[], Trial], str, str]
-    ] = [  # what is done, and the right that it needs on S3
-        (listing, "be listed", "s3:ListBucket"),
-        (writing, "be written to", "s3:PutObject"),
-        (reading, "be read", "s3:GetObject"),
-        (writing_once, "be written to conditionally (If-None-Match)", "s3:PutObject"),
-        (deleting, "have files deleted (retention does)", "s3:DeleteObject"),
-        (clock, "tell the time", "s3:ListBucket"),
-        (sweeping, "have its unfinished uploads listed", SWEEP_RIGHT),
-    ]
-    try:
-        for trial, doing, right in trials:
-            try:
-                yield trial()
-            except (OSError, ClipTrainError) as e:
-                failed = _failed(storage.url, doing, right, e)
-                if trial is sweeping and isinstance(e, OSError):  # training can do without
-                    failed = Trial(failed.result, f"{failed.remedy}; {SWEEP_REMEDY}")
-                yield failed
-                if trial is writing or (trial is listing and not isinstance(e, PermissionError)):
-                    return
+            result = f"has a clock {off:+.0f} s from this machine's; beyond 900 s S3 refuses all"
+            trial = Trial(f"{result} requests", "set this machine's clock (NTP)")
+        yield trial
+        doing, right = "have its unfinished uploads listed", _SWEEP_RIGHT
+        storage.sweep(0.0, prefix="ckpt")  # what began before 1970: nothing
+        yield Trial("can have its unfinished uploads listed")
+    except (OSError, ClipTrainError) as e:
+        failed = _failed(storage.url, doing, right, e)
+        if right == _SWEEP_RIGHT and isinstance(e, OSError):  # training can do without
+            failed = Trial(failed.result, f"{failed.remedy}; {_SWEEP_REMEDY}")
+        yield failed
     finally:
         with contextlib.suppress(OSError, ClipTrainError):
-            if wrote:
+            if doing != "be listed":
                 storage.delete_tree(folder)
             if isinstance(storage, LocalStorage):  # unless another one is at it
                 storage.path(folder).parent.rmdir()
 
 
+def _try_conditional_writes(storage: Storage, name: str) -> Trial:
+    """Two writers, of which one may win: this is how leases and commits are taken."""
+    if not storage.put_bytes(name, b"first", if_absent=True):
+        raise CheckpointError("refuses a conditional write (If-None-Match) to a name that is new")
+    if not storage.put_bytes(name, b"second", if_absent=True):
+        return Trial("honors conditional writes: of two runs only one can commit")
+    return Trial(
+        "ignores If-None-Match (conditional writes), so two runs that start at the same moment may "
+        "both take it for theirs",
+        "What still holds: a checkpoint is whole or is not one, and a run that was started earlier "
+        "stops at its next save. Make sure that no two jobs use this checkpoint.remote at once",
+    )
+
+
 def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Trial:
-    """What went wrong, what to do, and whether the user has to: a server that is merely busy is no mistake."""
+    """What went wrong, and what to do. A server that is only busy is not the user's mistake."""
     kind: type[ClipTrainError] = UserError
     result = f"cannot {doing}: {e}"
+    remedy = "give s3://bucket/prefix, or a folder"
     if isinstance(e, CheckpointError):
-        kind, result, remedy = (
-            CheckpointError,
-            str(e),
-            "use another server, or ask those who run it",
-        )
-    elif isinstance(e, ClipTrainError):
-        remedy = "give s3://bucket/prefix, or a folder"
-    else:
+        kind, result = CheckpointError, str(e)
+        remedy = "use another server, or ask those who run it"
+    elif isinstance(e, OSError):
         result = f"cannot {doing}: {str(e.strerror or e).removeprefix(f'{url}: ')}"
-        head, _, remedy = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
+        head, _, told = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
         if not isinstance(e, PermissionError) and e.errno not in _LASTING:
             kind = CheckpointError
             remedy = "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL"
-        elif not head:
-            remedy = "mend its permissions, or choose another place"
+        elif head:
+            result, remedy = head, f"{told} ({right})" if "the right" in told else told
         else:
-            result, remedy = head, f"{remedy} ({right})" if "the right" in remedy else remedy
+            remedy = "mend its permissions, or choose another place"
     error = kind(f"checkpoint.remote ({url}) {result}; {remedy}")
     error.__cause__ = e
     return Trial(result, remedy, error)

@@ -1,10 +1,8 @@
-"""Looking at checkpoints without changing anything: what there is, whole or why not; or one, to export or evaluate."""
+"""Looking at checkpoints without changing anything: all of them, or one to export or evaluate."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from clip_train import dist
@@ -12,26 +10,27 @@ from clip_train.checkpoint.commit import (
     DamagedError,
     Found,
     check_sizes,
-    in_parallel,
     list_commits,
     prefix_of,
     read_found,
     read_layout,
     readable,
+    run_parallel,
 )
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.fetch import PARALLEL_BLOCKS, fetch_block
-from clip_train.checkpoint.manifest import (
-    CommitRef,
-    FileEntry,
-    FormatError,
-    attempt_of,
-    parse_prefix,
+from clip_train.checkpoint.manifest import CommitRef, FileEntry, FormatError, parse_prefix
+from clip_train.checkpoint.restore import (
+    Places,
+    Resumed,
+    list_places,
+    places_at,
+    read_scores,
+    resolve,
 )
-from clip_train.checkpoint.restore import Places, Resumed, list_places, places_at, resolve
-from clip_train.checkpoint.retention import Policy, read_metrics, verdicts
+from clip_train.checkpoint.retention import Policy, attempts, is_named, verdicts
 from clip_train.errors import UserError
-from clip_train.storage.base import Entry, Storage
+from clip_train.storage.base import Storage
 
 
 @dataclass(frozen=True)
@@ -41,117 +40,103 @@ class Line:
     step: int
     epoch: int
     where: str  # "local", "remote", "both"
-    created: str  # ISO 8601, UTC; "" where nobody knows
-    num_bytes: int
-    ranks: int | None
-    engine: dict[
-        str, Any
-    ]  # its section of the recipe: how the model was held; {} where nobody knows
-    committed: bool  # there is a marker, whatever has become of the rest
+    committed: bool  # there is a marker, whatever became of the rest
     problem: str | None  # None: it is whole, as far as was looked
     future: str  # what the next save's retention does with it, and why
+    num_bytes: int = 0
+    created: str = ""  # ISO 8601, UTC; "": not known
+    ranks: int | None = None
+    engine: dict[str, Any] | None = None  # its section of the recipe; None: not known
 
 
 def list_checkpoints(places: Places, policy: Policy, *, verify: bool) -> list[Line]:
-    """Newest first, of both stores; those without a commit last. verify: read every byte. CheckpointError, OSError."""
-    lines: list[Line] = []
-    for name, storage in zip(("local", "remote"), places, strict=True):
-        if storage is not None:
-            lines += readable(storage, partial(_one_store, name=name, policy=policy, verify=verify))
-    committed: dict[tuple[int, int], Line] = {}
-    for line in lines:
-        if line.committed:
-            ref = (line.epoch, line.step)
+    """Those of both stores, newest first, then those without a commit. verify: read every byte.
+
+    CheckpointError.
+    """
+    committed: dict[CommitRef, Line] = {}
+    others: list[Line] = []
+    for where, storage in zip(("local", "remote"), places, strict=True):
+        if storage is None:
+            continue
+        with readable(storage.url):
+            lines = _list_commits(storage, where, policy, verify=verify)
+            others += _list_orphans(storage, where, policy, [*lines])
+        for ref, line in lines.items():
             committed[ref] = _both(committed[ref], line) if ref in committed else line
-    return [committed[ref] for ref in sorted(committed, reverse=True)] + [
-        each for each in lines if not each.committed
-    ]
+    return [committed[ref] for ref in sorted(committed, reverse=True)] + others
 
 
 def _both(local: Line, remote: Line) -> Line:
     problems = [f"{each.where}: {each.problem}" for each in (local, remote) if each.problem]
-    future = (
-        local.future
-        if local.future == remote.future
-        else f"local: {local.future}; remote: {remote.future}"
-    )
+    future = f"local: {local.future}; remote: {remote.future}"
+    if local.future == remote.future:
+        future = local.future
     known = local if local.ranks is not None else remote
     return replace(known, where="both", problem="; ".join(problems) or None, future=future)
 
 
-def _one_store(storage: Storage, name: str, policy: Policy, verify: bool) -> list[Line]:
-    commits = list_commits(storage)
-    found: dict[CommitRef, Found] = {}
-    problems: dict[CommitRef, str] = {}
-    for ref in commits:
+def _list_commits(
+    storage: Storage, where: str, policy: Policy, *, verify: bool
+) -> dict[CommitRef, Line]:
+    lines: dict[CommitRef, Line] = {}
+    scores: dict[CommitRef, float] = {}
+    for ref in list_commits(storage):
+        line = Line(ref.step, ref.epoch, where, True, None, "goes at the next save")
         try:
-            found[ref] = read_found(storage, ref)
-            check_sizes(storage, found[ref].commit.prefix, found[ref].manifest.files)
-            if verify:
-                _verify(storage, found[ref])
-        except (DamagedError, FormatError) as e:
-            problems[ref] = str(e)
-    policy = replace(policy, damaged=set(problems))
-    kept = verdicts(commits, policy, read_metrics(storage, commits, policy.keep_best))
-    lines = []
-    for ref in commits:
-        future = f"stays: {kept[ref]}" if ref in kept else "goes at the next save"
-        line = Line(ref.step, ref.epoch, name, "", 0, None, {}, True, problems.get(ref), future)
-        if ref in found:
-            manifest = found[ref].manifest
-            size = sum(entry.size for entry in manifest.files)
-            engine = manifest.state.get("recipe", {}).get("engine", {})
+            found = read_found(storage, ref)
+            whole = found.manifest
+            scores = scores or read_scores(whole.state, policy.keep_best)
             line = replace(
                 line,
-                created=manifest.created,
-                num_bytes=size,
-                ranks=manifest.world_size,
-                engine=engine,
+                num_bytes=sum(entry.size for entry in whole.files),
+                created=whole.created,
+                ranks=whole.world_size,
+                engine=whole.state.get("recipe", {}).get("engine", {}),
             )
-        lines.append(line)
-    return lines + _orphans(
-        storage, name, {ref: prefix_of(storage, ref) for ref in commits}, policy
-    )
+            check_sizes(storage, found.commit.prefix, whole.files)
+            if verify:
+                _verify(storage, found)
+        except (DamagedError, FormatError) as e:
+            line = replace(line, problem=str(e))
+        lines[ref] = line
+    damaged = {ref for ref, line in lines.items() if line.problem is not None}
+    for ref, why in verdicts([*lines], replace(policy, damaged=damaged), scores).items():
+        lines[ref] = replace(lines[ref], future=f"stays: {why}")
+    return lines
 
 
-def _orphans(
-    storage: Storage, name: str, named: dict[CommitRef, str | None], policy: Policy
+def _list_orphans(
+    storage: Storage, where: str, policy: Policy, commits: list[CommitRef]
 ) -> list[Line]:
-    """Attempts that no marker names: under way, or left behind. One that makes no sense may mean any of its step."""
-    files: dict[str, list[Entry]] = defaultdict(list)
-    for entry in storage.list("ckpt"):
-        files[attempt_of(entry.name)].append(entry)
-    now, grace = storage.clock() if files else 0.0, policy.orphan_grace_seconds
+    """Attempts that no marker names: under way, or left behind."""
+    named = {ref: prefix_of(storage, ref) for ref in commits}
+    now, grace = storage.clock(), policy.orphan_grace_seconds
     lines = []
-    for attempt, entries in sorted(files.items()):
+    for attempt, files in attempts(storage).items():
         ref = parse_prefix(attempt)
-        if ref is not None and not (ref in named and named[ref] in (attempt, None)):
-            age = now - max(entry.modified for entry in entries)
-            future = (
-                "goes at the next save"
-                if age >= grace
-                else f"goes {grace / 60:g} min after its end"
-            )
-            problem = f"never committed; last written to {age / 60:.0f} min ago"
-            size = sum(entry.size for entry in entries)
-            lines.append(
-                Line(ref.step, ref.epoch, name, "", size, None, {}, False, problem, future)
-            )
+        if ref is None or is_named(named, ref, attempt):
+            continue
+        age = now - max(entry.modified for entry in files)
+        future = f"goes {grace / 60:g} min after its end"
+        if age >= grace:
+            future = "goes at the next save"
+        problem = f"never committed; last written to {age / 60:.0f} min ago"
+        size = sum(entry.size for entry in files)
+        lines.append(Line(ref.step, ref.epoch, where, False, problem, future, size))
     return lines
 
 
 def _verify(storage: Storage, found: Found) -> None:
     """Every byte. DamagedError; OSError."""
     read_layout(storage, found)
-    blocks = [
-        (entry, number) for entry in found.manifest.files for number in range(len(entry.blocks))
-    ]
 
     def check(block: tuple[FileEntry, int]) -> None:
         fetch_block(storage, f"{found.commit.prefix}/{block[0].name}", *block)
 
-    for _ in in_parallel(check, blocks, PARALLEL_BLOCKS):
-        pass
+    files = found.manifest.files
+    blocks = [(entry, number) for entry in files for number in range(len(entry.blocks))]
+    run_parallel(check, blocks, PARALLEL_BLOCKS)
 
 
 # -- one checkpoint
@@ -165,11 +150,12 @@ def open_to_look(
     newest_whole: bool = False,
     otherwise: str = "name an older one by its commit/*.json",
 ) -> Resumed:
-    """The newest committed checkpoint, or that of `step`, to export or evaluate; the run's folders stay as they are.
+    """The newest committed checkpoint, or that of `step`, to export or evaluate. Collective.
 
-    Only what is read is verified, and of a remote one fetched. newest_whole: newer ones that are damaged are passed
-    over (`Resumed.skipped`), and all of the chosen one is verified. otherwise: how to take an older one, for messages.
-    UserError where the newest is damaged; CheckpointError.
+    The run's folders stay as they are. Only what is read is verified and fetched. newest_whole:
+    newer ones that are damaged are passed over (`Resumed.skipped`), and all of the chosen one is
+    verified. otherwise: how to take an older one, for messages.
+    UserError if the newest is damaged; CheckpointError.
     """
     where = " or ".join(each.url for each in places if each is not None)
     if step is not None:
@@ -184,9 +170,8 @@ def open_to_look(
     found, skipped = resolve(places, only, verify=newest_whole)
     reasons = "".join(f"\n  {each}" for each in skipped)
     if found is None:
-        raise UserError(
-            f"there is no whole checkpoint under {where}{reasons}; train first, or correct the place"
-        )
+        why = f"there is no whole checkpoint under {where}{reasons}"
+        raise UserError(f"{why}; train first, or correct the place")
     if skipped and not newest_whole:
         raise UserError(
             f"the newest checkpoint under {where} cannot be read{reasons}\n"

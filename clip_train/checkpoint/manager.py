@@ -1,25 +1,39 @@
-"""What the trainer calls: is a save due, save, what has become of it, resume."""
+"""What the trainer calls: is a save due, save, what became of earlier saves, resume."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
+from enum import Enum, auto
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from clip_train import dist
 from clip_train.checkpoint import lease, manifest
-from clip_train.checkpoint.commit import SaveRequest, explain
+from clip_train.checkpoint.commit import SaveRequest, explain, put_rank_manifest
 from clip_train.checkpoint.config import CheckpointConfig, preflight
-from clip_train.checkpoint.restore import Log, Resumed, Selection, ranks_of_folder, select, writable
+from clip_train.checkpoint.manifest import CommitRef
+from clip_train.checkpoint.process import Schedule, WriterProcess
+from clip_train.checkpoint.restore import (
+    Log,
+    Places,
+    Resumed,
+    Selection,
+    is_shared,
+    read_scores,
+    select,
+)
 from clip_train.checkpoint.retention import check_space, free_bytes
 from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
-from clip_train.checkpoint.status import LastGood, Saves, Schedule
-from clip_train.checkpoint.writer import Settings
+from clip_train.checkpoint.writer import Event, Message, Settings
 from clip_train.errors import CheckpointError
 from clip_train.protocols import Fragment
 from clip_train.storage.base import Storage
@@ -29,14 +43,31 @@ from clip_train.storage.urls import open_storage
 logger = logging.getLogger(__name__)
 
 
+class Saved(Enum):
+    """What `CheckpointManager.save` has done; the same on all ranks."""
+
+    COMMITTED = auto()
+    UNDER_WAY = auto()  # the snapshot is taken; `poll` reports the rest
+    DEFERRED = auto()  # a disk still takes the previous snapshot; `due` asks for it again
+    FAILED = auto()  # rank 0 has logged why, and training may continue
+
+
+class LastGood(NamedTuple):
+    """The checkpoint that a failing run can go back to."""
+
+    step: int
+    path: str
+
+
 class CheckpointManager:
-    """Saves and resumes one run's checkpoints. All ranks make the same calls in the same order.
+    """Saves and resumes one run's checkpoints. All ranks make the same calls in the same order, this
+    one's constructor too.
 
     `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
-    folder: `<run.dir>/checkpoints`. log: takes what has become of saves, and damaged checkpoints, on rank 0.
-    warn: takes what of it speaks of failures.
-    clock: the seconds by which saves are due and have waited too long.
+    folder: `<run.dir>/checkpoints`. log, warn: take what a user should read, on rank 0; warn takes
+    failures. clock: the seconds by which saves are due and have waited too long.
+    last_good: the newest checkpoint that this process has committed or resumed from.
     """
 
     def __init__(
@@ -52,104 +83,84 @@ class CheckpointManager:
         self.folder = Path(folder).absolute()
         self.storage = LocalStorage(self.folder)
         self.remote: Storage | None = open_storage(config.remote) if config.remote else None
-        self._log = log or logger.warning
+        self.last_good: LastGood | None = None
+        # all ranks see `folder`; else only what is committed in the remote store counts
+        self._shared = self.remote is None or is_shared(self.storage)
+        log = log or logger.warning
+        self._warn_here = warn or log  # on any rank
+        self._log = log if dist.is_main() else logger.debug
+        self._warn = self._warn_here if dist.is_main() else logger.debug
         self._schedule = Schedule(config, clock)
-        self._saves = Saves(config.max_failed_saves, self._log, warn or self._log)
-        self._shared = True  # all ranks see `folder`; without a remote store they must
         self._selection = Selection()
         self._settings: Settings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
-        self._snapshot = (
-            -1,
-            0,
-        )  # the last submitted, or resumed from: step, how many of it; alike on all ranks
-        self._grace_left: float | None = None  # seconds, of the last save if it was waited for
-
-    @property
-    def last_good(self) -> LastGood | None:
-        """The newest checkpoint that this process has committed or resumed from."""
-        return self._saves.last_good
-
-    def due(self, step: int) -> bool:
-        """Whether to save after `step` (counted from 1): the same answer on all ranks, once per step.
-
-        A save that is due while the disk still takes the previous snapshot is deferred until it has it. That is no
-        failure; but one that is deferred for `checkpoint.save_timeout_minutes` counts as one.
-        """
-        self._saves.poll()
-        if not self._schedule.due(step):
-            return False
-        if not dist.any_rank(self._saves.writing is not None):
-            return True
-        self._defer(step)
-        if dist.is_main() and self._schedule.overdue(60 * self.config.save_timeout_minutes):
-            why = f"for {self.config.save_timeout_minutes:g} minutes {self._still_writing()}"
-            self._saves.fail(self._schedule.deferred or step, why)
-        return False
-
-    def _defer(self, step: int) -> None:
-        """To the first step at which no rank's last snapshot is being written any more: there is one memory for it."""
-        if self._schedule.defer(step):
-            self._saves.report(f"checkpoint of step {step} is deferred: {self._still_writing()}")
-
-    def _still_writing(self) -> str:
-        return f"step {self._snapshot[0]} is still being written to {self.folder}"
+        self._writer: WriterProcess | None = None
+        # the last snapshot, or the one resumed from: its step, and which one of this step
+        self._snapshot = (-1, 0)
+        self._pending: dict[int, SaveRequest] = {}  # by step: not yet committed or failed
+        self._writing: SaveRequest | None = None  # it still needs the memory
+        self._saved: int | None = None  # rank 0: the step last committed in the main store
+        self._failures = 0  # rank 0: failed saves in a row
+        self._fatal: str | None = None  # why the run must stop
+        self._scores: dict[CommitRef, float] = {}  # rank 0: of `keep_best`
+        self._counts: Counter[str] = Counter()  # saves that were deferred or superseded
+        self._numbers: dict[str, float] = {}  # for the next step's record
+        self._end: float | None = None  # `time.monotonic` at which the last waiting save gave up
 
     # -- begin
 
     def preflight(self) -> None:
-        """Before anything is built: can the remote store be used? UserError, CheckpointError: what to fix."""
-        if (remote := self.remote) is not None:
-            for warning in dist.on_main(lambda: preflight(remote)):
-                self._saves.warn(warning)
-
-    def refuse_second_writer(self) -> None:
-        """UserError on all ranks where another process of this machine writes there; one that is about to end may."""
-        if not self.config.takeover:
-            dist.on_main(
-                lambda: lease.refuse_second_writer(
-                    [self.storage, *([self.remote] if self.remote else [])]
-                )
-            )
+        """Check that the remote store can be used. UserError, CheckpointError: what to fix."""
+        if self.remote is not None:
+            for warning in dist.on_main(partial(preflight, self.remote)):
+                self._warn(warning)
 
     def resume(self) -> Resumed | None:
-        """What `checkpoint.resume` asks for; None for a fresh start. All ranks get the same checkpoint.
+        """The checkpoint that `checkpoint.resume` asks for, the same on all ranks; None: start fresh.
 
-        CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for
-        a path that holds no checkpoints.
+        CheckpointError when there must be one and none is whole, or when one cannot be read.
+        UserError for a path that holds no checkpoints.
         """
-        self._selection = select(self.config.resume, self.storage, self.remote, self._saves.report)
-        resumed = self._selection.resumed
+        own = Places(self.storage if self._shared else None, self.remote)
+        selection = select(self.config.resume, own, self.storage, self._log)
+        self._selection = selection
+        resumed = selection.resumed
         if resumed is not None:
-            if self._selection.saved:
-                self._saves.saved, self._snapshot = resumed.step, (resumed.step, 0)
-            self._saves.last_good = LastGood(resumed.step, resumed.path)
+            self.last_good = LastGood(resumed.step, resumed.path)
+            self._scores = read_scores(resumed.state, self.config.keep_best)
+            if selection.own and (self.remote is None or resumed.in_remote):
+                self._saved, self._snapshot = resumed.step, (resumed.step, 0)
         return resumed
 
     def begin(self) -> None:
-        """Take the right to write, which an older process of this run loses by it, and start the checkpoint writer.
+        """Take the lease, which an older process of this run loses, and start the checkpoint writer.
 
         Once, after `resume`; `save` does it if need be. CheckpointError.
         """
         if self._settings is not None:
             return
         main = self.remote or self.storage
-        others: list[Storage] = [self.storage] if self.remote is not None else []
-        held = dist.on_main(
-            lambda: writable(main, lambda: lease.acquire(main, others, resume=self.config.resume))
-        )
-        policy = self.config.policy(
-            held, set(self._selection.protect), set(self._selection.damaged)
-        )
-        timeout = 60 * self.config.save_timeout_minutes
-        self._shared = (
-            self.remote is None or len(ranks_of_folder(self.storage)) == dist.world_size()
-        )
-        settings = Settings(str(self.folder), self.config.remote, self._shared, timeout, policy)
+        others = [self.storage] if self.remote is not None else []
+        held = dist.on_main(partial(lease.acquire, main, others))
+        selection = self._selection
+        protect = {selection.resumed.ref} if selection.own and selection.resumed else set()
+        damaged = set(selection.damaged) if selection.own else set()
         self._memory = SharedMemory()
-        fd = self._memory.fd
-        dist.agreed(lambda: self._saves.start(settings, fd))
-        self._settings = settings
+        self._settings = Settings(
+            str(self.folder),
+            self.config.remote,
+            self._shared,
+            60 * self.config.save_timeout_minutes,
+            self.config.policy(held, protect, damaged),
+        )
+        dist.agreed(self._start_writer)
+
+    def _start_writer(self) -> None:
+        assert self._settings is not None and self._memory is not None
+        try:
+            self._writer = WriterProcess(self._settings, self._memory.fd)
+        except OSError as e:
+            raise CheckpointError(f"no checkpoint writer can be started: {explain(e)}") from e
 
     def prepare(
         self,
@@ -157,14 +168,41 @@ class CheckpointManager:
         rank_tensors: dict[str, Tensor],
         shared_tensors: dict[str, Tensor] | None = None,
     ) -> None:
-        """On this rank, after `begin` and the first step: what `save` will be given. Its memory is allocated and
-        touched while training goes on, so that the first save costs no more than the others."""
+        """Allocate memory for what `save` will be given, while training continues.
+
+        Called on this rank alone, after `begin` and the first step.
+        """
         if self._memory is not None:
-            self._memory.reserve(
-                plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), wait=False
-            )
+            plan = plan_file(dist.rank(), fragments, rank_tensors, shared_tensors)
+            self._memory.reserve(plan, wait=False)
 
     # -- save
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` (counted from 1); collective, once per step.
+
+        A save that is due while a disk still takes the previous snapshot is deferred. That is not a
+        failure until it has lasted for `checkpoint.save_timeout_minutes`.
+        """
+        self._poll()
+        if not self._schedule.due(step):
+            return False
+        if not dist.any_rank(self._writing is not None):
+            return True
+        self._defer(step)
+        if dist.is_main() and self._schedule.overdue():
+            why = f"for {self.config.save_timeout_minutes:g} minutes {self._still_writing()}"
+            self._fail(self._schedule.deferred or step, why)
+        return False
+
+    def _defer(self, step: int) -> None:
+        if self._schedule.deferred is None:
+            self._schedule.deferred = step
+            self._count("deferred")
+            self._log(f"checkpoint of step {step} is deferred: {self._still_writing()}")
+
+    def _still_writing(self) -> str:
+        return f"step {self._snapshot[0]} is still being written to {self.folder}"
 
     def save(
         self,
@@ -175,180 +213,304 @@ class CheckpointManager:
         shared_tensors: dict[str, Tensor] | None = None,
         *,
         wait: bool = False,
-    ) -> bool:
-        """Make a checkpoint of the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
+    ) -> Saved:
+        """Save the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
 
-        Returns when the snapshot is taken; `poll` reports the rest. shared_tensors: the same on all ranks; rank
-        0's are written. wait: return when it is committed, or after `checkpoint.grace_seconds`.
+        shared_tensors: the same on all ranks; rank 0's are written. wait: return when the checkpoint
+        is committed, or has failed, or after `checkpoint.grace_seconds`; a previous snapshot that is
+        being written is waited for. A step that is saved already is not saved again.
 
-        True: it is on its way (wait: it is committed). False: it is not, on any rank; rank 0 has logged why and
-        training may go on. CheckpointError after `max_failed_saves` failures in a row, or when another process
-        has taken over. A step that is saved already is not again. Where a rank's memory is not free (`due` does
-        not ask for a save then) it is deferred, or waited for.
+        CheckpointError after `max_failed_saves` failures in a row, or when another process has taken
+        over.
         """
         self.begin()
-        saves, self._grace_left = self._saves, None
-        saves.poll()
+        self._poll()
         end = time.monotonic() + self.config.grace_seconds
-        if self._snapshot[0] == step and dist.broadcast_object(
-            saves.saved == step or step in saves.pending
-        ):
-            if not wait or self._finish(step, end):
-                return True
-            if not dist.broadcast_object(self._grace_left):
-                return False  # else it has failed, and there is time to try again
-        if wait and not self._wait_together(lambda: saves.writing is not None, end):
+        self._end = end if wait else None
+        there = self._saved == step or step in self._pending
+        if self._snapshot[0] == step and dist.broadcast_object(there):
+            if not wait:
+                return Saved.UNDER_WAY
+            if self._finish(step, end):
+                return Saved.COMMITTED
+            if not dist.broadcast_object(time.monotonic() < end):
+                return Saved.FAILED  # else there is time to try again
+        if wait and not self._wait_together(lambda: self._writing is not None, end):
             self._abandon(step, f"; {self._still_writing()}")
-            return False
+            return Saved.FAILED
+        status = self._submit(step, fragments, rank_tensors, state, shared_tensors)
+        if wait and status is Saved.UNDER_WAY:
+            status = Saved.COMMITTED if self._finish(step, end) else Saved.FAILED
+        return status
+
+    def _submit(
+        self,
+        step: int,
+        fragments: Iterable[Fragment],
+        rank_tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        shared_tensors: dict[str, Tensor] | None,
+    ) -> Saved:
+        """Take the snapshot and give it to the checkpoint writer, if all ranks can. Collective.
+
+        What is sent between ranks has the same size for any number of them.
+        """
         request: SaveRequest | None = None
         error: str | None = None
-        free = 0
+        free = 0  # bytes on this rank's disk
         try:
             free = free_bytes(self.folder)
-            if saves.writing is None:
-                request = self._take(
-                    step, plan_file(dist.rank(), fragments, rank_tensors, shared_tensors), state
-                )
-                if not self._shared:
-                    check_space(self.folder, request.size, free)
+            if self._writing is None:
+                plan = plan_file(dist.rank(), fragments, rank_tensors, shared_tensors)
+                request = self._take(step, plan, state)
         except Exception as e:
             error = explain(e)
-        try:
-            busy = self._vote(request, error, free)
-        except CheckpointError as e:
+        writing = self._writing is not None
+        failed, busy, least = dist.max_scalars(error is not None, writing, -free)
+        (total,) = dist.sum_scalars(request.size if request is not None else 0)
+        if failed:
+            errors = enumerate(dist.gather_objects(error))
+            error = "; ".join([f"rank {rank}: {text}" for rank, text in errors if text][:3])
+        elif not busy and self._shared:
+            try:
+                check_space(self.folder, int(total), int(-least))
+            except CheckpointError as e:
+                error = str(e)
+        if error is not None:
             self._schedule.saved(step)
-            if dist.is_main():
-                saves.fail(step, str(e))
-            saves.share()
-            if saves.fatal is not None:
-                raise CheckpointError(saves.fatal) from e
-            return False
+            self._fail(step, error)
+            self._share()
+            if self._fatal is not None:
+                raise CheckpointError(self._fatal)
+            return Saved.FAILED
         if busy:
             self._defer(step)
-            return False
-        if self._schedule.deferred is not None:
-            saves.numbers["checkpoint_late_steps"] = step - self._schedule.deferred
+            return Saved.DEFERRED
+        assert request is not None and self._writer is not None
         self._schedule.saved(step)
-        assert request is not None
-        self._snapshot = (step, self._snapshot_number(step))
-        saves.submit(request)
-        return not wait or self._finish(step, end)
+        self._snapshot = (step, self._next_number(step))
+        self._pending[step] = self._writing = request
+        self._writer.send(request)
+        return Saved.UNDER_WAY
 
-    def _snapshot_number(self, step: int) -> int:
-        """Of snapshots of this step: an attempt's folder is never written with other bytes."""
+    def _next_number(self, step: int) -> int:
+        """Counts the snapshots of a step: an attempt's folder is never written with other bytes."""
         return self._snapshot[1] + 1 if self._snapshot[0] == step else 1
 
     def _take(self, step: int, plan: Plan, state: dict[str, Any]) -> SaveRequest:
-        """The copy. Anything may go wrong."""
+        """Copy the state. Anything may go wrong."""
         assert self._memory is not None and self._settings is not None
-        rank, epoch = dist.rank(), self._settings.policy.epoch
-        if rank == 0 and self._saves.fatal is not None:
-            raise CheckpointError(self._saves.fatal)
-        encoded = manifest.encode_state(state) if rank == 0 else None
+        if dist.is_main() and self._fatal is not None:
+            raise CheckpointError(self._fatal)
+        if self._writer is None:
+            self._start_writer()
+        if dist.is_main():
+            values = {ref.name: value for ref, value in self._scores.items()}
+            kept = {"metric": self.config.keep_best, "values": values}
+            state = manifest.encode_state({**state, "keep_best": kept} if values else state)
         self._memory.reserve(plan)
         self._memory.fill(plan)
+        epoch = self._settings.policy.lease.epoch
         return SaveRequest(
             step=step,
-            prefix=manifest.attempt_prefix(epoch, step, self._snapshot_number(step)),
+            prefix=manifest.attempt_prefix(epoch, step, self._next_number(step)),
             epoch=epoch,
-            rank=rank,
+            rank=dist.rank(),
             world_size=dist.world_size(),
             size=plan.num_bytes,
             fragments=plan.fragments,
-            state=encoded,
+            state=state if dist.is_main() else None,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            scores=dict(self._scores),
         )
-
-    def _vote(self, request: SaveRequest | None, error: str | None, free: int) -> bool:
-        """Collective: whether a rank is busy with its last snapshot. CheckpointError, on all, where one cannot save.
-
-        What is sent has the same size for any number of ranks. free: bytes on this rank's disk.
-        """
-        failed, busy, least = dist.max_scalars(
-            error is not None, self._saves.writing is not None, -free
-        )
-        (total,) = dist.sum_scalars(request.size if request is not None else 0)
-        if failed:
-            everyone = enumerate(dist.gather_objects(error))
-            raise CheckpointError(
-                "; ".join([f"rank {rank}: {each}" for rank, each in everyone if each][:3])
-            )
-        if not busy and self._shared:
-            check_space(self.folder, int(total), int(-least))
-        return bool(busy)
 
     def note_metrics(self, step: int, values: dict[str, float]) -> None:
-        """The evaluation's results at `step`, for `checkpoint.keep_best`."""
-        if self.config.keep_best is None or not dist.is_main() or self._settings is None:
+        """Take the evaluation's results at `step`, for `checkpoint.keep_best`."""
+        if self.config.keep_best is None or self._settings is None:
             return
         name = self.config.keep_best.removeprefix("-")
         if name not in values:
-            self._log(
-                f"checkpoint.keep_best ({name}): no such number; the evaluation has {', '.join(sorted(values))}"
-            )
-        else:
-            self._saves.note_metrics(step, {name: values[name]})
+            known = ", ".join(sorted(values))
+            self._log(f"checkpoint.keep_best ({name}): the evaluation has only {known}")
+        elif math.isfinite(values[name]):
+            self._scores[CommitRef(self._settings.policy.lease.epoch, step)] = values[name]
+
+    # -- what became of it
 
     def poll(self) -> dict[str, float]:
-        """At every step: what has become of earlier saves, without waiting; numbers for the step's record.
+        """At every step: what became of earlier saves, without waiting; numbers for the record.
 
-        CheckpointError, on rank 0, after too many failures in a row, or when another process has taken over.
+        CheckpointError, on rank 0, after too many failures in a row, or when another process has
+        taken over.
         """
-        self._saves.poll()
-        if self._saves.fatal is not None and dist.is_main():
-            raise CheckpointError(self._saves.fatal)
-        numbers, self._saves.numbers = self._saves.numbers, {}
+        self._poll()
+        if self._fatal is not None and dist.is_main():
+            raise CheckpointError(self._fatal)
+        numbers, self._numbers = self._numbers, {}
         return numbers
+
+    def _poll(self, timeout: float = 0.0) -> None:
+        """Take the checkpoint writer's messages; waits up to `timeout` seconds for the first.
+
+        If it has died, what it had under way has failed; the next save starts another one.
+        """
+        if self._writer is None:
+            return
+        for message in self._writer.receive(timeout):
+            self._hear(message)
+        how = self._writer.ended
+        if how is None:
+            return
+        self._writer.close()
+        self._writer = None
+        self._warn_here(how if dist.is_main() else f"rank {dist.rank()}: {how}")
+        for request in self._pending.values() if dist.rank() > 0 else ():
+            # rank 0's checkpoint writer waits for this rank's manifest
+            for store in (self.remote, self.storage if request is self._writing else None):
+                with contextlib.suppress(OSError):
+                    if store is not None:
+                        put_rank_manifest(store, request, CheckpointError(how))
+        newest = max(self._pending, default=None)
+        self._pending.clear()
+        self._writing = None
+        if newest is not None:
+            self._fail(newest, how)
+
+    def _hear(self, message: Message) -> None:
+        step, text = message.step, message.text
+        request = self._pending.get(step)
+        if message.event is Event.NOTE:
+            self._log(text)
+        elif message.event is Event.WRITTEN:
+            if self._writing is not None and self._writing.prefix == message.prefix:
+                self._writing = None
+        elif message.event is Event.LOCAL:
+            self._note_good(step, text)
+        elif request is None or request.prefix != message.prefix:
+            pass  # an earlier attempt, which nobody waits for any more
+        elif message.event is Event.FAILED:
+            self._fail(step, text)
+        else:
+            del self._pending[step]
+            if message.event is Event.FENCED:
+                self._fatal = text
+            elif message.event is Event.SUPERSEDED:
+                self._count("superseded")
+                self._warn(f"checkpoint of step {step} is not uploaded: {text}")
+            elif dist.is_main():  # elsewhere this rank's part is where it belongs
+                self._failures, self._saved = 0, step
+                self._note_good(step, text)
+                seconds, size = message.seconds, request.size
+                self._numbers |= {
+                    "checkpoint_step": step,
+                    "checkpoint_seconds": seconds,
+                    "checkpoint_failures": 0,
+                }
+                line = "checkpoint of step %d committed after %.1f s (%d bytes on rank 0)"
+                logger.info(line, step, seconds, size)
+
+    def _note_good(self, step: int, path: str) -> None:
+        if self.last_good is None or step >= self.last_good.step:
+            self.last_good = LastGood(step, path)
+
+    def _fail(self, step: int, why: str) -> None:
+        """A save has failed. On rank 0, too many in a row are fatal."""
+        self._pending.pop(step, None)
+        if not dist.is_main() or self._fatal is not None:
+            return
+        self._failures += 1
+        self._numbers["checkpoint_failures"] = self._failures
+        text = f"checkpoint of step {step} failed ({self._failures} in a row): {why}"
+        if self._failures >= self.config.max_failed_saves:
+            self._fatal = f"{text}; {self._fallback()}"
+        else:
+            self._warn(f"{text}; training continues, {self._fallback()}")
+
+    def _fallback(self) -> str:
+        if self.last_good is None:
+            return "there is no good one yet"
+        return f"the last good one is {self.last_good.path}"
+
+    def _count(self, what: str) -> None:
+        self._counts[what] += 1
+        self._numbers[f"checkpoint_{what}"] = self._counts[what]
 
     # -- end
 
     def _wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
-        in_time = self._saves.wait_together(waiting, end)
-        self._grace_left = max(end - time.monotonic(), 0.0)
-        return in_time
+        """Wait until no rank is `waiting`; False if `end` comes first, by rank 0's clock. Collective.
+
+        No rank is in a collective for longer than a second.
+        """
+        while True:
+            left = max(end - time.monotonic(), 0.0)
+            self._poll(min(1.0, left) if waiting() else 0.0)
+            over = dist.is_main() and time.monotonic() >= end
+            still, expired = dist.max_scalars(waiting(), over)
+            if not still or expired:
+                return not still
 
     def _finish(self, step: int, end: float) -> bool:
-        """Wait until `step` is committed or has failed, which rank 0 learns first, or until `end`. Collective."""
-        saves = self._saves
-        if step in saves.pending and self.remote is not None:
+        """Wait until rank 0 knows that `step` is committed or has failed, or until `end`. Collective."""
+        if step in self._pending and self.remote is not None:
             left = max(end - time.monotonic(), 0.0)
-            saves.report(
+            text = (
                 f"waiting up to {left:.0f} s for step {step} to be committed at {self.remote.url}"
             )
-        in_time = self._wait_together(lambda: dist.is_main() and step in saves.pending, end)
-        saves.share()
-        if saves.saved == step:
-            saves.pending.clear()  # what is older has been superseded
+            self._log(text)
+        in_time = self._wait_together(lambda: dist.is_main() and step in self._pending, end)
+        self._share()
+        if self._saved == step:
+            self._pending.clear()  # older ones have been superseded
             return True
-        if saves.fatal is not None:
-            raise CheckpointError(saves.fatal)
+        if self._fatal is not None:
+            raise CheckpointError(self._fatal)
         if not in_time:
             self._abandon(step)
         return False
 
+    def _share(self) -> None:
+        """Collective: what rank 0 knows about commits and failures, on all ranks."""
+        known = (self._saved, self.last_good, self._fatal)
+        self._saved, self.last_good, self._fatal = dist.broadcast_object(known)
+
     def _abandon(self, step: int, why: str = "") -> None:
-        self._grace_left = 0.0
-        seconds, saves = self.config.grace_seconds, self._saves
-        saves.pending.clear()
-        saves.warn(
-            f"the save of step {step} was abandoned after {seconds:.0f} s{why}; {saves.fallback()}"
-        )
+        self._pending.clear()
+        text = f"the save of step {step} was abandoned after {self.config.grace_seconds:.0f} s{why}"
+        self._warn(f"{text}; {self._fallback()}")
 
     def settle(self, seconds: float = 20.0) -> None:
-        """Wait until the newest save is committed somewhere or has failed, so that `last_good` is up to date."""
+        """Wait until the newest save is committed somewhere or has failed, to update `last_good`."""
         end = time.monotonic() + min(seconds, self.config.grace_seconds)
-        newest = max(self._saves.pending, default=0)
-        while newest in self._saves.pending and time.monotonic() < end:
+        newest = max(self._pending, default=0)
+        while newest in self._pending and time.monotonic() < end:
             if self.last_good is not None and self.last_good.step == newest:
                 return
-            self._saves.poll(min(0.2, max(end - time.monotonic(), 0.0)))
+            self._poll(min(0.2, max(end - time.monotonic(), 0.0)))
 
     def close(self) -> None:
-        """The checkpoint writer finishes what is under way within `checkpoint.grace_seconds`, or abandons it, and the
-        log has which. What a last save has waited counts. Every rank for itself: nothing here waits for another one.
+        """The checkpoint writer finishes within `checkpoint.grace_seconds`, or is ended.
+
+        The time that a last save was waited for counts. Not collective. The log says what became of
+        a save that was under way.
         """
-        grace = self.config.grace_seconds
-        self._saves.close(grace if self._grace_left is None else self._grace_left)
+        if self._writer is not None:
+            end = self._end or time.monotonic() + self.config.grace_seconds
+            step = max(self._pending, default=None)
+            if step is not None:
+                text = f"finishing the checkpoint of step {step} (up to {end - time.monotonic():.0f} s)"
+                self._log(text)
+            self._writer.send(None)
+            while self._writer.ended is None and time.monotonic() < end:
+                left = max(end - time.monotonic(), 0.0)
+                for message in self._writer.receive(min(1.0, left)):
+                    self._hear(message)
+            if step is not None and not self._pending and self._saved == step:
+                self._log(f"step {step} is committed ({self._fallback()})")
+            elif self._pending:
+                text = f"abandoned the checkpoint of step {max(self._pending)}; {self._fallback()}"
+                self._warn(text)
+            self._writer.close()
         if self._memory is not None:
             self._memory.close()
-        self._memory, self._settings = None, None
+        self._writer, self._memory, self._settings = None, None, None

@@ -6,12 +6,10 @@
                               /_LAYOUT.bin              which fragment lies where, in the files of all ranks
                               /_MANIFEST.json           all ranks' files, and the trainer's state
     commit/e000007-s0000001200.json                     written last: without it there is no checkpoint
-    metric/e000007-s0000001200.json                     the evaluation's results at that step
 
-The folder of an attempt follows from its step, the writer's epoch and the number of the snapshot of that step, so a
-checkpoint writer that died is replaced by one that repeats the same attempt, byte by byte. Every process that is going
-to write takes the next epoch, and a writer whose epoch is no longer the highest may not commit. The newest checkpoint
-is the one with the highest (epoch, step).
+The folder of an attempt is named by its step, the writer's epoch and the number of the snapshot of
+that step. Every process that is going to write takes the next epoch. A writer whose epoch is no
+longer the highest may not commit. The newest checkpoint has the highest (epoch, step).
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ import re
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
-FORMAT_VERSION = (
-    3  # 1 and 2 were clip-train 0.1's: a file named its fragments in its own header only
-)
+T = TypeVar("T")
+FORMAT_VERSION = 3  # 1 and 2 were clip-train 0.1's
 BLOCK_BYTES = 16 << 20  # what is fetched and verified at once
 
 LEASE_NAME = re.compile(r"lease/e(\d{6,})\.json")
@@ -51,24 +48,11 @@ class CommitRef(NamedTuple):
     def name(self) -> str:
         return f"commit/e{self.epoch:06d}-s{self.step:010d}.json"
 
-    @property
-    def metric_name(self) -> str:
-        return f"metric/e{self.epoch:06d}-s{self.step:010d}.json"
-
     @classmethod
     def parse(cls, name: str) -> CommitRef | None:
         """None for a file that is no commit marker."""
         match = _COMMIT_NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None
-
-    @classmethod
-    def of_metric(cls, name: str) -> CommitRef | None:
-        """None for a file that holds no metric."""
-        return (
-            cls.parse(f"commit/{name.removeprefix('metric/')}")
-            if name.startswith("metric/")
-            else None
-        )
 
 
 def attempt_prefix(epoch: int, step: int, number: int = 1) -> str:
@@ -87,9 +71,9 @@ def attempt_of(name: str) -> str:
     return "/".join(name.removeprefix("tmp/").replace("+", "/").split("/")[:3])
 
 
-def staged_name(prefix: str, file: str) -> str:
-    """A file of an attempt while it is written or fetched."""
-    return f"tmp/{prefix.replace('/', '+')}+{file}"
+def staged_name(prefix: str) -> str:
+    """How the names of an attempt's files begin while they are written; their folder while fetched."""
+    return f"tmp/{prefix.replace('/', '+')}"
 
 
 def lease_name(epoch: int) -> str:
@@ -147,28 +131,43 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def verified(data: bytes, sha256: str, where: str) -> bytes:
+    """ValueError for data without this sha256. where: what names it."""
+    if sha256_of(data) != sha256:
+        raise ValueError(f"does not have the sha256 in {where}")
+    return data
+
+
 class FormatError(Exception):
     """Written by another version of this program: no damage, and not to be stepped over."""
 
 
 def _check_format(body: Any) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise ValueError("not a JSON object")
-    version = body.get("format")
+    version = body.get("format") if isinstance(body, dict) else None
     if not isinstance(version, int) or version < 1:
         raise ValueError(f"format {version!r}")
+    remedy = (
+        "go on with the clip-train that wrote it, or export its weights there (clip-train export) "
+        "and start from them in another run.dir and checkpoint.remote (model.init_from=<the export>)"
+    )
     if version > FORMAT_VERSION:
-        raise FormatError(
-            f"format {version}, and this clip-train reads format {FORMAT_VERSION}: update clip-train, or name an "
-            "older checkpoint (checkpoint.resume=<its commit/*.json>)"
+        remedy = (
+            "update clip-train, or name an older checkpoint in another run "
+            "(checkpoint.resume=<its commit/*.json>)"
         )
-    if version < FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise FormatError(
-            f"format {version}, and this clip-train reads format {FORMAT_VERSION}: go on with the clip-train that "
-            "wrote it, or export its weights there (clip-train export) and start from them in another run.dir and "
-            "checkpoint.remote (model.init_from=<the export>)"
+            f"format {version}, and this clip-train reads format {FORMAT_VERSION}: {remedy}"
         )
     return body
+
+
+def _build(cls: type[T], body: Any) -> T:
+    """A dataclass of those keys of `body` that it has. ValueError."""
+    try:
+        return cls(**{field.name: body[field.name] for field in fields(cls)})  # type: ignore[arg-type]
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"not a {cls.__name__}: {type(e).__name__} {e}") from e
 
 
 @dataclass(frozen=True)
@@ -180,21 +179,19 @@ class FileEntry:
     blocks: list[str]  # sha256 of every BLOCK_BYTES bytes
     rank: int  # who wrote it
 
+    def block_range(self, number: int) -> tuple[int, int]:
+        """The bytes of one block: begin, end."""
+        return number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.size)
+
     @classmethod
     def from_json(cls, body: Any) -> FileEntry:
         """ValueError for anything but one file in the attempt's own folder."""
-        try:
-            entry = cls(body["name"], body["size"], body["blocks"], int(body["rank"]))
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not a file's entry: {type(e).__name__} {e}") from e
+        entry = _build(cls, body)
         if not isinstance(entry.name, str) or not _FILE_NAME.fullmatch(entry.name):
             raise ValueError(f"not a file name: {entry.name!r}")
-        if (
-            not isinstance(entry.size, int)
-            or entry.size < 0
-            or len(entry.blocks) != num_blocks(entry.size)
-        ):
-            raise ValueError(f"{entry.name} of {entry.size!r} bytes has {len(entry.blocks)} blocks")
+        size, count = entry.size, len(entry.blocks)
+        if not isinstance(size, int) or size < 0 or count != num_blocks(size):
+            raise ValueError(f"{entry.name} of {size!r} bytes has {count} blocks")
         return entry
 
 
@@ -219,19 +216,18 @@ class Manifest:
         return json.dumps(body, indent=1, sort_keys=True).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
-        """ValueError for anything but a manifest of this format."""
+    def from_bytes(cls, data: bytes, sha256: str | None = None) -> Manifest:
+        """ValueError for anything but the manifest of this format that has this sha256."""
+        if sha256 is not None:
+            verified(data, sha256, "its commit marker")
         body = _check_format(json.loads(data))
-        try:
-            files = [FileEntry.from_json(entry) for entry in body["files"]]
-            numbers = (body["step"], body["epoch"], body["world_size"])
-            if min(numbers) < 0 or not isinstance(body["state"], dict):
-                raise ValueError(f"not a manifest: its numbers are {numbers}")
-            return cls(
-                **{**{name: body[name] for name in cls.__dataclass_fields__}, "files": files}
-            )
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not a manifest: {type(e).__name__} {e}") from e
+        whole = _build(cls, body)
+        numbers = (whole.step, whole.epoch, whole.world_size)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"not a manifest: its numbers are {numbers}")
+        if not isinstance(whole.state, dict) or not isinstance(whole.files, list):
+            raise ValueError("not a manifest: no state, or no files")
+        return replace(whole, files=[FileEntry.from_json(entry) for entry in whole.files])
 
 
 @dataclass(frozen=True)
@@ -254,11 +250,7 @@ class Commit:
     @classmethod
     def from_bytes(cls, data: bytes) -> Commit:
         """ValueError for anything but a commit marker of this format."""
-        body = parse_checked(data)
-        try:
-            commit = cls(**{name: body[name] for name in cls.__dataclass_fields__})
-        except KeyError as e:
-            raise ValueError(f"not a commit marker: it has no {e}") from e
+        commit = _build(cls, parse_checked(data))
         if not isinstance(commit.prefix, str) or parse_prefix(commit.prefix) != commit.ref:
             raise ValueError(f"it names the folder {commit.prefix!r}")
         return commit

@@ -1,47 +1,51 @@
-"""Which checkpoint to resume from: the newest that is committed, here or in the remote store, and proves whole.
+"""Which checkpoint to resume from: the newest one, here or in the remote store, that proves whole.
 
-In this order, newest first: the marker is read; the manifest and the layout must have their sha256; every file must
-have its size; every block its sha256 (`fetch.py`; the ranks share that work). At the first thing that does not fit, all
-ranks step back together to the next older one, and report why. Something that cannot be read for another reason
-(permission, network, a broken disk) is no damage: it stops the run, which would else silently lose its work.
+Newest first: the marker is read; the manifest and the layout must have their sha256; every file its
+size; every block its sha256 (`fetch.py`; the ranks share that work). At the first mismatch all
+ranks step back together to the next older one, and report why. Something that cannot be read for
+another reason (permission, network, a broken disk) is not damage: it stops the run, which would
+otherwise silently lose its work.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import time
+import shutil
+import tempfile
+import uuid
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint import lease
+from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import (
     DamagedError,
     Found,
     check_sizes,
     copy_commit,
-    explain,
     list_commits,
     read_found,
     read_layout,
     readable,
+    writable,
 )
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.snapshot import FragmentReader
-from clip_train.errors import CheckpointError
+from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
-from clip_train.storage.redact import redact
 from clip_train.storage.urls import open_storage
 
-_LISTINGS = 5  # how often the selection is begun anew
-T = TypeVar("T")
+_LISTINGS = 5  # how often the selection is started again
 Log = Callable[[str], None]
 
 
@@ -56,7 +60,7 @@ class Skipped(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where checkpoints may lie."""
+    """Where checkpoints may be."""
 
     local: LocalStorage | None
     remote: Storage | None
@@ -71,10 +75,10 @@ class Resumed:
     reader: FragmentReader
     rank_tensors: dict[str, Tensor] | None  # this rank's; None if the number of ranks has changed
     world_size: int  # of the run that wrote it
-    path: str  # where it lies: a folder or a URL
+    path: str  # a folder or a URL
     ref: CommitRef  # its marker
     in_remote: bool = False  # it is committed in the remote store
-    skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole, and why
+    skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole
     fetched: int = 0  # bytes that came from the remote store, over all ranks
     fetch_seconds: float = 0.0
     fetch_ranks: int = 0  # that fetched something
@@ -85,12 +89,9 @@ class Resumed:
         if self.fetched:
             got = f"{self.fetched / 1e6:,.1f} MB fetched in {self.fetch_seconds:.1f} s"
             got += f" by {self.fetch_ranks} ranks" if self.fetch_ranks > 1 else ""
-        passed = [f"  passed over    {each}" for each in self.skipped] or [
-            "  passed over    nothing"
-        ]
-        return "\n".join(
-            [f"resuming from step {self.step}", f"  source         {self.path} ({got})", *passed]
-        )
+        lines = [f"resuming from step {self.step}", f"  source         {self.path} ({got})"]
+        lines += [f"  passed over    {each}" for each in self.skipped]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -98,85 +99,71 @@ class Selection:
     """What `checkpoint.resume` asks for, the same on all ranks."""
 
     resumed: Resumed | None = None  # None: a fresh start
-    protect: frozenset[CommitRef] = (
-        frozenset()
-    )  # this run's that must stay: this one, and one named in the recipe
-    saved: bool = False  # it lies in the main store, and so need not be saved again
-    damaged: frozenset[CommitRef] = frozenset()  # this run's that were passed over
+    damaged: frozenset[CommitRef] = frozenset()  # newer ones that were passed over
+    own: bool = True  # they are this run's, not those of another place
 
 
-def ranks_of_folder(storage: LocalStorage) -> list[int]:
-    """Collective: the ranks that see the same folder as this one. CheckpointError, on all ranks.
-
-    The first of them leaves a file there with its number; rank 0 before the others, which most disks show to all.
-    """
+def is_shared(storage: LocalStorage) -> bool:
+    """Collective: whether all ranks see what rank 0 writes there. CheckpointError, on all ranks."""
     if dist.world_size() == 1:
-        return [0]
-    name = str(dist.broadcast_object(f".seen-{time.time_ns()}"))
+        return True
+    name = dist.broadcast_object(f".seen-{uuid.uuid4().hex}")
 
-    def claim() -> str:
-        storage.put_bytes(name, str(dist.rank()).encode(), if_absent=True)
-        return storage.read_bytes(name).decode()
+    def look(*, write: bool = False) -> bool:
+        with writable(storage):
+            if write:
+                storage.put_bytes(name, b"")
+            return storage.exists(name)
 
     try:
-        dist.on_main(lambda: writable(storage, claim))
-        claims = dist.gather_objects(dist.agreed(lambda: writable(storage, claim)))
+        dist.on_main(lambda: look(write=True))
+        return not dist.any_rank(not dist.agreed(look))
     finally:
-        with contextlib.suppress(OSError):  # of this rank alone
+        with contextlib.suppress(OSError):
             storage.delete(name)
-    return [rank for rank, claimed in enumerate(claims) if claimed == claims[dist.rank()]]
 
 
-def writable(storage: Storage, action: Callable[[], T]) -> T:
-    """`action()`; CheckpointError where the store does not take it."""
-    try:
-        return action()
-    except OSError as e:
-        raise CheckpointError(
-            f"checkpoints cannot be written to {storage.url}: {explain(e)}"
-        ) from e
+def select(mode: str, places: Places, cache: LocalStorage, log: Log) -> Selection:
+    """Collective. mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared.
 
+    Another run's place is where this run begins; once it has a checkpoint of its own, it continues
+    from that: a requeued job has the same line. log: takes progress, and what a user should know.
 
-def select(mode: str, storage: LocalStorage, remote: Storage | None, log: Log) -> Selection:
-    """mode: `checkpoint.resume`; another run's place counts until this run has a checkpoint. storage, remote: this
-    run's. An older one of this run is gone back to once: the same line again, a requeue, goes on from the newest.
-    log: how far a fetch is, and what a user should know.
-
-    CheckpointError when there must be one and none is whole, or where one cannot be read. UserError for a path
-    that holds no checkpoints.
+    CheckpointError when there must be a checkpoint and none is whole, or when one cannot be read.
+    UserError for a path that holds no checkpoints, or names one of this run's.
     """
     if mode == "never":
         return Selection()
-    places, own = Places(storage, remote), mode in ("auto", "must")
+    other: str | None = None
     only: CommitRef | None = None
-    named: frozenset[CommitRef] = frozenset()
-    if not own:
-        place, only = dist.on_main(lambda: locate(mode))
-        own = place in [_place(each) for each in (storage, remote) if each is not None]
-        if not own:
-            # the same line again, a requeue: what this run has done since is not done a second time
-            mine = select("auto", storage, remote, lambda text: None)
-            if mine.resumed is not None:
-                log(
-                    f"checkpoint.resume ({mode}): this run has checkpoints of its own and goes on from them"
+    if mode not in ("auto", "must"):
+        other, only = dist.on_main(lambda: locate(mode))
+        if other in [_root_of(each) for each in (cache, places.remote) if each is not None]:
+            other = None
+            if only is not None:
+                raise UserError(
+                    f"checkpoint.resume ({mode}) is a checkpoint of this run, which continues from "
+                    "its newest one. To go back, start another run there: set another run.name (and "
+                    "checkpoint.remote) beside this checkpoint.resume; or remove the newer commit/*.json"
                 )
-                return mine
-            places = places_at(place)
-        elif only is not None:
-            named = frozenset([only])
-            if dist.on_main(lambda: _gone_back_already(mode, places)):
-                only = None
-                log(
-                    f"checkpoint.resume ({mode}): this run has gone back there before, and goes on from its newest "
-                    "checkpoint; to go back once more, name it in the other way (its commit/*.json, its ckpt/*/*)"
-                )
-    found, skipped = resolve(places, only, storage, log)
-    damaged = frozenset(each.ref for each in skipped) if own else frozenset()
+    found, skipped = resolve(places, cache=cache, log=log)
+    if found is not None and other is not None:
+        log(
+            f"checkpoint.resume ({mode}): this run continues from its own checkpoints, as it has some"
+        )
+    damaged = frozenset(each.ref for each in skipped)
+    if found is not None or mode == "auto":
+        if found is None and skipped:
+            log(f"{_describe_damage(places, skipped)}\nSTARTING FRESH, from step 0")
+        return Selection(found, damaged)
+    if other is not None:
+        places = places_at(other)
+        found, skipped = resolve(places, only, cache, log)
     if found is None:
-        _nothing_found(mode, places, skipped, log)
-        return Selection(damaged=damaged)
-    protect = named | {found.ref} if own else named
-    return Selection(found, protect, own and (remote is None or found.in_remote), damaged)
+        what = _describe_damage(places, skipped)
+        remedy = "set checkpoint.resume to auto to start fresh"
+        raise CheckpointError(f"{what}\n{remedy if mode == 'must' else 'choose another'}")
+    return Selection(found, own=False)
 
 
 def places_at(root: str) -> Places:
@@ -185,37 +172,28 @@ def places_at(root: str) -> Places:
     return Places(storage, None) if isinstance(storage, LocalStorage) else Places(None, storage)
 
 
-def _place(storage: Storage) -> str:
-    """As `locate` has it."""
+def _root_of(storage: Storage) -> str:
+    """As `locate` names it."""
     return storage.root.resolve().as_posix() if isinstance(storage, LocalStorage) else storage.url
 
 
-def _gone_back_already(mode: str, places: Places) -> bool:
-    """Whether the newest checkpoint is from a process with the same `checkpoint.resume`. CheckpointError."""
-    newest = max(itertools.chain(*list_places(places)), default=None)
-    main = places.remote or places.local  # where leases are taken
-    if newest is None or main is None:
-        return False
-    return readable(main, lambda main: lease.resume_of(main, newest.epoch)) == redact(mode)
-
-
-def _nothing_found(mode: str, places: Places, skipped: list[Skipped], log: Log) -> None:
+def _describe_damage(places: Places, skipped: list[Skipped]) -> str:
     where = " and ".join(each.url for each in places if each is not None)
+    if not skipped:
+        return f"there is no checkpoint under {where}"
     reasons = "".join(f"\n  {each}" for each in skipped)
-    what = f"none of the checkpoints under {where} is whole:{reasons}" if reasons else ""
-    if mode != "auto":
-        remedy = (
-            "set checkpoint.resume to auto to start fresh" if mode == "must" else "choose another"
-        )
-        raise CheckpointError(f"{what or f'there is no checkpoint under {where}'}\n{remedy}")
-    if what:
-        log(f"{what}\nSTARTING FRESH, from step 0")
+    return f"none of the checkpoints under {where} is whole:{reasons}"
 
 
 def list_places(places: Places) -> tuple[list[CommitRef], list[CommitRef]]:
     """The commits of the local disk and of the remote store, newest first. CheckpointError."""
-    local, remote = ([] if each is None else readable(each, list_commits) for each in places)
-    return local, remote
+    commits: list[list[CommitRef]] = []
+    for storage in places:
+        commits.append([])
+        if storage is not None:
+            with readable(storage.url):
+                commits[-1] = list_commits(storage)
+    return commits[0], commits[1]
 
 
 def resolve(
@@ -226,115 +204,127 @@ def resolve(
     *,
     verify: bool = False,
 ) -> tuple[Resumed | None, list[Skipped]]:
-    """Called by all ranks: rank 0 looks, all ranks share hashing and fetching, all get the same answer: it, and
-    the newer ones that are not whole.
+    """The newest whole checkpoint, and the newer ones that are not whole. Collective.
 
-    only: consider this checkpoint alone. cache: where a remote one is fetched to; None: nothing is written, and each
-    block is verified when it is read, unless `verify`. CheckpointError, on all ranks, where one cannot read.
+    Rank 0 looks, all ranks share hashing and fetching and get the same answer.
+    only: consider this checkpoint alone. cache: what the remote store has is fetched to
+    `places.local`, or else to this folder; None: it is only looked at, from the local disk or from
+    the store, and each block is verified when it is read, unless `verify`.
+    CheckpointError, on all ranks, if one cannot read.
     """
-    everyone = cache is None or places.remote is None
-    ranks = [*range(dist.world_size())] if everyone else ranks_of_folder(cache)  # type: ignore[arg-type]
     for _ in range(_LISTINGS):
         local, remote = dist.on_main(lambda: list_places(places))
         found: Resumed | None = None
         skipped: list[Skipped] = []
         for ref in sorted({*local, *remote}, reverse=True):
-            if only is None or ref == only:
-                try:
-                    found = _open(
-                        places, ref, ref in local, ref in remote, cache, ranks, log, skipped, verify
-                    )
-                    break
-                except DamagedError as e:  # on all ranks
-                    skipped.append(Skipped(ref, str(e)))
-        passed_over = {each.ref for each in skipped}
-        if not passed_over or passed_over <= set(
-            dist.on_main(lambda: list(itertools.chain(*list_places(places))))
-        ):
-            break  # else a process that still runs has removed one while we looked, and there are newer ones
+            if only is not None and ref != only:
+                continue
+            small = dist.on_main(
+                partial(_read_small_files, places, ref, ref in local, ref in remote)
+            )
+            try:
+                if isinstance(small, str):
+                    raise DamagedError(small)
+                found = _open(small, places, ref in remote, cache, log, skipped, verify=verify)
+                break
+            except DamagedError as e:  # on all ranks
+                skipped.append(Skipped(ref, str(e)))
+        listed = itertools.chain(*dist.on_main(lambda: list_places(places))) if skipped else ()
+        if {each.ref for each in skipped} <= set(listed):
+            break
+        # a process that still runs has removed one while we looked: there are newer ones
     return found, skipped
 
 
-def _open(
-    places: Places, ref: CommitRef, in_local: bool, in_remote: bool, cache: LocalStorage | None, ranks: list[int],
-    log: Log, skipped: list[Skipped], verify: bool,
-) -> Resumed:  # fmt: skip
-    """One checkpoint, all of it verified unless it is only looked at. Collective; DamagedError, CheckpointError, on all
-    ranks."""
-    world_size = dist.world_size()
-    small = dist.on_main(lambda: _read_small_files(places, ref, in_local, in_remote))
-    if isinstance(small, str):
-        raise DamagedError(small)
-    found, layout = small
-    if len(ranks) < world_size and not in_remote:
-        if (why := dist.on_main(lambda: _upload(places, found))) is not None:
-            raise DamagedError(why)
-        in_remote = True
-    remote, copies = places.remote if in_remote else None, places.local or cache
-    files = dist.agreed(
-        lambda: CheckpointFiles(found, copies, remote, to_look=cache is None, ranks=ranks, log=log)
-    )
-    if cache is not None or verify:
-        if (why := files.verify_all()) is not None:
-            raise DamagedError(why)
-        if (
-            cache is not None
-            and remote is not None
-            and places.local is not None
-            and not in_local
-            and len(ranks) == world_size
-        ):
-            dist.on_main(lambda: copy_commit(remote, cache, found))  # all files lie there now
-    main = places.remote if in_remote else places.local
-    assert main is not None
-    where = f"{main.url}/{found.commit.prefix}"
-    mine = dist.rank() if found.manifest.world_size == world_size else None
-    reader = dist.agreed(lambda: FragmentReader(layout, files, where))
-    reader.prepare_named(mine)
-    tensors = dist.agreed(lambda: reader.rank_tensors(mine) if mine is not None else None)
-    return Resumed(
-        found.manifest.step, found.manifest.state, reader, tensors, found.manifest.world_size, where, ref, in_remote,
-        skipped, *files.total_fetched(),
-    )  # fmt: skip
+class _Small(NamedTuple):
+    """A checkpoint's small files."""
+
+    found: Found
+    layout: bytes
+    is_local: bool  # they were read from the local disk
 
 
 def _read_small_files(
     places: Places, ref: CommitRef, in_local: bool, in_remote: bool
-) -> tuple[Found, bytes] | str:
-    """All that can be found out without reading the data, and the layout; or what is wrong."""
-
-    def look(storage: Storage) -> tuple[Found, bytes]:
-        found = read_found(storage, ref)
-        check_sizes(storage, found.commit.prefix, found.manifest.files)
-        return found, read_layout(storage, found)
-
+) -> _Small | str:
+    """What can be found out without reading the data; or what is wrong."""
     reasons: list[str] = []
-    for storage, there in ((places.remote, in_remote), (places.local, in_local)):
-        if storage is not None and there:
-            try:
-                return readable(storage, look)
-            except DamagedError as e:
-                reasons.append(f"{storage.url}: {e}" if in_local and in_remote else str(e))
+    for storage, there in ((places.local, in_local), (places.remote, in_remote)):
+        if storage is None or not there:
+            continue
+        try:
+            with readable(storage.url):
+                found = read_found(storage, ref)
+                check_sizes(storage, found.commit.prefix, found.manifest.files)
+                return _Small(found, read_layout(storage, found), storage is places.local)
+        except DamagedError as e:
+            reasons.append(f"{storage.url}: {e}" if in_local and in_remote else str(e))
     return "; ".join(reasons)
 
 
-def _upload(places: Places, found: Found) -> str | None:
-    """Rank 0's disk alone has it, as its upload was abandoned, and other ranks do not see that disk: it is completed.
+def _open(
+    small: _Small,
+    places: Places,
+    in_remote: bool,
+    cache: LocalStorage | None,
+    log: Log,
+    skipped: list[Skipped],
+    *,
+    verify: bool,
+) -> Resumed:
+    """One checkpoint; all of it is verified unless it is only looked at. Collective.
 
-    What is damaged. CheckpointError where the store does not take it.
+    DamagedError, CheckpointError, on all ranks.
     """
-    local, remote = places.local, places.remote
-    assert local is not None and remote is not None
-    try:
-        CheckpointFiles(found, local, None).verify()
-    except DamagedError as e:
-        return str(e)
+    found, prefix, local = small.found, small.found.commit.prefix, places.local
+    remote = places.remote if in_remote and not (cache is None and small.is_local) else None
+    spool: Path | None = None
+    if local is not None and (cache is not None or small.is_local):
+        folder = local.path(prefix)
+    elif cache is not None:
+        folder = cache.path(manifest.staged_name(prefix))
+    else:
+        folder = spool = dist.agreed(lambda: Path(tempfile.mkdtemp(prefix="clip-train-")))
+    shared = local is not None and cache is not None
+    files = CheckpointFiles(found, folder, remote, shared=shared, log=log)
+    if spool is not None:
+        weakref.finalize(files, shutil.rmtree, spool, ignore_errors=True)
+    if cache is not None or verify:
+        why = files.verify_all()
+        if why is not None:
+            raise DamagedError(why)
+    if shared and local is not None and remote is not None and not small.is_local:
+        dist.on_main(lambda: copy_commit(remote, local, found))  # all files are there now
+    source = remote or local
+    assert source is not None
+    path = f"{source.url}/{prefix}"
+    world_size = found.manifest.world_size
+    reader = dist.agreed(lambda: FragmentReader(small.layout, files, path))
 
-    def put(remote: Storage) -> None:
-        for entry in found.manifest.files:
-            name = f"{found.commit.prefix}/{entry.name}"
-            remote.put_file(local.path(name), name)
-        copy_commit(local, remote, found)
+    def read_tensors() -> dict[str, Tensor] | None:
+        reader.shared_tensors()  # fetched now, while an error still reaches all ranks
+        return reader.rank_tensors(dist.rank()) if world_size == dist.world_size() else None
 
-    readable(remote, put)
-    return None
+    tensors = dist.agreed(read_tensors)
+    fetched, ranks = dist.sum_scalars(files.fetched, files.fetched > 0)
+    return Resumed(
+        step=found.manifest.step,
+        state=found.manifest.state,
+        reader=reader,
+        rank_tensors=tensors,
+        world_size=world_size,
+        path=path,
+        ref=found.commit.ref,
+        in_remote=remote is not None,
+        skipped=skipped,
+        fetched=int(fetched),
+        fetch_seconds=dist.max_scalars(files.seconds)[0],
+        fetch_ranks=int(ranks),
+    )
+
+
+def read_scores(state: dict[str, Any], metric: str | None) -> dict[CommitRef, float]:
+    """The evaluations of `keep_best` (metric) in a checkpoint's state, by marker."""
+    kept = state.get("keep_best", {})
+    values = kept.get("values", {}) if kept.get("metric") == metric else {}
+    return {CommitRef.parse(name) or CommitRef(0, 0): value for name, value in values.items()}

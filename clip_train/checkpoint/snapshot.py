@@ -16,14 +16,15 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from clip_train import dist
 from clip_train.checkpoint import manifest
-from clip_train.checkpoint.fetch import Block, CheckpointFiles, blocks_of
+from clip_train.checkpoint.fetch import Block, CheckpointFiles
 from clip_train.errors import CheckpointError, UserError
 from clip_train.protocols import EMA, Fragment, Wanted
 
@@ -68,28 +69,20 @@ def plan_file(
 
     shared_tensors: the same on all ranks; rank 0 alone keeps them.
     """
-    fragments, tensors = list(fragments), {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    fragments = list(fragments)
+    shapes = {each.name: tuple(int(n) for n in each.shape) for each in fragments}
+    tensors: dict[str, Tensor] = {}
     for fragment in fragments:
-        shape = tuple(int(n) for n in fragment.shape)
-        if shapes.setdefault(fragment.name, shape) != shape:
-            raise ValueError(f"{fragment.name}: two shapes, {shapes[fragment.name]} and {shape}")
+        numel, start = math.prod(shapes[fragment.name]), fragment.start
         if len({tensor.numel() for tensor in fragment.tensors.values()}) > 1:
-            raise ValueError(f"{fragment.name}: slots of different lengths at {fragment.start}")
+            raise ValueError(f"{fragment.name}: slots of different lengths at {start}")
         for slot, tensor in fragment.tensors.items():
-            if (
-                tensor.dim() != 1
-                or fragment.start < 0
-                or fragment.start + tensor.numel() > math.prod(shape)
-            ):
+            if tensor.dim() != 1 or start < 0 or start + tensor.numel() > numel:
                 raise ValueError(
-                    f"{fragment.name}: {slot} of shape {tuple(tensor.shape)} at {fragment.start} is no range of "
-                    f"the parameter's {math.prod(shape)} elements"
+                    f"{fragment.name}: {slot} of shape {tuple(tensor.shape)} at {start} is not a "
+                    f"range of the parameter's {numel} elements"
                 )
-            key = manifest.fragment_key(fragment.name, slot, fragment.start)
-            if key in tensors:
-                raise ValueError(f"{fragment.name}: two fragments start at {fragment.start}")
-            tensors[key] = tensor.detach()
+            tensors[manifest.fragment_key(fragment.name, slot, start)] = tensor.detach()
     for name, tensor in rank_tensors.items():
         tensors[manifest.RANK_KEY + name] = tensor.detach()
     for name, tensor in (shared_tensors or {}).items() if rank == 0 else ():
@@ -110,32 +103,25 @@ def plan_file(
 def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
     """A safetensors file: 8 bytes with the header's length, a JSON header, the tensors end to end."""
 
-    # the widest first, so that every tensor is aligned to its element; then the weights, which an export reads alone
     def place(key: str) -> tuple[int, bool, str]:
+        """The widest first, so that each is aligned to its element; then weights, for exports."""
         return -tensors[key].element_size(), not key.startswith("param|"), key.partition("|")[0]
 
-    order = sorted(tensors, key=place)  # and what follows in the model follows in the file
+    order = sorted(tensors, key=place)  # within a slot in the order of the model
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for key in order:
         tensor, begin = tensors[key], at
         at += tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, at],
-        }
+        dtype, shape = DTYPES[tensor.dtype], list(tensor.shape)
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, at]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     head = len(encoded).to_bytes(8, "little") + encoded
-    where = {
-        key: (
-            header[key]["dtype"],
-            header[key]["shape"],
-            len(head) + header[key]["data_offsets"][0],
-        )
-        for key in order
-    }
+    where: dict[str, tuple[str, list[int], int]] = {}  # dtype, shape, byte offset in the file
+    for key in order:
+        begin = len(head) + header[key]["data_offsets"][0]
+        where[key] = (header[key]["dtype"], header[key]["shape"], begin)
     places = [(where[key][2], tensors[key]) for key in order]
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     return Plan(head, places, len(head) + at, {"shapes": {}, "rows": [], "tensors": where}, on_gpu)
@@ -227,8 +213,22 @@ def _natural(number: Any) -> int:
 LARGEST_LAYOUT = 2**32  # bytes; 4,096 ranks of a model with 1,000 parameters have 2^28
 
 
+class Piece(NamedTuple):
+    """Where a part of a tensor is."""
+
+    start: int  # elements [start, end) of the flattened tensor
+    end: int
+    dtype: torch.dtype
+    file: int  # its place in the manifest
+    at: int  # bytes [at, stop) of the file
+
+    @property
+    def stop(self) -> int:
+        return self.at + (self.end - self.start) * self.dtype.itemsize
+
+
 class FragmentReader:
-    """A `FragmentSource` over the files of one checkpoint, of which only those with something to read are opened.
+    """A `FragmentSource` over the files of one checkpoint; opens only files with something to read.
 
     layout: LAYOUT. files: of all ranks, in their order. where: for messages.
     """
@@ -245,14 +245,11 @@ class FragmentReader:
                 raise ValueError(f"it is cut, or more than {LARGEST_LAYOUT} bytes")
             begin = 8 + int.from_bytes(data[:8], "little")
             head = json.loads(data[8:begin])
-            self._shapes: dict[str, tuple[int, ...]] = {
-                name: tuple(shape) for name, shape in head["params"]
-            }
-            self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
+            self._shapes = {name: tuple(shape) for name, shape in head["params"]}
             self._slots = [slot for slot, _ in head["kinds"]]
+            self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
             self._tensors: list[dict[str, Any]] = head["tensors"]
-            shape = (4 + len(self._slots), _natural(head["rows"]))
-            self._rows = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
+            self._rows = _fragment_rows(data, begin, _natural(head["rows"]), len(self._slots))
             self._check_places()
         except (
             ValueError,
@@ -263,33 +260,40 @@ class FragmentReader:
             RecursionError,
             zlib.error,
         ) as e:
-            raise CheckpointError(
-                f"{where}: its layout is not readable: {type(e).__name__}: {e}"
-            ) from e
-        cuts = np.searchsorted(self._rows[0], np.arange(len(self._shapes) + 1)).tolist()
-        self._range = dict(
-            zip(self._shapes, itertools.pairwise(cuts), strict=False)
-        )  # name -> its rows, by start
+            why = f"{where}: its layout is not readable: {type(e).__name__}: {e}"
+            raise CheckpointError(why) from e
+        cuts = np.searchsorted(self._rows["param"], np.arange(len(self._shapes) + 1)).tolist()
+        ranges = zip(self._shapes, itertools.pairwise(cuts), strict=True)
+        self._of = {name: self._rows[low:high] for name, (low, high) in ranges}  # sorted by start
 
     def _check_places(self) -> None:
-        """ValueError where a fragment or a tensor does not lie within its parameter or its file."""
+        """ValueError if a fragment or a tensor is not within its parameter and its file."""
+        rows = self._rows
+        numels = [math.prod(map(_natural, shape)) for shape in self._shapes.values()]
         sizes = np.array([entry.size for entry in self._files.entries], np.int64)
-        numbers = [math.prod(map(_natural, shape)) for shape in self._shapes.values()]
-        params, starts, numels, files, *offsets = self._rows
-        for column, most in ((params, len(numbers)), (files, len(sizes))):
-            if column.size and not (column.min() >= 0 and column.max() < most):
-                raise ValueError("a fragment names a parameter or a file that there is not")
-        ends = np.array(numbers, np.int64)[params] - numels
-        if np.any((starts < 0) | (numels < 0) | (starts > ends)) or np.any(np.diff(params) < 0):
+        for field, most in (("param", len(numels)), ("file", len(sizes))):
+            if np.any((rows[field] < 0) | (rows[field] >= most)):
+                raise ValueError("a fragment names a parameter or a file that does not exist")
+        last_start = np.array(numels, np.int64)[rows["param"]] - rows["numel"]
+        inside = (rows["start"] >= 0) & (rows["numel"] >= 0) & (rows["start"] <= last_start)
+        if not np.all(inside) or np.any(np.diff(rows["param"]) < 0):
             raise ValueError("a fragment is not within its parameter")
-        for column, dtype in zip(offsets, self._dtypes, strict=True):
-            ends = sizes[files] - numels * dtype.itemsize
-            if np.any((column < -1) | (column > np.maximum(ends, -1))):
+        for kind, dtype in enumerate(self._dtypes):
+            offset = rows["offsets"][:, kind]  # -1: the fragment has no such slot
+            last = sizes[rows["file"]] - rows["numel"] * dtype.itemsize
+            if np.any((offset < -1) | (offset > np.maximum(last, -1))):
                 raise ValueError("a fragment is not within its file")
-        for tensors, size in zip(self._tensors, sizes.tolist(), strict=True):
-            for name, (kind, shape, at) in tensors.items():
-                if _natural(at) + math.prod(map(_natural, shape)) * _TORCH[kind].itemsize > size:
+        for file, (tensors, size) in enumerate(zip(self._tensors, sizes.tolist(), strict=True)):
+            for name, (_, shape, at) in tensors.items():
+                for number in (at, *shape):
+                    _natural(number)
+                if self._tensor_piece(file, name).stop > size:
                     raise ValueError(f"{name!r} is not within its file")
+
+    def _tensor_piece(self, file: int, key: str) -> Piece:
+        """Where a tensor is that is no fragment."""
+        dtype, shape, at = self._tensors[file][key]
+        return Piece(0, math.prod(shape), _TORCH[dtype], file, at)
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""
@@ -297,43 +301,37 @@ class FragmentReader:
 
     def slots(self, name: str) -> set[str]:
         """What is stored of a parameter: "param" and, unless it was frozen, the optimizer's slots."""
-        low, high = self._range.get(name, (0, 0))
-        stored = np.any(self._rows[4:, low:high] >= 0, axis=1).tolist()
+        if name not in self._of:
+            return set()
+        stored = np.any(self._of[name]["offsets"] >= 0, axis=0).tolist()
         return {slot for slot, there in zip(self._slots, stored, strict=True) if there}
 
-    def _pieces(
-        self, name: str, slot: str, start: int, end: int
-    ) -> Iterator[tuple[int, int, int, int, torch.dtype]]:
-        """What overlaps elements `[start, end)`: first element, the one after the last, file, byte offset, dtype."""
-        low, high = self._range.get(name, (0, 0))
-        starts = self._rows[1, low:high] if low < high else self._rows[:0]
-        first = max(low, low + int(np.searchsorted(starts, start, side="right")) - 1)
-        for row in range(first, low + int(np.searchsorted(starts, end, side="left"))):
-            _, begin, numel, file, *offsets = map(int, self._rows[:, row])
-            lower, upper = max(start, begin), min(end, begin + numel)
-            for of, dtype, offset in zip(self._slots, self._dtypes, offsets, strict=True):
-                if of == slot and offset >= 0 and lower < upper:
-                    yield lower, upper, file, offset + (lower - begin) * dtype.itemsize, dtype
+    def _pieces(self, name: str, slot: str, start: int, end: int) -> Iterator[Piece]:
+        """What overlaps elements `[start, end)`, in their order."""
+        rows = self._of.get(name, self._rows[:0])
+        first = max(int(np.searchsorted(rows["start"], start, side="right")) - 1, 0)
+        stop = int(np.searchsorted(rows["start"], end, side="left"))
+        kinds = [kind for kind, of in enumerate(self._slots) if of == slot]
+        for row in rows[first:stop]:
+            begin = int(row["start"])
+            lower, upper = max(start, begin), min(end, begin + int(row["numel"]))
+            for kind in kinds:
+                offset, dtype = int(row["offsets"][kind]), self._dtypes[kind]
+                if offset >= 0 and lower < upper:
+                    at = offset + (lower - begin) * dtype.itemsize
+                    yield Piece(lower, upper, dtype, int(row["file"]), at)
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
-        """Collective: what this rank is going to read is verified and fetched now. CheckpointError, on all ranks."""
+        """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all ranks."""
         blocks: set[Block] = set()
         for name, slot, start, numel in wanted:
-            for lower, upper, file, at, dtype in self._pieces(name, slot, start, start + numel):
-                blocks |= self._blocks(file, at, at + (upper - lower) * dtype.itemsize)
-        self._files.prepare(blocks)
+            for piece in self._pieces(name, slot, start, start + numel):
+                blocks |= set(self._files.blocks(piece.file, piece.at, piece.stop))
+        dist.agreed(lambda: self._files.prepare(blocks))
 
-    def prepare_named(self, rank: int | None) -> None:
-        """The same for `rank_tensors(rank)` (None: of no rank) and `shared_tensors()`."""
-        blocks: set[Block] = set()
-        for file, prefix in ((0, manifest.SHARED_KEY), (rank, manifest.RANK_KEY)):
-            if file is not None:
-                for _, at, end, _, _ in self._named_places(file, prefix):
-                    blocks |= self._blocks(file, at, end)
-        self._files.prepare(blocks)
-
-    def _blocks(self, file: int, start: int, end: int) -> set[Block]:
-        return {(file, number) for number in blocks_of(self._files.entries[file], start, end)}
+    def _read(self, piece: Piece) -> Tensor:
+        """[end - start]. CheckpointError."""
+        return self._files.read(piece.file, piece.at, piece.stop).view(piece.dtype)
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         """Elements `[start, start + numel)` of the flattened parameter, [numel], in host memory.
@@ -344,13 +342,11 @@ class FragmentReader:
             raise CheckpointError(f"{self._where}: no parameter {name!r} in this checkpoint")
         parts: list[Tensor] = []
         done, end = start, start + numel  # [start, done) is in `parts`
-        for lower, upper, file, at, dtype in self._pieces(name, slot, start, end):
-            if lower != done:
+        for piece in self._pieces(name, slot, start, end):
+            if piece.start != done:
                 break
-            parts.append(
-                self._files.read(file, at, at + (upper - lower) * dtype.itemsize).view(dtype)
-            )
-            done = upper
+            parts.append(self._read(piece))
+            done = piece.end
         if done < end:
             raise CheckpointError(
                 f"{self._where}: {slot!r} of {name} {list(self._shapes[name])} lacks element {done}; "
@@ -363,12 +359,13 @@ class FragmentReader:
     def full_state(self, ema: bool = False) -> dict[str, Tensor]:
         """Every parameter whole, as in the model's state dict (fp32): for export and evaluation.
 
-        ema: its moving average, where it has one (a frozen one has not). UserError where none has.
+        ema: its moving average, if it has one (a frozen one has not). UserError if none has.
         """
         slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in self._shapes}
         if ema and EMA not in slots.values():
             raise UserError(
-                f"--ema: {self._where} has no moving average, as optim.ema_decay was null; leave it out"
+                f"--ema: {self._where} has no moving average, as optim.ema_decay was null; leave it "
+                "out"
             )
         wanted = [
             Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self._shapes.items()
@@ -384,28 +381,27 @@ class FragmentReader:
         """What was the same on all ranks (memory banks); readable on any number of them."""
         return self._named(0, manifest.SHARED_KEY)
 
-    def _named_places(
-        self, file: int, prefix: str
-    ) -> Iterator[tuple[str, int, int, torch.dtype, list[int]]]:
-        """name, the bytes' begin and end, dtype, shape"""
-        if file >= len(self._tensors):
-            raise CheckpointError(
-                f"{self._where}: no file {manifest.rank_file(file)} in this checkpoint"
-            )
-        for key, (dtype, shape, at) in self._tensors[file].items():
-            if key.startswith(prefix):
-                kind = _TORCH[dtype]
-                yield (
-                    key.removeprefix(prefix),
-                    at,
-                    at + math.prod(shape) * kind.itemsize,
-                    kind,
-                    shape,
-                )
-
     def _named(self, file: int, prefix: str) -> dict[str, Tensor]:
-        # copies: the caller may keep them for long, and write to them
-        return {
-            name: self._files.read(file, at, end).view(dtype).reshape(shape).clone()
-            for name, at, end, dtype, shape in self._named_places(file, prefix)
-        }
+        if file >= len(self._tensors):
+            name = manifest.rank_file(file)
+            raise CheckpointError(f"{self._where}: no file {name} in this checkpoint")
+        tensors: dict[str, Tensor] = {}
+        for key, (_, shape, _) in self._tensors[file].items():
+            if key.startswith(prefix):
+                # a copy: the caller may keep it for long, and write to it
+                tensor = self._read(self._tensor_piece(file, key)).reshape(shape).clone()
+                tensors[key.removeprefix(prefix)] = tensor
+        return tensors
+
+
+def _fragment_rows(data: bytes, begin: int, num_rows: int, num_kinds: int) -> np.ndarray:
+    """The columns of LAYOUT (`manifest.build_layout`) as one structured array, [num_rows]."""
+    fields = ["param", "start", "numel", "file"]
+    shape = (len(fields) + num_kinds, num_rows)
+    columns = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
+    kinds = ("offsets", np.int64, (num_kinds,))  # byte offset in the file of each slot and dtype
+    rows = np.empty(num_rows, np.dtype([*((field, np.int64) for field in fields), kinds]))
+    for field, column in zip(fields, columns, strict=False):
+        rows[field] = column
+    rows["offsets"] = columns[len(fields) :].T
+    return rows

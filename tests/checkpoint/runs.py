@@ -16,7 +16,7 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.restore import Resumed
 from tests.checkpoint.parts import bits, cut, whole
 
@@ -48,7 +48,9 @@ class Run:
         if padding is not None:
             own["padding"] = padding
         state = {"step": step, "cursors": {"0": step}}
-        return self.manager.save(step, cut(whole(step), rank, world_size), own, state, wait=wait)
+        fragments = cut(whole(step), rank, world_size)
+        saved = self.manager.save(step, fragments, own, state, wait=wait)
+        return saved in (Saved.COMMITTED, Saved.UNDER_WAY)
 
     def save(self, *steps: int, padding: torch.Tensor | None = None) -> None:
         for step in steps:

@@ -19,7 +19,7 @@ from clip_train.checkpoint.commit import (
     commit,
     put_rank_manifest,
 )
-from clip_train.checkpoint.manifest import FileEntry
+from clip_train.checkpoint.manifest import CommitRef, FileEntry
 from clip_train.storage.base import Entry
 from clip_train.storage.local import LocalStorage
 
@@ -67,7 +67,7 @@ def test_of_many_ranks_only_the_manifests_that_are_there_are_asked_for(tmp_path:
     storage.third_look = lambda: put(storage, range(100, WORLD_SIZE))
     mine, end = request(0), time.monotonic() + 3600.0
     commit(storage, mine, lambda: lease.check(storage, held), held.token, lambda: end)
-    assert storage.exists(mine.ref.name) and len(storage.asked) == WORLD_SIZE
+    assert storage.exists(CommitRef(0, 7).name) and len(storage.asked) == WORLD_SIZE
     assert storage.asked.total() == WORLD_SIZE  # each once, when it is there
 
 
@@ -79,7 +79,7 @@ def test_a_rank_whose_manifest_never_comes_is_named(tmp_path: Path) -> None:
         RefusedError, match=f"no manifest of ranks {WORLD_SIZE - 1} under {tmp_path}"
     ):
         commit(storage, request(0), lambda: None, "", lambda: end)
-    assert not storage.exists(request(0).ref.name)
+    assert not storage.exists(CommitRef(0, 7).name)
 
 
 def test_another_ranks_error_is_named(tmp_path: Path) -> None:
@@ -99,9 +99,8 @@ def test_the_marker_of_an_earlier_attempt_of_ones_own_is_no_other_process(
     earlier = manifest.attempt_prefix(0, 7, 2)
     put(storage, range(WORLD_SIZE))
     storage.put_bytes(
-        request(0).ref.name, manifest.Commit(0, 7, earlier, "0" * 64, token).to_bytes()
+        CommitRef(0, 7).name, manifest.Commit(0, 7, earlier, "0" * 64, token).to_bytes()
     )
     mine, end = request(0), time.monotonic() + 60
     with pytest.raises(FencedError) if fenced else contextlib.nullcontext():
-        commit(storage, mine, lambda: None, "mine", lambda: end)
-    assert mine.committed == (mine.prefix if fenced else earlier)
+        assert commit(storage, mine, lambda: None, "mine", lambda: end) == earlier

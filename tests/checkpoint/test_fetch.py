@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.errors import CheckpointError
 from clip_train.storage.local import LocalStorage
 from tests import warm
@@ -25,7 +25,8 @@ def manager(root: Path, disk: str) -> CheckpointManager:
 def save_one(root: Path) -> None:
     first = manager(root, "old")
     padding = {"padding": torch.zeros(5_000_000)}  # more than a block
-    assert first.save(1, cut(whole(1), 0, 1), padding, {"step": 1}, wait=True)
+    saved = first.save(1, cut(whole(1), 0, 1), padding, {"step": 1}, wait=True)
+    assert saved is Saved.COMMITTED
     first.close()
 
 
@@ -75,7 +76,7 @@ def test_a_disk_that_fills_up_is_not_taken_for_the_store(
         patched.setattr(os, call, full)
         with pytest.raises(
             CheckpointError,
-            match=f"the disk is full at {re.escape(str(tmp_path / 'new'))}, .*make room",
+            match=f"the disk is full at {re.escape(str(tmp_path / 'new'))}/.*make room",
         ):
             manager(tmp_path, "new").resume()
     assert manager(tmp_path, "new").resume() is not None

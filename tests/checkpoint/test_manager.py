@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from clip_train.checkpoint.manager import Saved
 from clip_train.errors import CheckpointError, UserError
 from tests.checkpoint.parts import committed
 from tests.checkpoint.runs import Run, assert_holds, assert_is, data_file, flip, kill_writer
@@ -139,7 +140,7 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
     again = Run(new, resume=str(old))  # the same line once more, as a requeued job has it
     assert_is(again.resume(), 9)
     assert any(
-        "this run has checkpoints of its own and goes on from them" in line for line in again.said
+        "this run continues from its own checkpoints, as it has some" in line for line in again.said
     )
     with pytest.raises(UserError, match="no such path; use auto, must, never"):
         Run(new, resume=str(tmp_path / "absent")).resume()
@@ -147,48 +148,25 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
         Run(new, resume=str(tmp_path)).resume()
 
 
-def test_going_back_within_a_run(tmp_path: Path) -> None:
-    Run(tmp_path).save(1, 2, 3)
-    run = Run(tmp_path, resume=str(data_file(tmp_path, 1).parent))
-    assert_is(run.resume(), 1)
-    run.save(2)
-    assert_is(Run(tmp_path).resume(), 2)  # this one, not the step 3 that was left behind
-
-
-def test_the_same_line_goes_back_once(tmp_path: Path) -> None:
-    """A requeued job has it again."""
-    Run(tmp_path).save(1, 2, 3)
-    attempt, marker = data_file(tmp_path, 1).parent, tmp_path / "commit/e000000-s0000000001.json"
-
-    def life(line: Path, begins_at: int, *saves: int) -> bool:
-        run = Run(tmp_path, resume=str(line), keep_last=1)
-        assert_is(run.resume(), begins_at)
-        run.manager.begin()
-        run.save(*saves)
-        return any("has gone back there before" in said for said in run.said)
-
-    assert [life(attempt, 1), life(attempt, 1, 11), life(attempt, 11, 21), life(attempt, 21, 31)] == [
-        False, False, True, True
-    ]  # fmt: skip
-    assert set(committed(tmp_path)) == {
-        1,
-        21,
-        31,
-    }  # what the line names must be there at the next requeue
-    assert [life(marker, 1, 12), life(marker, 12)] == [False, True]
-    assert_is(Run(tmp_path).resume(), 12)
-
-
-def test_going_back_in_a_store_by_another_name(tmp_path: Path) -> None:
+def test_a_run_does_not_go_back_to_its_own_older_checkpoint(tmp_path: Path) -> None:
+    """A requeued job has the same line again: it would lose its work each time."""
     (tmp_path / "link").symlink_to(tmp_path)
-    remote = f"{tmp_path}/link/x/../store"
-    (tmp_path / "x").mkdir()
-    Run(tmp_path / "run", remote=remote).save(1, 2)
-    marker = tmp_path / "store/commit/e000000-s0000000001.json"
-    for begins_at, save in ((1, 11), (11, 21)):
-        run = Run(tmp_path / "run", remote=remote, resume=str(marker))
-        assert_is(run.resume(), begins_at)
-        run.save(save)
+    remote = f"{tmp_path}/link/store"
+    Run(tmp_path / "run", remote=remote).save(1, 2, 3)
+    one = data_file(tmp_path / "store", 1).parent
+    for line in (
+        one,
+        tmp_path / "store/commit/e000000-s0000000001.json",
+        data_file(tmp_path / "run", 1).parent,
+    ):
+        with pytest.raises(UserError, match=r"is a checkpoint of this run.* set another run\.name"):
+            Run(tmp_path / "run", remote=remote, resume=str(line)).resume()
+    branch = Run(tmp_path / "branch", resume=str(one))  # as the message says
+    assert_is(branch.resume(), 1)
+    for folder in ("run", "store"):
+        for step in (2, 3):
+            (tmp_path / folder / f"commit/e000000-s{step:010d}.json").unlink()
+    assert_is(Run(tmp_path / "run", remote=remote, resume=str(tmp_path / "run")).resume(), 1)
 
 
 def test_retention_keeps_the_newest_and_the_one_resumed_from(tmp_path: Path) -> None:
@@ -263,23 +241,30 @@ def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
     for step in range(1, 11):
         run.save(step)
         run.manager.note_metrics(step, {"top1": 0.9 if step == 6 else 0.1 * step / 10, "top5": 1.0})
-        run.until((tmp_path / f"metric/e000000-s{step:010d}.json").exists)
+    run.manager.note_metrics(10, {"top1": float("nan"), "top5": 1.0})
+    run.manager.close()
     assert set(committed(tmp_path)) == {4, 8, 6, 10}
+    again = Run(tmp_path, keep_last=1, keep_best="top1")
+    resumed = again.resume()
+    assert resumed is not None and resumed.step == 10
+    again.save(11, 12)
+    again.manager.close()
+    assert set(committed(tmp_path)) == {6, 10, 12}  # the best of before, resumed from, newest
     run = Run(tmp_path, keep_last=1, keep_best="-loss")
-    assert_is(run.resume(), 10)
+    assert run.resume() is not None
     run.manager.begin()
-    run.save(11)
-    run.manager.note_metrics(11, {"loss": 2.0})
-    run.until((tmp_path / "metric/e000001-s0000000011.json").exists)
-    run.save(12)
-    assert set(committed(tmp_path)) == {10, 11, 12}  # resumed from, best, newest
+    run.save(13)
+    run.manager.note_metrics(13, {"loss": 2.0})
+    run.save(14, 15)
+    run.manager.close()
+    assert set(committed(tmp_path)) == {12, 13, 15}  # resumed from, best, newest
 
 
 def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
     run = Run(tmp_path, max_failed_saves=2)
     run.save(1)
 
-    def save(step: int) -> bool:
+    def save(step: int) -> Saved:
         return run.manager.save(step, [], {}, {}, wait=True)
 
     def break_it() -> None:
@@ -287,13 +272,13 @@ def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
         (tmp_path / "tmp").write_bytes(b"in the way")
 
     break_it()
-    assert save(2) is False
+    assert save(2) is Saved.FAILED
     assert "checkpoint of step 2 failed (1 in a row): FileExistsError" in run.said[0]
     assert str(committed(tmp_path)[1]) in run.said[0]
     (tmp_path / "tmp").unlink()
     run.save(3)  # success starts the count anew
     break_it()
-    assert save(4) is False
+    assert save(4) is Saved.FAILED
     with pytest.raises(
         CheckpointError, match=r"step 5 failed \(2 in a row\).*last good one is .*s0000000003"
     ):
@@ -357,7 +342,7 @@ def test_a_snapshot_is_not_overwritten_while_it_is_written(tmp_path: Path) -> No
     steps = committed(tmp_path)
     assert set(steps) == {1, 2, 3, 4, 5, 6}
     for step, folder in steps.items():
-        resumed = Run(tmp_path, resume=str(folder)).resume()
+        resumed = Run(tmp_path / "other", resume=str(folder)).resume()
         assert resumed is not None
         assert_holds(resumed, step)
 
@@ -368,7 +353,7 @@ def test_a_checkpoint_writer_that_dies_is_replaced(tmp_path: Path) -> None:
     kill_writer()
     run.save(2)
     (line,) = run.said
-    assert line == "the checkpoint writer has ended (signal 9); another one is started"
+    assert line == "the checkpoint writer has ended (signal 9)"
     assert_is(Run(tmp_path).resume(), 2)
 
 
@@ -387,7 +372,7 @@ def test_no_space_is_seen_before_anything_is_written(
 
 def test_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert run.manager.save(1, [], {}, {"a": {"b": torch.zeros(1)}}) is False
+    assert run.manager.save(1, [], {}, {"a": {"b": torch.zeros(1)}}) is Saved.FAILED
     assert "state.a.b: cannot be kept as JSON: Tensor" in run.said[0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -13,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from clip_train.checkpoint import commit, lease, manifest
+from clip_train.checkpoint import commit, lease
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.retention import Policy, apply_retention, remove_own_files, verdicts
+from clip_train.checkpoint.retention import Policy, apply_retention, verdicts
 from clip_train.storage.local import LocalStorage
 from tests.checkpoint.eyes import damaged_in, newest_in
 from tests.checkpoint.parts import committed
-from tests.checkpoint.runs import Gate, Run, assert_is, data_file, flip, kill_writer
+from tests.checkpoint.runs import Run, assert_is, data_file, flip
 
 
 class Interrupted(LocalStorage):
@@ -49,14 +48,11 @@ class Interrupted(LocalStorage):
 def epoch_0(folder: Path, **policy: Any) -> Policy:
     """Of the first process that wrote there."""
     token = json.loads((folder / "lease/e000000.json").read_bytes())["token"]
-    return Policy(
-        **{"keep_last": 9, "orphan_grace_seconds": 0.0, "epoch": 0, "token": token, **policy}
-    )
+    held = lease.Lease(0, token)
+    return Policy(**{"keep_last": 9, "orphan_grace_seconds": 0.0, "lease": held, **policy})
 
 
-@pytest.mark.parametrize(
-    "call,name", [("list", "ckpt"), ("delete", "commit"), ("delete", "metric")]
-)
+@pytest.mark.parametrize("call,name", [("list", "ckpt"), ("delete", "commit")])
 def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successor(
     tmp_path: Path, call: str, name: str
 ) -> None:
@@ -72,7 +68,7 @@ def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successo
 
     under_way = tmp_path / "ckpt/s0000000006/e000001-0123abcd/rank00000.safetensors"
     zombie = epoch_0(tmp_path, keep_last=2)
-    apply_retention(Interrupted(tmp_path, call, name, takes_over), zombie)
+    apply_retention(Interrupted(tmp_path, call, name, takes_over), zombie, {})
     assert damaged_in(tmp_path) == [] and {4, 5} <= set(committed(tmp_path)) and under_way.exists()
     assert_is(Run(tmp_path).resume(), 5)
 
@@ -103,15 +99,16 @@ def test_a_marker_that_the_listing_hides_keeps_its_data(tmp_path: Path) -> None:
                 if "commit/e000000-s0000000002" not in entry.name
             ]
 
-    apply_retention(Hiding(tmp_path), epoch_0(tmp_path))
+    apply_retention(Hiding(tmp_path), epoch_0(tmp_path), {})
     assert damaged_in(tmp_path) == [] and set(committed(tmp_path)) == {1, 2, 3}
 
 
-def test_a_number_that_is_none_is_not_the_best() -> None:
-    refs = [CommitRef(0, step) for step in (5, 4, 3, 2, 1)]
+def test_the_best_is_one_that_is_there() -> None:
+    refs = [CommitRef(0, step) for step in (5, 3, 2, 1)]
     for name, best in (("top1", 3), ("-loss", 1)):
-        metrics = dict(zip(refs, (math.nan, math.inf, 3.0, 2.0, 1.0), strict=True))
-        why = verdicts(refs, Policy(keep_last=1, keep_best=name), metrics)
+        scores = {CommitRef(0, 4): 9.0, **dict(zip(refs[1:], (3.0, 2.0, 1.0), strict=True))}
+        scores[CommitRef(0, 6)] = 0.0
+        why = verdicts(refs, Policy(keep_last=1, keep_best=name), scores)
         assert [ref.step for ref in why] == [5, best]
 
 
@@ -147,7 +144,7 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
         )
 
     storage = Interrupted(tmp_path, "list", "ckpt", begins)
-    apply_retention(storage, epoch_0(tmp_path))
+    apply_retention(storage, epoch_0(tmp_path), {})
     assert len(list((tmp_path / "ckpt/s0000000002").glob("*/rank00001.safetensors"))) == 2
     assert len(list((tmp_path / "tmp").iterdir())) == 1 and not over.exists()
 
@@ -155,18 +152,11 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
 def test_small_files_that_a_kill_left_go_too(tmp_path: Path) -> None:
     Run(tmp_path, keep_last=9).save(1, 2)
     storage = LocalStorage(tmp_path)
-    names = ["preflight/0123", "metric/e000000-s0000000000.json", "metric/e000000-s0000000001.json"]
-    for name in names:
-        storage.put_bytes(name, b"{}")
-        os.utime(tmp_path / name, (time.time() - 700,) * 2)
+    storage.put_bytes("preflight/0123", b"{}")
+    os.utime(tmp_path / "preflight/0123", (time.time() - 700,) * 2)
     storage.put_bytes("preflight/young", b"")
-    apply_retention(storage, epoch_0(tmp_path, orphan_grace_seconds=600.0))
-    assert [storage.exists(name) for name in [*names, "preflight/young"]] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    apply_retention(storage, epoch_0(tmp_path, orphan_grace_seconds=600.0), {})
+    assert [entry.name for entry in storage.list("preflight")] == ["preflight/young"]
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_chosen(tmp_path: Path) -> None:
@@ -176,49 +166,6 @@ def test_a_checkpoint_that_is_removed_while_it_is_chosen(tmp_path: Path) -> None
     run.manager.storage = Interrupted(tmp_path, "read_bytes", "commit/", lambda: other.save(2, 3))
     assert assert_is(run.resume(), 3).skipped == []
     assert not any("FRESH" in line for line in run.said)
-
-
-def test_the_same_step_again_after_its_writer_has_died(tmp_path: Path) -> None:
-    """It is committed, and its rank has not heard of it: no reason to take oneself for another process."""
-    gate = Gate(
-        tmp_path / "metric/e000000-s0000000001.json"
-    )  # read after the commit, to decide what may go
-    run = Run(tmp_path, keep_best="top1")
-    assert run.start(1)
-    run.until(gate.reached)
-    kill_writer()
-    gate.open()
-    run.save(1)
-    assert set(committed(tmp_path)) == {1} and damaged_in(tmp_path) == []
-    assert any("another one repeats step 1" in line for line in run.said)
-    run.save(2)
-    assert_is(Run(tmp_path).resume(), 2)
-
-
-def test_a_disk_of_ones_own_is_cleared_of_all_that_was_brought_to_it(tmp_path: Path) -> None:
-    """Four ranks wrote it and two have resumed it: rank 0 brought the files of ranks 0 and 2."""
-    storage = LocalStorage(tmp_path)
-    for step, epoch, ranks in (
-        (1, 0, (0, 1, 2, 3)),
-        (2, 1, (0, 1)),
-        (3, 1, (0, 1)),
-        (4, 1, (0, 1)),
-    ):
-        for rank in ranks:
-            storage.put_bytes(
-                f"ckpt/s{step:010d}/e{epoch:06d}-0123abcd/{manifest.rank_file(rank)}", b"x"
-            )
-    for name in (
-        "ckpt+s0000000001+e000000-0123abcd+rank00003",
-        "ckpt+s0000000005+e000001-0123abcd+rank00001",
-    ):
-        storage.put_bytes(f"tmp/{name}.safetensors", b"half")
-    remove_own_files(storage, 0, Policy(keep_last=2, epoch=1), ())
-    left = [
-        (int(entry.name[6:16]), int(entry.name[-13])) for entry in storage.list("ckpt")
-    ]  # step, rank
-    assert left == [(2, 1), (3, 0), (3, 1), (4, 0), (4, 1)]  # rank 1's it clears itself
-    assert [entry.name[9:20] for entry in storage.list("tmp")] == ["s0000000005"]
 
 
 def test_the_age_of_what_is_left_behind_is_told_by_the_disks_clock(
@@ -233,12 +180,12 @@ def test_the_age_of_what_is_left_behind_is_told_by_the_disks_clock(
     monkeypatch.setattr(time, "time", lambda: real() + 7200)
     storage, policy = (
         LocalStorage(tmp_path),
-        Policy(keep_last=9, epoch=1, orphan_grace_seconds=3600.0),
+        Policy(keep_last=9, lease=lease.Lease(1, ""), orphan_grace_seconds=3600.0),
     )
-    apply_retention(storage, policy)
+    apply_retention(storage, policy, {})
     assert other.exists() and committed(tmp_path)
     os.utime(other, (real() - 3700,) * 2)
-    apply_retention(storage, policy)
+    apply_retention(storage, policy, {})
     assert not other.exists() and set(committed(tmp_path)) == {1}
     assert list(tmp_path.glob(".*")) == []
 

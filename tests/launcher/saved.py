@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.protocols import Fragment
@@ -38,6 +38,7 @@ def save_run(
             for name, p in saved[step].items()
         ]
         state = {"step": step, "architecture": architecture.model_dump(mode="json"), "recipe": {}}
-        assert manager.save(step, fragments, {"rng": torch.zeros(1)}, state, wait=True)
+        saved_as = manager.save(step, fragments, {"rng": torch.zeros(1)}, state, wait=True)
+        assert saved_as is Saved.COMMITTED
     manager.close()
     return saved

