@@ -121,14 +121,16 @@ class CheckpointFiles:
         if len(self.entries) == world_size:
             mine = [block for block in blocks if block[0] == rank]  # its own file
 
-        def damage() -> str | None:
-            try:
-                self.verify(mine)
-            except DamagedError as e:
-                return str(e)
-            return None
-
-        damaged = [why for why in dist.gather_objects(dist.agreed(damage)) if why is not None]
+        why: str | None = None
+        error: Exception | None = None
+        try:
+            self.verify(mine)
+        except DamagedError as e:
+            why = str(e)
+        except Exception as e:
+            error = e
+        dist.raise_agreed(error)
+        damaged = [each for each in dist.gather_objects(why) if each is not None]
         if damaged:
             return damaged[0]
         if self._shared:
@@ -138,8 +140,12 @@ class CheckpointFiles:
     def verify(self, blocks: Collection[Block]) -> None:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""
         missing = self._missing(blocks)
-        if missing:
-            self._fetch(missing)
+        if missing and self._remote is None:
+            path = self._path(missing[0][0])
+            changed = "does not have its sha256: a byte has changed since it was written"
+            raise DamagedError(f"{path} {changed if path.exists() else 'is missing'}")
+        if missing and self._remote is not None:
+            self._fetch(self._remote, missing)
 
     def _missing(self, blocks: Collection[Block]) -> list[Block]:
         """Those that are neither verified nor whole on this disk. CheckpointError."""
@@ -148,17 +154,11 @@ class CheckpointFiles:
         def verify(block: Block) -> None:
             file, number = block
             start, end = self.entries[file].block_range(number)
-            digest = hashlib.sha256()
+            data = b""
             with contextlib.suppress(FileNotFoundError), self._path(file).open("rb") as f:
                 f.seek(start)
-                left = end - start
-                while left:
-                    data = f.read(min(left, 1 << 20))
-                    if not data:
-                        break
-                    digest.update(data)
-                    left -= len(data)
-            if digest.hexdigest() != self.entries[file].blocks[number]:
+                data = f.read(end - start)
+            if hashlib.sha256(data).hexdigest() != self.entries[file].blocks[number]:
                 missing.add(block)
 
         unknown = [block for block in blocks if block not in self._ready]
@@ -167,40 +167,30 @@ class CheckpointFiles:
         self._ready.update(block for block in unknown if block not in missing)
         return sorted(missing)
 
-    def _fetch(self, blocks: Sequence[Block]) -> None:
+    def _fetch(self, remote: Storage, blocks: Sequence[Block]) -> None:
         """Write them to the places of their files. DamagedError, CheckpointError."""
-        if self._remote is None:
-            path = self._path(blocks[0][0])
-            changed = "does not have its sha256: a byte has changed since it was written"
-            raise DamagedError(f"{path} {changed if path.exists() else 'is missing'}")
-        remote, began, done = self._remote, time.monotonic(), 0
-        next_line = began + _PROGRESS_SECONDS
-        lengths = {}
-        for file, number in blocks:
-            start, end = self.entries[file].block_range(number)
-            lengths[file, number] = end - start
-        total = sum(lengths.values())
+        ranges = [self.entries[file].block_range(number) for file, number in blocks]
+        total = sum(end - start for start, end in ranges)
+        began, done, next_line = time.monotonic(), 0, time.monotonic() + _PROGRESS_SECONDS
         with self._own_disk():
             check_space(self._folder, total, free_bytes(self._folder))
 
         def fetch(block: Block) -> None:
             file, number = block
             entry = self.entries[file]
-            name = f"{self._found.commit.prefix}/{entry.name}"
-            data = fetch_block(remote, name, entry, number)
+            data = fetch_block(remote, f"{self._found.commit.prefix}/{entry.name}", entry, number)
             with self._own_disk():
                 _write_block(self._path(file), entry, number, data)
 
         def progress(block: Block) -> None:
             nonlocal done, next_line
-            done += lengths[block]
+            done += 1
             now = time.monotonic()
-            if now >= next_line and done < total:
-                next_line, rate = now + _PROGRESS_SECONDS, done / (now - began)
+            if now >= next_line and done < len(blocks):
+                next_line, left = now + _PROGRESS_SECONDS, (now - began) * (len(blocks) / done - 1)
                 self._log(
-                    f"fetching the checkpoint of step {self._found.commit.step}: "
-                    f"{done / 1e6:,.0f} of rank 0's {total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s, "
-                    f"{(total - done) / rate:.0f} s to go"
+                    f"fetching the checkpoint of step {self._found.commit.step}: {done} of rank 0's "
+                    f"{len(blocks)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
                 )
 
         try:
@@ -223,11 +213,13 @@ class CheckpointFiles:
         except OSError as e:
             step = self._found.commit.step
             where = f"{self._folder}, to which the checkpoint of step {step} is fetched"
+            what, remedy = "cannot write at", "mend it, or set run.dir"
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                why = f"the disk is full at {where} ({e.strerror}): make room there, or lower "
-                raise CheckpointError(f"{why}checkpoint.keep_last") from e
-            why = f"cannot write at {where}: {type(e).__name__}: {e}"
-            raise CheckpointError(f"{why}; mend it, or set run.dir") from e
+                what, remedy = (
+                    "the disk is full at",
+                    "make room there, or lower checkpoint.keep_last",
+                )
+            raise CheckpointError(f"{what} {where} ({type(e).__name__}: {e}): {remedy}") from e
 
 
 def _write_block(path: Path, entry: FileEntry, number: int, data: bytes) -> None:

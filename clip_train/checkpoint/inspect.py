@@ -39,7 +39,7 @@ class Line:
 
     step: int
     epoch: int
-    where: str  # "local", "remote", "both"
+    where: str  # "local", "remote"
     committed: bool  # there is a marker, whatever became of the rest
     problem: str | None  # None: it is whole, as far as was looked
     future: str  # what the next save's retention does with it, and why
@@ -50,30 +50,19 @@ class Line:
 
 
 def list_checkpoints(places: Places, policy: Policy, *, verify: bool) -> list[Line]:
-    """Those of both stores, newest first, then those without a commit. verify: read every byte.
+    """Those of each store, newest first, then those without a commit. verify: read every byte.
 
     CheckpointError.
     """
-    committed: dict[CommitRef, Line] = {}
-    others: list[Line] = []
+    committed: list[Line] = []
+    orphans: list[Line] = []
     for where, storage in zip(("local", "remote"), places, strict=True):
-        if storage is None:
-            continue
-        with readable(storage.url):
-            lines = _list_commits(storage, where, policy, verify=verify)
-            others += _list_orphans(storage, where, policy, [*lines])
-        for ref, line in lines.items():
-            committed[ref] = _both(committed[ref], line) if ref in committed else line
-    return [committed[ref] for ref in sorted(committed, reverse=True)] + others
-
-
-def _both(local: Line, remote: Line) -> Line:
-    problems = [f"{each.where}: {each.problem}" for each in (local, remote) if each.problem]
-    future = f"local: {local.future}; remote: {remote.future}"
-    if local.future == remote.future:
-        future = local.future
-    known = local if local.ranks is not None else remote
-    return replace(known, where="both", problem="; ".join(problems) or None, future=future)
+        if storage is not None:
+            with readable(storage.url):
+                lines = _list_commits(storage, where, policy, verify=verify)
+                orphans += _list_orphans(storage, where, policy, [*lines])
+            committed += lines.values()
+    return sorted(committed, key=lambda line: (-line.epoch, -line.step)) + orphans
 
 
 def _list_commits(
