@@ -144,14 +144,13 @@ class CheckpointManager:
         held = dist.on_main(partial(lease.acquire, main, others))
         selection = self._selection
         protect = {selection.resumed.ref} if selection.own and selection.resumed else set()
-        damaged = set(selection.damaged) if selection.own else set()
         self._memory = SharedMemory()
         self._settings = Settings(
             str(self.folder),
             self.config.remote,
             self._shared,
             60 * self.config.save_timeout_minutes,
-            self.config.policy(held, protect, damaged),
+            self.config.policy(held, protect, selection.damaged),
         )
         dist.agreed(self._start_writer)
 
@@ -366,7 +365,8 @@ class CheckpointManager:
         self._warn_here(how if dist.is_main() else f"rank {dist.rank()}: {how}")
         for request in self._pending.values() if dist.rank() > 0 else ():
             # rank 0's checkpoint writer waits for this rank's manifest
-            for store in (self.remote, self.storage if request is self._writing else None):
+            local = self.storage if self._shared and request is self._writing else None
+            for store in (self.remote, local):
                 with contextlib.suppress(OSError):
                     if store is not None:
                         put_rank_manifest(store, request, CheckpointError(how))
@@ -379,35 +379,37 @@ class CheckpointManager:
     def _hear(self, message: Message) -> None:
         step, text = message.step, message.text
         request = self._pending.get(step)
-        if message.event is Event.NOTE:
-            self._log(text)
-        elif message.event is Event.WRITTEN:
-            if self._writing is not None and self._writing.prefix == message.prefix:
+        match message.event:
+            case Event.NOTE:
+                self._log(text)
+            case Event.WRITTEN if self._writing and self._writing.prefix == message.prefix:
                 self._writing = None
-        elif message.event is Event.LOCAL:
-            self._note_good(step, text)
-        elif request is None or request.prefix != message.prefix:
-            pass  # an earlier attempt, which nobody waits for any more
-        elif message.event is Event.FAILED:
-            self._fail(step, text)
-        else:
-            del self._pending[step]
-            if message.event is Event.FENCED:
+            case Event.LOCAL:
+                self._note_good(step, text)
+            case Event.FAILED if request and request.prefix == message.prefix:
+                self._fail(step, text)
+            case Event.FENCED if request and request.prefix == message.prefix:
+                del self._pending[step]
                 self._fatal = text
-            elif message.event is Event.SUPERSEDED:
+            case Event.SUPERSEDED if request and request.prefix == message.prefix:
+                del self._pending[step]
                 self._count("superseded")
                 self._warn(f"checkpoint of step {step} is not uploaded: {text}")
-            elif dist.is_main():  # elsewhere this rank's part is where it belongs
-                self._failures, self._saved = 0, step
-                self._note_good(step, text)
-                seconds, size = message.seconds, request.size
-                self._numbers |= {
-                    "checkpoint_step": step,
-                    "checkpoint_seconds": seconds,
-                    "checkpoint_failures": 0,
-                }
-                line = "checkpoint of step %d committed after %.1f s (%d bytes on rank 0)"
-                logger.info(line, step, seconds, size)
+            case Event.COMMITTED if request and request.prefix == message.prefix:
+                del self._pending[step]
+                if dist.is_main():  # elsewhere this rank's part is where it belongs
+                    self._note_committed(step, text, message.seconds, request.size)
+
+    def _note_committed(self, step: int, path: str, seconds: float, num_bytes: int) -> None:
+        self._failures, self._saved = 0, step
+        self._note_good(step, path)
+        self._numbers |= {
+            "checkpoint_step": step,
+            "checkpoint_seconds": seconds,
+            "checkpoint_failures": 0,
+        }
+        line = "checkpoint of step %d committed after %.1f s (%d bytes on rank 0)"
+        logger.info(line, step, seconds, num_bytes)
 
     def _note_good(self, step: int, path: str) -> None:
         if self.last_good is None or step >= self.last_good.step:

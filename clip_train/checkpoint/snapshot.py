@@ -213,7 +213,7 @@ def _natural(number: Any) -> int:
 LARGEST_LAYOUT = 2**32  # bytes; 4,096 ranks of a model with 1,000 parameters have 2^28
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """Where a part of a tensor is."""
 
     start: int  # elements [start, end) of the flattened tensor
@@ -290,10 +290,10 @@ class FragmentReader:
                 if self._tensor_piece(file, name).stop > size:
                     raise ValueError(f"{name!r} is not within its file")
 
-    def _tensor_piece(self, file: int, key: str) -> Piece:
+    def _tensor_piece(self, file: int, key: str) -> Extent:
         """Where a tensor is that is no fragment."""
         dtype, shape, at = self._tensors[file][key]
-        return Piece(0, math.prod(shape), _TORCH[dtype], file, at)
+        return Extent(0, math.prod(shape), _TORCH[dtype], file, at)
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""
@@ -306,7 +306,7 @@ class FragmentReader:
         stored = np.any(self._of[name]["offsets"] >= 0, axis=0).tolist()
         return {slot for slot, there in zip(self._slots, stored, strict=True) if there}
 
-    def _pieces(self, name: str, slot: str, start: int, end: int) -> Iterator[Piece]:
+    def _pieces(self, name: str, slot: str, start: int, end: int) -> Iterator[Extent]:
         """What overlaps elements `[start, end)`, in their order."""
         rows = self._of.get(name, self._rows[:0])
         first = max(int(np.searchsorted(rows["start"], start, side="right")) - 1, 0)
@@ -319,7 +319,7 @@ class FragmentReader:
                 offset, dtype = int(row["offsets"][kind]), self._dtypes[kind]
                 if offset >= 0 and lower < upper:
                     at = offset + (lower - begin) * dtype.itemsize
-                    yield Piece(lower, upper, dtype, int(row["file"]), at)
+                    yield Extent(lower, upper, dtype, int(row["file"]), at)
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
         """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all ranks."""
@@ -329,7 +329,7 @@ class FragmentReader:
                 blocks |= set(self._files.blocks(piece.file, piece.at, piece.stop))
         dist.agreed(lambda: self._files.prepare(blocks))
 
-    def _read(self, piece: Piece) -> Tensor:
+    def _read(self, piece: Extent) -> Tensor:
         """[end - start]. CheckpointError."""
         return self._files.read(piece.file, piece.at, piece.stop).view(piece.dtype)
 
