@@ -6,12 +6,12 @@ hashing and fetching.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -21,10 +21,8 @@ from clip_train import dist
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import READS, DamagedError, Found, readable, run_parallel
 from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry
-from clip_train.checkpoint.retention import check_space, free_bytes
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
-from clip_train.storage.local import fsync_file
 
 PARALLEL_BLOCKS = 4  # hashed or fetched at a time by one rank: 64 MiB
 _PROGRESS_SECONDS = 10.0  # between lines about a fetch that takes long
@@ -65,6 +63,7 @@ class CheckpointFiles:
     ) -> None:
         self.entries = found.manifest.files
         self.fetched, self.seconds = 0, 0.0  # bytes and time, by this rank
+        self._counting = threading.Lock()
         self._found, self._folder, self._remote = found, folder, remote
         self._shared, self._log = shared, log
         self._blocks = [
@@ -74,9 +73,6 @@ class CheckpointFiles:
         ]
         self._ready: set[Block] = set()  # verified
         self._maps: dict[int, Tensor] = {}
-
-    def _path(self, file: int) -> Path:
-        return self._folder / self.entries[file].name
 
     # -- reading
 
@@ -94,10 +90,11 @@ class CheckpointFiles:
             return torch.empty(0, dtype=torch.uint8)
         self.prepare(self.blocks(file, start, end))
         if file not in self._maps:
-            path, size = self._path(file), self.entries[file].size
+            entry = self.entries[file]
+            path = self._folder / entry.name
             try:  # private: torch wants memory that it could write to; it holds no file descriptor
                 self._maps[file] = torch.from_file(
-                    str(path), shared=False, size=size, dtype=torch.uint8
+                    str(path), shared=False, size=entry.size, dtype=torch.uint8
                 )
             except (OSError, RuntimeError) as e:  # torch's own: it is gone, or shorter by now
                 raise CheckpointError(f"{path}: {type(e).__name__}: {e}") from e
@@ -141,92 +138,69 @@ class CheckpointFiles:
 
     def verify(self, blocks: Collection[Block]) -> None:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""
-        missing = self._missing(blocks)
-        if missing and self._remote is None:
-            path = self._path(missing[0][0])
-            changed = "does not have its sha256: a byte has changed since it was written"
-            raise DamagedError(f"{path} {changed if path.exists() else 'is missing'}")
-        if missing and self._remote is not None:
-            self._fetch(self._remote, missing)
-
-    def _missing(self, blocks: Collection[Block]) -> list[Block]:
-        """Those that are neither verified nor whole on this disk. CheckpointError."""
-        missing: set[Block] = set()
-
-        def verify(block: Block) -> None:
-            file, number = block
-            start, end = self.entries[file].block_range(number)
-            data = b""
-            with contextlib.suppress(FileNotFoundError), self._path(file).open("rb") as f:
-                f.seek(start)
-                data = f.read(end - start)
-            if hashlib.sha256(data).hexdigest() != self.entries[file].blocks[number]:
-                missing.add(block)
-
         unknown = [block for block in blocks if block not in self._ready]
-        with readable(str(self._folder)):
-            run_parallel(verify, unknown, PARALLEL_BLOCKS)
-        self._ready.update(block for block in unknown if block not in missing)
-        return sorted(missing)
-
-    def _fetch(self, remote: Storage, blocks: Sequence[Block]) -> None:
-        """Write them to the places of their files. DamagedError, CheckpointError."""
-        ranges = [self.entries[file].block_range(number) for file, number in blocks]
-        total = sum(end - start for start, end in ranges)
-        began, done, next_line = time.monotonic(), 0, time.monotonic() + _PROGRESS_SECONDS
-        with self._own_disk():
-            check_space(self._folder, total, free_bytes(self._folder))
-
-        def fetch(block: Block) -> None:
-            file, number = block
-            entry = self.entries[file]
-            data = fetch_block(remote, f"{self._found.commit.prefix}/{entry.name}", entry, number)
-            with self._own_disk():
-                _write_block(self._path(file), entry, number, data)
+        before, began, done = self.fetched, time.monotonic(), 0
+        next_line = began + _PROGRESS_SECONDS
 
         def progress(block: Block) -> None:
             nonlocal done, next_line
+            self._ready.add(block)
             done += 1
             now = time.monotonic()
-            if now >= next_line and done < len(blocks):
-                next_line, left = now + _PROGRESS_SECONDS, (now - began) * (len(blocks) / done - 1)
+            if self.fetched > before and now >= next_line and done < len(unknown):
+                next_line, left = now + _PROGRESS_SECONDS, (now - began) * (len(unknown) / done - 1)
                 self._log(
                     f"fetching the checkpoint of step {self._found.commit.step}: {done} of rank 0's "
-                    f"{len(blocks)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
+                    f"{len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
                 )
 
-        try:
-            with readable(remote.url):
-                run_parallel(fetch, blocks, PARALLEL_BLOCKS, progress)
-        except DamagedError as e:
-            raise DamagedError(f"{remote.url}: {e}") from None
-        with self._own_disk():
-            for file in {file for file, _ in blocks}:
-                fsync_file(self._path(file))
-        self._ready.update(blocks)
-        self.fetched += total
-        self.seconds += time.monotonic() - began
+        run_parallel(self._ensure, unknown, PARALLEL_BLOCKS, progress)
+        if self.fetched > before:
+            self.seconds += time.monotonic() - began
 
-    @contextlib.contextmanager
-    def _own_disk(self) -> Iterator[None]:
-        """CheckpointError, which is not the store's, if this disk cannot be written to."""
+    def _ensure(self, block: Block) -> None:
+        """One block is whole on this disk, or fetched. DamagedError, CheckpointError."""
+        file, number = block
+        entry = self.entries[file]
+        path, (start, end) = self._folder / entry.name, entry.block_range(number)
+        data, missing = b"", False
+        with readable(str(self._folder)):
+            try:
+                with path.open("rb") as f:
+                    f.seek(start)
+                    data = f.read(end - start)
+            except FileNotFoundError:
+                missing = True
+        if hashlib.sha256(data).hexdigest() == entry.blocks[number]:
+            return
+        if self._remote is None:
+            changed = "does not have its sha256: a byte has changed since it was written"
+            raise DamagedError(f"{path} {'is missing' if missing else changed}")
         try:
-            yield
+            with readable(self._remote.url):
+                name = f"{self._found.commit.prefix}/{entry.name}"
+                data = fetch_block(self._remote, name, entry, number)
+        except DamagedError as e:
+            raise DamagedError(f"{self._remote.url}: {e}") from None
+        try:
+            _write_block(path, entry, number, data)
         except OSError as e:
-            step = self._found.commit.step
-            where = f"{self._folder}, to which the checkpoint of step {step} is fetched"
             what, remedy = "cannot write at", "mend it, or set run.dir"
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
                 what, remedy = (
                     "the disk is full at",
                     "make room there, or lower checkpoint.keep_last",
                 )
+            where = f"{path}, to which the checkpoint of step {self._found.commit.step} is fetched"
             raise CheckpointError(f"{what} {where} ({type(e).__name__}: {e}): {remedy}") from e
+        with self._counting:
+            self.fetched += len(data)
 
 
 def _write_block(path: Path, entry: FileEntry, number: int, data: bytes) -> None:
     """Several ranks may write to the same file; one that is not complete does not have its hashes."""
     at, _ = entry.block_range(number)
+    path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         if os.fstat(fd).st_size != entry.size:
@@ -234,5 +208,6 @@ def _write_block(path: Path, entry: FileEntry, number: int, data: bytes) -> None
         done = 0
         while done < len(data):  # not through a map, where a full disk would end the process
             done += os.pwrite(fd, memoryview(data)[done:], at + done)
+        os.fsync(fd)
     finally:
         os.close(fd)
