@@ -221,10 +221,7 @@ class Extent(NamedTuple):
     dtype: torch.dtype
     file: int  # its place in the manifest
     at: int  # bytes [at, stop) of the file
-
-    @property
-    def stop(self) -> int:
-        return self.at + (self.end - self.start) * self.dtype.itemsize
+    stop: int
 
 
 class FragmentReader:
@@ -292,8 +289,9 @@ class FragmentReader:
 
     def _tensor_piece(self, file: int, key: str) -> Extent:
         """Where a tensor is that is no fragment."""
-        dtype, shape, at = self._tensors[file][key]
-        return Extent(0, math.prod(shape), _TORCH[dtype], file, at)
+        kind, shape, at = self._tensors[file][key]
+        numel, dtype = math.prod(shape), _TORCH[kind]
+        return Extent(0, numel, dtype, file, at, at + numel * dtype.itemsize)
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""
@@ -319,7 +317,8 @@ class FragmentReader:
                 offset, dtype = int(row["offsets"][kind]), self._dtypes[kind]
                 if offset >= 0 and lower < upper:
                     at = offset + (lower - begin) * dtype.itemsize
-                    yield Extent(lower, upper, dtype, int(row["file"]), at)
+                    stop = at + (upper - lower) * dtype.itemsize
+                    yield Extent(lower, upper, dtype, int(row["file"]), at, stop)
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
         """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all ranks."""
@@ -328,10 +327,6 @@ class FragmentReader:
             for piece in self._pieces(name, slot, start, start + numel):
                 blocks |= set(self._files.blocks(piece.file, piece.at, piece.stop))
         dist.agreed(lambda: self._files.prepare(blocks))
-
-    def _read(self, piece: Extent) -> Tensor:
-        """[end - start]. CheckpointError."""
-        return self._files.read(piece.file, piece.at, piece.stop).view(piece.dtype)
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         """Elements `[start, start + numel)` of the flattened parameter, [numel], in host memory.
@@ -345,7 +340,7 @@ class FragmentReader:
         for piece in self._pieces(name, slot, start, end):
             if piece.start != done:
                 break
-            parts.append(self._read(piece))
+            parts.append(self._files.read(piece.file, piece.at, piece.stop).view(piece.dtype))
             done = piece.end
         if done < end:
             raise CheckpointError(
@@ -389,8 +384,9 @@ class FragmentReader:
         for key, (_, shape, _) in self._tensors[file].items():
             if key.startswith(prefix):
                 # a copy: the caller may keep it for long, and write to it
-                tensor = self._read(self._tensor_piece(file, key)).reshape(shape).clone()
-                tensors[key.removeprefix(prefix)] = tensor
+                piece = self._tensor_piece(file, key)
+                flat = self._files.read(file, piece.at, piece.stop).view(piece.dtype)
+                tensors[key.removeprefix(prefix)] = flat.reshape(shape).clone()
         return tensors
 
 

@@ -132,7 +132,6 @@ def a_disk_that_fails_on_rank_1(folder: Path) -> dict[str, Any]:
     rank, world_size = dist.rank(), dist.world_size()
     said: list[str] = []
     config = CheckpointConfig(remote=str(folder / "store"))
-    manager = CheckpointManager(config, folder / "local", log=said.append)
     real_stat, real_usage = os.stat, shutil.disk_usage
 
     def stale(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,12 +147,11 @@ def a_disk_that_fails_on_rank_1(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"said": said}
     os.stat = stale
     try:
-        manager.resume()
+        CheckpointManager(config, folder / "local")
     except (CheckpointError, RemoteRankError) as e:
-        seen["resume"] = f"{type(e).__name__}: {e}"
+        seen["begin"] = f"{type(e).__name__}: {e}"
     os.stat = real_stat
     seen["left behind"] = [path.name for path in (folder / "local").glob(".seen*")]
-    manager.close()
     manager = CheckpointManager(config, folder / "local", log=said.append)
     seen["saves"] = [save(1)]
     shutil.disk_usage = lambda path: stale(path, usage=True)
@@ -166,8 +164,8 @@ def a_disk_that_fails_on_rank_1(folder: Path) -> dict[str, Any]:
 
 def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:
     zero, one = run_ranks(a_disk_that_fails_on_rank_1, 2, tmp_path)
-    assert zero["resume"].startswith("RemoteRankError: rank 1 failed: CheckpointError: ")
-    assert one["resume"].startswith("CheckpointError: ") and "Stale file handle" in one["resume"]
+    assert zero["begin"].startswith("RemoteRankError: rank 1 failed: CheckpointError: ")
+    assert one["begin"].startswith("CheckpointError: ") and "Stale file handle" in one["begin"]
     assert zero["saves"] == one["saves"] == [True, False, True]
     (told,) = (line for line in zero["said"] if "failed" in line)
     assert "step 2 failed (1 in a row): rank 1: OSError: [Errno 116]" in told
