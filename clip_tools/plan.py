@@ -71,8 +71,7 @@ def make_plan(
     profile = predicted_profile(resolved, checkpointing)
     memory = estimate_memory(config, engine, plan, architecture, profile)
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
-    forwards = 1 if config.batch.accumulation == "local" else plan.forwards_per_sample
-    forwards += RECOMPUTED * checkpointing
+    forwards = plan.forwards_per_sample + RECOMPUTED * checkpointing
     flops = forward * (2 + forwards) + (flops_per_sample(teacher) if teacher else 0)
     rate = rate or measured_rate(config)
     samples = config.batch.sizes.before(config.steps)

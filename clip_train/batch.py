@@ -69,10 +69,6 @@ class BatchConfig(Settings):
     """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations and features,
     as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU needs it said (Python and its
     libraries come on top there, about 0.5 GiB a rank)."""
-    accumulation: Annotated[Literal["cached", "local"], Refused] = "cached"
-    """cached: every sample of the global batch is every other's negative, however it is cut. local: plain
-    gradient accumulation, for comparison: negatives only within a micro-batch on a rank, so that micro_size
-    and the number of ranks do change the result."""
 
     @model_validator(mode="before")
     @classmethod

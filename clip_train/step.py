@@ -1,9 +1,9 @@
 """One training step, in two passes. Read this to know what the project is about.
 
-Every sample of the global batch is every other's negative, so the batch cannot be cut in pieces and the
-pieces' losses added: the features are computed piece by piece, the loss once over all of them, and its
-gradient is pushed back through the pieces (GradCache, arXiv 2101.06983; with retained graphs, exact RNG replay
-and the loss in closed form).
+Every sample of the global batch is every other's negative, so the batch cannot be cut in pieces
+and the pieces' losses added. The features are computed piece by piece, the loss once over all of
+them, and its gradient is pushed back through the pieces (GradCache, arXiv 2101.06983; here with
+retained graphs, exact replay of random numbers, and the loss in closed form).
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ from typing import Any
 
 import torch
 
-from clip_train import dist
 from clip_train.contrastive.matmul import matmul_precision
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
 from clip_train.models.batch_norm import observed
-from clip_train.protocols import (
-    Batch,
-    Differentiable,
-    Features,
-    MicroBatch,
-    Phase,
-)
+from clip_train.protocols import Batch, Differentiable, Features, MicroBatch, Phase
 from clip_train.task import Context, LossOutput, Objective, is_scalar
 
 Guard = Callable[[Phase, Callable[[], Any]], Any]  # runs one part of a step
@@ -58,71 +51,51 @@ def train_step(
     lr: float,
     guard: Guard = unguarded,
 ) -> StepResult:
-    """Take one optimizer step on this rank's share `batch`, on the engine's device, of the global batch.
+    """Take one optimizer step on the global batch, of which `batch` is this rank's share.
 
-    The result does not depend on `micro_size` or `kept_graphs` beyond rounding. Ranks that do not hold equally
-    many samples need `batch.shares`. DivergedError, on all ranks, before the update, if the loss is not finite. `guard`
-    runs each part (`clip_train.recovery`): up to the last one, a step that fails has changed nothing but gradients.
+    batch: on the engine's device; with `shares` unless all ranks hold equally many samples. The
+    result does not depend on `micro_size` or `kept_graphs` beyond rounding. guard: runs each part
+    (`clip_train.recovery`); before `engine.step`, a step that fails has changed only gradients.
+
+    Raises DivergedError, on all ranks and before the update, if the loss is not finite.
     """
     engine.train()
     micro_batches = batch.micro_batches(micro_size)
 
     def accumulate(deferred: bool) -> dict[str, float]:
-        if not objective.per_micro_batch:
-            context = Context(batch.global_size, batch.keys, deferred=deferred)
-            done = two_pass(
-                engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
-            )
-            return numbers([done])
-        context = Context(
-            batch.global_size or len(batch) * dist.world_size(), batch.keys, deferred=deferred
+        context = Context(batch.global_size, batch.keys, deferred=deferred)
+        output = two_pass(
+            engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )
-        last = len(micro_batches) - 1
-        parts = [
-            two_pass(engine, [m], objective, context, last=i == last)
-            for i, m in enumerate(micro_batches)
-        ]
-        out = numbers(
-            parts
-        )  # plain gradient accumulation: parts of a sum over micro-batches and ranks
-        out["loss"], out["unsafe"] = dist.sum_scalars(out["loss"], out["unsafe"])
-        return out
+        return read(output)
 
     random_state = rng_state(engine.device)
-    found = accumulate(deferred=True)
-    if found["unsafe"]:  # once in a million steps
+    numbers = accumulate(deferred=True)
+    if numbers["unsafe"]:  # once in a million steps
         engine.discard_gradients()
         restore_rng(random_state, engine.device)
-        found = accumulate(deferred=False)
-    loss, _ = found.pop("loss"), found.pop("unsafe")
+        numbers = accumulate(deferred=False)
+    loss, _ = numbers.pop("loss"), numbers.pop("unsafe")
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
     report = engine.step(lr)
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
-    return StepResult(loss, report.grad_norm, report.skipped, report.by_group | found)
+    return StepResult(loss, report.grad_norm, report.skipped, report.by_group | numbers)
 
 
-def numbers(parts: Sequence[LossOutput]) -> dict[str, float]:
-    """All numbers of a step's losses, with one wait for the device, after both passes."""
-    output = parts[-1]
-    unsafe = [part.unsafe for part in parts if part.unsafe is not None]
-    wanted = {
-        "loss": torch.stack([part.loss for part in parts]).sum(),
-        "unsafe": torch.stack(unsafe).any() if unsafe else torch.zeros_like(output.loss),
-        **output.metrics,
-    }
+def read(output: LossOutput) -> dict[str, float]:
+    """All numbers of a step's loss, with one wait for the device, after both passes."""
+    unsafe = torch.zeros_like(output.loss) if output.unsafe is None else output.unsafe
+    numbers: dict[str, Any] = {"loss": output.loss, "unsafe": unsafe, **output.metrics}
     on_device = {
         name: value.to(output.loss).reshape(())
-        for name, value in wanted.items()
+        for name, value in numbers.items()
         if isinstance(value, torch.Tensor)
     }
-    read = zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True)
-    return {
-        **{name: value for name, value in wanted.items() if not isinstance(value, torch.Tensor)},
-        **dict(read),
-    }
+    values = torch.stack([*on_device.values()]).tolist()
+    return {**numbers, **dict(zip(on_device, values, strict=True))}
 
 
 def two_pass(
@@ -133,27 +106,21 @@ def two_pass(
     *,
     kept_graphs: int = 1,
     guard: Guard = unguarded,
-    last: bool = True,
 ) -> LossOutput:
     """Add the gradient of the objective over these samples of all ranks. Returns its output.
 
-    kept_graphs: micro-batches whose graphs are retained. last: no other backward follows in this optimizer step.
+    kept_graphs: micro-batches whose graphs are retained.
     """
-    with (
-        observed() as running_statistics
-    ):  # of batch norms: of pass 1 alone, and only where all of this goes well
+    # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
+    with observed() as running_statistics:
         cache = guard("forward pass", lambda: encode(engine, micro_batches, objective, kept_graphs))
-    features, prepared = (
-        joined([e.features for e in cache]),
-        [e.prepared for e in cache if e.prepared is not None],
-    )
-    seen = replace(context, prepared=joined(prepared) if prepared else None)
+    features = joined([entry.features for entry in cache])
+    prepared = [entry.prepared for entry in cache if entry.prepared is not None]
+    context = replace(context, prepared=joined(prepared) if prepared else None)
     with matmul_precision(objective.matmul):
-        output = guard("loss", lambda: objective(features, seen))  # once, over the global batch
-    guard(
-        "backward pass",
-        lambda: replay(engine, cache, output.split([len(m) for m in micro_batches]), last),
-    )
+        output = guard("loss", lambda: objective(features, context))  # once, globally
+    gradients = output.split([len(micro_batch) for micro_batch in micro_batches])
+    guard("backward pass", lambda: replay(engine, cache, gradients))
     for update in running_statistics:
         update()
     output.metrics |= {name: x for name, x in features.items() if is_scalar(x)}
@@ -165,10 +132,9 @@ class CachedMicroBatch:
     """A micro-batch between the two passes."""
 
     inputs: MicroBatch
-    features: Features  # with their graph, where it is retained
-    rng: (
-        dict[str, torch.Tensor] | None
-    )  # that its forward started from; None where the graph is retained
+    features: Features  # with their graph, if it is retained
+    # the random state before its forward pass; None if the graph is retained
+    rng: dict[str, torch.Tensor] | None
     prepared: Features | None  # by `Objective.prepare`
 
 
@@ -178,10 +144,10 @@ def encode(
     objective: Objective,
     kept_graphs: int,
 ) -> list[CachedMicroBatch]:
-    """Pass 1: every micro-batch's features, retaining the graphs of the last `kept_graphs` (at least one).
+    """Pass 1: features of every micro-batch, with the graphs of the last `kept_graphs`.
 
-    One retained graph costs no more memory than pass 2 needs anyway, and makes a single micro-batch an ordinary
-    step without a second forward.
+    At least one graph is retained: it costs no more memory than pass 2 needs anyway, and makes a
+    single micro-batch an ordinary step without a second forward pass.
     """
     cache = []
     first_retained = len(micro_batches) - max(kept_graphs, 1)
@@ -196,24 +162,21 @@ def encode(
 
 
 def replay(
-    engine: Differentiable,
-    cache: list[CachedMicroBatch],
-    gradients: list[Features],
-    last: bool,
+    engine: Differentiable, cache: list[CachedMicroBatch], gradients: list[Features]
 ) -> None:
-    """Pass 2: retained graphs first, which frees them; then each other micro-batch again, with its own randomness.
+    """Pass 2: retained graphs first, which frees them; then every other micro-batch again.
 
-    The random state afterwards is the one after pass 1, as if there had been one forward.
+    Each of those starts from its own random state. The state afterwards is the one after pass 1,
+    as if there had been one forward pass.
     """
     after = rng_state(engine.device)
     while cache and cache[-1].rng is None:
-        engine.backward(cache.pop().features, gradients.pop(), last and not cache)
+        engine.backward(cache.pop().features, gradients.pop(), last=not cache)
     for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True), 1):
         assert entry.rng is not None
         restore_rng(entry.rng, engine.device)
-        engine.backward(
-            engine.forward(entry.inputs, entry.features), gradient, last and i == len(cache)
-        )
+        features = engine.forward(entry.inputs, entry.features)
+        engine.backward(features, gradient, last=i == len(cache))
     restore_rng(after, engine.device)
 
 

@@ -198,9 +198,6 @@ class Objective(abc.ABC):
 
     matmul: Matmul = "highest"
     """How its products of float32 matrices are computed; `LossConfig.matmul`."""
-    per_micro_batch = False
-    """Plain gradient accumulation: the objective is called once for each micro-batch, and what it
-    returns are parts of a sum over micro-batches and ranks."""
 
     def prepare(self, micro_batch: MicroBatch) -> Features | None:
         """Once for each micro-batch, in the first pass, without grad: a teacher's features."""

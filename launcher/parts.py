@@ -164,7 +164,6 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
 def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective, str | None]:
     """Collective: the loss; with its frozen teacher, in the engine's precision, where the recipe names one, and its
     digest. RankError where the nodes see different ones."""
-    local = config.batch.accumulation == "local"
     with weights_here(config.model, config.storage, ["teacher"]) as here:
         loaded = dist.agreed(
             partial(
@@ -172,7 +171,7 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
             )
         )
     if loaded is None:
-        return build_loss(config.loss, local=local), None
+        return build_loss(config.loss), None
     teacher, digest = loaded
     (first, own), *others = dist.gather_objects((node_name(), digest))
     if other := next((node for node, each in others if each != own), None):
@@ -183,7 +182,7 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
     def teach(micro_batch: MicroBatch) -> Features:
         return named_features(*teacher(micro_batch.images, micro_batch.texts))
 
-    return build_loss(config.loss, teach, local=local), digest
+    return build_loss(config.loss, teach), digest
 
 
 def evaluation(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clip_train.contrastive.info_nce import LocalInfoNCE
+from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.library import ModuleEngine, contrastive_step
@@ -324,8 +324,8 @@ def test_mistakes_are_explained():
         contrastive_step(Towers(), images, texts, micro_size=0)
     with pytest.raises(ValueError, match="the model must return"):
         contrastive_step(lambda i, t: (i, t["a"]), images, texts, micro_size=2)
-    with pytest.raises(ValueError, match="loss must be InfoNCE or SigmoidLoss, not LocalInfoNCE"):
-        contrastive_step(Towers(), images, texts, micro_size=2, loss=LocalInfoNCE())
+    with pytest.raises(ValueError, match="loss must be InfoNCE or SigmoidLoss, not MemoryBank"):
+        contrastive_step(Towers(), images, texts, micro_size=2, loss=MemoryBank(4))
 
 
 def example(name: str, folder: Path) -> Path:

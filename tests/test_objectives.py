@@ -1,4 +1,4 @@
-"""Whole steps with memory banks, with a teacher, and with plain accumulation, against plain torch in float64."""
+"""Whole steps with memory banks and with a teacher, against plain torch in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.info_nce import LocalInfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.engine import PlainEngine
 from clip_train.protocols import Features
@@ -19,10 +18,9 @@ from tests import tolerances
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise
 from tests.ranks import run_ranks
-from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
+from tests.toy import ToyCLIP, share, toy_batch
 
 N, LR, STEPS, BANK = 48, 0.5, 5, 60
-LOCAL_CUTS = [(1, 48), (1, 16), (1, 20), (2, 8), (2, 7), (3, 16)]  # 20 and 7 leave a short last one
 CASES = pairwise(
     ("negatives", "contaccum", "distill"), (1, 2, 3), (1, 3, 8)
 )  # kind, ranks, micro-batches of each
@@ -59,8 +57,6 @@ def objective(kind: str):
             return MemoryBank(BANK, 1, kind, tile=10)
         case "distill":
             return Distillation(CountingTeacher(), tile=10)
-        case "local":
-            return LocalInfoNCE(tile=10)
 
 
 def steps(engine, loss, micro_size: int, lr: float = LR, kept_graphs: int = 2):
@@ -86,7 +82,7 @@ def on_a_rank(kind: str, micro_size: int):
     )
 
 
-def oracle_step(kind, model, step, fifo, world_size, micro_size):
+def oracle_step(kind, model, step, fifo):
     batch = batch_at(step)
     I, T, s, _ = model(batch.images, batch.texts)
     if kind == "distill":
@@ -98,11 +94,6 @@ def oracle_step(kind, model, step, fifo, world_size, micro_size):
                 *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]],
             )
         )
-    if kind == "local":
-        n = N // world_size
-        starts = [(r, i) for r in range(world_size) for i in range(r * n, (r + 1) * n, micro_size)]
-        cuts = [range(i, min(i + micro_size, (r + 1) * n)) for r, i in starts]
-        return sum(oracle_loss(I[list(c)], T[list(c)], s) * len(c) / N for c in cuts)
     past = fifo[-BANK:] if step >= 1 else []
     past_I = torch.stack([p[0] for p in past]) if past else torch.zeros(0, I.shape[1]).double()
     past_T = torch.stack([p[1] for p in past]) if past else torch.zeros(0, I.shape[1]).double()
@@ -115,8 +106,6 @@ def oracle_step(kind, model, step, fifo, world_size, micro_size):
 
 def oracle(
     kind: str,
-    world_size: int = 1,
-    micro_size: int = N,
     lr: float = LR,
     decay: float = 0.0,
     clip=float("inf"),
@@ -129,7 +118,7 @@ def oracle(
     optimizer = torch.optim.SGD(groups, lr=lr)
     told = []
     for step in range(STEPS):
-        loss = oracle_step(kind, model, step, fifo, world_size, micro_size)
+        loss = oracle_step(kind, model, step, fifo)
         optimizer.zero_grad()
         loss.backward()
         told.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()))
@@ -145,7 +134,6 @@ def all_cases(cases):
 def computed(world_size: int):
     """(kind, micro size) -> every rank's answer. All cases of a world share its processes, which start slowly."""
     cases = [(kind, -(-N // (W * k))) for kind, W, k in CASES if world_size == W]
-    cases += [("local", b) for W, b in LOCAL_CUTS if world_size == W]
     per_rank = [all_cases(cases)] if world_size == 1 else run_ranks(all_cases, world_size, cases)
     return {case: [answers[i] for answers in per_rank] for i, case in enumerate(cases)}
 
@@ -161,17 +149,6 @@ def test_micro_batches_and_ranks_are_invisible(kind, world_size, k):
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
         if kind == "distill":
             assert taught == STEPS * N // world_size  # once per sample and step, never in pass 2
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("world_size, micro_size", LOCAL_CUTS)
-def test_local_accumulation_is_what_its_name_says(world_size, micro_size):
-    expected, told = oracle("local", world_size, micro_size)
-    for ours, numbers, _ in computed(world_size)["local", micro_size]:
-        assert [x for pair in numbers for x in pair] == pytest.approx(
-            [x for pair in told for x in pair], rel=1e-10
-        )
-        assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
 
 
 def on_engine(kind: str, layout: str, micro_size: int):
@@ -191,10 +168,10 @@ def on_engine(kind: str, layout: str, micro_size: int):
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "kind, layout",
-    [("negatives", "zero 2"), ("contaccum", "fsdp 3"), ("distill", "zero 3"), ("local", "fsdp 2")],
+    [("negatives", "zero 2"), ("contaccum", "fsdp 3"), ("distill", "zero 3")],
 )
 def test_on_an_engine(kind, layout):
-    _, told = oracle(kind, 2, 8, lr=0.3, decay=0.1, clip=0.5)
+    _, told = oracle(kind, lr=0.3, decay=0.1, clip=0.5)
     for ours in run_ranks(on_engine, 2, kind, layout, 8):
         assert [x for pair in ours for x in pair] == pytest.approx(
             [x for pair in told for x in pair], rel=tolerances.norm(STEPS, "sgd")

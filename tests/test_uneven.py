@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 
 from clip_train import dist
 from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
+from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
@@ -29,7 +28,7 @@ from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
 SIZES = (32, 33, 7, 20, 31)
 LR, BANK = 0.5, 41
-KINDS = ("info_nce", "gather", "ring", "negatives", "contaccum", "distill", "local")
+KINDS = ("info_nce", "gather", "ring", "negatives", "contaccum", "distill")
 CASES = pairwise(KINDS, (2, 1, 3, 4), (5, 1, 64))  # kind, ranks, micro-batch size
 
 
@@ -56,8 +55,6 @@ def objective(kind: str):
             return MemoryBank(BANK, 1, kind, tile=7)
         case "distill":
             return Distillation(CountingTeacher(), tile=7)
-        case "local":
-            return LocalInfoNCE(tile=7)
     return InfoNCE(tile=7)
 
 
@@ -70,19 +67,7 @@ def steps(engine, loss, micro_size: int, kept: int, lr: float = LR):
     return out
 
 
-def local_cuts(size: int, world_size: int, micro_size: int) -> list[slice]:
-    """The chunks by hand: of ranks that differ by one, equally many on each."""
-    counts = [len(range(r, size, world_size)) for r in range(world_size)]
-    k = min(-(-counts[0] // micro_size), counts[-1])
-    out, first = [], 0
-    for count in counts:
-        cuts = [min(i * micro_size, count - (k - i)) for i in range(k)] + [count]
-        out += [slice(first + a, first + b) for a, b in itertools.pairwise(cuts)]
-        first += count
-    return out
-
-
-def oracle_step(kind: str, model, step: int, past: list, world_size: int, micro_size: int):
+def oracle_step(kind: str, model, step: int, past: list):
     size = SIZES[step]
     batch = toy_batch(size, seed=step)
     I, T, s, b = model(batch.images, batch.texts)
@@ -97,9 +82,6 @@ def oracle_step(kind: str, model, step: int, past: list, world_size: int, micro_
                 *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]],
             )
         )
-    if kind == "local":
-        cuts = local_cuts(size, world_size, micro_size)
-        return sum(oracle_loss(I[cut], T[cut], s) * len(I[cut]) / size for cut in cuts)
     if kind == "info_nce":
         return oracle_loss(I, T, s)
     known = past[-BANK:] if step >= 1 else []
@@ -112,11 +94,11 @@ def oracle_step(kind: str, model, step: int, past: list, world_size: int, micro_
     return banked_loss(I, T, s, past_I, past_T, ids, torch.arange(len(known)) + 1000, kind)
 
 
-def oracle(kind: str, world_size: int = 1, micro_size: int = 64):
+def oracle(kind: str):
     model, past, told = student(kind), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(len(SIZES)):
-        loss = oracle_step(kind, model, step, past, world_size, micro_size)
+        loss = oracle_step(kind, model, step, past)
         optimizer.zero_grad()
         loss.backward()
         told += [
@@ -148,7 +130,7 @@ def computed(world_size: int):
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind, world_size, micro_size", CASES)
 def test_ranks_and_micro_batches_that_do_not_divide_are_invisible(kind, world_size, micro_size):
-    expected, told = oracle(kind, world_size, micro_size)
+    expected, told = oracle(kind)
     for ours, numbers in computed(world_size)[kind, micro_size]:
         assert numbers == pytest.approx(told, rel=1e-10)
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)

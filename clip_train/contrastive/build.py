@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation, Teacher
-from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
+from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
 from clip_train.task import Objective
 
 
-def build_loss(
-    config: LossConfig, teacher: Teacher | None = None, *, local: bool = False
-) -> Objective:
-    """The objective of the recipe. local: `batch.accumulation`; RunConfig has checked that they fit together."""
+def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
+    """The objective of the recipe. A teacher goes with `info_nce`, as RunConfig has checked."""
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
     objective: Objective = InfoNCE(tile=tile)
-    if local:
-        objective = LocalInfoNCE(tile=tile)
-    elif teacher is not None:
+    if teacher is not None:
         objective = Distillation(teacher, tile=tile)
     elif config.kind == "memory_bank":
         objective = MemoryBank(

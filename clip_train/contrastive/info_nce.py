@@ -10,7 +10,7 @@ N column sums in one all-reduce.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,26 +45,3 @@ class InfoNCE(Objective):
         counts = share_counts(len(features["image"]), context.global_size)
         pairs = Pairs.gathered(features["image"], features["text"], counts)
         return info_nce(pairs, features["logit_scale"], self.tile, deferred=context.deferred)
-
-
-@dataclass(eq=False)
-class LocalInfoNCE(Objective):
-    """InfoNCE of one micro-batch of one rank: what plain gradient accumulation minimizes.
-
-    Every micro-batch of `b` samples on every rank is a batch of its own, with b - 1 negatives for each
-    sample. Returns its part, b / N, of the mean over them. No communication.
-    """
-
-    tile: int = AUTO_SIDE
-    per_micro_batch = True
-
-    @torch.no_grad()
-    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        refuse_bias(features, "InfoNCE")
-        I, T = features["image"], features["text"]
-        out = info_nce(
-            Pairs(I, T, I, T), features["logit_scale"], self.tile, deferred=context.deferred
-        )
-        part = len(I) / (context.global_size or len(I))
-        gradients = {name: gradient * part for name, gradient in out.gradients.items()}
-        return replace(out, loss=out.loss * part, gradients=gradients)

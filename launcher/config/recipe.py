@@ -115,20 +115,10 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _objectives_fit_together(self) -> RunConfig:
-        for chosen, what in (
-            (self.model.teacher is not None, f"model.teacher ({self.model.teacher})"),
-            (self.batch.accumulation == "local", "batch.accumulation (local)"),
-        ):
-            if chosen and self.loss.kind != "info_nce":
-                raise ValueError(f"{what} goes with loss.kind=info_nce, not with {self.loss.kind}")
-        if self.model.teacher is not None and self.batch.accumulation == "local":
+        if self.model.teacher is not None and self.loss.kind != "info_nce":
             raise ValueError(
-                f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached"
-            )
-        if self.batch.accumulation == "local" and self.chosen:
-            raise ValueError(
-                f"{self.chosen[0]} (auto) needs batch.accumulation=cached: with local the size of a micro-batch "
-                "changes what is learned; set it to a number"
+                f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce, "
+                f"not with {self.loss.kind}"
             )
         return self
 

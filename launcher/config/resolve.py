@@ -168,7 +168,7 @@ def model_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator
 def advice(resolved: Resolved) -> str | None:
     """Where a step computes more than memory may ask for, what to set."""
     plan, config = resolved.plan, resolved.config
-    if config.batch.accumulation == "local" or plan.kept_graphs >= plan.accum_steps:
+    if plan.kept_graphs >= plan.accum_steps:
         return None
     kept = f"{plan.kept_graphs} of {plan.accum_steps}"
     if config.engine.activation_checkpointing:

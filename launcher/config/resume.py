@@ -19,8 +19,6 @@ def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
     """What a difference in this key means: see `AtResume`. metadata: of its field."""
     if path.startswith("loss.bank_") and config.loss.kind == "memory_bank":
         return "refused"
-    if path == "batch.micro_size" and config.batch.accumulation == "local":
-        return "refused"  # it decides which samples are each other's negatives
     section = RunConfig.model_fields[path.split(".", maxsplit=1)[0]].metadata
     return next(
         (each.change for each in [*metadata, *section] if isinstance(each, AtResume)), "reported"

@@ -47,12 +47,8 @@ def test_limits_change_the_sizes_and_not_the_curve(recipe, tmp_path):
             (*AUTO, "batch.memory_limit=20MiB"),
             ["nothing fits into 20 MiB", "raise batch.memory_limit"],
         ),
-        (
-            (*AUTO, "batch.memory_limit=1GiB", "batch.accumulation=local"),
-            ["batch.accumulation=cached"],
-        ),
     ],
-    ids=["no limit", "too low", "local"],
+    ids=["no limit", "too low"],
 )
 def test_mistakes_are_told(recipe, overrides, told):
     status, out = run(recipe, *overrides)

@@ -53,7 +53,7 @@ REFUSED = """run.seed model.name model.image_size model.patch_dropout model.drop
 model.init_logit_bias model.freeze model.lock_image
 model.lock_image_unlocked_groups model.lock_image_freeze_bn_stats model.lock_text model.lock_text_unlocked_layers
 data.aug_scale data.aug_ratio data.aug_color_jitter data.aug_color_jitter_prob data.aug_gray_scale_prob
-batch.global_size batch.schedule batch.accumulation loss.kind optim.name"""
+batch.global_size batch.schedule loss.kind optim.name"""
 
 
 def test_what_makes_it_another_run() -> None:
@@ -157,10 +157,6 @@ def test_some_keys_matter_only_with_others() -> None:
     def then(**sections: Any) -> dict[str, Any]:
         return {"recipe": recipe(**sections).model_dump(mode="json")}
 
-    local = {"batch": {"accumulation": "local"}}
-    smaller = {"batch": {"accumulation": "local", "micro_size": 8}}
-    with pytest.raises(UserError, match=r"batch\.micro_size was 16, is 8"):
-        told(recipe(**smaller), **then(**local))
     bank = {"loss": {"kind": "memory_bank", "bank_size": 64}}
     with pytest.raises(UserError, match=r"loss\.bank_size was 64, is 128"):
         told(recipe(loss={"kind": "memory_bank", "bank_size": 128}), **then(**bank))

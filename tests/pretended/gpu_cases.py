@@ -9,7 +9,6 @@ CASES = {
     "info_nce at 32k": (2, 1980, 0),
     "dropout, checkpointing": (2, 3180, 0),
     "sigmoid": (2, 890, 0),
-    "local": (2, 920, 0),
     "memory bank": (2, 1140, 0),
     "contaccum": (2, 1140, 0),
     "distillation": (2, 1180, 0),

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clip_train.batch import BatchPlan
 from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.info_nce import InfoNCE, LocalInfoNCE
+from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import Engine, PlainEngine
@@ -210,7 +210,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "info_nce at 32k": lambda: step(lambda m: InfoNCE(), n=32768, micro=16384),
     "dropout, checkpointing": lambda: step(lambda m: InfoNCE(), dropout=0.1, checkpointing=True),
     "sigmoid": lambda: step(lambda m: SigmoidLoss(), bias=True),
-    "local": lambda: step(lambda m: LocalInfoNCE()),
     "memory bank": lambda: step(lambda m: MemoryBank(128, 0)),
     "contaccum": lambda: step(lambda m: MemoryBank(128, 0, "contaccum")),
     "distillation": lambda: step(teacher),
