@@ -1,4 +1,5 @@
-"""The batch script's other half as a real process, on damaged histories; Slurm's commands are stand-ins."""
+"""The batch script's other half as a real process, on damaged histories; Slurm's commands are
+stand-ins."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ COMMANDS = {
     "scancel": "true",
 }
 
-SAVING = "trap '' TERM; echo $$ > $0.tmp; mv $0.tmp $0; exec sleep 1000"  # ranks that Slurm has told to end
+# ranks that Slurm has told to end
+SAVING = "trap '' TERM; echo $$ > $0.tmp; mv $0.tmp $0; exec sleep 1000"
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Heartbeats: a silent rank is named once, the first failure decides for all, and who leaves in order disturbs nobody.
+"""Heartbeats: a silent rank is named once, the first failure decides for all, and who leaves in
+order disturbs nobody.
 
 The ranks are threads over one store.
 """
@@ -22,7 +23,8 @@ A_WHILE = 3 * SILENT_BEATS * BEAT
 
 
 class Client:
-    """One rank's client of the store that all share; once it is `broken` it fails, or never answers again."""
+    """One rank's client of the store that all share; once it is `broken` it fails, or never answers
+    again."""
 
     def __init__(self, store: HashStore) -> None:
         self.store, self.broken, self.error = store, threading.Event(), False

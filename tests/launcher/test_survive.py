@@ -78,9 +78,9 @@ def test_the_error_of_one_rank_is_told_once_and_ends_the_other(
 def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
     recipe, tmp_path, data, fault
 ):
-    """An error in a step, an evaluation or the loader, while uploads are pending: the checkpoint writers stand still
-    until the verdict names the error, and what was pending is committed all the same. If the rank closed first, the
-    watchdog of rank 0 would report a hang."""
+    """An error in a step, an evaluation or the loader, while uploads are pending: the checkpoint
+    writers stand still until the verdict names the error, and what was pending is committed all the
+    same. If the rank closed first, the watchdog of rank 0 would report a hang."""
     store = f"checkpoint.remote={tmp_path / 'store'}"
     limits = ("launch.hang_step_seconds=25", "checkpoint.grace_seconds=600", store)
     evaluated = (f"data.val={data.val}", "evaluate.every_steps=30")

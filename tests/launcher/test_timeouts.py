@@ -1,4 +1,5 @@
-"""A collective's timeout can be shortened once the first step is done, in groups that exist already."""
+"""A collective's timeout can be shortened once the first step is done, in groups that exist
+already."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.ranks import run_ranks
 
 
 def late_rank(awake: Path) -> bool | None:
-    """On rank 0: whether it gave rank 1 up while that slept. The group's own timeout is 120 s, rank 1 sleeps 70."""
+    """On rank 0: whether it gave rank 1 up while that slept. The group's own timeout is 120 s, rank
+    1 sleeps 70."""
     given_up = awake.with_name("given up")
     other = torch_dist.new_group([0, 1])
     dist.barrier()

@@ -150,7 +150,8 @@ def wait_in_c() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def standing(work: Callable[[], object], inside: str, waits: bool) -> Iterator[tuple[str, bool]]:
-    """Where a thread that does `work` stands, once it is in a function of this name and seen to wait, or not to."""
+    """Where a thread that does `work` stands, once it is in a function of this name and seen to
+    wait, or not to."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
 
@@ -253,11 +254,14 @@ def test_a_collective_that_is_not_finished(entries, told):
 
 def test_the_flight_recorder_of_this_torch_can_be_read():
     code = (
-        "import torch, torch.distributed as d; from launcher.runtime.watchdog import recorded, unfinished\n"
+        "import torch, torch.distributed as d; from launcher.runtime.watchdog import recorded, "
+        "unfinished\n"
         "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\n"
         "d.all_reduce(torch.ones(2)); entries = recorded()\n"
-        "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), entries\n"
-        "entries[-1]['profiling_name'] = 'nccl:all_reduce'; assert unfinished(entries) is None, entries\n"
+        "assert {'process_group', 'profiling_name', 'state', 'retired'} <= entries[-1].keys(), "
+        "entries\n"
+        "entries[-1]['profiling_name'] = 'nccl:all_reduce'; assert unfinished(entries) is None, "
+        "entries\n"
         "import os; os._exit(0)\n"  # gloo's threads abort an interpreter that ends at times
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=PATIENCE)
@@ -270,7 +274,8 @@ def test_the_report_of_a_rank_behind_an_unfinished_collective_says_that_it_waits
         "watchdog.recorded = lambda: [pending]\n"
         "config = watchdog.LaunchConfig(hang_start_seconds=0.5)\n"
         "beat = heartbeat.Heartbeat(environment.detect({}), outcome.Outcome().publish)\n"
-        "watchdog.Watchdog(config, watchdog.StopRequest(), beat, environ={}).start(); time.sleep(1000)\n"
+        "watchdog.Watchdog(config, watchdog.StopRequest(), beat, environ={}).start(); "
+        "time.sleep(1000)\n"
     )
     environ = {**os.environ, ATTEMPT: str(tmp_path)}
     done = subprocess.run(
@@ -331,7 +336,8 @@ def test_signals_are_flags_and_a_second_term_does_not_kill():
 def test_a_signal_is_seen_while_the_main_thread_is_in_c(tmp_path):
     """A process that never returns to Python, as in a rendezvous whose other ranks are gone."""
     code = (
-        "import ctypes, time; from clip_train.stop import StopRequest; from launcher.runtime.watchdog import *\n"
+        "import ctypes, time; from clip_train.stop import StopRequest; from "
+        "launcher.runtime.watchdog import *\n"
         "stop = StopRequest(); stop.listen(); Watchdog(LaunchConfig(), stop, environ={}).start()\n"
         "print('up', flush=True)\n"
         "mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock\n"

@@ -1,6 +1,8 @@
-"""What a run on the cluster has to show: its attempts' story, and losses that are those of the undisturbed run.
+"""What a run on the cluster has to show: its attempts' story, and losses that are those of the
+undisturbed run.
 
-With $CLIP_TRAIN_KEEP_LOGS, a folder, all of it is kept there: one folder for each scenario, and `survive.md`, a table.
+With $CLIP_TRAIN_KEEP_LOGS, a folder, all of it is kept there: one folder for each scenario, and
+`survive.md`, a table.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def read_story(job: Job) -> list[Told]:
 
 
 def _sent_again(story: list[Told]) -> Told | None:
-    """An attempt, not the first, that a TERM has ended: a busy slurmctld sends one again, to the requeued job's step,
-    which has the same number, some 70 s later."""
+    """An attempt, not the first, that a TERM has ended: a busy slurmctld sends one again, to the
+    requeued job's step, which has the same number, some 70 s later."""
     stopped = [each for each in story[1:] if each.end["reason"].startswith("stopped by SIGTERM")]
     return stopped[0] if stopped else None
 
@@ -66,10 +68,12 @@ def _sent_again(story: list[Told]) -> Told | None:
 def check_story(
     job: Job, *expected: tuple[str, str, list[str] | str], restarts: bool = True
 ) -> list[Told]:
-    """expected: of each attempt the verdict, the decision and the nodes to blame. restarts: by requeues of one job.
+    """expected: of each attempt the verdict, the decision and the nodes to blame. restarts: by
+    requeues of one job.
 
-    Each attempt begins at the newest step that was committed when the last one ended, and goes on from there. After
-    a node was lost with its disk that may be an older one, but none older than what was in the bucket by then.
+    Each attempt begins at the newest step that was committed when the last one ended, and goes on
+    from there. After a node was lost with its disk that may be an older one, but none older than
+    what was in the bucket by then.
     """
     whole = story = read_story(job)
     while len(story) > len(expected) and (again := _sent_again(story)) is not None:
@@ -125,7 +129,8 @@ def finished_like(job: Job, undisturbed: list[dict]) -> None:
 
 
 def keep(job: Job, scenario: str, name: str) -> None:
-    """Into $CLIP_TRAIN_KEEP_LOGS/<name>: the job's log, attempts.jsonl, each attempt's report, the losses, a row."""
+    """Into $CLIP_TRAIN_KEEP_LOGS/<name>: the job's log, attempts.jsonl, each attempt's report, the
+    losses, a row."""
     if KEEP not in os.environ:
         return
     folder = Path(os.environ[KEEP]) / name
@@ -170,7 +175,8 @@ def read_rows(folder: Path) -> list[dict]:
 
 
 def tell_attempts(attempts: list[dict]) -> str:
-    """Attempts in a row that ended alike are told together: "PREEMPTED at 51, 97, 151; DONE at 240"."""
+    """Attempts in a row that ended alike are told together: "PREEMPTED at 51, 97, 151; DONE at
+    240"."""
 
     def alike(attempt: dict) -> tuple[str, str]:
         blamed, decision = " and ".join(attempt["blamed"]), attempt["decision"]
@@ -194,7 +200,8 @@ def tell_attempts(attempts: list[dict]) -> str:
 def table(rows: list[dict]) -> str:
     """Markdown."""
     lines = [
-        "| What happens | Layout | Attempts: verdict at step | Verdict | Last loss | Largest difference of any step |",
+        "| What happens | Layout | Attempts: verdict at step | Verdict | Last loss | Largest "
+        "difference of any step |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

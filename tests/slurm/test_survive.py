@@ -1,6 +1,7 @@
-"""slurm/train.sbatch on a real Slurm: preempted, out of time, crashed, hung, cancelled. Checkpoints go to a real S3
-server, and what a node keeps on its own disk is gone after every attempt. Every step's loss is the undisturbed run's,
-and attempts.jsonl tells what happened. A test's docstring is its line in the table of docs/slurm.md.
+"""slurm/train.sbatch on a real Slurm: preempted, out of time, crashed, hung, cancelled. Checkpoints
+go to a real S3 server, and what a node keeps on its own disk is gone after every attempt. Every
+step's loss is the undisturbed run's, and attempts.jsonl tells what happened. A test's docstring is
+its line in the table of docs/slurm.md.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def test_preemption_under_fsdp(submit, cluster, undisturbed):
 
 
 def check_preempted(job, times):
-    """At least so often: Slurm may start the job anew before the higher one, and preempt it again."""
+    """At least so often: Slurm may start the job again before the higher one."""
     preemptions = len(job.attempts()) - 1
     assert preemptions >= times
     return check_story(job, *[PREEMPTED] * preemptions, DONE)
@@ -211,7 +212,7 @@ def test_a_port_that_is_taken_costs_no_attempt(submit, cluster, undisturbed):
 
 
 def test_what_submit_writes_is_what_sbatch_reads(cluster, tmp_path, data, monkeypatch, capsys):
-    """A comment with quotes, a percent sign and a space in the log's path, an option without a value."""
+    """A comment with quotes, a log's path with a percent sign and a space, a bare option."""
     site = {"gpus_per_node": 0, "cpus_per_task": 1, "warn_seconds": 20, "local_paths": []}
     site["sbatch"] = {"comment": 'a "b" \\ c', "exclusive": True}
     (tmp_path / "site.yaml").write_text(json.dumps(site))
@@ -279,7 +280,7 @@ def test_a_chain_goes_on_and_its_rest_is_cancelled(submit, undisturbed):
 
 
 def test_submit(cluster, tmp_path, data, monkeypatch, capsys, undisturbed):
-    """The real verb: the job runs the frozen code, not the one here; and a second submission is refused."""
+    """The real verb: the job runs the frozen code, and a second submission is refused."""
     (tmp_path / "site.yaml").write_text(
         "{gpus_per_node: 0, cpus_per_task: 1, warn_seconds: 20, local_paths: []}\n"
     )

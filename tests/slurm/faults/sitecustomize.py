@@ -1,4 +1,5 @@
-"""Planted faults, in ranks only: Python imports this at its start where this folder is on PYTHONPATH.
+"""Planted faults, in ranks only: Python imports this at its start where this folder is on
+PYTHONPATH.
 
 FAULT=die          every rank of number 1 is killed at its start
 FAULT=bad:n2       ranks on the host n2 find no GPU
