@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 SLURM_STEP = "the SLURM step"
-# Unix time of the job's end; newer Slurms set it, launcher.slurm.controller for older ones
+# Unix time of the job's end; newer Slurms set it. On older ones there is the signal, USR1.
 END_TIME = "SLURM_JOB_END_TIME"
 LAUNCHER = "CLIP_TRAIN_LAUNCHER"  # the process that started this rank (`launcher.runtime.launch`)
 PARENT = os.getppid()  # as it was when this process began, or nearly so: the imports take seconds
@@ -170,18 +170,14 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
             environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
         )
     host = host or "127.0.0.1"
-    port = _number(environ, "MASTER_PORT", 0)
+    port, job = _number(environ, "MASTER_PORT", 0), ""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # its agent has the port itself
         job = f"{host}:{port} {environ.get('TORCHELASTIC_RESTART_COUNT')}"
-    elif port:
-        return RankEnv(rank, world, local, local_size, host, port, names.name)
-    else:
+    elif not port:
         job = ".".join(environ[name] for name in names.job if name in environ)
         job = job or str(os.getppid())
-    port, *others = candidates(job)
-    return RankEnv(
-        rank, world, local, local_size, host, port, names.name, job=job, other_ports=tuple(others)
-    )
+    ports = candidates(job) if job else (port,)
+    return RankEnv(rank, world, local, local_size, host, ports[0], names.name, job, ports[1:])
 
 
 def first_host(nodelist: str) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.runtime.environment import END_TIME, candidates, free_port
+from launcher.runtime.environment import candidates, free_port
 from launcher.runtime.verdict import (
     ATTEMPT,
     PROGRESS_FILE,
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     terminated = threading.Event()
     # before anything else: Slurm may be in a hurry
     signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
-    # --signal=B:USR1, to this script alone: the ranks know the job's end (END_TIME)
+    # --signal=B:USR1, to this script alone
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
     parser = argparse.ArgumentParser(
         prog="python -m launcher.slurm.controller", usage="%(prog)s [-h] " + USAGE
@@ -200,10 +199,6 @@ class Controller:
     def _run_ranks(self, command: Sequence[str], number: int, folder: Path) -> int:
         """Run to the end, whatever signals come. Returns the exit status."""
         environ = {**os.environ, ATTEMPT: str(folder.absolute())}
-        with contextlib.suppress(ValueError):  # it has no time limit
-            shown = answer("squeue", "-h", "-j", self.job, "-o", "%e").split("\n")[0]
-            end_time = datetime.datetime.fromisoformat(shown).timestamp()
-            environ.setdefault(END_TIME, str(int(end_time)))  # newer Slurms set it
         # rank 0 runs on this node; another attempt starts with another port
         ports = candidates(f"{self.job}.{number}")
         environ.setdefault("MASTER_PORT", str(free_port(ports)))
