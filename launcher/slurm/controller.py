@@ -155,9 +155,7 @@ class Controller:
         seconds = time.time() - started
         lost = 0.0 if outcome.verdict == "DONE" else seconds
         with contextlib.suppress(OSError):
-            if (
-                lost and outcome.step > before
-            ):  # only what was trained since the last commit is lost
+            if lost and outcome.step > before:  # only the time since the last commit is lost
                 lost = min(lost, time.time() - (self.run_dir / PROGRESS_FILE).stat().st_mtime)
         hours = len(self.nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) / 3600
         decision = self._end(
