@@ -31,7 +31,7 @@ from common import finish, parser
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.protocols import Fragment
-from clip_train.storage.object_store import ObjectStorage
+from clip_train.storage.s3 import S3Storage
 from tests.s3.bucket import Bucket
 from tests.s3.server import chosen
 
@@ -187,7 +187,7 @@ def clients(path: Path, bucket: str) -> dict[str, Callable[[], Any]]:
     """name -> an upload of `path`."""
     import obstore
 
-    ours = ObjectStorage(f"s3://{bucket}/ours")
+    ours = S3Storage(f"s3://{bucket}/ours")
     endpoint = os.environ["AWS_ENDPOINT_URL"]
     client = {"allow_http": True}
     store = obstore.store.S3Store(

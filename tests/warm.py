@@ -35,7 +35,7 @@ PRELOAD = [
     "torch.utils.tensorboard",
     "deepspeed",
     "jinja2",
-    "clip_train.storage.other",
+    "clip_train.storage.fsspec_store",
     "clip_train.data.worker",
     "launcher.engines.deepspeed.engine",
     "clip_tools.inspect",

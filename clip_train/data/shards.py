@@ -19,7 +19,7 @@ from braceexpand import braceexpand
 from clip_train.errors import UserError, missing, unreadable
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.redact import REMOVED, is_redacted, redact
+from clip_train.storage.redact import REMOVED, WAS_REDACTED, redact
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
 
 BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
@@ -55,7 +55,7 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
                 f"`img2dataset --url_list {part} --output_format webdataset` of URLs; then give "
                 "'OUT/{00000..00099}.tar'"
             )
-        if is_redacted(part):
+        if WAS_REDACTED.search(part):
             raise UserError(f"{field} ({part}): {REMOVED}, as {field}=<URL>")
         if not part:
             raise UserError(

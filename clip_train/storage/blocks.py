@@ -1,4 +1,4 @@
-"""A file read in numbered blocks, each of which can be verified before a byte of it is used."""
+"""A file read in numbered blocks, and the checksums that an index keeps of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from dataclasses import dataclass
 
 from clip_train.storage.errors import StorageError
 
-SUM_DIGITS = (
-    16  # hexadecimal: 64 bits of the block's sha256, against accidents and not against forgers
-)
-
-DAMAGED = (
-    "the bytes are not those that the index was made from: if it is stored like this, restore it, or run "
-    "`clip-train index` again for the new content"
-)
+SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents, not forgers
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a file must be: its size, and the sum of every block of `block_bytes` (the last one is shorter)."""
+    """What a file must be: its size, and the sum of every `block_bytes` (the last are fewer)."""
 
     size: int  # bytes
     block_bytes: int
@@ -36,11 +29,11 @@ class Checksums:
         return self.sums[SUM_DIGITS * block :][:SUM_DIGITS]
 
     def check_size(self, url: str, size: int) -> None:
-        """StorageError where the file is not as long as it was when it was indexed."""
+        """StorageError if the file's size has changed since it was indexed."""
         if size != self.size:
             raise StorageError(
-                f"{url} has {size} bytes, and its index says {self.size}: it was cut or replaced; restore it, or run "
-                "`clip-train index` again if the new content is right"
+                f"{url} has {size} bytes, and its index says {self.size}: it was cut or replaced; "
+                "restore it, or run `clip-train index` again if the new content is right"
             )
 
 
@@ -49,7 +42,7 @@ def block_sum(data: bytes) -> str:
 
 
 class BlockFile(io.BufferedIOBase):
-    """A seekable stream over blocks; a subclass loads block k. Holds one block. Not for several threads."""
+    """A seekable stream; a subclass loads block k. Holds one block. Not for several threads."""
 
     def __init__(self, url: str, size: int, block_bytes: int) -> None:
         self.url, self.size, self.block_bytes = url, size, block_bytes
@@ -59,14 +52,14 @@ class BlockFile(io.BufferedIOBase):
 
     @abc.abstractmethod
     def _load(self, block: int) -> bytes:
-        """The whole of one block. OSError."""
+        """Return the whole of one block. OSError."""
 
     def bounds(self, block: int) -> tuple[int, int]:
         """The bytes [from, to) of a block."""
         return block * self.block_bytes, min(self.size, (block + 1) * self.block_bytes)
 
     def read(self, count: int | None = -1, /) -> bytes:
-        """Up to `count` bytes; fewer only at the end of the file."""
+        """Return up to `count` bytes; fewer only at the end of the file."""
         if self.closed:
             raise ValueError(f"{self.url} is closed")
         rest = max(0, self.size - self._position)
@@ -75,7 +68,7 @@ class BlockFile(io.BufferedIOBase):
         while left:
             block, begin = divmod(self._position, self.block_bytes)
             if block != self._number:
-                self._number, self._data = -1, memoryview(b"")  # let go before the next one comes
+                self._number, self._data = -1, memoryview(b"")  # freed before the next one comes
                 self._data = memoryview(self._load(block))
                 self._number = block
             piece = self._data[begin : begin + left]

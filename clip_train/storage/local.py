@@ -1,4 +1,4 @@
-"""Local disk, or a mounted shared file system. What it reports as written survives a power cut."""
+"""Local disk, or a mounted shared file system. A completed write survives a power cut."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from clip_train.storage.base import Entry, Storage, checked
 
 # File systems without hard links answer with one of these.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
+# Some network file systems cannot fsync a folder: they order renames themselves.
+_NO_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOENT}
+_PART = ".*.part"  # hidden files of unfinished writes: .NAME.RANDOM.part
 
 
 def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
-    """A file of a run's folder, unbuffered where binary. UserError where it is a symbolic link: whoever made the folder
-    must not choose what is written to. OSError."""
+    """Open a file of a run's folder, unbuffered if binary. OSError.
+
+    UserError for a symbolic link: whoever made the folder must not choose what is written to.
+    """
 
     def open_no_link(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -31,15 +36,14 @@ def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
     except OSError as e:
         if e.errno != errno.ELOOP:
             raise
-        raise UserError(
-            f"{path} is a symbolic link, through which nothing is written; remove it"
-        ) from None
+        raise UserError(f"{path} is a symbolic link, which is not written to; remove it") from None
 
 
 class LocalStorage(Storage):
-    """`Storage` over a folder. The folder is made by the first write; reading never makes it.
+    """`Storage` over a folder. The first write makes the folder; reading never makes it.
 
-    A write goes to a hidden file beside its target, is fsynced, renamed, and the folder is fsynced.
+    A write goes to a hidden file beside its target, is fsynced and renamed; then the folder is
+    fsynced.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -47,7 +51,7 @@ class LocalStorage(Storage):
         self.url = str(self.root)
 
     def path(self, name: str) -> Path:
-        """Where `name` lies on disk. ValueError for a name that leaves the root."""
+        """Return the path of `name` on disk. ValueError if the name leaves the root."""
         return self.root / checked(name)
 
     def read_bytes(self, name: str) -> bytes:
@@ -61,13 +65,11 @@ class LocalStorage(Storage):
             raise OSError(errno.EIO, f"{self.path(name)} ends before byte {end}")
         return data
 
-    def put_file(
-        self, local_path: str | os.PathLike[str], name: str, *, move: bool = False
-    ) -> None:
+    def put_file(self, local_path: str | os.PathLike, name: str, *, move: bool = False) -> None:
         source, target = Path(local_path), self.path(name)
         with _part_of(target) as part:
-            renames = move and source.stat().st_dev == target.parent.stat().st_dev
-            written = source if renames else shutil.copyfile(source, part)
+            same_disk = source.stat().st_dev == target.parent.stat().st_dev
+            written = source if move and same_disk else shutil.copyfile(source, part)
             fsync_file(written)
             os.replace(written, target)
         if move:
@@ -76,70 +78,69 @@ class LocalStorage(Storage):
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         target = self.path(name)
         with _part_of(target) as part:
-            with part.open("xb") as f:
-                f.write(data)
-                f.flush()
-                os.fsync(f.fileno())
-            if if_absent:
-                return _publish_if_absent(part, target)
-            os.replace(part, target)
+            part.write_bytes(data)
+            fsync_file(part)
+            if not if_absent:
+                os.replace(part, target)
+                return True
+            try:
+                os.link(part, target)  # one system call: only one of several writers succeeds
+            except FileExistsError:
+                return False
+            except OSError as e:
+                if e.errno not in _NO_LINKS:
+                    raise
+                try:  # claim the name with an empty file, which readers take for a torn one
+                    target.touch(exist_ok=False)
+                except FileExistsError:
+                    return False
+                os.replace(part, target)
         return True
 
-    def _files(self, prefix: str) -> Iterator[Path]:
-        """All at any depth, also where others remove folders meanwhile. OSError."""
+    def list(self, prefix: str = "") -> list[Entry]:
+        return sorted(
+            Entry(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime)
+            for path, found in self._files(prefix)
+            if not path.match(_PART)
+        )
+
+    def _files(self, prefix: str) -> Iterator[tuple[Path, os.stat_result]]:
+        """All files at any depth, while other processes may remove some. OSError."""
 
         def refuse(error: OSError) -> None:
-            if not isinstance(
-                error, FileNotFoundError | NotADirectoryError
-            ):  # not there, or gone since
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise error
 
         for folder, _, names in os.walk(self.path(prefix), onerror=refuse, followlinks=True):
-            yield from (Path(folder, name) for name in names)
-
-    def list(self, prefix: str = "") -> list[Entry]:
-        entries: list[Entry] = []
-        for path in self._files(prefix):
-            if not _is_part(path.name):
-                with contextlib.suppress(FileNotFoundError):  # deleted since
-                    found = path.stat()
-                    entries.append(
-                        Entry(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime)
-                    )
-        return sorted(entries)
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # removed since
+                    yield Path(folder, name), Path(folder, name).stat()
 
     def size(self, name: str) -> int:
         return self.path(name).stat().st_size
 
-    def delete(self, name: str) -> None:
-        target = self.path(name)
-        try:
-            target.unlink()
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        fsync_folder(target.parent)
+    def delete(self, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self.path(name).unlink()
+                fsync_folder(self.path(name).parent)
 
     def delete_tree(self, prefix: str) -> None:
         target = self.path(prefix)
         if target == self.root:
             raise ValueError("delete_tree needs a folder below the root")
-        try:
+        with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(target)
-        except FileNotFoundError:
-            if (
-                target.exists()
-            ):  # another process removed a file under our hands; it is still our job
-                shutil.rmtree(target, ignore_errors=True)
-            return
-        fsync_folder(target.parent)
+            fsync_folder(target.parent)
+        shutil.rmtree(target, ignore_errors=True)  # if another process removed a file meanwhile
 
     def clock(self) -> float:
-        """The disk's own: a network file system stamps files by its server's clock."""
+        """The disk's own time: a network file system stamps files by its server's clock."""
         part = _part_beside(self.root / "clock")
         try:
             part.touch(exist_ok=False)
             return part.stat().st_mtime
-        except OSError:  # not there, or not to be written to
+        except OSError:  # missing or read-only
             return time.time()
         finally:
             with contextlib.suppress(OSError):
@@ -149,19 +150,22 @@ class LocalStorage(Storage):
         self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = ""
     ) -> int:
         count = 0
-        for part in filter(lambda path: _is_part(path.name), self._files(prefix)):
-            target = part.with_name(part.name[1:].rsplit(".", 2)[0]).relative_to(self.root)
-            with contextlib.suppress(FileNotFoundError):  # gone since
-                if part.stat().st_mtime < older_than and not spare(target.as_posix()):
-                    part.unlink()
+        for path, found in self._files(prefix):
+            if path.match(_PART) and found.st_mtime < older_than:
+                target = path.with_name(path.name[1:].rsplit(".", 2)[0])
+                if not spare(target.relative_to(self.root).as_posix()):
+                    path.unlink(missing_ok=True)
                     count += 1
         return count
 
 
 @contextlib.contextmanager
 def _part_of(target: Path) -> Iterator[Path]:
-    """A name beside `target` to write it under: once published it survives a power cut; nothing else is left."""
-    _make_folder(target.parent)
+    """Yield a name beside `target` to write to. Fsync every folder that gained an entry."""
+    missing = [each for each in (target.parent, *target.parent.parents) if not each.is_dir()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
     part = _part_beside(target)
     try:
         yield part
@@ -174,39 +178,6 @@ def _part_beside(target: Path) -> Path:
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
 
 
-def _is_part(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".part")
-
-
-def _publish_if_absent(part: Path, target: Path) -> bool:
-    """Give the finished file its name unless that is taken: one system call, so only one racer can win."""
-    try:
-        os.link(part, target)
-        return True
-    except FileExistsError:
-        return False
-    except OSError as e:
-        if e.errno not in _NO_LINKS:
-            raise
-    try:  # without hard links: claim the name with an empty file, which readers take for a torn one
-        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    except FileExistsError:
-        return False
-    os.replace(part, target)
-    return True
-
-
-def _make_folder(folder: Path) -> None:
-    """mkdir -p that also survives a power cut: every folder that gained an entry is fsynced."""
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        fsync_folder(each.parent)
-
-
 def fsync_file(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -216,9 +187,9 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable. Some network file systems cannot: they order renames themselves."""
+    """Make renames in `folder` durable."""
     try:
         fsync_file(folder)
     except OSError as e:
-        if e.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOENT}:
+        if e.errno not in _NO_FSYNC:
             raise

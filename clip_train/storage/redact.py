@@ -1,18 +1,25 @@
-"""Passwords, signatures and tokens in URLs: what is logged or kept holds `REDACTED` in their place.
+"""Passwords, signatures and tokens in URLs: logs and recipes hold `REDACTED` in their place.
 
-Signing parameters that change with each signature (a date, an expiry) are replaced too, so a re-signed URL stays equal.
+Signing parameters that change with each signature (a date, an expiry) are replaced too, so a
+re-signed URL stays equal.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TypeVar, cast
 
 REDACTED = "REDACTED"
-REMOVED = "the password or signature of this URL was removed when this recipe was written; give the URL again"
+REMOVED = (
+    "the password or signature of this URL was removed when this recipe was written; "
+    "give the URL again"
+)
+WAS_REDACTED = re.compile(rf"//{REDACTED}@|={REDACTED}")  # in a URL that was given with a secret
+T = TypeVar("T")
 
-# The user and password of a URL. A user without a password is a secret in http(s) alone (a token): the container in
-# `abfs://container@account` is not. The last branch: a password that holds a `/`, which no URL may.
+# The user and password of a URL. A user without a password is a secret in http(s) alone (a token):
+# the container in `abfs://container@account` is not. The last branch: a password that holds a `/`,
+# which no URL may.
 _USER = re.compile(
     r"""(?ix) ( (?:https?|ftps?):// ) [^\s/?#"<>]+ @
       | ( [a-z][a-z0-9+.-]{0,20}:// ) [^\s/?#"<>@:]* : [^\s/?#"<>]* @
@@ -34,34 +41,23 @@ _OPAQUE = re.compile(
 _SAS = re.compile(
     rf"(?ix) ([?&](?:s[vtepris]|srt|spr|sip|sdd|sk[a-z]{{1,4}}|s[au]oid|scid)=) {_VALUE}"
 )
+_MAY_HOLD = re.compile("=|://|uthorization")
 _HEADER = re.compile(
     r"(?i)(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:basic|bearer|token)\s+)?)[^\s'\",]+"
 )
 
 
-def redact(text: str) -> str:
-    """`text` with every URL in it as it may be shown and kept."""
-    if "=" not in text and "://" not in text and "uthorization" not in text:
-        return text
-    text = _USER.sub(lambda found: f"{next(filter(None, found.groups()))}{REDACTED}@", text)
+def redact(value: T) -> T:
+    """Return a text with every URL in it as it may be shown and kept; JSON: all texts in it."""
+    if isinstance(value, dict):
+        return cast(T, {redact(key): redact(item) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        return cast(T, [redact(item) for item in value])
+    if not isinstance(value, str) or not _MAY_HOLD.search(value):
+        return value
+    text = _USER.sub(rf"\1\2\3{REDACTED}@", value)
     if "sig=" in text:
         text = _SAS.sub(rf"\1{REDACTED}", text)
     for secret in (_NAMED, _OPAQUE, _HEADER):
         text = secret.sub(rf"\1{REDACTED}", text)
-    return text
-
-
-def redacted(value: Any) -> Any:
-    """The same for all text in a value as JSON has it, deeply copied."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, dict):
-        return {redacted(key): redacted(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redacted(item) for item in value]
-    return value
-
-
-def is_redacted(url: str) -> bool:
-    """Whether the secret of this URL was removed when the file that it comes from was written."""
-    return f"//{REDACTED}@" in url or f"={REDACTED}" in url
+    return cast(T, text)

@@ -1,7 +1,4 @@
-"""An attempt at a remote store, repeated until it succeeds, is refused for good, or patience is over.
-
-What it is about: whatever a client lets through (a short body, a lost answer, a refused digest, an expired token).
-"""
+"""A request to a remote store, repeated until it succeeds, is refused for good, or time is up."""
 
 from __future__ import annotations
 
@@ -12,95 +9,106 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from fsspec.asyn import get_loop
 
-from clip_train.storage.bucket import Bucket
-from clip_train.storage.errors import TransferError, describe, final_error, is_unreachable, meaning
+from clip_train.storage.errors import Meaning, TransferError, describe, final_error, meaning
 from clip_train.storage.redact import redact
 
 T = TypeVar("T")
 LONGEST_BACKOFF_SECONDS = 20.0
-LOUD_ATTEMPT = 3  # failures up to here are everyday life on S3
+LOUD_ATTEMPT = 3  # fewer failures than this are everyday life on S3
 _log = logging.getLogger("clip_train.storage")
-_reached = {""}  # hosts that have answered; what another refuses at first will hardly come up
-_random = random.Random()  # of its own: jitter must not shift anybody else's draws
+_random = random.Random()  # its own: jitter must not shift any other draws
+
+
+class Renewable(Protocol):
+    """A connection whose credentials may expire."""
+
+    worked: bool  # whether it has ever answered
+
+    def renew(self, kind: Meaning, again: bool) -> bool:
+        """Fetch credentials (or the region) anew; whether another attempt may then succeed.
+
+        kind: what the error meant. again: it has been done for this operation already.
+        """
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How slow an answer may be before its request is given up."""
+
+    seconds: float  # until it begins
+    rate: float  # bytes per second on average from then on; 0: any
+    keys: str = ""  # the keys of the recipe that say so, for messages
+
+    def limit(self, num_bytes: int) -> float | None:
+        """Seconds that a request of so many bytes may take; None: any."""
+        return self.seconds + num_bytes / self.rate if self.rate else None
+
+    async def hold(self, answer: Awaitable[T], seconds: float | None, so_far: str = "") -> T:
+        """Return the answer. TransferError if it does not come within `seconds` (None: any)."""
+        try:
+            return await asyncio.wait_for(answer, seconds)
+        except (asyncio.TimeoutError, TimeoutError) as e:
+            what = so_far or "no answer"
+            raise TransferError(f"{what} within {seconds:.3g} s{self.keys}") from e
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How patiently `url` is asked: `attempts` at least, and as many as `seconds` have room for."""
+    """Try at least `attempts` times and, if given, for at least `seconds`."""
 
     url: str
+    pace: Pace
     attempts: int
-    seconds: float | None = None  # None: the attempts are all that counts, and messages name them
+    seconds: float | None = None  # None: only attempts count, and messages name them
     backoff_seconds: float = 0.2  # doubled by each attempt
+    connection: Renewable | None = None
 
-    async def __call__(
-        self, what: str, action: Callable[[], Awaitable[T]], bucket: Bucket | None
-    ) -> T:
-        """What `action` gives at last; StorageError with `url`, `what`, the reason and the remedy.
-
-        bucket: where it asks, if it is one, whose credentials may be renewed.
-        """
-        end, renewed = time.monotonic() + (self.seconds or 0.0), False
-        host = urlsplit(self.url).netloc if bucket is None else ""
+    async def __call__(self, what: str, request: Callable[[Pace], Awaitable[T]]) -> T:
+        """What `request` returns. StorageError with `url`, `what`, the reason and the remedy."""
+        end, pace, renewed = time.monotonic() + (self.seconds or 0.0), self.pace, False
         for attempt in itertools.count(1):
-            generation = bucket.generation if bucket else 0
             try:
-                done = await action()
+                answer = await request(pace)
+                if self.connection is not None:
+                    self.connection.worked = True
+                return answer
             except Exception as e:
                 kind, left = meaning(e), end - time.monotonic()
                 count = f", attempt {attempt} of {self.attempts}" if self.seconds is None else ""
                 message = redact(f"{self.url}: {what}{count}: {describe(e)}")
-                renew = bucket is not None and bucket.renew(kind, generation, renewed)
-                tried = attempt >= self.attempts or (
-                    self.seconds is not None and isinstance(e, TransferError)
-                )
-                unreached = host not in _reached and attempt >= LOUD_ATTEMPT and is_unreachable(e)
-                if not (renew or kind == "again") or (tried and left <= 0) or unreached:
+                helps = kind == "again"
+                if self.connection is not None and kind in ("denied", "expired", "elsewhere"):
+                    helps = await asyncio.to_thread(self.connection.renew, kind, renewed)
+                    renewed = True
+                silent = self.seconds is not None and isinstance(e, TransferError)
+                if not helps or (left <= 0 and (silent or attempt >= self.attempts)):
                     raise final_error(kind, message) from e
-                _log.log(
-                    logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG,
-                    "%s; trying again",
-                    message,
-                )
-            else:
-                _reached.add(host)
-                if bucket is not None:
-                    bucket.worked = True
-                return done
-            renewed = renewed or renew
-            longest = min(
-                LONGEST_BACKOFF_SECONDS, self.backoff_seconds * 2.0 ** min(attempt - 1, 64)
-            )
-            pause = _random.uniform(longest / 2, longest)  # so that workers do not march
-            await asyncio.sleep(
-                min(pause, left) if left > 0 else pause
-            )  # the last one is at the end of the patience
+            level = logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG
+            _log.log(level, "%s; trying again", message)
+            if self.seconds is not None:  # the link may be slow
+                patient = max(pace.seconds, min(4 * pace.seconds, left))
+                pace = replace(pace, seconds=patient, rate=pace.rate / 4)
+            longest = self.backoff_seconds * 2.0 ** min(attempt - 1, 64)
+            longest = min(LONGEST_BACKOFF_SECONDS, longest)
+            pause = _random.uniform(longest / 2, longest)  # so that workers do not march in step
+            await asyncio.sleep(min(pause, left) if left > 0 else pause)
         raise AssertionError("unreachable")
 
 
-async def within(seconds: float | None, answer: Awaitable[T], reason: str = "") -> T:
-    """The answer; TransferError with the reason where it does not come in time."""
-    try:
-        return await asyncio.wait_for(answer, seconds)
-    except (asyncio.TimeoutError, TimeoutError) as e:
-        raise TransferError(reason or f"no answer within {seconds:.3g} s") from e
-
-
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin it on fsspec's event loop, which has a thread of its own."""
+    """Start it on fsspec's event loop, which has a thread of its own."""
     return asyncio.run_coroutine_threadsafe(work, get_loop())
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """From any thread but the loop's; a signal's handler can run meanwhile."""
+    """Wait for it, in any thread but the loop's; a signal's handler can run meanwhile."""
     future = submit(work)
     try:
         return future.result()
     finally:
-        future.cancel()  # where a handler has raised
+        future.cancel()  # if a handler has raised

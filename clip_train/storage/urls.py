@@ -5,8 +5,9 @@ from __future__ import annotations
 import glob as local_glob
 import os
 import re
+from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import unquote
 
 from clip_train.errors import UserError
@@ -15,8 +16,19 @@ from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 
-_MAGIC = re.compile(r"[*?[]")
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
+if TYPE_CHECKING:
+    from clip_train.storage.remote import RemoteStorage
+
+# A store is a subclass of `remote.RemoteStorage` that takes a URL. A scheme may be its dotted path
+# as well: `my_package.MyStore://bucket/prefix`.
+STORES = {
+    "s3": "clip_train.storage.s3.S3Storage",
+    "s3a": "clip_train.storage.s3.S3Storage",
+    "gs": "clip_train.storage.object_store.ObjectStorage",
+    "az": "clip_train.storage.object_store.ObjectStorage",
+}
+_ANY_OTHER = "clip_train.storage.fsspec_store.FsspecStorage"
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+._-]*)(?:://|::)")
 
 
 def is_remote(url: str) -> bool:
@@ -34,32 +46,27 @@ def local_path(url: str) -> Path:
     return Path(url).expanduser()
 
 
-def is_s3(url: str) -> bool:
-    return url.lower().startswith(("s3://", "s3a://"))
-
-
 def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None = None) -> Storage:
-    """The storage rooted at a local folder or at a remote URL (S3 can be written to). Touches nothing yet.
+    """Return the storage rooted at a local folder or a remote URL. Sends no request yet.
 
-    patience_seconds: how long S3 is asked again before an operation fails (null: as `ObjectStorage` has it).
-    UserError for an S3 URL without a bucket, or with credentials in it.
+    patience_seconds: how long a remote operation is retried (None: see `RemoteStorage`).
+    UserError for a URL without a bucket or with credentials in it, or an unknown protocol.
     """
     url = os.fspath(url)
     if not is_remote(url):
         return LocalStorage(local_path(url))
-    if not is_s3(url):
-        from clip_train.storage.other import ReadOnlyStorage
+    return _open_remote(url, patience_seconds=patience_seconds)
 
-        return ReadOnlyStorage(url)
-    from clip_train.storage.object_store import ObjectStorage
 
-    bucket, _ = _split(url)
-    if not bucket or "@" in bucket:
-        shown = f"s3://...{bucket[bucket.rfind('@') :]}" if "@" in bucket else url
-        raise UserError(
-            f"{shown}: write s3://bucket/prefix; credentials come from the environment or a profile"
-        )
-    return ObjectStorage(url, patience_seconds=patience_seconds)
+def _open_remote(url: str, **limits: Any) -> RemoteStorage:
+    scheme = url.partition(":")[0]
+    path = STORES.get(scheme.lower(), scheme if "." in scheme else _ANY_OTHER)
+    module, _, name = path.rpartition(".")
+    try:
+        kind = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as e:
+        raise UserError(f"{url}: {path} cannot be imported ({e}); correct the URL") from e
+    return kind(url, **limits)
 
 
 def open_read(
@@ -67,81 +74,47 @@ def open_read(
     config: StorageConfig | None = None,
     checksums: Checksums | None = None,
 ) -> BinaryIO:
-    """A seekable stream over a local file or a remote object, which is compared with `checksums` if they are given.
+    """Open a seekable stream over a local file or a remote object.
 
-    FileNotFoundError; another OSError where it cannot be known: a `StorageError` has been retried enough already;
-    UserError for a protocol that is not known.
+    checksums: a remote object is compared with them, block by block; a local file by its size
+    (`clip-train index --check` reads it whole).
+    FileNotFoundError; another OSError if that is unknown: a `StorageError` has been retried
+    already; UserError for an unknown protocol.
     """
-    url, config = os.fspath(url), config or StorageConfig()
-    if not is_remote(url):
-        return local_path(url).open("rb")
-    from clip_train.storage.bucket import shared_bucket
-    from clip_train.storage.reader import FsspecObject, RangedFile, S3Object
+    url = os.fspath(url)
+    if is_remote(url):
+        from clip_train.storage.reader import RangedFile
 
-    bucket, key = _split(url)
-    remote = (
-        S3Object(shared_bucket(bucket), key, config) if is_s3(url) else FsspecObject(url, config)
-    )
-    return cast(BinaryIO, RangedFile(url, remote, config, checksums))
+        return cast(BinaryIO, RangedFile(_open_remote(url), config or StorageConfig(), checksums))
+    file = local_path(url).open("rb")
+    if checksums is not None:
+        checksums.check_size(url, os.fstat(file.fileno()).st_size)
+    return file
 
 
 def write_bytes(url: str | os.PathLike[str], data: bytes) -> None:
-    """A small file, local or remote: it appears whole or not at all, replacing what was there. OSError."""
-    url = os.fspath(url)
-    if is_remote(url) and not is_s3(url):
-        from clip_train.storage import other
-
-        other.write_bytes(url, data)
-        return
-    folder, name = (url.rpartition("/")[::2]) if is_s3(url) else os.path.split(local_path(url))
-    open_storage(folder).put_bytes(name, data)
+    """Write a small file, local or remote, whole or not at all, and replace what was there."""
+    open_storage(url).put_bytes("", data)
 
 
 def expand_glob(url: str | os.PathLike[str]) -> list[str]:
-    """The files that a pattern (`*`, `**`, `?`, `[...]`) matches, sorted; without a pattern, `url` itself.
+    """Return the files that a pattern (`*`, `**`, `?`, `[...]`) matches, sorted.
 
-    UserError when a pattern matches nothing; OSError where a folder cannot be listed. In `http(s)://` a `?` is a
-    query, not a pattern.
+    Without a pattern, `url` itself. In `http(s)://` a `?` is a query, not a pattern.
+    UserError when a pattern matches nothing; OSError if a folder cannot be listed.
     """
     url = os.fspath(url)
     magic = "*[" if url.lower().startswith(("http://", "https://")) else "*?["
-    if not any(c in url for c in magic):
+    plain = re.split(f"[{re.escape(magic)}]", url)[0]
+    if plain == url:
         return [url]
-    if is_s3(url):
-        found = _matching_objects(url)
-    elif is_remote(url):
-        from clip_train.storage import other
-
-        found = other.glob(url)
+    if is_remote(url):
+        folder = plain.rpartition("/")[0]
+        found = _open_remote(folder).glob(url[len(folder) + 1 :])
     else:
         pattern = local_path(url)
         found = [url] if pattern.exists() else sorted(local_glob.glob(str(pattern), recursive=True))
-        found = [each for each in found if not os.path.isdir(each)]
+        found = [path for path in found if not os.path.isdir(path)]
     if not found:
         raise UserError(f"no file matches {url}: check the path, and that it can be read from here")
     return found
-
-
-def _matching_objects(url: str) -> list[str]:
-    """By one listing of all below the pattern's last plain folder: fsspec's own search passes over what it may not
-    list.
-    """
-    from fsspec.utils import glob_translate
-
-    bucket, pattern = _split(url)
-    if _MAGIC.search(bucket):
-        raise UserError(f"{url}: name the bucket; patterns match the keys in it")
-    like = re.compile(glob_translate(pattern))
-    found = open_storage(f"s3://{bucket}").list(_MAGIC.split(pattern)[0].rpartition("/")[0])
-    folders = {each.name.rpartition("/")[0] for each in found}  # consoles make objects for them
-    return [
-        f"s3://{bucket}/{each.name}"
-        for each in found
-        if like.match(each.name) and each.name not in folders
-    ]
-
-
-def _split(url: str) -> tuple[str, str]:
-    """Bucket and key of an S3 URL."""
-    bucket, _, key = url.partition("://")[2].partition("/")
-    return bucket, key

@@ -27,7 +27,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import LARGEST, Allowed, Refused, Settings, Silent, explain, shown
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.redact import redacted
+from clip_train.storage.redact import redact
 from launcher.config.names import OTHER_NAMES
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
@@ -166,7 +166,7 @@ class RunConfig(Settings):
 
     def to_keep(self) -> dict[str, Any]:
         """Every key, without the secrets of its URLs: for files and trackers."""
-        return redacted(self.model_dump(mode="json"))
+        return redact(self.model_dump(mode="json"))
 
     def to_yaml(self) -> str:
         """`to_keep` as a file."""

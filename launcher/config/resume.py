@@ -10,7 +10,7 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from clip_train.models.clip import parse_saved
 from clip_train.settings import AtResume
-from clip_train.storage.redact import redacted
+from clip_train.storage.redact import redact
 from launcher.config.recipe import RunConfig, known_keys
 from launcher.engines import describe
 
@@ -43,7 +43,7 @@ def changes(
 ) -> list[Change]:
     """Every key that differs from a recipe as resolved then, which may lack newer keys; with the architecture of then
     also all of the model that does."""
-    now, then = config.to_keep(), redacted(then)  # a URL that was signed again is the same
+    now, then = config.to_keep(), redact(then)  # a URL that was signed again is the same
     others = [] if architecture is None else other_architecture(config, architecture)
     found = []
     for path, field in known_keys():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from clip_train.storage.redact import redact, redacted
+from clip_train.storage.redact import redact
 from launcher.config.recipe import RunConfig
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.rendezvous import ROOT, versions
@@ -36,7 +36,7 @@ def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, An
         version = None
     plural = "s" if env.world_size > 1 else ""
     ranks = f"{env.world_size} rank{plural} on {device.type}, {env.local_world_size} on each host"
-    differing = redacted(config.model_dump(mode="json", exclude_defaults=True)).items()
+    differing = redact(config.model_dump(mode="json", exclude_defaults=True)).items()
     return {
         "steps": config.steps,
         "command": redact(shlex.join(["clip-train", *sys.argv[1:]])),

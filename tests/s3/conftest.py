@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from clip_train.storage.base import Storage
-from clip_train.storage.bucket import shared_bucket
-from clip_train.storage.object_store import ObjectStorage
+from clip_train.storage.object_store import connect
+from clip_train.storage.s3 import S3Storage
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.runs import RUNS
@@ -55,7 +55,7 @@ def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyPro
 
 def forget_buckets() -> None:
     """They are kept by their names, and the endpoint is not among those."""
-    shared_bucket.cache_clear()
+    connect.cache_clear()
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ def url(view: Bucket) -> str:
 @pytest.fixture
 def storage(url: str) -> Storage:
     """It waits for every answer, and asks again for as long as it takes."""
-    return ObjectStorage(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
+    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
 
 
 @pytest.fixture
 def hasty(url: str) -> Storage:
     """It soon gives up a request, and asks again for as long as it takes."""
-    return ObjectStorage(
+    return S3Storage(
         url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600
     )
 
@@ -97,7 +97,7 @@ def hasty(url: str) -> Storage:
 @pytest.fixture
 def impatient(url: str) -> Storage:
     """It waits for every answer, and soon asks no more."""
-    return ObjectStorage(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
+    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
 
 
 @pytest.fixture

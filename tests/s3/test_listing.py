@@ -111,7 +111,7 @@ def test_what_cannot_be_listed_is_not_empty(
         Fault("status", key="", query=query, code=code, s3code=s3code),
         Fault("pages", key=""),
     ]
-    place = rf"{tree.url}: listing set(/y)?: HTTP {code} {s3code}"
+    place = rf"{tree.url}/set(/y)?: listing: HTTP {code} {s3code}"
     with pytest.raises(UserError, match=rf"data\.train .*cannot be listed .*{place}"):
         expand(f"{tree.url}/{pattern}")
     assert proxy.faults[0].fired

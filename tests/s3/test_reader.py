@@ -76,8 +76,8 @@ def test_wrong_bytes_are_seen_by_their_checksum(url: str, proxy: FaultyProxy, ac
         (Fault("status", skip=2), "HTTP 503 SlowDown"),
         (Fault("short", skip=2), "instead of 16384"),
         (Fault("hang", skip=2), "no answer within"),
-        (Fault("stall", skip=2, at=0), "less than storage.min_rate"),
-        (Fault("drip", skip=2), "less than storage.min_rate"),
+        (Fault("stall", skip=2, at=0), r"only \d+ bytes within .*storage\.min_rate"),
+        (Fault("drip", skip=2), r"only \d+ bytes within .*storage\.min_rate"),
         (Fault("flip", skip=2), "not those that the index was made from"),
     ],
     ids=lambda v: v.action if isinstance(v, Fault) else "",
@@ -97,10 +97,10 @@ def test_what_lasts_is_an_error_with_shard_offset_and_attempt(
             assert file.read(2 * BLOCK) == DATA[: 2 * BLOCK]
             file.read(1)
         told = str(caught.value)
-        if why in told and fault.fired == 3:
+        if re.search(why, told) and fault.fired == 3:
             break
     assert told.startswith(f"{url}: bytes {2 * BLOCK}-{3 * BLOCK - 1}, attempt 3 of 3: ")
-    assert why in told and fault.fired == 3
+    assert re.search(why, told) and fault.fired == 3
 
 
 def test_a_bit_flipped_where_it_is_stored(url: str, server: Server) -> None:

@@ -4,12 +4,15 @@ import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 
 from clip_train.data.shards import expand
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
+from clip_train.storage.object_store import Connection, ObjectStorage
 from clip_train.storage.urls import (
     expand_glob,
     is_remote,
@@ -84,17 +87,62 @@ def test_remote_storage_reads(bucket: str) -> None:
     assert storage.read_range("other.txt", 1, 3) == b"ex"
 
 
-def test_remote_storage_refuses_to_write(bucket: str, tmp_path: Path) -> None:
-    storage = open_storage(bucket)
-    calls = (
-        lambda: storage.put_bytes("x", b""),
-        lambda: storage.put_file(tmp_path / "x", "x"),
-        lambda: storage.delete("other.txt"),
-        lambda: storage.delete_tree("shards"),
-    )
-    for call in calls:
-        with pytest.raises(UserError, match="read-only"):
-            call()
+MEMORY = obstore.store.MemoryStore()
+
+
+class InMemory(Connection):
+    """A bucket of obstore's memory."""
+
+    def open(self, client: dict[str, Any], retries: dict[str, Any]) -> Any:
+        return MEMORY
+
+
+class MemoryStorage(ObjectStorage):
+    """A store of a user's own, which a URL names by its dotted path."""
+
+    connection_type = InMemory
+
+
+@pytest.mark.parametrize(
+    "scheme", ["memory", "fsspec+memory", f"{MemoryStorage.__module__}.{MemoryStorage.__name__}"]
+)
+def test_any_remote_storage_can_be_written_to(scheme: str, tmp_path: Path) -> None:
+    """What tests/s3/test_storage.py shows for S3."""
+    storage = open_storage(f"{scheme}://{uuid.uuid4().hex}/run")
+    assert storage.list() == [] and not storage.exists("a")
+    assert storage.put_bytes("a", b"1") and storage.put_bytes("b/two", b"22")
+    assert storage.put_bytes("b/two", b"222")  # replaces
+    local = tmp_path / "local"
+    local.write_bytes(b"content")
+    storage.put_file(local, "b/file", move=True)
+    assert not local.exists()
+    assert storage.list("b") == [Entry("b/file", 7), Entry("b/two", 3)]
+    assert (storage.read_bytes("b/two"), storage.size("b/two")) == (b"222", 3)
+    assert storage.read_range("b/file", 1, 3) == b"on"
+    assert storage.put_bytes("once", b"first", if_absent=True)
+    assert not storage.put_bytes("once", b"second", if_absent=True)
+    assert storage.read_bytes("once") == b"first"
+    for ask in (storage.read_bytes, storage.size, lambda name: storage.read_range(name, 0, 5)):
+        with pytest.raises(FileNotFoundError):
+            ask("b/none")
+    assert expand_glob(f"{storage.url}/b/*") == [
+        f"{storage.url.removeprefix('fsspec+')}/b/{name}" for name in ("file", "two")
+    ]
+    assert abs(storage.clock() - storage.list()[0].modified) < 600
+    assert storage.sweep(storage.clock()) == 0
+    storage.delete("a")
+    storage.delete("a")
+    storage.delete_tree("b")
+    assert [entry.name for entry in storage.list()] == ["once"]
+    with pytest.raises(ValueError, match="relative"):
+        storage.read_bytes("../other")
+    with pytest.raises(ValueError, match="below the root"):
+        storage.delete_tree("")
+
+
+def test_a_store_that_cannot_be_imported_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"no_such\.Store cannot be imported"):
+        open_storage("no_such.Store://bucket/run")
 
 
 def test_an_unknown_protocol_is_the_users_mistake() -> None:
@@ -137,5 +185,5 @@ def test_s3_that_cannot_be_asked_is_a_mistake_in_words(
         UserError, match=rf"data\.val \(s3://b/x/\*\.tar\) cannot be listed .*{why}"
     ):
         expand("s3://b/x/*.tar", "data.val")
-    with pytest.raises(OSError, match=f"s3://b: writing sizes.json: .*{why}"):
+    with pytest.raises(OSError, match=f"s3://b/sizes.json: writing: .*{why}"):
         write_bytes("s3://b/sizes.json", b"{}")

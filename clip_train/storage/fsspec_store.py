@@ -1,0 +1,121 @@
+"""Any other URL that fsspec knows: `https://`, `hf://`, `sftp://`, `memory://`; S3 by s3fs.
+
+`fsspec+s3://` reads and writes S3 by s3fs instead of obstore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from clip_train.errors import UserError
+from clip_train.storage.base import Entry
+from clip_train.storage.errors import ChangedError
+from clip_train.storage.redact import REMOVED, WAS_REDACTED
+from clip_train.storage.remote import Head, RemoteStorage, whole
+from clip_train.storage.retry import Pace
+
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+
+
+class FsspecStorage(RemoteStorage):
+    """`Storage` over a file system of fsspec; a write is as atomic as that file system's.
+
+    fsspec keeps one instance per process, which must not be used after a fork.
+    """
+
+    def __init__(self, url: str, **limits: Any) -> None:
+        """UserError for a protocol that is not known or not installed."""
+        if WAS_REDACTED.search(url):
+            raise UserError(f"{url}: {REMOVED}")
+        try:  # a cached listing would hide what another writer has put there since
+            self._fs, root = fsspec.core.url_to_fs(
+                url.removeprefix("fsspec+"), use_listings_cache=False
+            )
+        except (ImportError, ValueError) as e:
+            raise UserError(f"{url}: not a URL that fsspec can open ({e})") from e
+        super().__init__(url, root, **limits)
+
+    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if self._fs.async_impl:
+            return await getattr(self._fs, f"_{method}")(*arguments, **options)
+        return await asyncio.to_thread(getattr(self._fs, method), *arguments, **options)
+
+    async def head(self, key: str, pace: Pace) -> Head:
+        info = await pace.hold(self._call("info", key), pace.seconds)
+        if info.get("mimetype") == "text/html" and not key.endswith((".html", ".htm")):
+            raise ChangedError(
+                "the server answers with an HTML page, not with the file: check the URL in a "
+                "browser; it may want a login, or a proxy may be in between"
+            )
+        if info.get("size") is None:
+            raise ChangedError(
+                f"{key}: the server does not say how long it is, so it cannot be read in ranges"
+            )
+        return Head(int(info["size"]))
+
+    async def get(
+        self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
+    ) -> bytes:
+        """File systems have no streams in common: the whole range must come in time."""
+        if end is None:
+            return await pace.hold(self._call("cat_file", key), pace.limit(self.part_bytes))
+        request = self._call("cat_file", key, start=begin, end=end)
+        so_far = f"not all of {end - begin} bytes"
+        return whole(await pace.hold(request, pace.limit(end - begin), so_far), end - begin)
+
+    async def listing(self, folder: str, found: list[Entry], pace: Pace) -> None:
+        found.clear()
+        with contextlib.suppress(FileNotFoundError):
+            infos = await self._call("find", folder.rstrip("/"), withdirs=False, detail=True)
+            for key, info in infos.items():
+                if key.startswith(folder):
+                    found.append(Entry(key, int(info["size"]), _modified(info)))
+
+    async def put(self, key: str, data: bytes, if_absent: bool, pace: Pace) -> object:
+        if self._fs.async_impl:
+            write = self._fs._pipe_file(key, data, mode="create" if if_absent else "overwrite")
+        else:
+            write = asyncio.to_thread(self._write, key, data, "xb" if if_absent else "wb")
+        return await pace.hold(write, pace.limit(len(data)))
+
+    def _write(self, key: str, data: bytes, mode: str) -> None:
+        """mode: `pipe_file` would look first and write then; "xb" is one system call."""
+        self._fs.makedirs(self._fs._parent(key), exist_ok=True)
+        with self._fs.open(key, mode) as file:
+            file.write(data)
+
+    async def upload(self, key: str, file: Path, pace: Pace) -> object:
+        if not self._fs.async_impl:  # it may have real folders
+            await self._call("makedirs", self._fs._parent(key), exist_ok=True)
+        limit = pace.limit(file.stat().st_size)
+        return await pace.hold(self._call("put_file", str(file), key), limit)
+
+    async def remove(self, keys: Sequence[str], pace: Pace) -> object:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                await pace.hold(self._call("rm_file", key), pace.seconds)
+        return None
+
+    def glob(self, pattern: str) -> list[str]:
+        """By the file system's own search: a listing of all below a web page may have no end."""
+        found = self.ask(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
+        return sorted(self._fs.unstrip_protocol(key) for key in found)
+
+
+def _modified(info: dict[str, Any]) -> float:
+    """Seconds since the epoch; now where the file system does not say, so that nobody removes it."""
+    for name in _TIMES:
+        value = info.get(name)
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return time.time()
