@@ -107,7 +107,7 @@ class FsspecStorage(RemoteStorage):
     def glob(self, pattern: str) -> list[str]:
         """By the file system's own search: a listing of all below a web page may have no end."""
         found = self.ask(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
-        return sorted(self._fs.unstrip_protocol(key) for key in found)
+        return sorted(self.url + key.removeprefix(self.root) for key in found)
 
 
 def _modified(info: dict[str, Any]) -> float:
