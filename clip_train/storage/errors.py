@@ -131,19 +131,26 @@ def _is_http(error: BaseException | None) -> bool:
     return type(error).__module__.startswith("aiohttp")
 
 
+def is_unreachable(error: BaseException | None) -> bool:
+    """Whether nothing listens at that address, or the host's name is unknown."""
+    while error is not None and not isinstance(error, ConnectionRefusedError | socket.gaierror):
+        error = error.__cause__
+    return error is not None
+
+
 def describe(error: BaseException) -> str:
     """One line: status, code and message of the server's answer, and the remedy if known."""
     if isinstance(error, TransferError | ChangedError):
         return str(error)
+    if is_unreachable(error):
+        return "unknown host, or the connection is refused; check the URL, and that the server is up"
     status, code, message = _answer(error)
     head = code if status is None else f"HTTP {status} {code}".strip()
     text = " ".join(message.split()) or ("no reason given" if status is None else "")
     cause = error.__cause__ or error
     kind = meaning(error)
     advice = _REMEDIES.get(code) or _REMEDIES.get(kind, "")
-    if isinstance(cause, ConnectionRefusedError | socket.gaierror):
-        advice = "check the URL, and that the server is up"
-    elif kind == "denied" and _is_http(cause):
+    if kind == "denied" and _is_http(cause):
         advice = _SIGN
     elif kind == "denied" and status is None:
         advice = _LOG_IN

@@ -11,16 +11,25 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from fsspec.asyn import get_loop
 
-from clip_train.storage.errors import Meaning, TransferError, describe, final_error, meaning
+from clip_train.storage.errors import (
+    Meaning,
+    TransferError,
+    describe,
+    final_error,
+    is_unreachable,
+    meaning,
+)
 from clip_train.storage.redact import redact
 
 T = TypeVar("T")
 LONGEST_BACKOFF_SECONDS = 20.0
 LOUD_ATTEMPT = 3  # fewer failures than this are everyday life on S3
 _log = logging.getLogger("clip_train.storage")
+_reached: set[str] = set()  # hosts that have answered; another is soon given up if unreachable
 _random = random.Random()  # its own: jitter must not shift any other draws
 
 
@@ -71,9 +80,11 @@ class Retry:
     async def __call__(self, what: str, request: Callable[[Pace], Awaitable[T]]) -> T:
         """What `request` returns. StorageError with `url`, `what`, the reason and the remedy."""
         end, pace, renewed = time.monotonic() + (self.seconds or 0.0), self.pace, False
+        host = urlsplit(self.url).netloc
         for attempt in itertools.count(1):
             try:
                 answer = await request(pace)
+                _reached.add(host)
                 if self.connection is not None:
                     self.connection.worked = True
                 return answer
@@ -81,7 +92,8 @@ class Retry:
                 kind, left = meaning(e), end - time.monotonic()
                 count = f", attempt {attempt} of {self.attempts}" if self.seconds is None else ""
                 message = redact(f"{self.url}: {what}{count}: {describe(e)}")
-                helps = kind == "again"
+                wrong = is_unreachable(e) and host not in _reached and attempt >= LOUD_ATTEMPT
+                helps = kind == "again" and not wrong
                 if self.connection is not None and kind in ("denied", "expired", "elsewhere"):
                     helps = await asyncio.to_thread(self.connection.renew, kind, renewed)
                     renewed = True
