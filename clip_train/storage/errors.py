@@ -143,7 +143,9 @@ def describe(error: BaseException) -> str:
     if isinstance(error, TransferError | ChangedError):
         return str(error)
     if is_unreachable(error):
-        return "unknown host, or the connection is refused; check the URL, and that the server is up"
+        return (
+            "unknown host, or the connection is refused; check the URL, and that the server is up"
+        )
     status, code, message = _answer(error)
     head = code if status is None else f"HTTP {status} {code}".strip()
     text = " ".join(message.split()) or ("no reason given" if status is None else "")

@@ -76,8 +76,7 @@ def open_read(
 ) -> BinaryIO:
     """Open a seekable stream over a local file or a remote object.
 
-    checksums: a remote object is compared with them, block by block; a local file by its size
-    (`clip-train index --check` reads it whole).
+    checksums: a remote object is compared with them; `clip-train index --check` does local files.
     FileNotFoundError; another OSError if that is unknown: a `StorageError` has been retried
     already; UserError for an unknown protocol.
     """
@@ -86,10 +85,7 @@ def open_read(
         from clip_train.storage.reader import RangedFile
 
         return cast(BinaryIO, RangedFile(_open_remote(url), config or StorageConfig(), checksums))
-    file = local_path(url).open("rb")
-    if checksums is not None:
-        checksums.check_size(url, os.fstat(file.fileno()).st_size)
-    return file
+    return local_path(url).open("rb")
 
 
 def write_bytes(url: str | os.PathLike[str], data: bytes) -> None:
