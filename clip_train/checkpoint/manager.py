@@ -26,7 +26,6 @@ from clip_train.checkpoint.restore import (
     Log,
     Places,
     Resumed,
-    Selection,
     is_shared,
     read_scores,
     select,
@@ -91,7 +90,8 @@ class CheckpointManager:
         self._log = log if dist.is_main() else logger.debug
         self._warn = self._warn_here if dist.is_main() else logger.debug
         self._schedule = Schedule(config, clock)
-        self._selection = Selection()
+        self._resumed: Resumed | None = None  # of this run
+        self._damaged: set[CommitRef] = set()  # this run's newer ones that were passed over
         self._settings: Settings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._writer: WriterProcess | None = None
@@ -122,13 +122,14 @@ class CheckpointManager:
         UserError for a path that holds no checkpoints.
         """
         own = Places(self.storage if self._shared else None, self.remote)
-        selection = select(self.config.resume, own, self.storage, self._log)
-        self._selection = selection
-        resumed = selection.resumed
+        resumed, damaged = select(self.config.resume, own, self.storage, self._log)
+        self._damaged = {each.ref for each in damaged}
         if resumed is not None:
             self.last_good = LastGood(resumed.step, resumed.path)
             self._scores = read_scores(resumed.state, self.config.keep_best)
-            if selection.own and (self.remote is None or resumed.in_remote):
+        if resumed is not None and resumed.own:
+            self._resumed = resumed
+            if self.remote is None or resumed.in_remote:
                 self._saved, self._snapshot = resumed.step, (resumed.step, 0)
         return resumed
 
@@ -142,15 +143,14 @@ class CheckpointManager:
         main = self.remote or self.storage
         others = [self.storage] if self.remote is not None else []
         held = dist.on_main(partial(lease.acquire, main, others))
-        selection = self._selection
-        protect = {selection.resumed.ref} if selection.own and selection.resumed else set()
+        protect = {self._resumed.ref} if self._resumed is not None else set()
         self._memory = SharedMemory()
         self._settings = Settings(
             str(self.folder),
             self.config.remote,
             self._shared,
             60 * self.config.save_timeout_minutes,
-            self.config.policy(held, protect, selection.damaged),
+            self.config.policy(held, protect, self._damaged),
         )
         dist.agreed(self._start_writer)
 
@@ -257,11 +257,13 @@ class CheckpointManager:
         request: SaveRequest | None = None
         error: str | None = None
         free = 0  # bytes on this rank's disk
+        # counts the snapshots of a step: an attempt's folder is never written with other bytes
+        number = self._snapshot[1] + 1 if self._snapshot[0] == step else 1
         try:
             free = free_bytes(self.folder)
             if self._writing is None:
                 plan = plan_file(dist.rank(), fragments, rank_tensors, shared_tensors)
-                request = self._take(step, plan, state)
+                request = self._take(step, number, plan, state)
         except Exception as e:
             error = explain(e)
         writing = self._writing is not None
@@ -287,16 +289,12 @@ class CheckpointManager:
             return Saved.DEFERRED
         assert request is not None and self._writer is not None
         self._schedule.saved(step)
-        self._snapshot = (step, self._next_number(step))
+        self._snapshot = (step, number)
         self._pending[step] = self._writing = request
         self._writer.send(request)
         return Saved.UNDER_WAY
 
-    def _next_number(self, step: int) -> int:
-        """Counts the snapshots of a step: an attempt's folder is never written with other bytes."""
-        return self._snapshot[1] + 1 if self._snapshot[0] == step else 1
-
-    def _take(self, step: int, plan: Plan, state: dict[str, Any]) -> SaveRequest:
+    def _take(self, step: int, number: int, plan: Plan, state: dict[str, Any]) -> SaveRequest:
         """Copy the state. Anything may go wrong."""
         assert self._memory is not None and self._settings is not None
         if dist.is_main() and self._fatal is not None:
@@ -312,7 +310,7 @@ class CheckpointManager:
         epoch = self._settings.policy.lease.epoch
         return SaveRequest(
             step=step,
-            prefix=manifest.attempt_prefix(epoch, step, self._next_number(step)),
+            prefix=manifest.attempt_prefix(epoch, step, number),
             epoch=epoch,
             rank=dist.rank(),
             world_size=dist.world_size(),

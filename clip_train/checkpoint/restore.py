@@ -16,7 +16,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +78,7 @@ class Resumed:
     path: str  # a folder or a URL
     ref: CommitRef  # its marker
     in_remote: bool = False  # it is committed in the remote store
+    own: bool = True  # it is this run's, not from another place
     skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole
     fetched: int = 0  # bytes that came from the remote store, over all ranks
     fetch_seconds: float = 0.0
@@ -92,15 +93,6 @@ class Resumed:
         lines = [f"resuming from step {self.step}", f"  source         {self.path} ({got})"]
         lines += [f"  passed over    {each}" for each in self.skipped]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What `checkpoint.resume` asks for, the same on all ranks."""
-
-    resumed: Resumed | None = None  # None: a fresh start
-    damaged: frozenset[CommitRef] = frozenset()  # newer ones that were passed over
-    own: bool = True  # they are this run's, not those of another place
 
 
 def is_shared(storage: LocalStorage) -> bool:
@@ -123,8 +115,12 @@ def is_shared(storage: LocalStorage) -> bool:
             storage.delete(name)
 
 
-def select(mode: str, places: Places, cache: LocalStorage, log: Log) -> Selection:
-    """Collective. mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared.
+def select(
+    mode: str, places: Places, cache: LocalStorage, log: Log
+) -> tuple[Resumed | None, list[Skipped]]:
+    """The checkpoint to resume, None for a fresh start; and this run's damaged ones. Collective.
+
+    mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared.
 
     Another run's place is where this run begins; once it has a checkpoint of its own, it continues
     from that: a requeued job has the same line. log: takes progress, and what a user should know.
@@ -133,7 +129,7 @@ def select(mode: str, places: Places, cache: LocalStorage, log: Log) -> Selectio
     UserError for a path that holds no checkpoints, or names one of this run's.
     """
     if mode == "never":
-        return Selection()
+        return None, []
     other: str | None = None
     only: CommitRef | None = None
     if mode not in ("auto", "must"):
@@ -151,11 +147,10 @@ def select(mode: str, places: Places, cache: LocalStorage, log: Log) -> Selectio
         log(
             f"checkpoint.resume ({mode}): this run continues from its own checkpoints, as it has some"
         )
-    damaged = frozenset(each.ref for each in skipped)
     if found is not None or mode == "auto":
         if found is None and skipped:
             log(f"{_describe_damage(places, skipped)}\nSTARTING FRESH, from step 0")
-        return Selection(found, damaged)
+        return found, skipped
     if other is not None:
         places = places_at(other)
         found, skipped = resolve(places, only, cache, log)
@@ -163,7 +158,7 @@ def select(mode: str, places: Places, cache: LocalStorage, log: Log) -> Selectio
         what = _describe_damage(places, skipped)
         remedy = "set checkpoint.resume to auto to start fresh"
         raise CheckpointError(f"{what}\n{remedy if mode == 'must' else 'choose another'}")
-    return Selection(found, own=False)
+    return replace(found, own=False), []
 
 
 def places_at(root: str) -> Places:
