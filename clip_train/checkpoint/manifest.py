@@ -94,13 +94,6 @@ def rank_manifest_name(prefix: str, rank: int) -> str:
 RANK_KEY = "@rank|"
 SHARED_KEY = "@shared|"
 
-
-def fragment_key(name: str, slot: str, start: int) -> str:
-    if "|" in slot or slot.startswith("@"):
-        raise ValueError(f"an optimizer slot cannot be called {slot!r}")
-    return f"{slot}|{start}|{name}"
-
-
 # -- small files
 
 

@@ -90,7 +90,15 @@ def apply_retention(
     newest = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
 
     def spared(attempt: str) -> bool:
-        return attempt in in_flight or _under_way(parse_prefix(attempt), epoch, newest)
+        """Whether it may still be committed: elsewhere, by a successor, or by this process.
+
+        All ranks have finished with what is older than this process's newest commit: each rank's
+        saves are written one after the other.
+        """
+        ref = parse_prefix(attempt)
+        if ref is None or attempt in in_flight:
+            return attempt in in_flight
+        return ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
 
     now = storage.clock()
     named = {ref: prefix_of(storage, ref) for ref in commits if ref in kept}
@@ -130,17 +138,6 @@ def attempts(storage: Storage) -> dict[str, list[Entry]]:
 def is_named(named: dict[CommitRef, str | None], ref: CommitRef, attempt: str) -> bool:
     """Whether a marker names the attempt; one that is not readable (None) may name any of its step."""
     return ref in named and named[ref] in (attempt, None)
-
-
-def _under_way(ref: CommitRef | None, epoch: int, newest: int) -> bool:
-    """Whether a successor may still commit it, or this process.
-
-    All ranks have finished with what is older than this process's newest commit: each rank's saves
-    are written one after the other.
-    """
-    if ref is None:
-        return False
-    return ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
 
 
 def _remove(storage: Storage, attempt: str, files: list[Entry]) -> None:

@@ -82,7 +82,9 @@ def plan_file(
                     f"{fragment.name}: {slot} of shape {tuple(tensor.shape)} at {start} is not a "
                     f"range of the parameter's {numel} elements"
                 )
-            tensors[manifest.fragment_key(fragment.name, slot, start)] = tensor.detach()
+            if "|" in slot or slot.startswith("@"):
+                raise ValueError(f"an optimizer slot cannot be called {slot!r}")
+            tensors[f"{slot}|{start}|{fragment.name}"] = tensor.detach()
     for name, tensor in rank_tensors.items():
         tensors[manifest.RANK_KEY + name] = tensor.detach()
     for name, tensor in (shared_tensors or {}).items() if rank == 0 else ():
@@ -92,7 +94,7 @@ def plan_file(
     for fragment in fragments:
         row: list[tuple[str, str, int]] = []
         for slot in fragment.tensors:
-            key = manifest.fragment_key(fragment.name, slot, fragment.start)
+            key = f"{slot}|{fragment.start}|{fragment.name}"
             dtype, (numel,), offset = plan.fragments["tensors"].pop(key)
             row.append((slot, dtype, offset))
         if row and numel:
