@@ -28,15 +28,20 @@ class CheckpointConfig(Settings):
     """When to save and where, how much to keep, what to resume from."""
 
     every_steps: int | None = Field(1000, ge=1)
-    """Save after every so many optimizer steps; null: never by steps. Where the disk still takes the last snapshot
-    then, as soon as it has it."""
+    """Save after every so many optimizer steps; null: never by steps. Where the disk still takes
+    the last snapshot then, as soon as it has it.
+    """
 
     every_minutes: float | None = Field(None, gt=0, le=1e6)
-    """Save when so many minutes have passed since the last save, by rank 0's clock; null: never by time."""
+    """Save when so many minutes have passed since the last save, by rank 0's clock; null: never by
+    time.
+    """
 
     remote: str | None = Field(None, min_length=1)
-    """Where checkpoints are uploaded to: `s3://bucket/prefix`, or a folder on another disk. It belongs to this run
-    alone. null: they stay under `<run.dir>/checkpoints`. Credentials come from the usual environment or profile."""
+    """Where checkpoints are uploaded to: `s3://bucket/prefix`, or a folder on another disk. It
+    belongs to this run alone. null: they stay under `<run.dir>/checkpoints`. Credentials come
+    from the usual environment or profile.
+    """
 
     keep_last: int = Field(3, ge=1)
     """How many of the newest complete checkpoints stay; the one resumed from stays too."""
@@ -45,19 +50,27 @@ class CheckpointConfig(Settings):
     """Checkpoints at multiples of so many steps stay for good."""
 
     keep_best: str | None = Field(None, min_length=1)
-    """A number of the evaluation (`zero_shot_top1`): the checkpoint with the highest stays. With a minus in front
-    (`-image_to_text_median_rank`) the one with the lowest. It is the evaluation at the step of the save that counts."""
+    """A number of the evaluation (`zero_shot_top1`): the checkpoint with the highest stays. With a
+    minus in front (`-image_to_text_median_rank`) the one with the lowest. It is the evaluation
+    at the step of the save that counts.
+    """
 
     resume: str = Field("auto", min_length=1)
-    """`auto` (the newest complete checkpoint, local or remote, else a fresh start), `must` (fail rather than start
-    fresh), `never`, or a path or URL: a run's folder, its checkpoints, or one checkpoint in it.
-    Another run's is where this run begins: once it has a checkpoint of its own, it continues from that."""
+    """`auto` (the newest complete checkpoint, local or remote, else a fresh start), `must` (fail
+    rather than start fresh), `never`, or a path or URL: a run's folder, its checkpoints, or one
+    checkpoint in it. Another run's is where this run begins: once it has a checkpoint of its
+    own, it continues from that.
+    """
 
     allow_changed_recipe: bool = False
-    """Resume although the data, the model or the global batch has changed since: then the curve is another's."""
+    """Resume although the data, the model or the global batch has changed since: then the curve is
+    another's.
+    """
 
     max_failed_saves: int = Field(3, ge=1)
-    """The run stops after so many failed saves in a row; until then it tries again at the next occasion."""
+    """The run stops after so many failed saves in a row; until then it tries again at the next
+    occasion.
+    """
 
     save_timeout_minutes: float = Field(60.0, gt=0, le=1e6)
     """A save that is not committed after so long has failed."""
@@ -108,7 +121,9 @@ class CheckpointConfig(Settings):
 
 
 def locate(path: str) -> tuple[str, CommitRef | None]:
-    """(the checkpoints' root, which one in it if `path` names one). UserError where there are none; CheckpointError."""
+    """(the checkpoints' root, which one in it if `path` names one). UserError where there are none;
+    CheckpointError.
+    """
     if is_remote(path):
         scheme, _, rest = path.rstrip("/").partition("://")
         start, parts = f"{scheme}://", rest.split("/")
@@ -116,7 +131,8 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
         here = local_path(path).resolve()
         if not here.exists():
             raise UserError(
-                f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that exists"
+                f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that "
+                "exists"
             )
         start, parts = "", here.as_posix().split("/")
     for cut in range(len(parts), max(0, len(parts) - 4), -1):
@@ -129,8 +145,9 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
             except OSError as e:
                 raise CheckpointError(f"checkpoint.resume ({path}) cannot be read: {e}") from e
     raise UserError(
-        f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder or its checkpoint.remote, its "
-        "checkpoints folder, or one checkpoint's commit/*.json or ckpt/*/* in it"
+        f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder or its "
+        "checkpoint.remote, its checkpoints folder, or one checkpoint's commit/*.json or ckpt/*/* "
+        "in it"
     )
 
 
@@ -147,7 +164,9 @@ _LASTING = (errno.ENXIO, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, 
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing that was tried. Without `remedy` it went well; without `error` training can start all the same."""
+    """One thing that was tried. Without `remedy` it went well; without `error` training can start
+    all the same.
+    """
 
     result: str  # what the store does, or cannot do
     remedy: str = ""
@@ -157,8 +176,8 @@ class Trial:
 def preflight(storage: Storage) -> list[str]:
     """Try all that a run does with its store: returns warnings.
 
-    UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): what cannot be
-    done, and why.
+    UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): what cannot
+    be done, and why.
     """
     trials = list(try_all(storage))
     for each in trials:
@@ -168,7 +187,7 @@ def preflight(storage: Storage) -> list[str]:
 
 
 def try_all(storage: Storage) -> Iterator[Trial]:
-    """Try one operation after the other, up to the first that fails. Removes what it has written."""
+    """Try one operation after the other, up to the first that fails. Removes its files."""
     folder, content = f"preflight/{uuid.uuid4().hex}", uuid.uuid4().hex.encode()
     file, once = f"{folder}/file", f"{folder}/once"
     doing, right = "be listed", "s3:ListBucket"  # for the error, and the right it needs on S3

@@ -47,9 +47,9 @@ def fetch_block(storage: Storage, name: str, entry: FileEntry, number: int) -> b
 class CheckpointFiles:
     """One checkpoint's files.
 
-    folder: where they are, or are fetched to. remote: where missing blocks come from; None: nowhere.
-    shared: all ranks see `folder`, and what one of them fetches the others need not. log: takes how
-    far a fetch is.
+    folder: where they are, or are fetched to. remote: where missing blocks come from; None:
+    nowhere. shared: all ranks see `folder`, and what one of them fetches the others need not. log:
+    takes how far a fetch is.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class CheckpointFiles:
     def verify_all(self) -> str | None:
         """Every block is verified by some rank, or fetched by it; what is damaged. Collective.
 
-        Where all ranks see one folder the files are in it afterwards. CheckpointError, on all ranks,
-        if one cannot read for another reason than damage.
+        Where all ranks see one folder the files are in it afterwards. CheckpointError, on all
+        ranks, if one cannot read for another reason than damage.
         """
         rank, world_size, blocks = dist.rank(), dist.world_size(), self._blocks
         mine = blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
@@ -150,8 +150,8 @@ class CheckpointFiles:
             if self.fetched > before and now >= next_line and done < len(unknown):
                 next_line, left = now + _PROGRESS_SECONDS, (now - began) * (len(unknown) / done - 1)
                 self._log(
-                    f"fetching the checkpoint of step {self._found.commit.step}: {done} of rank 0's "
-                    f"{len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
+                    f"fetching the checkpoint of step {self._found.commit.step}: {done} of rank "
+                    f"0's {len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
                 )
 
         run_parallel(self._ensure, unknown, PARALLEL_BLOCKS, progress)
@@ -198,7 +198,7 @@ class CheckpointFiles:
 
 
 def _write_block(path: Path, entry: FileEntry, number: int, data: bytes) -> None:
-    """Several ranks may write to the same file; one that is not complete does not have its hashes."""
+    """Several ranks may write to one file; an incomplete one does not have its hashes."""
     at, _ = entry.block_range(number)
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

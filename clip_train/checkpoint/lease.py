@@ -42,7 +42,8 @@ def epochs(storage: Storage) -> list[int]:
 
 
 def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
-    """Take the epoch after all that `storage` and `others` know; each of several racers gets its own.
+    """Take the epoch after all that `storage` and `others` know; each of several racers gets its
+    own.
 
     The lease is also written to `others`, where a process that is cut off from `storage` sees it.
     CheckpointError for a store that cannot be written to, or keeps nothing.

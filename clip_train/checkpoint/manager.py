@@ -59,8 +59,8 @@ class LastGood(NamedTuple):
 
 
 class CheckpointManager:
-    """Saves and resumes one run's checkpoints. All ranks make the same calls in the same order, this
-    one's constructor too.
+    """Saves and resumes one run's checkpoints. All ranks make the same calls in the same order,
+    this one's constructor too.
 
     `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
@@ -116,7 +116,8 @@ class CheckpointManager:
                 self._warn(warning)
 
     def resume(self) -> Resumed | None:
-        """The checkpoint that `checkpoint.resume` asks for, the same on all ranks; None: start fresh.
+        """The checkpoint that `checkpoint.resume` asks for, the same on all ranks; None: start
+        fresh.
 
         CheckpointError when there must be one and none is whole, or when one cannot be read.
         UserError for a path that holds no checkpoints.
@@ -134,7 +135,8 @@ class CheckpointManager:
         return resumed
 
     def begin(self) -> None:
-        """Take the lease, which an older process of this run loses, and start the checkpoint writer.
+        """Take the lease, which an older process of this run loses, and start the checkpoint
+        writer.
 
         Once, after `resume`; `save` does it if need be. CheckpointError.
         """
@@ -215,12 +217,13 @@ class CheckpointManager:
     ) -> Saved:
         """Save the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
 
-        shared_tensors: the same on all ranks; rank 0's are written. wait: return when the checkpoint
-        is committed, or has failed, or after `checkpoint.grace_seconds`; a previous snapshot that is
-        being written is waited for. A step that is saved already is not saved again.
+        shared_tensors: the same on all ranks; rank 0's are written. wait: return when the
+        checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`; a previous
+        snapshot that is being written is waited for. A step that is saved already is not saved
+        again.
 
-        CheckpointError after `max_failed_saves` failures in a row, or when another process has taken
-        over.
+        CheckpointError after `max_failed_saves` failures in a row, or when another process has
+        taken over.
         """
         self.begin()
         self._poll()
@@ -438,7 +441,8 @@ class CheckpointManager:
     # -- end
 
     def _wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
-        """Wait until no rank is `waiting`; False if `end` comes first, by rank 0's clock. Collective.
+        """Wait until no rank is `waiting`; False if `end` comes first, by rank 0's clock.
+        Collective.
 
         No rank is in a collective for longer than a second.
         """
@@ -451,7 +455,9 @@ class CheckpointManager:
                 return not still
 
     def _finish(self, step: int, end: float) -> bool:
-        """Wait until rank 0 knows that `step` is committed or has failed, or until `end`. Collective."""
+        """Wait until rank 0 knows that `step` is committed or has failed, or until `end`.
+        Collective.
+        """
         if step in self._pending and self.remote is not None:
             left = max(end - time.monotonic(), 0.0)
             text = (
@@ -480,7 +486,7 @@ class CheckpointManager:
         self._warn(f"{text}; {self._fallback()}")
 
     def settle(self, seconds: float = 20.0) -> None:
-        """Wait until the newest save is committed somewhere or has failed, to update `last_good`."""
+        """Wait until the newest save is committed somewhere or has failed: for `last_good`."""
         end = time.monotonic() + min(seconds, self.config.grace_seconds)
         newest = max(self._pending, default=0)
         while newest in self._pending and time.monotonic() < end:
@@ -498,8 +504,8 @@ class CheckpointManager:
             end = self._end or time.monotonic() + self.config.grace_seconds
             step = max(self._pending, default=None)
             if step is not None:
-                text = f"finishing the checkpoint of step {step} (up to {end - time.monotonic():.0f} s)"
-                self._log(text)
+                left = end - time.monotonic()
+                self._log(f"finishing the checkpoint of step {step} (up to {left:.0f} s)")
             self._writer.send(None)
             while self._writer.ended is None and time.monotonic() < end:
                 left = max(end - time.monotonic(), 0.0)

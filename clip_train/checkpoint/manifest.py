@@ -1,11 +1,12 @@
 """The names and the small files of a checkpoint, and nothing that touches a disk. No torch.
 
-    lease/e000007.json                                  who writes with epoch 7: put if absent
-    ckpt/s0000001200/e000007-1/rank00000.safetensors    one rank's fragments, and its random state
-                              /_rank00000.json          that rank's manifest: its file's checksums and fragments
-                              /_LAYOUT.bin              which fragment lies where, in the files of all ranks
-                              /_MANIFEST.json           all ranks' files, and the trainer's state
-    commit/e000007-s0000001200.json                     written last: without it there is no checkpoint
+    lease/e000007.json                   who writes with epoch 7: put if absent
+    ckpt/s0000001200/e000007-1/          one attempt
+        rank00000.safetensors            one rank's fragments, and its random state
+        _rank00000.json                  that rank's manifest: its file's checksums and fragments
+        _LAYOUT.bin                      which fragment is where, in the files of all ranks
+        _MANIFEST.json                   all ranks' files, and the trainer's state
+    commit/e000007-s0000001200.json      written last: without it there is no checkpoint
 
 The folder of an attempt is named by its step, the writer's epoch and the number of the snapshot of
 that step. Every process that is going to write takes the next epoch. A writer whose epoch is no
@@ -72,7 +73,7 @@ def attempt_of(name: str) -> str:
 
 
 def staged_name(prefix: str) -> str:
-    """How the names of an attempt's files begin while they are written; their folder while fetched."""
+    """How an attempt's files begin while they are written; their folder while fetched."""
     return f"tmp/{prefix.replace('/', '+')}"
 
 
@@ -88,8 +89,8 @@ def rank_manifest_name(prefix: str, rank: int) -> str:
     return f"{prefix}/_rank{rank:05d}.json"
 
 
-# -- tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for what belongs to the rank,
-# "@shared|name" in rank 0's for what is the same on all of them
+# -- tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for what belongs to
+# the rank, "@shared|name" in rank 0's for what is the same on all of them
 
 RANK_KEY = "@rank|"
 SHARED_KEY = "@shared|"
@@ -98,13 +99,17 @@ SHARED_KEY = "@shared|"
 
 
 def add_checksum(body: dict[str, Any]) -> bytes:
-    """JSON that carries its own sha256, so that a bit that flips on the way is noticed and the file read again."""
+    """JSON that carries its own sha256, so that a bit that flips on the way is noticed and the file
+    read again.
+    """
     body = {**body, "format": FORMAT_VERSION}
     return json.dumps({**body, "sha256": sha256_of(_canonical(body))}, sort_keys=True).encode()
 
 
 def parse_checked(data: bytes) -> dict[str, Any]:
-    """The inverse of `add_checksum`. ValueError for anything else; FormatError for another version's."""
+    """The inverse of `add_checksum`. ValueError for anything else; FormatError for another
+    version's.
+    """
     body = json.loads(data)  # JSONDecodeError and UnicodeDecodeError are ValueErrors
     if not isinstance(body, dict):
         raise ValueError("not a JSON object")
@@ -141,7 +146,8 @@ def _check_format(body: Any) -> dict[str, Any]:
         raise ValueError(f"format {version!r}")
     remedy = (
         "go on with the clip-train that wrote it, or export its weights there (clip-train export) "
-        "and start from them in another run.dir and checkpoint.remote (model.init_from=<the export>)"
+        "and start from them in another run.dir and checkpoint.remote (model.init_from=<the "
+        "export>)"
     )
     if version > FORMAT_VERSION:
         remedy = (
@@ -158,7 +164,8 @@ def _check_format(body: Any) -> dict[str, Any]:
 def _build(cls: type[T], body: Any) -> T:
     """A dataclass of those keys of `body` that it has. ValueError."""
     try:
-        return cls(**{field.name: body[field.name] for field in fields(cls)})  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        return cls(**{name: body[name] for name in names})
     except (KeyError, TypeError) as e:
         raise ValueError(f"not a {cls.__name__}: {type(e).__name__} {e}") from e
 
@@ -250,11 +257,13 @@ class Commit:
 
 
 def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
-    """LAYOUT: where every fragment of every rank lies. fragments: of each file (`snapshot.Plan.fragments`).
+    """LAYOUT: where every fragment of every rank lies. fragments: of each file
+    (`snapshot.Plan.fragments`).
 
-    Zlib over: 8 bytes of the header's length, the header (JSON), and columns of int64 with a row for each fragment,
-    sorted by parameter and start: parameter, start, numel, file, and its byte offset in the file for each kind (slot
-    and dtype), -1 where it has none. ValueError where ranks do not fit together.
+    Zlib over: 8 bytes of the header's length, the header (JSON), and columns of int64 with a row
+    for each fragment, sorted by parameter and start: parameter, start, numel, file, and its byte
+    offset in the file for each kind (slot and dtype), -1 where it has none. ValueError where ranks
+    do not fit together.
     """
     params: dict[str, list[int]] = {}
     kinds: dict[tuple[str, str], int] = {}
@@ -291,7 +300,9 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
 
 
 def encode_state(value: Any, where: str = "state") -> Any:
-    """The trainer's state as JSON can hold it, deeply copied; tuples become lists. TypeError, which names the place."""
+    """The trainer's state as JSON can hold it, deeply copied; tuples become lists. TypeError, which
+    names the place.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

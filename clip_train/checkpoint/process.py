@@ -39,7 +39,9 @@ class Schedule:
         return self.deferred is not None or by_steps or self._due_by_time(step)
 
     def overdue(self) -> bool:
-        """Whether a deferred save has waited for `save_timeout_minutes`; then the time starts again."""
+        """Whether a deferred save has waited for `save_timeout_minutes`; then the time starts
+        again.
+        """
         late = self._clock() - self._since > 60 * self._config.save_timeout_minutes
         if late:
             self._since = self._clock()

@@ -91,7 +91,7 @@ class Resumed:
             got = f"{self.fetched / 1e6:,.1f} MB fetched in {self.fetch_seconds:.1f} s"
             got += f" by {self.fetch_ranks} ranks" if self.fetch_ranks > 1 else ""
         lines = [f"resuming from step {self.step}", f"  source         {self.path} ({got})"]
-        lines += [f"  passed over    {each}" for each in self.skipped]
+        lines += [f"  passed over    {each}" for each in self.skipped or ("nothing",)]
         return "\n".join(lines)
 
 
@@ -139,14 +139,13 @@ def select(
             if only is not None:
                 raise UserError(
                     f"checkpoint.resume ({mode}) is a checkpoint of this run, which continues from "
-                    "its newest one. To go back, start another run there: set another run.name (and "
-                    "checkpoint.remote) beside this checkpoint.resume; or remove the newer commit/*.json"
+                    "its newest one. To go back, start another run there: set another run.name "
+                    "(and checkpoint.remote) beside this checkpoint.resume; or remove the newer "
+                    "commit/*.json"
                 )
     found, skipped = resolve(places, cache=cache, log=log)
     if found is not None and other is not None:
-        log(
-            f"checkpoint.resume ({mode}): this run continues from its own checkpoints, as it has some"
-        )
+        log(f"checkpoint.resume ({mode}): this run has checkpoints and continues from its own")
     if found is not None or mode == "auto":
         if found is None and skipped:
             log(f"{_describe_damage(places, skipped)}\nSTARTING FRESH, from step 0")

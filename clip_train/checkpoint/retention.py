@@ -70,8 +70,8 @@ def apply_retention(
 ) -> None:
     """Remove old checkpoints and orphans; rank 0's checkpoint writer, after a commit.
 
-    scores: as in `verdicts`. in_flight: attempts that may still be committed in another store, from their files here.
-    OSError; FencedError.
+    scores: as in `verdicts`. in_flight: attempts that may still be committed in another store, from
+    their files here. OSError; FencedError.
 
     The marker goes first and the data second, so a kill in between leaves an orphan for the next
     time, not a broken checkpoint. What has a higher epoch than this writer's is never touched: it
@@ -127,7 +127,7 @@ def apply_retention(
 
 
 def attempts(storage: Storage) -> dict[str, list[Entry]]:
-    """The files of each attempt to save, those that are being written too, by its folder. OSError."""
+    """The files of each attempt, those that are being written too, by its folder. OSError."""
     files: dict[str, list[Entry]] = defaultdict(list)
     staged = storage.list("tmp") if isinstance(storage, LocalStorage) else []
     for entry in [*storage.list("ckpt"), *staged]:
@@ -136,7 +136,7 @@ def attempts(storage: Storage) -> dict[str, list[Entry]]:
 
 
 def is_named(named: dict[CommitRef, str | None], ref: CommitRef, attempt: str) -> bool:
-    """Whether a marker names the attempt; one that is not readable (None) may name any of its step."""
+    """Whether a marker names the attempt; an unreadable one (None) may name any of its step."""
     return ref in named and named[ref] in (attempt, None)
 
 
@@ -151,7 +151,7 @@ def _remove(storage: Storage, attempt: str, files: list[Entry]) -> None:
 
 
 def remove_leftovers(storage: LocalStorage, epoch: int) -> None:
-    """On a disk that not all ranks share: remove what earlier processes staged or fetched. OSError."""
+    """On a disk that not all ranks share: remove what was staged or fetched before. OSError."""
     for attempt, files in attempts(storage).items():
         ref = parse_prefix(attempt)
         if ref is not None and ref.epoch < epoch and not storage.exists(ref.name):
@@ -169,6 +169,6 @@ def check_space(folder: str | Path, needed: int, free: int) -> None:
     if needed + HEADROOM > free:
         raise CheckpointError(
             f"not enough space for a checkpoint at {folder}: {needed / 1e9:.3f} GB needed "
-            f"(and {HEADROOM / 1e9:.3f} GB to spare), {free / 1e9:.3f} GB free; make room, or lower "
-            "checkpoint.keep_last"
+            f"(and {HEADROOM / 1e9:.3f} GB to spare), {free / 1e9:.3f} GB free; make room, or "
+            "lower checkpoint.keep_last"
         )

@@ -1,7 +1,9 @@
-"""A rank's state as a safetensors file: planned, copied to memory that the checkpoint writer reads, and read back.
+"""A rank's state as a safetensors file: planned, copied to memory that the checkpoint writer reads,
+and read back.
 
-The copy is the only thing that the training loop waits for. It is laid out as the file that it becomes, in memory that
-is allocated, touched and pinned before the first save. Any cut is read back at any other, bit for bit.
+The copy is the only thing that the training loop waits for. It is laid out as the file that it
+becomes, in memory that is allocated, touched and pinned before the first save. Any cut is read back
+at any other, bit for bit.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def plan_file(
 
 
 def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
-    """A safetensors file: 8 bytes with the header's length, a JSON header, the tensors end to end."""
+    """A safetensors file: 8 bytes with the header's length, a JSON header, the tensors."""
 
     def place(key: str) -> tuple[int, bool, str]:
         """The widest first, so that each is aligned to its element; then weights, for exports."""
@@ -130,9 +132,11 @@ def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
 
 
 class SharedMemory:
-    """Host memory behind a file descriptor that the checkpoint writer has too; kept from save to save, it only grows.
+    """Host memory behind a file descriptor that the checkpoint writer has too; kept from save to
+    save, it only grows.
 
-    Anonymous: nothing of it is left when both processes have gone. Pinned for a GPU: then the copy runs at full speed.
+    Anonymous: nothing of it is left when both processes have gone. Pinned for a GPU: then the copy
+    runs at full speed.
     """
 
     def __init__(self) -> None:
@@ -149,7 +153,9 @@ class SharedMemory:
         )  # -1: as it is
 
     def reserve(self, plan: Plan, *, wait: bool = True) -> None:
-        """Allocate, touch and pin, beside what goes on if not to `wait`. OSError or MemoryError where it waits."""
+        """Allocate, touch and pin, beside what goes on if not to `wait`. OSError or MemoryError
+        where it waits.
+        """
         reserved = self._thread.submit(self._reserve, plan)
         if wait:
             reserved.result()
@@ -173,7 +179,8 @@ class SharedMemory:
         self._map[: len(plan.head)] = plan.head
         for at, tensor in plan.places:
             if tensor.numel():
-                # in one go: slicing and casting the view costs 5 us more for each of thousands of tensors
+                # in one go: slicing and casting the view costs 5 us more for each of thousands of
+                # tensors
                 place = torch.frombuffer(
                     self._map, dtype=tensor.dtype, count=tensor.numel(), offset=at
                 )
@@ -200,7 +207,8 @@ def _register(view: Tensor) -> bool:
     except (AttributeError, RuntimeError):
         return False
     if status != 0:
-        # It stays CUDA's last error, which the check after the training's next kernel would raise: one of ours has it.
+        # It stays CUDA's last error, which the check after the training's next kernel would raise:
+        # one of ours has it.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
     return status == 0
@@ -300,7 +308,7 @@ class FragmentReader:
         return dict(self._shapes)
 
     def slots(self, name: str) -> set[str]:
-        """What is stored of a parameter: "param" and, unless it was frozen, the optimizer's slots."""
+        """What is stored of a parameter: "param" and, unless frozen, the optimizer's slots."""
         if name not in self._of:
             return set()
         stored = np.any(self._of[name]["offsets"] >= 0, axis=0).tolist()
@@ -323,7 +331,9 @@ class FragmentReader:
                     yield Extent(lower, upper, dtype, int(row["file"]), at, stop)
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
-        """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all ranks."""
+        """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all
+        ranks.
+        """
         blocks: set[Block] = set()
         for name, slot, start, numel in wanted:
             for piece in self._pieces(name, slot, start, start + numel):
@@ -333,7 +343,8 @@ class FragmentReader:
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         """Elements `[start, start + numel)` of the flattened parameter, [numel], in host memory.
 
-        CheckpointError if the checkpoint has no such parameter or slot, or lacks a part of the range.
+        CheckpointError if the checkpoint has no such parameter or slot, or lacks a part of the
+        range.
         """
         if name not in self._shapes:
             raise CheckpointError(f"{self._where}: no parameter {name!r} in this checkpoint")
@@ -346,8 +357,9 @@ class FragmentReader:
             done = piece.end
         if done < end:
             raise CheckpointError(
-                f"{self._where}: {slot!r} of {name} {list(self._shapes[name])} lacks element {done}; "
-                f"[{start}, {end}) was asked for, the checkpoint has {sorted(self.slots(name))}"
+                f"{self._where}: {slot!r} of {name} {list(self._shapes[name])} lacks element "
+                f"{done}; [{start}, {end}) was asked for, the checkpoint has "
+                f"{sorted(self.slots(name))}"
             )
         if not parts:
             return torch.empty(0)
@@ -361,8 +373,8 @@ class FragmentReader:
         slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in self._shapes}
         if ema and EMA not in slots.values():
             raise UserError(
-                f"--ema: {self._where} has no moving average, as optim.ema_decay was null; leave it "
-                "out"
+                f"--ema: {self._where} has no moving average, as optim.ema_decay was null; leave "
+                "it out"
             )
         wanted = [
             Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self._shapes.items()

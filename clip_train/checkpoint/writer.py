@@ -180,7 +180,9 @@ class Writer:
         """Returns where. FencedError, RefusedError; OSError, CheckpointError for what may pass."""
 
         def end() -> float:
-            """If a newer save has begun, all ranks have this one on their disks, maybe not uploaded."""
+            """If a newer save has begun, all ranks have this one on their disks, maybe not
+            uploaded.
+            """
             newest, end = self._newest, request.since + self.settings.timeout_seconds
             if store is self.local and newest is not None and newest is not request:
                 end = min(end, newest.since + commit.LATE_SECONDS)
@@ -310,7 +312,8 @@ class Writer:
 def write_snapshot(
     storage: LocalStorage, memory_fd: int, request: SaveRequest, *, publish: bool = True
 ) -> None:
-    """Write the first bytes of `memory_fd` as this rank's file; sets the request's `entry` and `path`.
+    """Write the first bytes of `memory_fd` as this rank's file; sets the request's `entry` and
+    `path`.
 
     publish: into the attempt's folder; else it stays where it is staged. CheckpointError, OSError.
     """

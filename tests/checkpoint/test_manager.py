@@ -139,9 +139,7 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
     assert set(committed(old)) == before  # another run's checkpoints are not ours to remove
     again = Run(new, resume=str(old))  # the same line once more, as a requeued job has it
     assert_is(again.resume(), 9)
-    assert any(
-        "this run continues from its own checkpoints, as it has some" in line for line in again.said
-    )
+    assert any("this run has checkpoints and continues from its own" in line for line in again.said)
     with pytest.raises(UserError, match="no such path; use auto, must, never"):
         Run(new, resume=str(tmp_path / "absent")).resume()
     with pytest.raises(UserError, match="holds no checkpoints"):
