@@ -6,24 +6,15 @@ import argparse
 import itertools
 import json
 import os
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from clip_tools.index import run_index
-from clip_tools.shards.convert import (
-    Row,
-    Written,
-    content_of,
-    make_shards,
-    read_rows,
-    same_settings,
-)
+from clip_tools.shards.convert import Written, make_shards, read_rows, same_settings
 from clip_train.errors import DataError, UserError
 
 RECIPE = "recipes/vit_b32.yaml"
@@ -38,67 +29,24 @@ def run(args: argparse.Namespace) -> int:
     if per_shard < 1 or workers < 1:
         raise UserError(f"--per-shard ({per_shard}) and --workers ({workers}) must be at least 1")
     caption_keys = args.caption_key.split(",") if args.caption_key else []
-    keep = args.keep_columns.split(",") if args.keep_columns else []
-    read = read_rows(source, args.image_key, caption_keys, args.label_key, keep)
+    read = read_rows(source, args.image_key, caption_keys, args.label_key)
     first = list(itertools.islice(read, 1))  # UserError before anything is written
-    digests = array("q")
-    rows = _counted(itertools.chain(first, read), digests)
-    beside = source if source.is_dir() else source.parent
-    root = Path(args.images).expanduser() if args.images else beside
+    root = source if source.is_dir() else source.parent
     size = source.stat().st_size if source.is_file() else None
     settings = {"source": str(source.absolute()), "bytes": size, "per_shard": per_shard}
     settings |= {"image_key": args.image_key, "caption_key": args.caption_key}
-    added = {"label_key": args.label_key, "keep_columns": args.keep_columns}
-    same_settings(folder, settings | {key: value for key, value in added.items() if value})
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.fields[samples]:,} samples in {task.completed:,.0f} shards"),
-        TimeElapsedColumn(),
-    )
+    same_settings(folder, settings | ({"label_key": args.label_key} if args.label_key else {}))
+    text = "{task.fields[samples]:,} samples in {task.completed:,.0f} shards"
+    columns = (SpinnerColumn(), TextColumn(text), TimeElapsedColumn())
     samples, done = 0, list[Written]()
     with Progress(*columns, console=Console(stderr=True), disable=args.quiet) as bar:
         task = bar.add_task("", total=None, samples=0)
-        for written in make_shards(rows, folder, root, per_shard=per_shard, workers=workers):
+        images = Path(args.images).expanduser() if args.images else root
+        rows = itertools.chain(first, read)
+        for written in make_shards(rows, folder, images, per_shard=per_shard, workers=workers):
             done.append(written)
             samples += written.samples
             bar.update(task, advance=1, samples=samples)
-    _describe_left_out(done, samples)
-    repeated = len(digests) - len(np.unique(np.frombuffer(digests, dtype=np.int64)))
-    if repeated:
-        print(
-            f"{repeated:,} rows repeat an earlier row (the same image and captions) and were written too: take them "
-            "out of the table if an epoch should not repeat them"
-        )
-    pattern = (
-        f"{folder}/{{{done[0].path.stem}..{done[-1].path.stem}}}.tar"
-        if len(done) > 1
-        else str(done[0].path)
-    )
-    status = run_index(
-        [str(each.path) for each in done],
-        caption_key=None,
-        workers=workers,
-        check=False,
-        quiet=args.quiet,
-    )
-    if args.label_key:
-        _describe_labels(args.label_key, first[0].label_key is not None, done, folder)
-    recipe = RECIPE if Path(RECIPE).is_file() else INSTALLED / RECIPE
-    print(f"next: clip-train train {recipe} data.train='{pattern}'")
-    return status
-
-
-def _counted(rows: Iterable[Row], digests: array[int]) -> Iterator[Row]:
-    """The same rows; a digest of each one that can be read goes into `digests`."""
-    for row in rows:
-        if row.problem is None:
-            captions = json.dumps(row.captions, default=str)
-            digests.append(hash((content_of(row.image), captions, row.label)))
-        yield row
-
-
-def _describe_left_out(done: Sequence[Written], samples: int) -> None:
-    """DataError if nothing is left."""
     reasons = Counter(reason for each in done for _, reason in each.left_out)
     if not samples:
         raise DataError(f"no sample could be made: {', '.join(sorted(reasons))}")
@@ -108,6 +56,14 @@ def _describe_left_out(done: Sequence[Written], samples: int) -> None:
             example = next(image for each in done for image, why in each.left_out if why == reason)
             print(f"  {count:,} {reason}, such as {example}")
         print("all of them are in the NNNNN_stats.json beside the shards")
+    paths = [str(each.path) for each in done]
+    status = run_index(paths, caption_key=None, workers=workers, check=False, quiet=args.quiet)
+    if args.label_key:
+        _describe_labels(args.label_key, first[0].label_key is not None, done, folder)
+    recipe = RECIPE if Path(RECIPE).is_file() else INSTALLED / RECIPE
+    numbers = f"{{{done[0].path.stem}..{done[-1].path.stem}}}" if len(done) > 1 else "00000"
+    print(f"next: clip-train train {recipe} data.train='{folder}/{numbers}.tar'")
+    return status
 
 
 def _describe_labels(key: str, named: bool, done: Sequence[Written], folder: Path) -> None:
@@ -116,16 +72,14 @@ def _describe_labels(key: str, named: bool, done: Sequence[Written], folder: Pat
     missing = labels.pop("", 0)
     if missing:
         print(f"{missing:,} samples have no label in {key}: they are trained on, and not scored")
-    if not labels:
-        return
-    if not named:
+    if labels and not named:
         print(
             f"labels: numbers from {min(map(int, labels))} to {max(map(int, labels))} as .cls; "
             "evaluate.zero_shot_classes needs the names in this order: docs/evaluation.md"
         )
-        return
-    file = folder / CLASSES
-    if not file.exists():
-        classes = {"classnames": sorted(labels), "templates": [TEMPLATE], "label_key": key}
-        file.write_text(json.dumps(classes, indent=1, ensure_ascii=False), encoding="utf-8")
-    print(f"labels: {len(labels):,} names in {key}; evaluate.zero_shot_classes={file}")
+    elif labels:
+        file = folder / CLASSES
+        if not file.exists():
+            classes = {"classnames": sorted(labels), "templates": [TEMPLATE], "label_key": key}
+            file.write_text(json.dumps(classes, indent=1, ensure_ascii=False), encoding="utf-8")
+        print(f"labels: {len(labels):,} names in {key}; evaluate.zero_shot_classes={file}")

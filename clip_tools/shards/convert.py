@@ -2,13 +2,11 @@
 
     x.csv, x.tsv, x.jsonl, x.parquet   a row for each sample: the image's path or bytes, its caption or captions
     a folder                           images with a `.txt` or `.caption` beside them, or a metadata.csv/.jsonl
-    x.arrow, or a folder of them       a Hugging Face dataset, as `save_to_disk` leaves it
 
 Shard i holds the rows [i S, (i + 1) S), so it is the same however many processes there are, and one that is there need
-not be written again. Beside each lies `NNNNN_stats.json`, as img2dataset has it, with the rows that were left out.
+not be written again. Beside each is `NNNNN_stats.json`, as img2dataset has it, with the rows that were left out.
 
-A label that is a number becomes the sample's `.cls`, as in webdataset. A label that is a name, and columns to keep,
-become fields of its `.json`.
+A label that is a number becomes the sample's `.cls`, as in webdataset; a label that is a name, a field of its `.json`.
 """
 
 from __future__ import annotations
@@ -26,8 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clip_tools.shards.tables import ARROW, READERS, Broken
+from PIL import Image
+
+from clip_tools.shards.tables import READERS, Broken
+from clip_train.data.decode import IMAGE_EXTENSIONS, captions, decode_image
 from clip_train.data.index import STATS_SUFFIX
+from clip_train.data.invalid import InvalidSample
+from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
 
 IMAGE_KEYS = ("filepath", "file_name", "image_path", "image", "path", "file", "img", "jpg")
@@ -35,8 +38,8 @@ CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "descript
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 SETTINGS = "shards.json"  # what the shards of a folder were made of
-SPLITS = "dataset_dict.json"  # of Hugging Face's DatasetDict, a folder of datasets
-READABLE = "a .csv, .tsv, .jsonl, .parquet, .arrow or a folder"
+READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
+EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,8 @@ class Row:
     image: Any  # a path, or its bytes, or {"bytes": ..., "path": ...} as Hugging Face keeps them
     captions: Mapping[str, Any]  # by column: a text or a list of texts
     label: str = ""  # a number or a name; "": none
-    label_key: str | None = (
-        None  # the field of the `.json` for a name; None: labels are numbers, for the `.cls`
-    )
-    kept: Mapping[str, Any] = field(default_factory=dict)  # further fields of the `.json`
-    problem: str | None = (
-        None  # why the row could not be read; `image` is then its place in the table
-    )
+    label_key: str | None = None  # the field of the `.json` for a name; None: labels are numbers
+    problem: str | None = None  # why it could not be read; `image` is then its place in the table
 
 
 @dataclass(frozen=True)
@@ -66,62 +64,51 @@ class Written:
 
 
 def read_rows(
-    source: Path,
-    image_key: str | None = None,
-    caption_keys: Sequence[str] = (),
-    label_key: str | None = None,
-    keep: Sequence[str] = (),
+    source: Path, image_key: str | None, caption_keys: Sequence[str], label_key: str | None
 ) -> Iterator[Row]:
-    """Every row in order. UserError if nothing can be read, or a column is missing.
-
-    Args:
-        label_key: the column of labels.
-        keep: further columns, which become fields of the `.json`.
-    """
-    table = _table_of(source)
+    """Every row in order. UserError if nothing can be read, or a column is missing. label_key: the column of labels."""
+    table: Path | None = source
+    if source.is_dir():
+        table = next((source / name for name in METADATA if (source / name).is_file()), None)
+    elif not source.exists():
+        raise UserError(f"SOURCE ({source}): no such file or folder; give {READABLE}")
     if table is None:
-        if label_key or keep:
+        if label_key:
             raise UserError(
-                f"--label-key ({label_key}) and --keep-columns ({','.join(keep)}) are columns of a table, and SOURCE "
-                f"({source}) has none: put a metadata.csv with file_name, caption and these columns into it"
+                f"--label-key ({label_key}) is a column of a table, and SOURCE ({source}) has none: put a metadata.csv "
+                "with file_name, caption and this column into it"
             )
         yield from _folder_rows(source)
         return
-    reader = ARROW if table.is_dir() else READERS[table.suffix.lower()]
+    if table.suffix.lower() not in READERS:
+        raise UserError(f"SOURCE ({source}) is no table that can be read: give {READABLE}")
+    reader = READERS[table.suffix.lower()]
     first = next((record for record in reader(table) if isinstance(record, dict)), None)
     if first is None:
         raise UserError(f"SOURCE ({source}) has no rows that can be read")
-    image = _column(table, first, [image_key] if image_key else IMAGE_KEYS, "--image-key")
-    wanted = [_column(table, first, [key], "--caption-key") for key in caption_keys]
-    wanted = wanted or [_column(table, first, CAPTION_KEYS, "--caption-key")]
-    for key in [label_key] if label_key else []:
-        _column(table, first, [key], "--label-key")
-    for key in keep:
-        _column(table, first, [key], "--keep-columns")
-    named = label_key
-    if label_key is not None and _are_numbers(reader(table), label_key):
-        named = None
+
+    def column(names: Sequence[str], option: str) -> str:
+        for name in names:
+            if name in first:
+                return name
+        raise UserError(
+            f"SOURCE ({table}) has no column {' or '.join(names)}; its columns are {', '.join(map(str, first))}: "
+            f"say {option} NAME"
+        )
+
+    image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")
+    wanted = [column([key], "--caption-key") for key in caption_keys]
+    wanted = wanted or [column(CAPTION_KEYS, "--caption-key")]
+    named = None
+    if label_key is not None:
+        column([label_key], "--label-key")
+        named = None if _are_numbers(reader(table), label_key) else label_key
     for record in reader(table):
         if isinstance(record, Broken):
             yield Row(record.place, {}, label_key=named, problem=record.reason)
-            continue
-        captions = {key: record.get(key) for key in wanted}
-        kept = {key: record.get(key) for key in keep}
-        yield Row(record.get(image), captions, _label_of(record, label_key), named, kept)
-
-
-def _table_of(source: Path) -> Path | None:
-    """The table in a folder, or `source` itself; None for a folder of images. UserError."""
-    if (source / SPLITS).is_file():
-        names = " or ".join(str(each) for each in sorted(source.iterdir()) if each.is_dir())
-        raise UserError(f"SOURCE ({source}) holds several splits: give one, {names}")
-    if source.is_dir() and not any(source.glob("*.arrow")):
-        return next((source / name for name in METADATA if (source / name).is_file()), None)
-    if not source.exists():
-        raise UserError(f"SOURCE ({source}): no such file or folder; give {READABLE}")
-    if not source.is_dir() and source.suffix.lower() not in READERS:
-        raise UserError(f"SOURCE ({source}) is no table that can be read: give {READABLE}")
-    return source
+        else:
+            captions = {key: record.get(key) for key in wanted}
+            yield Row(record.get(image), captions, _label_of(record, label_key), named)
 
 
 def _are_numbers(records: Iterable[dict[str, Any] | Broken], key: str) -> bool:
@@ -147,46 +134,22 @@ def _label_of(record: Mapping[str, Any] | Broken, key: str | None) -> str:
     return "" if value is None else str(value).strip()
 
 
-def _column(source: Path, record: Mapping[str, Any], names: Sequence[str], option: str) -> str:
-    """The first of `names` that the table has. UserError with the remedy."""
-    found = next((name for name in names if name in record), None)
-    if found is None:
-        columns = ", ".join(map(str, record))
-        raise UserError(
-            f"SOURCE ({source}) has no column {' or '.join(names)}; its columns are {columns}: say {option} NAME"
-        )
-    return found
-
-
 def _folder_rows(folder: Path) -> Iterator[Row]:
-    if not any(_beside(path) for path in _images(folder)):
+    """In the order of their names, folder by folder."""
+    captioned = False
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        for path in (Path(root, name) for name in sorted(files)):
+            if path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS:
+                sides = [path.with_suffix(suffix) for suffix in SIDECARS]
+                texts = [each.read_text("utf-8", "replace") for each in sides if each.is_file()]
+                captioned = captioned or bool(texts)
+                yield Row(str(path.relative_to(folder)), {"txt": texts[0] if texts else None})
+    if not captioned:
         raise UserError(
             f"SOURCE ({folder}) has no image with a caption: one is x.jpg with x.txt beside it, or a row of a "
             "metadata.csv in it with the columns file_name and caption"
         )
-    for path in _images(folder):
-        beside = _beside(path)
-        text = beside and beside.read_text(encoding="utf-8", errors="replace")
-        yield Row(str(path.relative_to(folder)), {"txt": text})
-
-
-def _images(folder: Path) -> Iterator[Path]:
-    """In the order of their names, folder by folder."""
-    from clip_train.data.decode import IMAGE_EXTENSIONS
-
-    for root, folders, files in os.walk(folder):
-        folders.sort()
-        paths = (Path(root, name) for name in sorted(files))
-        yield from (
-            path for path in paths if path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS
-        )
-
-
-def _beside(image: Path) -> Path | None:
-    """Its caption's file."""
-    return next(
-        (side for suffix in SIDECARS if (side := image.with_suffix(suffix)).is_file()), None
-    )
 
 
 def make_shards(
@@ -194,22 +157,22 @@ def make_shards(
 ) -> Iterator[Written]:
     """Write every shard that is not there yet. root: where relative paths of images begin. OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    groups = iter(partial(lambda rows: list(itertools.islice(rows, per_shard)), iter(rows)), [])
+    rows = iter(rows)
+    groups = iter(lambda: list(itertools.islice(rows, per_shard)), [])
     write = partial(write_shard, folder, root, per_shard)
     context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         numbered = enumerate(groups)
-        while some := list(
-            itertools.islice(numbered, 2 * workers)
-        ):  # no more rows in memory than these
+        while True:
+            some = list(itertools.islice(numbered, 2 * workers))  # the rows in memory
+            if not some:
+                return
             yield from pool.map(write, *zip(*some, strict=True))
 
 
 def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: list[Row]) -> Written:
     """One shard, whole or not at all; as it is where it is there already."""
-    from clip_train.data.tar import write_shards
-
     path = folder / f"{number:05d}.tar"
     stats = path.with_name(path.stem + STATS_SUFFIX)
     if path.exists() and stats.exists():
@@ -218,24 +181,17 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         return Written(path, found["successes"], left, found.get("labels", {}))
     samples, left_out = [], []
     labels: Counter[str] = Counter()
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows, number * per_shard):
         try:
-            samples.append({"__key__": f"{number * per_shard + i:09d}", **sample_of(row, root)})
+            samples.append({"__key__": f"{i:09d}", **sample_of(row, root)})
             labels[row.label] += 1
         except ValueError as e:
-            left_out.append(
-                (
-                    row.image if isinstance(row.image, str) else f"row {number * per_shard + i}",
-                    str(e),
-                )
-            )
+            left_out.append((row.image if isinstance(row.image, str) else f"row {i}", str(e)))
     part = f"{path.stem}.part"
     if samples:
         write_shards(folder, samples, len(samples), part)
-    else:
-        (folder / part).write_bytes(
-            bytes(10240)
-        )  # a tar without members: the numbers stay those of the rows
+    else:  # a tar without members: the numbers stay those of the rows
+        (folder / part).write_bytes(bytes(10240))
     found = {"count": len(rows), "successes": len(samples), "left_out": left_out, "labels": labels}
     stats.write_text(json.dumps(found))
     (folder / part).replace(path)
@@ -244,21 +200,11 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
 
 def sample_of(row: Row, root: Path) -> dict[str, Any]:
     """Members of a tar. ValueError, in words to count, for what cannot be trained on."""
-    from clip_train.data.decode import captions, decode_image
-    from clip_train.data.invalid import InvalidSample
-
     if row.problem is not None:
         raise ValueError(row.problem)
-    names = {f"json.{column}": 1.0 for column in row.captions}
-    try:
-        usable = captions({"json": dict(row.captions)}, names)
-    except InvalidSample as e:
-        raise ValueError(e.reason) from e
-    by_column = {
-        name.removeprefix("json."): [text.strip() for text in texts]
-        for name, texts in usable.items()
-    }
-    data = content_of(row.image)
+    data = row.image
+    if isinstance(data, dict):
+        data = data.get("bytes") or data.get("path")
     if isinstance(data, str):
         if data.startswith(("http://", "https://", "s3://")):
             raise ValueError("image is a URL: fetch it with img2dataset --output_format webdataset")
@@ -269,35 +215,28 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
     if not isinstance(data, bytes) or not data:
         raise ValueError("no image")
     try:
+        names = {f"json.{column}": 1.0 for column in row.captions}
+        usable = captions({"json": dict(row.captions)}, names)
         decode_image(data)
     except InvalidSample as e:
         raise ValueError(e.reason) from e
+    by_column = {}
+    for name, given in usable.items():
+        by_column[name.removeprefix("json.")] = [text.strip() for text in given]
     texts = next(iter(by_column.values()))
-    members: dict[str, Any] = {_extension(data): data, "txt": texts[0]}
-    fields = dict(row.kept)
+    with Image.open(io.BytesIO(data)) as image:
+        extension = EXTENSIONS.get(str(image.format), str(image.format).lower())
+    members: dict[str, Any] = {extension: data, "txt": texts[0]}
+    fields: dict[str, Any] = {"captions": texts} if len(texts) > 1 else {}
+    if len(row.captions) > 1:
+        fields |= by_column
     if row.label and row.label_key is not None:
         fields[row.label_key] = row.label
     elif row.label and not row.label.isdecimal():
         raise ValueError("label is not a whole number from 0 on, as the others are")
     elif row.label:
         members["cls"] = int(row.label)
-    fields |= {"captions": texts} if len(texts) > 1 else {}
-    fields |= by_column if len(row.captions) > 1 else {}
     return {**members, "json": json.dumps(fields, default=str).encode()} if fields else members
-
-
-def content_of(image: Any) -> Any:
-    """Bytes or a path. Hugging Face keeps an image as {"bytes": ..., "path": ...}."""
-    return image.get("bytes") or image.get("path") if isinstance(image, dict) else image
-
-
-def _extension(data: bytes) -> str:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as image:
-        return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(
-            str(image.format), str(image.format).lower()
-        )
 
 
 def same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -306,9 +245,7 @@ def same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     before = json.loads(file.read_text()) if file.exists() else {}
     if any(folder.glob("*.tar")) and before != dict(settings):
         changed = [
-            f"{k}: {before[k]}, now {v}"
-            for k, v in settings.items()
-            if k in before and before[k] != v
+            f"{k}: {before[k]}, now {v}" for k, v in settings.items() if before.get(k, v) != v
         ]
         others = "; ".join(changed) or "they are not from here"
         raise UserError(

@@ -32,7 +32,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
     },
     "source": {
         "metavar": "SOURCE",
-        "help": "a .csv, .tsv, .jsonl, .parquet or .arrow; a folder of images; a Hugging Face dataset on this disk",
+        "help": "a .csv, .tsv, .jsonl or .parquet; a folder of images",
     },
     "out": {"metavar": "OUT", "help": "folder for the shards"},
     "shell": {"metavar": "SHELL", "choices": SHELLS, "help": f"one of {', '.join(SHELLS)}"},
@@ -251,7 +251,6 @@ VERBS = {
                 "NAME",
                 "column of labels for evaluation: numbers become .cls, names this field of the .json",
             ),
-            ("keep-columns", "NAMES", "further columns, separated by commas, for the .json"),
             ("images", "DIR", "where relative paths begin (default: SOURCE's folder)"),
             ("per-shard", "N", "rows in a shard (default: 1000)"),
             ("workers", "N", "processes (default: one for each CPU)"),

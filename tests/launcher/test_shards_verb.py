@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 import torch
-from pyarrow import ipc, parquet
+from pyarrow import parquet
 
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
@@ -42,20 +42,9 @@ def members(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_a_dataset_of_several_splits_names_them(tmp_path, capsys):
-    for split in ("train", "test"):
-        (tmp_path / "set" / split).mkdir(parents=True)
-    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert main(["shards", str(tmp_path / "set"), str(tmp_path / "out")]) == 2
-    err = capsys.readouterr().err
-    assert (
-        "holds several splits: give one, " in err and "set/test or " in err and "set/train" in err
-    )
-
-
 @pytest.mark.parametrize(
     "kind",
-    ["csv", "tabs in a csv", "tsv", "jsonl", "parquet", "arrow", "dataset", "folder", "metadata"],
+    ["csv", "tabs in a csv", "tsv", "jsonl", "parquet", "folder", "metadata"],
 )
 def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
     source = tmp_path / "photos"
@@ -71,22 +60,6 @@ def test_every_kind_of_source_becomes_the_same_shards(kind, tmp_path, capsys):
         place = source / "x.parquet"
         table = pyarrow.table({name: [row[name] for row in rows] for name in rows[0]})
         parquet.write_table(table, place)
-    elif kind in (
-        "arrow",
-        "dataset",
-    ):  # a file; a folder of streams, as Hugging Face writes them, with the images in it
-        place = tmp_path / kind
-        place.mkdir()
-        bytes_of = [{"bytes": (source / name).read_bytes(), "path": name} for name in names]
-        table = pyarrow.table({"image": bytes_of, "caption": [row["caption"] for row in rows]})
-        for number, part in enumerate(
-            [table.slice(0, 3), table.slice(3)] if kind == "dataset" else [table]
-        ):
-            file = place / f"data-0000{number}-of-00002.arrow"
-            make = ipc.new_stream if kind == "dataset" else ipc.new_file
-            with make(file, table.schema) as writer:
-                writer.write_table(part, max_chunksize=2)
-        place = place if kind == "dataset" else file
     elif kind == "jsonl":
         place = source / "x.jsonl"
         place.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -252,16 +225,16 @@ def test_labels_that_are_names_become_a_field_and_a_file_of_classes(tmp_path, ca
     names = images(tmp_path, 5)
     kinds = ["911", " owl ", "", "red fox", "red fox"]
     rows = [
-        {"filepath": name, "title": f"a {name}", "kind": kind, "city": "Öland", "n": i}
-        for i, (name, kind) in enumerate(zip(names, kinds, strict=True))
+        {"filepath": name, "title": f"a {name}", "kind": kind, "city": "Öland"}
+        for name, kind in zip(names, kinds, strict=True)
     ]
     table = write_table(tmp_path / "x.csv", rows)
     line = ["shards", str(table), str(tmp_path / "out"), "--workers", "1", "--label-key", "kind"]
-    out, _ = typed([*line, "--keep-columns", "city,n"], capsys)
+    out, _ = typed(line, capsys)
     found = members(tmp_path / "out")
-    assert json.loads(found["000000000.json"]) == {"city": "Öland", "n": "0", "kind": "911"}
+    assert json.loads(found["000000000.json"]) == {"kind": "911"}
     assert json.loads(found["000000001.json"])["kind"] == "owl"
-    assert json.loads(found["000000002.json"]) == {"city": "Öland", "n": "2"}
+    assert "000000002.json" not in found
     assert json.loads(found["000000003.json"])["kind"] == "red fox"
     assert not [name for name in found if name.endswith(".cls")]
     file = tmp_path / "out" / "classes.json"
@@ -273,9 +246,9 @@ def test_labels_that_are_names_become_a_field_and_a_file_of_classes(tmp_path, ca
     assert "1 samples have no label in kind" in out
     assert f"3 names in kind; evaluate.zero_shot_classes={file}" in out
     file.write_text(file.read_text().replace("a photo of a", "a drawing of a"))
-    typed([*line, "--keep-columns", "city,n"], capsys)  # again: what the user wrote stays
+    typed(line, capsys)  # again: what the user wrote stays
     assert "a drawing of a" in file.read_text()
-    assert main([*line[:-1], "city", "--keep-columns", "city,n"]) == 2
+    assert main([*line[:-1], "city"]) == 2
     assert "label_key: kind, now city" in capsys.readouterr().err
 
 
@@ -341,15 +314,6 @@ def test_a_caption_that_is_too_long_is_left_out_where_the_index_would_not_use_it
     assert [name for name in members(tmp_path / "out") if name.endswith(".txt")] == [
         "000000000.txt"
     ]
-
-
-def test_rows_that_come_twice_are_counted(tmp_path, capsys):
-    names = images(tmp_path, 2)
-    rows = [{"image": name, "caption": "x"} for name in [*names, *names, names[0]]]
-    rows.append({"image": names[0], "caption": "another"})
-    table = write_table(tmp_path / "x.csv", rows)
-    out, _ = typed(["shards", str(table), str(tmp_path / "out"), "--workers", "1"], capsys)
-    assert "3 rows repeat an earlier row" in out and "6 samples" in out
 
 
 def test_quiet_draws_nothing(tmp_path, capsys):
