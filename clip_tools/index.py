@@ -15,7 +15,6 @@ from clip_train.data.config import existing
 from clip_train.data.index import look_up
 from clip_train.data.inspect import (
     OUT_OF_ORDER,
-    Indexed,
     differences,
     index_shards,
     try_folders,
@@ -49,32 +48,30 @@ def run_index(
     overwrite_sizes: bool = False,
 ) -> int:
     """Reads every shard once. UserError for shards that are not there; DataError for what is wrong with them."""
-    shards = list(
-        dict.fromkeys(
-            shard for spec in specs for part in existing(spec, "SHARDS") for shard in part
-        )
-    )
+    sources = [part for spec in specs for part in existing(spec, "SHARDS")]
+    shards = list(dict.fromkeys(shard for source in sources for shard in source))
     if workers is not None and workers < 1:
         raise UserError(f"--workers ({workers}) must be at least 1")
     known = look_up([shards], "auto", StorageConfig()).entries if check else {}
     if not check:
         with writing():
             try_folders(shards)
-    workers = workers or max(2, min(16, len(os.sched_getaffinity(0))))
-    found = read(shards, caption_key, workers, quiet=quiet)
+    columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    last = TextColumn("{task.fields[last]}")
+    with Progress(*columns, last, console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task("", total=len(shards), last="")
+        found = index_shards(
+            shards,
+            caption_key=caption_key,
+            workers=workers or max(2, min(16, len(os.sched_getaffinity(0)))),
+            progress=lambda url: bar.update(task, advance=1, last=url.rsplit("/", 1)[-1]),
+        )
     samples = sum(each.entry.samples for each in found.values())
     size = sum(each.entry.checksums.size for each in found.values())
     summary = f"{len(found)} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
     if check:
-        wrong = {
-            url: why
-            for url, each in found.items()
-            if (why := differences(known.get(url), each.entry))
-        }
-        if wrong:
-            raise DataError(
-                listing(f"{len(wrong)} of {len(found)} shards are not what their index says", wrong)
-            )
+        compared = {url: differences(known.get(url), each.entry) for url, each in found.items()}
+        refuse(f"of {len(found)} shards are not what their index says", compared)
         print(f"{summary}: all as the index says")
         return 0
     with writing():
@@ -84,9 +81,8 @@ def run_index(
         print(
             f"left as another tool has written it: {', '.join(left)}; --overwrite-sizes writes these counts into it"
         )
-    invalid = sum(
-        (each.invalid for each in found.values()), Counter[str]()
-    )  # to be replaced by other samples
+    # samples that others replace
+    invalid = sum((each.invalid for each in found.values()), Counter[str]())
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
@@ -94,13 +90,8 @@ def run_index(
         print(
             "the files of a sample must be neighbours in the tar: write it again with `tar --sort=name`"
         )
-    damaged = {
-        url: each.entry.damage for url, each in found.items() if each.entry.damage is not None
-    }
-    if damaged:
-        raise DataError(
-            listing(f"{len(damaged)} shards are damaged, and were counted up to there", damaged)
-        )
+    damage = {url: each.entry.damage for url, each in found.items()}
+    refuse("shards are damaged, and were counted up to there", damage)
     if invalid.total() == samples:
         names = next((", ".join(each.names) for each in found.values() if each.names), "nothing")
         raise DataError(
@@ -121,24 +112,9 @@ def writing() -> Iterator[None]:
         ) from e
 
 
-def read(
-    shards: list[str], caption_key: Sequence[str] | None, workers: int, *, quiet: bool
-) -> dict[str, Indexed]:
-    """What is in the shards. quiet: without a progress bar."""
-    columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    last = TextColumn("{task.fields[last]}")
-    with Progress(*columns, last, console=Console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("", total=len(shards), last="")
-        return index_shards(
-            shards,
-            caption_key=caption_key,
-            workers=workers,
-            progress=lambda url: bar.update(task, advance=1, last=url.rsplit("/", 1)[-1]),
-        )
-
-
-def listing(head: str, rows: Mapping[str, str]) -> str:
-    lines = [f"  {url}: {why}" for url, why in list(rows.items())[:SHOWN]]
-    return "\n".join(
-        [head, *lines, *([f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])]
-    )
+def refuse(what: str, problems: Mapping[str, str | None]) -> None:
+    """DataError with the shards that have a problem."""
+    lines = [f"  {url}: {problem}" for url, problem in problems.items() if problem is not None]
+    if lines:
+        more = [f"  and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        raise DataError("\n".join([f"{len(lines)} {what}", *lines[:SHOWN], *more]))

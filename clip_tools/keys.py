@@ -55,8 +55,8 @@ def all_keys(prefix: str) -> list[Key]:
             default = "required"
             if not field.is_required():
                 default = as_yaml(field.get_default(call_default_factory=True))
-            words = [each.words for each in field.metadata if isinstance(each, Allowed)]
             schema = TypeAdapter(field.rebuild_annotation()).json_schema()
+            words = [each.words for each in field.metadata if isinstance(each, Allowed)]
             meaning = " ".join((field.description or "").split())
             found.append(Key(name, default, words[0] if words else type_of(schema), meaning))
     if not found:

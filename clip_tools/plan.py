@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from clip_train.data.config import resolve_streams
 from clip_train.data.order import times_read
 from clip_train.errors import UserError
 from clip_train.memory.plan import GIB, RECOMPUTED
-from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
@@ -32,24 +30,11 @@ from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 from launcher.checks import require_places
 from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
-from launcher.config.recipe import RunConfig, load_config, read_recipe
+from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import Resolved, advice, resolve
 from launcher.config.resume import compare_with
 from launcher.engines import describe as describe_engine
 from launcher.runtime.launch import local_ranks
-
-
-def measured_rate(config: RunConfig) -> float | None:
-    """Median samples per second of an earlier attempt of this run, or None; another model's run tells nothing."""
-    try:
-        before = read_recipe(str(config.run_dir / "recipe.yaml")).get("model")
-        if before != config.to_keep()["model"]:
-            return None
-        records = iter_jsonl(config.run_dir / "metrics.jsonl")
-        rates = [r["samples_per_second"] for r in records if r.get("samples_per_second")]
-    except (FileNotFoundError, UserError):
-        return None
-    return median(rates) if rates else None
 
 
 def make_plan(
@@ -73,7 +58,6 @@ def make_plan(
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
     forwards = plan.forwards_per_sample + RECOMPUTED * checkpointing
     flops = forward * (2 + forwards) + (flops_per_sample(teacher) if teacher else 0)
-    rate = rate or measured_rate(config)
     samples = config.batch.sizes.before(config.steps)
     lanes = resolve_streams(config.data.lanes, config.batch.sizes)
     return {
@@ -224,7 +208,7 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
     eta = (
         f"{format_seconds(plan['eta_seconds'])} at {plan['samples_per_second']:,.0f} samples/s"
         if plan["eta_seconds"]
-        else "unknown: give --samples-per-second, or plan again when the run has some steps"
+        else "unknown: give --samples-per-second (a run's metrics.jsonl has it)"
     )
     uneven = f"{plan['per_rank'] - 1:,} or " if plan["global_size"] % plan["world_size"] else ""
     trained = (

@@ -132,7 +132,7 @@ def explain(
             remedy = f"write {path}: and below it its keys, indented" if path else "see recipes/"
             lines[path] = f"{path or within} ({shown(value)}) must be a section; {remedy}"
         else:
-            words = next((m.words for m in _metadata(field) if isinstance(m, Allowed)), said)
+            words = _hint(field).words or said
             messages.setdefault(path, []).append(words.removeprefix("Input should be "))
             allowed = " or ".join(dict.fromkeys(messages[path]))
             lines[path] = (
@@ -165,30 +165,25 @@ def _model_in(annotation: Any) -> Any:
     return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
-def _metadata(field: FieldInfo | None) -> list[Any]:
-    return field.metadata if field is not None else []
+def _hint(field: FieldInfo | None) -> Allowed:
+    """The field's `Allowed`, or an empty one."""
+    metadata = field.metadata if field is not None else []
+    return next((each for each in metadata if isinstance(each, Allowed)), Allowed(""))
 
 
 def _example(path: str, field: FieldInfo | None) -> str:
     """`key=value` for what is missing; a section's first key that has an example."""
     key = ".".join(path.split(".")[:2])  # what a command can set
     model = _model_in(field.annotation) if field is not None and "." not in path else None
-    fields = (
-        {f"{key}.{name}": inner for name, inner in model.model_fields.items()}
-        if model
-        else {key: field}
-    )
-    for name, inner in fields.items():
-        for each in _metadata(inner):
-            if isinstance(each, Allowed) and each.example:
-                return f"{name}={each.example}"
-    return f"{key}=..."
+    for name, inner in model.model_fields.items() if model else ():
+        if _hint(inner).example:
+            return f"{key}.{name}={_hint(inner).example}"
+    return f"{key}={_hint(field).example or '...'}"
 
 
 def _remedy(path: str, field: FieldInfo | None, value: Any) -> str:
-    example = _example(path, field)
-    if field is None or field.is_required() or not example.endswith("=...") or path.count(".") > 1:
-        return f"set {example} or another"
+    if field is None or field.is_required() or _hint(field).example or path.count(".") > 1:
+        return f"set {_example(path, field)} or another"
     default = shlex.quote(as_yaml(field.get_default(call_default_factory=True)))
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     quoted = ""

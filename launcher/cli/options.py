@@ -120,7 +120,7 @@ VERBS = {
             (
                 "samples-per-second",
                 "RATE",
-                "over all ranks, for the ETA (default: from the run's metrics)",
+                "over all ranks, for the ETA",
             ),
             (
                 "gpu",
